@@ -1,0 +1,166 @@
+"""QuantLinear: the module that stands where nn.Linear stood.
+
+Its tensors are `weight`, `weight_scale`, `weight_zero`, `bias`. In files and state dicts they are in the layout
+`disk_layout` (rowstream unless said otherwise); before the first product `prepare` moves them into the layout that the
+device's kernels read, and `state_dict` brings them back, bit for bit.
+"""
+
+import torch
+from torch import nn
+
+from lowq_kernels import ops
+from lowq_kernels.registry import Call, capability, kernels, matmul
+from lowq_packers import bitstream
+from lowq_packers.errors import SchemeError
+from lowq_packers.layouts import LAYOUTS, PackedWeight, get, pack, repack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+DISK = "rowstream"
+
+
+def best_layout(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1) -> str:
+    """The layout whose best kernel the rule ranks first for M rows on this device; DISK if only `reference` can."""
+    found = []
+    for name, layout in LAYOUTS.items():
+        if layout.why_not(scheme, N, K) is None:
+            call = Call(M, N, K, scheme, name, dtype, device.type, capability(device))
+            ranks = [s.rank for s in kernels().values() if s.why_not(call) is None]
+            found.append((min(ranks, default=1 << 30), name != DISK, name))
+    return min(found)[2]
+
+
+class QuantLinear(nn.Module):
+    """y = x @ dequantize(weight)^T + bias, x (..., K) -> (..., N).
+
+    Args:
+        N, K: out_features, in_features.
+        scheme: bits, group size, kind of zero.
+        bias: whether there is one.
+        dtype: of scales, zeros, bias (fp16, bf16 or fp32).
+        layout: the layout to compute in; "auto" asks `best_layout` once the device is known.
+        kernel: force one kernel by name; None lets dispatch choose.
+    Raises:
+        SchemeError: a K that the scheme cannot group.
+    """
+
+    def __init__(
+        self,
+        N: int,
+        K: int,
+        scheme: Scheme,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+        layout: str = "auto",
+        kernel: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.scheme = N, K, scheme
+        self.wanted_layout, self.kernel, self.layout = layout, kernel, DISK
+        G = scheme.groups(K)
+        words = torch.zeros(N, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=device)
+        self.weight = nn.Parameter(words, requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.zeros(N, G, dtype=dtype, device=device), requires_grad=False)
+        zeros = None if scheme.zero == "none" else torch.zeros(N, G, dtype=dtype, device=device)
+        self.weight_zero = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(N, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self.register_buffer("aux", None, persistent=False)
+        self._packed: PackedWeight | None = None
+
+    @classmethod
+    def from_quantized(
+        cls,
+        q: QuantizedTensor,
+        bias: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float16,
+        layout: str = "auto",
+        kernel: str | None = None,
+    ) -> "QuantLinear":
+        """A ready layer from codes, scales and zeros; scales, zeros and bias are cast to `dtype`."""
+        if layout != "auto":
+            get(layout)
+        lin = cls(*q.shape, q.scheme, bias is not None, dtype, "meta", layout, kernel)
+        target = q.W_q.device if device is None else torch.device(device)
+        zeros = None if q.zeros is None else q.zeros.to(dtype)
+        cast = QuantizedTensor(q.W_q, q.scales.to(dtype), zeros, q.bits, q.group_size, q.zero)
+        lin._hold(pack(cast.to(target), DISK))
+        if bias is not None:
+            lin.bias = nn.Parameter(bias.detach().to(target, dtype), requires_grad=False)
+        return lin.prepare()
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as it is held now."""
+        if self._packed is None:
+            zeros = None if self.weight_zero is None else self.weight_zero.data
+            shape = (self.out_features, self.in_features)
+            tensors = (self.weight.data, self.weight_scale.data, zeros)
+            self._packed = PackedWeight(*tensors, self.scheme, *shape, self.layout, self.aux)
+        return self._packed
+
+    def _hold(self, p: PackedWeight) -> None:
+        """Keep `p` as this layer's tensors."""
+        self.weight = nn.Parameter(p.words, requires_grad=False)
+        self.weight_scale = nn.Parameter(p.scales, requires_grad=False)
+        self.weight_zero = None if p.zeros is None else nn.Parameter(p.zeros, requires_grad=False)
+        self.aux, self.layout, self._packed = p.aux, p.layout, None
+
+    def prepare(self, dtype: torch.dtype | None = None) -> "QuantLinear":
+        """Move the weight into the layout this device computes in. Called after loading; idempotent."""
+        if self.weight.is_meta:
+            raise SchemeError("QuantLinear holds no weight yet (meta device); load a state dict first")
+        wanted = self.wanted_layout
+        if wanted == "auto":
+            device = self.weight.device
+            wanted = best_layout(self.scheme, self.out_features, self.in_features, dtype or self.weight_scale.dtype, device)
+        if wanted != self.layout:
+            self._hold(repack(self.packed, wanted))
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K) -> (..., N), in x's dtype."""
+        flat = x.reshape(-1, self.in_features)
+        if torch.compiler.is_compiling():
+            s = self.scheme
+            words, scales, zeros = self.weight, self.weight_scale, self.weight_zero
+            shape = (self.out_features, self.in_features, s.bits, s.group_size, s.zero, self.layout, self.kernel)
+            y = ops.linear(flat, words, scales, zeros, self.aux, self.bias, *shape)
+        else:
+            y = matmul(flat, self.packed, self.bias, self.kernel)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Moving to another kind of device changes the layout; go through the one that every device knows."""
+        before = self.weight.device.type
+        if self.layout != DISK and before != "meta":
+            probe = fn(torch.empty(0, device=self.weight.device))
+            if probe.device.type != before:
+                self._hold(repack(self.packed, DISK))
+                super()._apply(fn, recurse)
+                self._packed = None
+                return self if self.weight.is_meta else self.prepare()
+        super()._apply(fn, recurse)
+        self._packed = None
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        p = self.packed if self.weight.is_meta else repack(self.packed, DISK)
+        tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.bias}
+        for name, t in tensors.items():
+            if t is not None:
+                destination[prefix + name] = t if keep_vars else t.detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        ready = self.layout != DISK
+        if ready:
+            self._hold(repack(self.packed, DISK))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._packed = None
+        if ready:
+            self.prepare()
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{self.in_features}, {self.out_features}, {self.scheme}, layout={self.layout}, bias={self.bias is not None}"

@@ -1,0 +1,184 @@
+"""The list of kernels and the choice among them.
+
+A kernel file calls `@register(...)` on its launcher, `launch(x, p, bias, config) -> y` with x (M, K) contiguous, p a
+PackedWeight, bias (N,) or None, y (M, N) in x's dtype. `select` asks, in order: LOWQ_KERNEL, the tables in `TABLES`
+(a checkpoint's tuned entries, then those shipped for this GPU), then the rule (`preferred_m`, then `rank`). A kernel
+that cannot take a call says why; when none can, the error lists every reason.
+"""
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme, ZeroKind
+
+Config = dict[str, int]
+Launch = Callable[[torch.Tensor, PackedWeight, torch.Tensor | None, Config], torch.Tensor]
+ANY_M = (1, 1 << 62)
+FLOATS = (torch.float16, torch.bfloat16)
+OPTIONAL_LIBRARIES = ("triton", "cuda")  # a kernel file may need these; any other missing import is a bug
+
+
+@dataclass(frozen=True)
+class Call:
+    """What dispatch knows of one call: no tensor contents, so that it can be cached and asked ahead of time."""
+
+    M: int
+    N: int
+    K: int
+    scheme: Scheme
+    layout: str
+    dtype: torch.dtype
+    device: str
+    capability: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(cls, x: torch.Tensor, p: PackedWeight) -> "Call":
+        """The call y = x @ p^T, x (M, K)."""
+        return cls(x.shape[0], p.N, p.K, p.scheme, p.layout, x.dtype, x.device.type, capability(x.device))
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel: what it takes, how it launches, when the rule prefers it."""
+
+    name: str
+    launch: Launch
+    layouts: tuple[str, ...]
+    devices: tuple[str, ...]
+    bits: tuple[int, ...] = BITS
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    zeros: tuple[ZeroKind, ...] = ZERO_KINDS
+    m_range: tuple[int, int] = ANY_M
+    preferred_m: tuple[int, int] = ANY_M
+    min_capability: tuple[int, int] = (0, 0)
+    rank: int = 100  # the rule takes the lowest rank among kernels whose preferred_m holds M
+    configs: tuple[Config, ...] = ({},)
+    refuse: Callable[[Call], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
+    config_refuse: Callable[[Call, Config], str | None] = lambda call, config: None
+    default_config: Callable[[Call, list[Config]], Config] = lambda call, legal: legal[0]
+
+    def why_not(self, call: Call) -> str | None:
+        """The reason this kernel cannot take the call, or None."""
+        if call.device not in self.devices:
+            return f"runs on {'/'.join(self.devices)}, not on {call.device}"
+        if call.layout not in self.layouts:
+            return f"reads layout {'/'.join(self.layouts)}, the weight is {call.layout}"
+        if call.scheme.bits not in self.bits:
+            return f"takes {'/'.join(map(str, self.bits))} bits, not {call.scheme.bits}"
+        if call.dtype not in self.dtypes:
+            return f"takes {'/'.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {call.dtype}"
+        if call.scheme.zero not in self.zeros:
+            return f"takes zero {'/'.join(self.zeros)}, not {call.scheme.zero}"
+        if not self.m_range[0] <= call.M <= self.m_range[1]:
+            return f"takes M {self.m_range[0]} .. {self.m_range[1]}, not {call.M}"
+        if call.device == "cuda" and call.capability < self.min_capability:
+            return f"needs compute capability {self.min_capability}, this GPU has {call.capability}"
+        if reason := self.refuse(call):
+            return reason
+        return None if self.legal_configs(call) else "no config of it fits this shape"
+
+    def legal_configs(self, call: Call) -> list[Config]:
+        """The configs that may run this call, in registration order."""
+        return [c for c in self.configs if self.config_refuse(call, c) is None]
+
+
+Choice = tuple[KernelSpec, Config]
+KERNELS: dict[str, KernelSpec] = {}
+skipped: dict[str, str] = {}  # kernel file -> the library it lacks here
+TABLES: list[Callable[[Call], tuple[str, Config] | None]] = []  # asked in order before the rule
+_choices: dict[Call, Choice] = {}
+
+
+def register(name: str, **facts: object) -> Callable[[Launch], Launch]:
+    """Decorate a launcher to make it a kernel; `facts` are KernelSpec's fields."""
+
+    def add(launch: Launch) -> Launch:
+        if name in KERNELS:
+            raise ValueError(f"kernel {name!r} is registered twice")
+        KERNELS[name] = KernelSpec(name=name, launch=launch, **facts)  # type: ignore[arg-type]
+        return launch
+
+    return add
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device; (0, 0) elsewhere."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@cache
+def load_kernels() -> None:
+    """Import every kernel file below this package once. Only a missing optional library is forgiven."""
+    package = importlib.import_module("lowq_kernels")
+    for info in pkgutil.walk_packages(package.__path__, "lowq_kernels."):
+        try:
+            importlib.import_module(info.name)
+        except ModuleNotFoundError as e:
+            library = (e.name or "").split(".")[0]
+            if library not in OPTIONAL_LIBRARIES:
+                raise
+            skipped[info.name.removeprefix("lowq_kernels.")] = library
+
+
+def kernels() -> dict[str, KernelSpec]:
+    """Every kernel that can be imported here, by name."""
+    load_kernels()
+    return KERNELS
+
+
+def refusals(call: Call) -> dict[str, str]:
+    """Kernel name -> why it cannot take this call, for those that cannot."""
+    return {k: why for k, s in kernels().items() if (why := s.why_not(call))}
+
+
+def select(call: Call, kernel: str | None = None) -> Choice:
+    """The kernel and config for a call. Raises UnsupportedError with every kernel's reason when none can take it.
+
+    `kernel` (or LOWQ_KERNEL) forces one by name and fails aloud if it cannot.
+    """
+    forced = kernel or os.environ.get("LOWQ_KERNEL")
+    if forced:
+        spec = kernels().get(forced)
+        if spec is None:
+            raise UnsupportedError(f"no kernel is called {forced!r}; there are {', '.join(sorted(kernels()))}")
+        if why := spec.why_not(call):
+            raise UnsupportedError(f"kernel {forced} was asked for by name but {why}")
+        return spec, spec.default_config(call, spec.legal_configs(call))
+    if call not in _choices:
+        _choices[call] = _choose(call)
+    return _choices[call]
+
+
+def forget_choices() -> None:
+    """Drop cached choices; call after `TABLES` or a table's contents changed."""
+    _choices.clear()
+
+
+def _choose(call: Call) -> Choice:
+    for table in TABLES:
+        entry = table(call)
+        if entry is not None:
+            spec = kernels().get(entry[0])
+            if spec is not None and spec.why_not(call) is None and entry[1] in spec.legal_configs(call):
+                return spec, entry[1]
+    legal = [s for s in kernels().values() if s.why_not(call) is None]
+    if not legal:
+        reasons = "; ".join(f"{k}: {why}" for k, why in refusals(call).items())
+        raise UnsupportedError(f"no kernel takes M={call.M} N={call.N} K={call.K} {call.scheme} on {call.device}: {reasons}")
+    best = min(legal, key=lambda s: (not s.preferred_m[0] <= call.M <= s.preferred_m[1], s.rank, s.name))
+    return best, best.default_config(call, best.legal_configs(call))
+
+
+def matmul(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None = None, kernel: str | None = None) -> torch.Tensor:
+    """x (M, K) @ dequantize(p)^T + bias -> (M, N) in x's dtype, by the kernel that `select` chooses."""
+    spec, config = select(Call.of(x, p), kernel)
+    return spec.launch(x.contiguous(), p, bias, config)

@@ -1,0 +1,1 @@
+"""What the bytes mean: schemes, quantized tensors, memory layouts, foreign formats. Pure torch; needs no GPU."""

@@ -1,0 +1,49 @@
+"""Every mistake a person can make, as one type with an exit code.
+
+A message names what failed, the value, the limit and the way out, in one line. `lowq_cli.main` prints it on stderr and
+exits with `exit_code`; library callers catch `LowqError`. An exception that is not a LowqError is a bug of ours (exit 1).
+"""
+
+
+class LowqError(Exception):
+    """Something the caller can mend. `exit_code` is what the command line returns for it."""
+
+    exit_code = 2
+
+
+class UsageError(LowqError):
+    """Flags, recipe or arguments that contradict each other or are out of range."""
+
+    exit_code = 2
+
+
+class SchemeError(UsageError):
+    """Bits, group size, zero kind or tensor shape that no layout or kernel can hold."""
+
+
+class NotFoundError(LowqError):
+    """A model, file or tensor that is not there."""
+
+    exit_code = 3
+
+
+class DamagedError(NotFoundError):
+    """A file that is there but truncated, malformed, or at odds with its config."""
+
+
+class DoesNotFitError(LowqError):
+    """Not enough memory or disk."""
+
+    exit_code = 4
+
+
+class UnsupportedError(LowqError):
+    """An architecture, format, layout or kernel that lowq does not handle."""
+
+    exit_code = 5
+
+
+class QualityError(LowqError):
+    """A quality gate the caller set was missed."""
+
+    exit_code = 6

@@ -1,0 +1,109 @@
+"""Memory layouts: where each code of an (N, K) weight lies. One file per layout; each calls `register`.
+
+A kernel names the layouts it reads; a weight is held in one layout at a time. `rowstream` is what files hold.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from lowq_packers.errors import SchemeError
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """An (N, K) weight in one layout: `words`, `scales`, `zeros` (None for the zero kind "none"), shaped as the layout says.
+
+    `aux` is whatever else a layout precomputes from those three; it never reaches disk.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    scheme: Scheme
+    N: int
+    K: int
+    layout: str
+    aux: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: words, scales, zeros and aux."""
+        return sum(t.numel() * t.element_size() for t in (self.words, self.scales, self.zeros, self.aux) if t is not None)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout. `why_not(scheme, N, K)` is the reason it cannot hold such a weight, or None.
+
+    Layouts that only differ from rowstream by a cheap move set `from_rowstream`, which skips the one-byte-per-code detour.
+    `portable` is False for bytes that mean something on one machine only and so may not be written to disk.
+    """
+
+    name: str
+    pack: Callable[[QuantizedTensor], PackedWeight]
+    unpack: Callable[[PackedWeight], QuantizedTensor]
+    why_not: Callable[[Scheme, int, int], str | None] = lambda scheme, N, K: None
+    from_rowstream: Callable[[PackedWeight], PackedWeight] | None = None
+    portable: bool = True
+
+
+LAYOUTS: dict[str, Layout] = {}
+
+
+def register(layout: Layout) -> Layout:
+    """Make a layout known by its name. Raises SchemeError on a second registration."""
+    if layout.name in LAYOUTS:
+        raise SchemeError(f"layout {layout.name!r} is registered twice")
+    LAYOUTS[layout.name] = layout
+    return layout
+
+
+def get(name: str) -> Layout:
+    """The layout of that name. Raises SchemeError naming the ones that exist."""
+    if name not in LAYOUTS:
+        raise SchemeError(f"layout {name!r} does not exist; use one of {', '.join(sorted(LAYOUTS))}")
+    return LAYOUTS[name]
+
+
+def pack(q: QuantizedTensor, layout: str = "rowstream") -> PackedWeight:
+    """Lay a quantized tensor out. Raises SchemeError if the layout cannot hold it."""
+    chosen = get(layout)
+    if reason := chosen.why_not(q.scheme, *q.shape):
+        raise SchemeError(f"layout {layout} cannot hold a {q.shape[0]}x{q.shape[1]} {q.scheme} weight: {reason}")
+    return chosen.pack(q)
+
+
+def unpack(p: PackedWeight) -> QuantizedTensor:
+    """Inverse of `pack`, bit for bit (scales and zeros too)."""
+    return get(p.layout).unpack(p)
+
+
+def repack(p: PackedWeight, layout: str) -> PackedWeight:
+    """The same weight in another layout."""
+    if p.layout == layout:
+        return p
+    target = get(layout)
+    if p.layout == "rowstream" and target.from_rowstream and not target.why_not(p.scheme, p.N, p.K):
+        return target.from_rowstream(p)
+    return pack(unpack(p), layout)
+
+
+def transposed_companions(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """scales and zeros as (K // group_size, N), contiguous along N: what kernels that walk K read."""
+    return q.scales.t().contiguous(), None if q.zeros is None else q.zeros.t().contiguous()
+
+
+def restored(p: PackedWeight, W_q: torch.Tensor) -> QuantizedTensor:
+    """A QuantizedTensor from unpacked codes and `transposed_companions`."""
+    zeros = None if p.zeros is None else p.zeros.t().contiguous()
+    return QuantizedTensor(W_q, p.scales.t().contiguous(), zeros, p.scheme.bits, p.scheme.group_size, p.scheme.zero)
+
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,20 @@
+"""rowstream: words (N, ceil(K*bits/32)) int32, a little-endian bit stream of codes along K. The on-disk layout.
+
+The same words as compressed-tensors `weight_packed`, Humming `weight` and MLX `weight`. scales, zeros (N, K // group_size).
+"""
+
+from lowq_packers import bitstream
+from lowq_packers.layouts import Layout, PackedWeight, register
+from lowq_packers.qtensor import QuantizedTensor
+
+
+def _pack(q: QuantizedTensor) -> PackedWeight:
+    return PackedWeight(bitstream.pack(q.W_q, q.bits), q.scales, q.zeros, q.scheme, *q.shape, layout="rowstream")
+
+
+def _unpack(p: PackedWeight) -> QuantizedTensor:
+    s = p.scheme
+    return QuantizedTensor(bitstream.unpack(p.words, s.bits, p.K), p.scales, p.zeros, s.bits, s.group_size, s.zero)
+
+
+register(Layout("rowstream", _pack, _unpack))

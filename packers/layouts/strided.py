@@ -1,0 +1,26 @@
+"""strided: words (ceil(K*bits/32), N) int32 row-major, the transpose of rowstream; scales, zeros (K // group_size, N).
+
+Neighbouring threads read neighbouring n: coalesced for the Triton kernels. For 8, 4, 2 and 1 bits these are GemLite's
+`W_q` words and GPTQ's `qweight`; for 3 bits, GPTQ's (32 codes in 3 words).
+"""
+
+from lowq_packers import bitstream
+from lowq_packers.layouts import Layout, PackedWeight, register, restored, transposed_companions
+from lowq_packers.qtensor import QuantizedTensor
+
+
+def _pack(q: QuantizedTensor) -> PackedWeight:
+    words = bitstream.pack(q.W_q, q.bits).t().contiguous()
+    return PackedWeight(words, *transposed_companions(q), q.scheme, *q.shape, layout="strided")
+
+
+def _unpack(p: PackedWeight) -> QuantizedTensor:
+    return restored(p, bitstream.unpack(p.words.t(), p.scheme.bits, p.K))
+
+
+def _from_rowstream(p: PackedWeight) -> PackedWeight:
+    zeros = None if p.zeros is None else p.zeros.t().contiguous()
+    return PackedWeight(p.words.t().contiguous(), p.scales.t().contiguous(), zeros, p.scheme, p.N, p.K, "strided")
+
+
+register(Layout("strided", _pack, _unpack, from_rowstream=_from_rowstream))
