@@ -1,0 +1,1 @@
+"""One file per verb: a function of the file's name. Nothing heavy is imported at a file's top."""

@@ -1,0 +1,104 @@
+"""The checks behind `lowq doctor`: each looks at one thing and says what it found and how to mend it."""
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from lowq_kernels import registry
+from lowq_packers.layouts import LAYOUTS, pack
+from lowq_packers.qtensor import QuantizedTensor
+
+N, K, GROUP = 80, 256, 64  # a product small enough to check every kernel in a second, with an N no tile divides
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-4}  # relative Frobenius error
+
+
+@dataclass(frozen=True)
+class Check:
+    """ok: True works, False is broken, None is absent but not needed. `fix` says what to do, or is empty."""
+
+    name: str
+    ok: bool | None
+    found: str
+    fix: str = ""
+
+
+def checkup() -> list[Check]:
+    """Every check, in the order to read them."""
+    return [*_libraries(), *_devices(), *_kernel_files(), *_kernels()]
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _libraries() -> Iterator[Check]:
+    yield Check("python", True, f"{platform.python_version()} on {platform.machine()}")
+    for package in ("torch", "transformers", "safetensors"):
+        found = _installed(package)
+        yield Check(package, found is not None, found or "missing", "" if found else f"pip install {package}")
+    found = _installed("triton")
+    yield Check("triton", True if found else None, found or "not installed: no Triton kernels")
+    found = _installed("cuda-core")
+    fix = "pip install 'lowq[cuda]'" if torch.cuda.is_available() and not found else ""
+    yield Check("cuda-core", True if found else None, found or "not installed: no CUDA C++ kernels", fix)
+
+
+def _devices() -> Iterator[Check]:
+    yield Check("cpu", True, f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    if not torch.cuda.is_available():
+        why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
+        yield Check("gpu", None, f"none ({why}): everything runs on the CPU, slower")
+        return
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        free = torch.cuda.mem_get_info(i)[0]
+        found = f"{p.name}, compute capability {p.major}.{p.minor}, {free / 1e9:.1f} of {p.total_memory / 1e9:.1f} GB free"
+        yield Check(f"gpu {i}", p.major >= 8, found, "" if p.major >= 8 else "lowq's GPU kernels need capability 8.0 or newer")
+        fp8 = "tensor cores multiply fp8" if (p.major, p.minor) >= (8, 9) else "no fp8 tensor cores: fp8 falls back to 16 bits"
+        yield Check(f"gpu {i} fp8", True if (p.major, p.minor) >= (8, 9) else None, fp8)
+
+
+def _kernel_files() -> Iterator[Check]:
+    registry.kernels()
+    for name, library in sorted(registry.skipped.items()):
+        yield Check(f"kernel file {name}", None, f"skipped: {library} is not installed")
+
+
+def _kernels() -> Iterator[Check]:
+    """One small product with each kernel that takes it on this machine, against the definition."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, spec in registry.kernels().items():
+        tried = [_try(spec, layout, bits, device) for layout in spec.layouts if layout in LAYOUTS for bits in spec.bits]
+        done = [t for t in tried if t[0] is not None]
+        wrong = [why for ok, why in done if not ok]
+        if done:
+            yield Check(f"kernel {name}", not wrong, wrong[0] if wrong else f"right in {len(done)} cases on {device.type}")
+        else:
+            yield Check(f"kernel {name}", None, f"not for this machine: {tried[0][1] if tried else 'no layout'}")
+
+
+def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
+    zeros = "none" if "float" not in spec.zeros else "float"
+    g = torch.Generator().manual_seed(bits)
+    W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)
+    scales = torch.rand(N, K // GROUP, generator=g) * 0.01 + 0.001
+    z = None if zeros == "none" else torch.rand(N, K // GROUP, generator=g) * ((1 << bits) - 1)
+    dtype = torch.bfloat16 if torch.bfloat16 in spec.dtypes else spec.dtypes[0]
+    q = QuantizedTensor(W_q, scales.to(dtype), None if z is None else z.to(dtype), bits, GROUP).to(device)
+    if why := LAYOUTS[layout].why_not(q.scheme, N, K):
+        return None, why
+    p = pack(q, layout)
+    M = max(1, spec.m_range[0])
+    x = torch.randn(M, K, generator=g).to(device, dtype)
+    if why := spec.why_not(registry.Call.of(x, p)):
+        return None, why
+    y = registry.matmul(x, p, kernel=spec.name).float()
+    truth = x.float() @ q.dequantize().t()
+    error = float((y - truth).norm() / truth.norm())
+    return error <= TOLERANCE[dtype], f"relative error {error:.1e} at {bits} bits, layout {layout}"

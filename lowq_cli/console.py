@@ -1,0 +1,134 @@
+"""The only file that prints. Results and --json go to stdout; plans, progress and hints to stderr.
+
+Rich is imported when something is drawn, so that `--help` and errors stay under 0.2 s. Where stderr is no terminal,
+progress is a plain line every tenth of the way, and tables are drawn without colour.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_STEPS = 10  # progress lines in a log file
+
+
+@cache
+def stderr() -> "Console":
+    """The Rich console on stderr; at least 100 columns where no terminal says otherwise."""
+    from rich.console import Console
+
+    width = None if sys.stderr.isatty() else int(os.environ.get("COLUMNS", "110"))
+    return Console(stderr=True, highlight=False, width=width)
+
+
+def say(message: str) -> None:
+    """A line for the person, on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def warn(message: str) -> None:
+    """A line that asks for attention, on stderr."""
+    from rich.markup import escape
+
+    stderr().print(f"[yellow]warning:[/] {escape(message)}")
+
+
+def fail(message: str) -> None:
+    """The one line of an error."""
+    print(f"lowq: {message}", file=sys.stderr, flush=True)
+
+
+def out(text: str, end: str = "\n") -> None:
+    """Result text on stdout, at once."""
+    print(text, end=end, flush=True)
+
+
+def out_json(value: dict[str, Any]) -> None:
+    """The one JSON object of a --json run."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], on_stdout: bool = False) -> None:
+    """A table; a column whose title starts with '>' is right-aligned."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        drawn.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*(str(cell) for cell in row))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110) if on_stdout else stderr()
+    console.print(drawn)
+
+
+def size(n_bytes: float) -> str:
+    """1234567 -> '1.2 MB' (decimal units, as disks and model hubs count)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(n_bytes) < 1000 or unit == "GB":
+            return f"{n_bytes:.0f} B" if unit == "B" else f"{n_bytes:.{2 if unit == 'GB' else 1}f} {unit}"
+        n_bytes /= 1000
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+    """75.2 -> '1:15', 3.21 -> '3.2 s'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+
+
+@contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """A live bar with ETA; yields `advance(done, note)`, `done` counted from 0 to `total` in any unit.
+
+    On a terminal: one live row. Elsewhere: a plain line at the first and then at every tenth of the way.
+    """
+    if not stderr().is_terminal:
+        yield _plain_progress(label, total)
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=28),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("eta"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task(label, total=total, note="")
+        yield lambda done, note: bar.update(task, completed=done, note=note)
+
+
+def _plain_progress(label: str, total: int) -> Callable[[int, str], None]:
+    start, shown = time.monotonic(), -1
+
+    def advance(done: int, note: str) -> None:
+        nonlocal shown
+        step = done * PLAIN_STEPS // max(total, 1)
+        if step > shown:
+            shown = step
+            spent = time.monotonic() - start
+            eta = duration(spent * (total - done) / done) if done else "?"
+            say(f"{label} {100 * done // max(total, 1):3d}%  {duration(spent)}, eta {eta}  {note}")
+
+    return advance
+
+
+def error_style(rel_error: float, bits: int) -> str:
+    """Colour of a tensor's relative error: red from twice what evenly spaced codes give a normal weight at that width."""
+    expected = 2.0 ** (-bits) * 1.4
+    return "green" if rel_error < expected else "yellow" if rel_error < 2 * expected else "red"

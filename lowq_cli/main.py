@@ -1,0 +1,101 @@
+"""`lowq`: argv -> one command -> printed result and exit code.
+
+Each file in commands/ is one verb: a function of the file's name, whose parameters are Typer options and whose
+docstring is the help. Command files import nothing heavy at their top, so `lowq --help` and a mistyped flag answer
+without torch. Every LowqError becomes one line on stderr and its exit code.
+"""
+
+import importlib
+import os
+import pkgutil
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from lowq_cli import commands, console
+from lowq_packers.errors import LowqError
+
+EXIT_INTERRUPTED = 130
+EXIT_OUR_BUG = 1
+EXIT_NO_MEMORY = 4
+ORDER = ("quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench", "export", "serve", "push", "doctor")
+
+app = typer.Typer(
+    name="lowq",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # Rich's help costs 0.17 s more: over the limit of 0.2 s
+    pretty_exceptions_enable=False,
+    add_completion=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    help="Quantize a Hugging Face model to 8/4/3/2/1 bits, tune kernels for this GPU, generate text.",
+    epilog="Start with:  lowq quantize demo  &&  lowq generate --prompt 'Once upon a time'",
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        console.out(f"lowq {version('lowq')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    debug: Annotated[bool, typer.Option("--debug", help="Show Python tracebacks (also LOWQ_DEBUG=1).")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if debug:
+        os.environ["LOWQ_DEBUG"] = "1"
+
+
+def _add_commands() -> None:
+    found = {m.name for m in pkgutil.iter_modules(commands.__path__)}
+    for name in sorted(found, key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n)):
+        module = importlib.import_module(f"lowq_cli.commands.{name}")
+        app.command(name, no_args_is_help=False, epilog=getattr(module, "EXAMPLES", None))(getattr(module, name))
+
+
+_add_commands()
+
+
+def _fail(message: str, code: int) -> int:
+    """Report an error in the form asked for: one line on stderr, and with --json one object on stdout."""
+    if os.environ.get("LOWQ_DEBUG"):
+        traceback.print_exc()
+    console.fail(message)
+    if "--json" in sys.argv:
+        console.out_json({"error": message, "exit_code": code})
+    return code
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        app(prog_name="lowq")
+    except LowqError as e:
+        return _fail(" ".join(str(e).split()), e.exit_code)
+    except KeyboardInterrupt:
+        console.fail("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `lowq ... | head`: the reader left, nothing to report
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except MemoryError:
+        return _fail("out of memory; close other programs, or use fewer bits or a smaller model", EXIT_NO_MEMORY)
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else EXIT_OUR_BUG
+    except Exception as e:
+        if type(e).__name__ == "OutOfMemoryError":  # torch's, named here so that torch need not be imported
+            return _fail(f"the GPU is out of memory: {str(e).splitlines()[0]}; try --bits 2 or --device cpu", EXIT_NO_MEMORY)
+        what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
+        return _fail(f"internal error, please report it: {what.splitlines()[0]} (details: LOWQ_DEBUG=1)", EXIT_OUR_BUG)
+    return 0
