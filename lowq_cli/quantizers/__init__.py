@@ -1,0 +1,49 @@
+"""Quantizers: one file = one algorithm, `quantize(W, scheme, dtype) -> QuantizedTensor`; this file finds and names them.
+
+The folder is the list: a file `<name>.py` here is the method `<name>`, its docstring's first line the summary that
+`--help` shows. Names and summaries are read without importing torch. A file whose name starts with _ is a helper.
+"""
+
+import ast
+import importlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowq_packers.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowq_packers.qtensor import QuantizedTensor
+
+Quantize = Callable[..., "QuantizedTensor"]
+
+# Width -> method with the lowest perplexity among the data-free ones.
+DEFAULT: dict[int, str] = {8: "rtn", 4: "hqq", 3: "hqq", 2: "hqq", 1: "rtn"}
+
+
+@cache
+def methods() -> dict[str, str]:
+    """Method name -> one-line summary, for every quantizer file in this folder, sorted by name."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.stem] = docstring.partition("\n")[0].rstrip(".")
+    return found
+
+
+def check(name: str) -> str:
+    """`name` itself. Raises UsageError, naming those that exist, if no file here defines it."""
+    if name not in methods():
+        raise UsageError(f"method={name!r} does not exist; use one of {', '.join(methods())}")
+    return name
+
+
+def get(name: str) -> Quantize:
+    """The `quantize(W, scheme, dtype=None)` of a method. Raises UsageError, naming those that exist."""
+    return importlib.import_module(f"{__name__}.{check(name)}").quantize
+
+
+def default_method(bits: int) -> str:
+    """The method `quantize` takes at a width when none is asked for."""
+    return DEFAULT[bits]

@@ -1,0 +1,100 @@
+"""Walk a weight a few rows at a time in fp32, so that temporaries stay small whatever the weight's size.
+
+A method hands `solve(groups, scheme, dtype)`: groups (R, G, group_size) fp32 -> codes (R, G, group_size) as whole
+numbers in any dtype, scales (R, G), zeros (R, G) or None. Rows are independent of each other, so slabs change nothing.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from lowq_packers.errors import DamagedError, SchemeError
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+Solution = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+Solve = Callable[[torch.Tensor, Scheme, torch.dtype | None], Solution]
+
+# Weights per slab. On the CPU a slab and its temporaries should stay in cache; on a GPU it should fill the machine.
+SLAB = {"cpu": 1 << 19, "cuda": 1 << 22}
+MAX_ZERO = 1024.0  # |zero| bound: a step of max|w|/1024 is finer than bf16, and zeros and scales stay far from fp16's ends
+
+
+def quantize_rows(W: torch.Tensor, scheme: Scheme, solve: Solve, dtype: torch.dtype | None) -> QuantizedTensor:
+    """Apply `solve` to slabs of rows and join the results.
+
+    Args:
+        W: (N, K) weight of any float dtype on any device; not changed.
+        dtype: storage dtype of scales and zeros: `solve` rounds them to it before it chooses codes, so that the codes
+            are nearest for the values a kernel will read. None keeps fp32.
+    Returns:
+        codes, scales and zeros on W's device; scales and zeros in fp32, every value exactly representable in `dtype`.
+    Raises:
+        SchemeError: W is not (N, K) float, or the group size does not divide K.
+        DamagedError: W holds NaN or infinities.
+    """
+    if W.dim() != 2 or not W.is_floating_point():
+        raise SchemeError(f"a weight must be (N, K) float, got {tuple(W.shape)} {W.dtype}")
+    N, K = W.shape
+    G = scheme.groups(K)
+    W_q = torch.empty((N, K), dtype=torch.uint8, device=W.device)
+    scales = torch.empty((N, G), device=W.device)
+    zeros = None if scheme.zero == "none" else torch.empty_like(scales)
+    rows = max(1, SLAB.get(W.device.type, SLAB["cpu"]) // max(K, 1))
+    for start in range(0, N, rows):
+        part = slice(start, start + rows)
+        groups = W[part].float().reshape(-1, G, scheme.group_size)
+        if not torch.isfinite(groups.sum()) and not torch.isfinite(groups).all():
+            bad = int((~torch.isfinite(W)).sum())
+            raise DamagedError(f"the weight {N}x{K} holds {bad} NaN or infinite values; the model file is damaged")
+        codes, scales[part], z = solve(groups, scheme, dtype)
+        W_q[part] = codes.reshape(-1, K).to(torch.uint8)
+        if zeros is not None and z is not None:
+            zeros[part] = z
+    return QuantizedTensor(W_q, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
+
+
+def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """t rounded to `dtype` (to its finite range) and back to fp32; t itself for None."""
+    if dtype is None:
+        return t
+    limit = torch.finfo(dtype).max
+    return t.clamp(-limit, limit).to(dtype).float()
+
+
+def store_scales(scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Positive scales rounded to `dtype`; what would underflow becomes its smallest positive number."""
+    smallest = torch.finfo(dtype or torch.float32).smallest_normal
+    if dtype == torch.float16:
+        smallest *= 2.0**-10  # its subnormals: 6e-8, where the smallest normal is 6e-5
+    return store(scales.clamp(min=smallest), dtype)
+
+
+def store_zeros(zeros: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> torch.Tensor:
+    """Zeros rounded to `dtype`; for zero="int" to whole codes 0 .. 2**bits - 1."""
+    if scheme.zero == "int":
+        return zeros.round().clamp(0, scheme.levels - 1)  # at most 255: exact in fp16 and bf16
+    return store(zeros, dtype)
+
+
+def encode(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float, levels: int) -> torch.Tensor:
+    """Nearest codes (as floats) of groups (R, G, g) for scales and zeros (R, G)."""
+    z = zeros.unsqueeze(-1) if isinstance(zeros, torch.Tensor) else zeros
+    return (groups / scales.unsqueeze(-1)).add_(z).round_().clamp_(0, levels - 1)
+
+
+def minmax(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales, zeros) in fp32, not rounded, that span each group's range; zeros = `mid` for zero="none".
+
+    "float" spans min .. max; "int" spans min .. max with 0 included, so that a whole zero exists; "none" spans
+    -max|w| .. max|w|. |zeros| stays within MAX_ZERO, which only bites where a group is nearly constant.
+    """
+    lo, hi = groups.aminmax(dim=-1)
+    top = scheme.levels - 1
+    absmax = torch.maximum(hi, -lo)
+    if scheme.zero == "none":
+        return absmax * (2 / top), torch.full_like(absmax, scheme.mid)
+    if scheme.zero == "int":
+        lo, hi = lo.clamp(max=0), hi.clamp(min=0)
+    scales = torch.maximum((hi - lo) / top, absmax / MAX_ZERO)
+    return scales, torch.where(scales > 0, -lo / scales, 0.0)

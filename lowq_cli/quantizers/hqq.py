@@ -1,0 +1,98 @@
+"""Half-quadratic quantization: the zero of each group moves to where a p < 1 norm of the error is least."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowq_cli.quantizers._slabs import Solution, encode, minmax, quantize_rows, store_scales, store_zeros
+from lowq_packers.errors import SchemeError
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The solver's constants. `beta` weighs the shrinkage, which acts above |error| = beta ** (-1 / (2 - p))."""
+
+    p: float = 0.7
+    beta: float = 10.0
+    iters: int = 20
+
+
+def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, exact: bool = False) -> QuantizedTensor:
+    """Min-max scales, and zeros that minimise each group's error by half-quadratic splitting.
+
+    Args:
+        W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
+        scheme: zero="float" or "int" (the float zero rounded, codes chosen again). "none" has no zero to move.
+        dtype: storage dtype of scales and zeros; they are rounded to it before codes are chosen. None keeps fp32.
+        exact: the hqq package's codes, bit for bit (0.2.8, axis 1, its CPU solver), in place of lowq's own stopping
+            rule. Holds about five fp32 copies of W; scales and zeros stay fp32 and unrounded, as there.
+    Returns:
+        codes 0 .. 2**bits - 1; scales in weight units; zeros in code units. A group is never worse than its first
+        iterate in L1. CPU and GPU differ by the rounding of a group's mean (1e-6 relative on zeros).
+    Raises:
+        SchemeError: shape, group size or zero="none". DamagedError: NaN or infinite weights.
+    Source: Badri and Shaji 2023, mobiusml.github.io/hqq_blog; hqq 0.2.8 core/optimize.py and core/quantize.py.
+    """
+    if scheme.zero == "none":
+        raise SchemeError('hqq moves the zero, and zero="none" has none; use --zero float, or --method rtn')
+    if exact:
+        return _quantize_exact(W, scheme, Settings())
+    return quantize_rows(W, scheme, _solve, dtype)
+
+
+def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
+    """Per group: keep the best zero met in L1; stop when no group of the slab improves by more than 0.01%."""
+    s = Settings()
+    scales, zeros = minmax(groups, scheme)
+    scales = store_scales(scales, dtype)
+    zeros = store_zeros(zeros, scheme, dtype)
+    best = torch.full_like(scales, torch.inf)
+    best_zeros = zeros
+    for _ in range(s.iters):
+        codes = encode(groups, scales, zeros, scheme.levels)
+        error = groups - (codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
+        loss = error.abs().mean(-1)
+        better = loss < best
+        gain = torch.where(best.isinf(), loss, (best - loss).clamp(min=0)).sum()
+        best, best_zeros = torch.where(better, loss, best), torch.where(better, zeros, best_zeros)
+        if not gain > 1e-4 * best.sum():
+            break
+        target = groups - _shrink(error, s.beta, s.p)
+        zeros = store_zeros((codes - target / scales.unsqueeze(-1)).mean(-1), scheme, dtype)
+    return encode(groups, scales, best_zeros, scheme.levels), scales, best_zeros
+
+
+def _shrink(x: torch.Tensor, beta: float, p: float) -> torch.Tensor:
+    """sign(x) * max(|x| - |x|**(p-1) / beta, 0): the proximal step of the p-norm. Zero at x = 0."""
+    size = x.abs()
+    return size.sub_((1.0 / beta) * size.pow(p - 1)).clamp_min_(0.0).mul_(x.sign())
+
+
+def _quantize_exact(W: torch.Tensor, scheme: Scheme, s: Settings) -> QuantizedTensor:
+    """hqq 0.2.8's own steps in its order: the multiplier form, a whole-matrix stop, beta never multiplied by kappa."""
+    N, K = W.shape
+    G = scheme.groups(K)
+    top = scheme.levels - 1
+    w = W.float().reshape(-1, scheme.group_size)
+    lo, hi = w.min(dim=1, keepdim=True)[0], w.max(dim=1, keepdim=True)[0]
+    width = hi - lo
+    scale = torch.where(width.abs() <= 1e-4, 1.0, top / width).clamp(max=2e4)
+    zero = -lo * scale
+    if scheme.bits == 4:  # its default there; elsewhere the start stays float
+        zero = torch.round(zero)
+    best = torch.tensor(torch.inf, device=W.device)
+    for _ in range(s.iters):
+        codes = torch.round(w * scale + zero).clamp_(0, top)
+        restored = (codes - zero) / scale
+        shrunk = _shrink(w - restored, s.beta, s.p)
+        zero = torch.mean(codes - (w - shrunk) * scale, dim=1, keepdim=True)
+        error = torch.abs(w - restored).mean()
+        if not error < best:
+            break
+        best = error
+    zero = torch.round(zero).clamp_(0, top) if scheme.zero == "int" else zero
+    W_q = torch.round(w * scale + zero).clamp_(0, top).to(torch.uint8).reshape(N, K)
+    scales, zeros = (1.0 / scale).reshape(N, G), zero.reshape(N, G)
+    return QuantizedTensor(W_q, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
