@@ -121,6 +121,8 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) -> (..., N), in x's dtype."""
+        if x.shape[-1] != self.in_features:
+            raise SchemeError(f"x has {x.shape[-1]} features, the layer takes K={self.in_features}")
         flat = x.reshape(-1, self.in_features)
         if torch.compiler.is_compiling():
             s = self.scheme

@@ -1,0 +1,46 @@
+# Everything sets itself up in .venv with the tested versions (constraints.txt).
+#   make demo    install, quantize the bundled model, tune, generate, print the table   (under 5 minutes)
+#   make test    the whole test suite                                                   (under 20 minutes)
+#   make check   ruff, mypy, then the tests: before every push
+#   make wheel   dist/lowq-*.whl
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check lint wheel clean
+.DELETE_ON_ERROR:
+
+# torch alone first: a range asked for by another package would fetch the newest build with all of CUDA
+$(VENV)/runtime: pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep ^torch== constraints.txt)"
+	$(PIP) "setuptools>=77" wheel
+	$(PIP) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/tests: $(VENV)/runtime
+	$(PIP) --no-build-isolation -e ".[test,plot,cuda]"
+	touch $@
+
+demo: $(VENV)/runtime
+	$(BIN)/python benchmarks/demo.py
+
+test: $(VENV)/tests
+	$(BIN)/pytest -n 2 --dist loadfile --durations=15
+
+lint: $(VENV)/tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(VENV)/types && mkdir $(VENV)/types
+	ln -s ../../kernels $(VENV)/types/lowq_kernels
+	ln -s ../../packers $(VENV)/types/lowq_packers
+	MYPYPATH=$(VENV)/types $(BIN)/mypy
+
+check: lint test
+
+wheel: $(VENV)/runtime
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .
+
+clean:
+	rm -rf $(VENV) dist build *.egg-info

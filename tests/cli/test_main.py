@@ -1,0 +1,77 @@
+"""The command itself: help without torch in under 0.2 s, exit codes, one line per error, JSON on request."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowq_cli import main
+
+LOWQ = Path(sys.executable).with_name("lowq")
+
+
+def run(*args, **env):
+    return subprocess.run([LOWQ, *args], capture_output=True, text=True, env={**os.environ, **env})
+
+
+def test_help_is_quick():
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = run("--help")
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0
+    assert min(seconds) < 0.2, seconds
+
+
+@pytest.mark.parametrize("args", [["--help"], ["quantize", "--bitz"], ["quantise"]], ids=" ".join)
+def test_help_and_typos_import_nothing_heavy(args):
+    code = "import sys, lowq_cli.main as m; m._run(); sys.exit(bool({'torch', 'transformers', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code, *args], capture_output=True).returncode == 0
+
+
+def test_a_mistyped_command_is_answered_with_the_right_one():
+    done = run("quantise")
+    assert done.returncode == 2
+    assert "quantize" in done.stderr
+
+
+@pytest.mark.parametrize("command", [c.name for c in main.app.registered_commands])
+def test_every_command_has_help_with_examples(command):
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "Examples:" in done.stdout
+    assert f"lowq {command}" in done.stdout
+
+
+def test_errors_are_one_line_and_an_exit_code(tmp_path):
+    done = run("inspect", str(tmp_path / "nothing"))
+    assert done.returncode == 3
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    debug = run("--debug", "inspect", str(tmp_path / "nothing"))
+    assert "Traceback" in debug.stderr
+
+
+def test_errors_with_json_are_one_object(tmp_path):
+    done = run("inspect", str(tmp_path / "nothing"), "--json")
+    assert json.loads(done.stdout)["exit_code"] == done.returncode == 3
+
+
+def test_no_checkpoint_yet_says_what_to_run(tmp_path):
+    done = run("generate", "--prompt", "x", XDG_STATE_HOME=str(tmp_path))
+    assert done.returncode == 3
+    assert "lowq quantize demo" in done.stderr
+
+
+def test_doctor_finds_this_machine_well():
+    done = run("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert report["ok"]
+    names = {c["name"] for c in report["checks"]}
+    assert {"torch", "cpu", "kernel cpu/int4", "kernel dequant", "kernel reference"} <= names

@@ -1,0 +1,171 @@
+"""The CPU kernels, `reference` and QuantLinear: every registered kernel that runs on a CPU, against the definition."""
+
+import copy
+
+import pytest
+import torch
+
+from lowq_kernels import registry
+from lowq_kernels.linear import QuantLinear, best_layout
+from lowq_packers.errors import SchemeError, UnsupportedError
+from lowq_packers.layouts import LAYOUTS, pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import BITS, Scheme
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2, torch.float32: 1e-5}  # relative Frobenius error
+SHAPES = [(1, 33, 64, 32), (7, 80, 128, 64), (16, 64, 256, 256), (33, 95, 96, 96), (3, 48, 192, 48), (2, 17, 30, 30)]  # M N K g
+CPU_KERNELS = [s for s in registry.kernels().values() if "cpu" in s.devices]
+
+
+def make(N, K, group, bits, zero, dtype):
+    g = torch.Generator().manual_seed(N + K + bits)
+    W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)
+    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
+    zeros = torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)
+    zeros = None if zero == "none" else (zeros.round() if zero == "int" else zeros).to(dtype)
+    return QuantizedTensor(W_q, scales, zeros, bits, group, zero)
+
+
+def error(y, truth):
+    return float((y.double() - truth).norm() / truth.norm())
+
+
+def truth_of(x, q, bias=None):
+    y = x.double() @ q.dequantize().double().t()
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("spec", CPU_KERNELS, ids=lambda s: s.name)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("zero", ["float", "int", "none"])
+def test_kernel_against_the_definition(spec, bits, zero):
+    ran = 0
+    for M, N, K, group in SHAPES:
+        for dtype in spec.dtypes:
+            q = make(N, K, group, bits, zero, dtype)
+            for layout in spec.layouts:
+                if LAYOUTS[layout].why_not(q.scheme, N, K):
+                    continue
+                x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(dtype)
+                bias = torch.randn(N, generator=torch.Generator().manual_seed(N)).to(dtype)
+                p = pack(q, layout)
+                for config in spec.legal_configs(registry.Call.of(x, p)):
+                    y = spec.launch(x, p, bias, config)
+                    assert y.shape == (M, N)
+                    assert y.dtype == dtype
+                    assert error(y, truth_of(x, q, bias)) < TOLERANCE[dtype], (M, N, K, group, dtype, layout)
+                    assert torch.equal(y, spec.launch(x, p, bias, config))
+                    ran += 1
+    assert ran
+
+
+@pytest.mark.parametrize("spec", CPU_KERNELS, ids=lambda s: s.name)
+def test_the_tolerance_sees_one_wrong_code(spec):
+    dtype = spec.dtypes[-1]
+    q = make(16, 64, 32, 4, "float", dtype)
+    wrong = q.W_q.clone()
+    wrong[3, 5] ^= 8
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    p = pack(QuantizedTensor(wrong, q.scales, q.zeros, 4, 32), spec.layouts[0])
+    y = spec.launch(x, p, None, spec.configs[0])
+    assert error(y[:, 3], truth_of(x, q)[:, 3]) > TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_quant_linear(bits, dtype):
+    q = make(50, 128, 64, bits, "float", dtype)
+    bias = torch.randn(50)
+    lin = QuantLinear.from_quantized(q, bias=bias, dtype=dtype)
+    x = torch.randn(2, 3, 128).to(dtype)
+    y = lin(x)
+    assert y.shape == (2, 3, 50)
+    assert y.dtype == dtype
+    assert error(y.reshape(6, 50), truth_of(x.reshape(6, 128), q, bias.to(dtype))) < TOLERANCE[dtype]
+
+
+def test_bf16_on_the_cpu_takes_torchs_int4_kernel():
+    lin = QuantLinear.from_quantized(make(64, 128, 64, 4, "float", torch.bfloat16), dtype=torch.bfloat16)
+    assert lin.layout == "cpu_int4"
+    assert registry.select(registry.Call.of(torch.zeros(1, 128, dtype=torch.bfloat16), lin.packed))[0].name == "cpu/int4"
+
+
+@pytest.mark.parametrize("layout", ["auto", "strided", "rowstream", "warp32"])
+def test_state_dict_is_rowstream_whatever_the_layout(layout):
+    q = make(48, 128, 32, 4, "float", torch.bfloat16)
+    lin = QuantLinear.from_quantized(q, bias=torch.ones(48), dtype=torch.bfloat16, layout=layout)
+    disk = pack(q)
+    state = lin.state_dict()
+    assert set(state) == {"weight", "weight_scale", "weight_zero", "bias"}
+    assert torch.equal(state["weight"], disk.words)
+    assert torch.equal(state["weight_scale"], disk.scales)
+    assert torch.equal(state["weight_zero"], disk.zeros)
+    other = QuantLinear(48, 128, q.scheme, bias=True, dtype=torch.bfloat16, layout=layout)
+    other.load_state_dict(state)
+    x = torch.randn(4, 128).bfloat16()
+    assert torch.equal(other.prepare()(x), lin(x))
+    lin.load_state_dict(state)  # into a layer that is already prepared
+    assert lin.layout == other.layout
+    assert torch.equal(lin(x), other(x))
+
+
+def test_zero_kind_none_stores_no_zeros():
+    lin = QuantLinear.from_quantized(make(16, 64, 32, 4, "none", torch.float16))
+    assert set(lin.state_dict()) == {"weight", "weight_scale"}
+
+
+def test_deepcopy_and_dtype_change_keep_the_weight():
+    q = make(32, 64, 32, 4, "float", torch.float32)
+    lin = QuantLinear.from_quantized(q, dtype=torch.float32)
+    x = torch.randn(3, 64)
+    assert torch.equal(copy.deepcopy(lin)(x), lin(x))
+    half = copy.deepcopy(lin).to(torch.bfloat16)
+    assert half.weight.dtype == lin.weight.dtype
+    assert error(half(x.bfloat16()), truth_of(x, q)) < 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_compiled_graph_has_no_break():
+    lin = QuantLinear.from_quantized(make(32, 64, 32, 4, "float", torch.bfloat16), bias=torch.ones(32), dtype=torch.bfloat16)
+    x = torch.randn(3, 64).bfloat16()
+    compiled = torch.compile(lambda t: torch.nn.functional.silu(lin(t)), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), torch.nn.functional.silu(lin(x)))
+
+
+def test_custom_op_passes_torchs_own_check():
+    p = pack(make(32, 64, 32, 4, "float", torch.bfloat16), "cpu_int4")
+    args = (torch.randn(3, 64).bfloat16(), p.words, p.scales, p.zeros, p.aux, None, 32, 64, 4, 32, "float", "cpu_int4", None)
+    torch.library.opcheck(torch.ops.lowq.linear.default, args)
+
+
+def test_a_meta_layer_says_that_it_is_empty():
+    with pytest.raises(SchemeError, match="holds no weight"):
+        QuantLinear(16, 64, Scheme(4, 32), device="meta").prepare()
+
+
+def test_the_wrong_number_of_features_is_refused():
+    lin = QuantLinear.from_quantized(make(16, 64, 32, 4, "float", torch.float16))
+    with pytest.raises(SchemeError, match=r"x has 32 features, the layer takes K=64"):
+        lin(torch.zeros(2, 32, dtype=torch.float16))
+
+
+def test_forced_kernel_fails_aloud(monkeypatch):
+    p = pack(make(16, 64, 32, 4, "float", torch.float16), "rowstream")
+    x = torch.zeros(1, 64, dtype=torch.float16)
+    with pytest.raises(UnsupportedError, match="no kernel is called 'fast'; there are"):
+        registry.matmul(x, p, kernel="fast")
+    monkeypatch.setenv("LOWQ_KERNEL", "cpu/int4")
+    with pytest.raises(UnsupportedError, match="asked for by name but reads layout cpu_int4"):
+        registry.matmul(x, p)
+
+
+def test_no_kernel_lists_every_reason():
+    call = registry.Call(1, 16, 64, Scheme(4, 32), "warp32", torch.int8, "cpu")
+    with pytest.raises(UnsupportedError, match=r"reference: takes .* not torch.int8"):
+        registry.select(call)
+
+
+def test_best_layout_prefers_disk_order_only_when_nothing_reads_better():
+    cpu = torch.device("cpu")
+    assert best_layout(Scheme(4, 64), 64, 128, torch.bfloat16, cpu) == "cpu_int4"
+    assert best_layout(Scheme(4, 16), 64, 128, torch.bfloat16, cpu) == "rowstream"
+    assert best_layout(Scheme(4, 64), 64, 128, torch.float16, cpu) == "rowstream"
