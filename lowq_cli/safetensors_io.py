@@ -1,0 +1,227 @@
+"""Safetensors files: headers checked before they are believed, bytes read into memory of our own, headers written.
+
+The file is 8 bytes (header length, little endian), a JSON object name -> {dtype, shape, data_offsets}, then the data. A
+header is accepted only if its tensors tile the data exactly: no gap, no overlap, no byte missing. Reading copies instead
+of mapping, because mapped pages count as resident memory and a 70B model would seem to need 140 GB.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:  # a dry run and `lowq --help` read headers without importing torch
+    import torch
+
+MAX_HEADER = 100_000_000  # bytes; the bound of the safetensors library itself
+ITEMSIZE = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}  # the dtypes lowq computes with
+ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """Shape, dtype (safetensors name, such as "BF16") and absolute position in its file of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """One safetensors file: its tensors in the order of their bytes, its size, and the CRC-32 of its header."""
+
+    path: Path
+    tensors: dict[str, TensorHeader]
+    size: int
+    crc: int
+
+    @cached_property
+    def data_start(self) -> int:
+        """Absolute position of the first data byte."""
+        return self.size - sum(t.nbytes for t in self.tensors.values())
+
+
+def read_header(path: Path) -> FileHeader:
+    """The checked header of a safetensors file. Raises NotFoundError, or DamagedError naming what is wrong."""
+    try:
+        with open(path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            prefix = f.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8:
+                raise DamagedError(f"{path} is {size} bytes long, too short for a safetensors file; fetch it again")
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise DamagedError(
+                    f"{path} says its header has {length} bytes; it must have 2 to {min(MAX_HEADER, size - 8)}: "
+                    f"truncated, or not a safetensors file; fetch it again"
+                )
+            raw = f.read(length)
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} does not exist") from None
+    except OSError as e:
+        raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
+    tensors = parse_header(raw, size - 8 - length, 8 + length, str(path))
+    return FileHeader(path, tensors, size, zlib.crc32(prefix + raw))
+
+
+def parse_header(raw: bytes, data_bytes: int, data_start: int, where: str) -> dict[str, TensorHeader]:
+    """Name -> header from the JSON of a safetensors header, checked against the `data_bytes` that follow it.
+
+    Raises DamagedError (malformed, unknown dtype, bytes that do not tile the data) with `where` in the message.
+    """
+    table = parse_json(raw, where)
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise DamagedError(f"{where}: __metadata__ must be a table of strings")
+    tensors, spans = {}, []
+    for name, entry in table.items():
+        dtype, shape, begin, end = _entry(name, entry, where)
+        header = TensorHeader(shape, dtype, data_start + begin)
+        if end - begin != header.nbytes:
+            raise DamagedError(f"{where}: {name} is {dtype} {list(shape)} = {header.nbytes} bytes but has {end - begin}")
+        tensors[name] = header
+        spans.append((begin, end, name))
+    spans.sort()
+    for (_, end, name), (begin, _, following) in pairwise(spans):
+        if begin != end:
+            fault = "overlaps" if begin < end else "leaves a gap before"
+            raise DamagedError(f"{where}: {name} ends at byte {end} and {fault} {following}, which starts at {begin}")
+    first, last = (spans[0][0], spans[-1][1]) if spans else (0, 0)
+    if first != 0 or last != data_bytes:
+        raise DamagedError(
+            f"{where}: the header describes bytes {first} to {last}, the file holds {data_bytes}: truncated or padded"
+        )
+    return {name: tensors[name] for _, _, name in spans}
+
+
+def _entry(name: str, entry: object, where: str) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape, begin and end of one header entry. Raises DamagedError."""
+
+    def whole(values: object) -> bool:
+        return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
+
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise DamagedError(f"{where}: {name} must have exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
+        raise DamagedError(f"{where}: {name} has dtype {dtype!r}; known are {', '.join(ITEMSIZE)}")
+    if not whole(shape) or not whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise DamagedError(f"{where}: {name} has shape {shape!r} and data_offsets {offsets!r}, which make no sense")
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def parse_json(raw: bytes, where: str) -> dict:
+    """A JSON object. Raises DamagedError on bad UTF-8, bad JSON, a key given twice, or anything but an object."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            twice = next(k for i, (k, _) in enumerate(pairs) if k in [p[0] for p in pairs[:i]])
+            raise DamagedError(f"{where}: {twice!r} is there twice")
+        return found
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise DamagedError(f"{where} does not hold valid JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise DamagedError(f"{where} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file. Raises NotFoundError or DamagedError."""
+    try:
+        return parse_json(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} does not exist") from None
+    except OSError as e:
+        raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
+
+
+def build_header(tensors: Iterable[tuple[str, TensorHeader]]) -> tuple[bytes, dict[str, TensorHeader]]:
+    """The first bytes of a file holding these tensors, and where each will lie.
+
+    Wider elements come first, so that every tensor is aligned to its element without gaps (readers view bytes in place).
+    """
+    ordered = sorted(tensors, key=lambda item: -ITEMSIZE[item[1].dtype])
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, spans = 0, {}
+    for name, t in ordered:
+        table[name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+        spans[name] = at
+        at += t.nbytes
+    raw = json.dumps(table, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    start = 8 + len(raw)
+    placed = {name: TensorHeader(t.shape, t.dtype, start + spans[name]) for name, t in ordered}
+    return len(raw).to_bytes(8, "little") + raw, placed
+
+
+def read_bytes(fd: int, offset: int, nbytes: int, where: str) -> bytearray:
+    """`nbytes` bytes at `offset`, in fresh memory. Raises DamagedError if the file ends before."""
+    buffer = bytearray(nbytes)
+    view, at = memoryview(buffer), 0
+    while at < nbytes:
+        got = os.preadv(fd, [view[at : at + (1 << 30)]], offset + at)
+        if got == 0:
+            raise DamagedError(f"{where} ended {nbytes - at} bytes early; it changed while being read")
+        at += got
+    return buffer
+
+
+def as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":
+    """The bytes as a tensor of a safetensors dtype, without a copy. Raises UnsupportedError for dtypes lowq never computes."""
+    import torch
+
+    if dtype not in TORCH_NAMES:
+        raise UnsupportedError(f"lowq computes with {', '.join(TORCH_NAMES)}, not with {dtype}")
+    kind = getattr(torch, TORCH_NAMES[dtype])
+    return torch.frombuffer(buffer, dtype=kind).reshape(shape) if buffer else torch.empty(shape, dtype=kind)
+
+
+def check_file_name(name: str, where: str) -> str:
+    """`name` if it is a bare file name. Raises DamagedError: an index must not point outside its folder."""
+    if not isinstance(name, str) or not name or Path(name).name != name or name in (".", ".."):
+        raise DamagedError(f"{where} names the file {name!r}; only files beside it are allowed")
+    return name
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from 2000000, "500MB" or "2GiB". Raises UsageError."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+    s = str(text).strip().lower()
+    digits = s.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = s[len(digits) :].strip()
+    try:
+        value = int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise UsageError(f"{text!r} is not a size; write it like 2GiB or 500MB") from None
+    if value < 1:
+        raise UsageError(f"a size must be positive, not {text!r}")
+    return value
