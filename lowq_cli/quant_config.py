@@ -1,0 +1,139 @@
+"""The `quantization_config` of a lowq checkpoint's config.json: which tensor is quantized how.
+
+    {"quant_method": "lowq", "version": 1,
+     "schemes": {"w4g64": {"bits": 4, "group_size": 64, "zero": "float", "layout": "rowstream"}},
+     "tensors": {"model.layers.*.self_attn.q_proj": "w4g64", "model.layers.0.mlp.down_proj": "w8g64"}}
+
+Keys of `tensors` are checkpoint names without ".weight". "*" stands for one component of a name; an exact name wins over
+a pattern, and a pattern with fewer stars over one with more. Tensors that no key matches are not quantized.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
+from lowq_packers.scheme import Scheme
+
+METHOD = "lowq"
+VERSION = 1
+LAYOUT = "rowstream"
+_SUFFIX = {"float": "", "int": "_int", "none": "_sym"}
+Pattern = tuple[str, ...]
+
+
+def scheme_name(scheme: Scheme) -> str:
+    """The name a scheme goes by in the config, e.g. "w4g64"."""
+    return f"w{scheme.bits}g{scheme.group_size}{_SUFFIX[scheme.zero]}"
+
+
+def compact(schemes: Mapping[str, Scheme], kept: Iterable[str] = ()) -> dict[str, Any]:
+    """The `quantization_config` that `expand` turns back into `schemes`.
+
+    Args:
+        schemes: tensor name (without ".weight") -> scheme.
+        kept: names of the tensors that stay as they are, so that no pattern matches them.
+    Returns:
+        a JSON-ready dict; layers and experts that agree share one pattern.
+    """
+    named = {name: scheme_name(s) for name, s in schemes.items()}
+    groups: dict[Pattern, dict[Pattern, str | None]] = defaultdict(dict)
+    for name, scheme in (dict.fromkeys(kept) | named).items():
+        parts = tuple(name.split("."))
+        groups[tuple("*" if p.isdigit() else p for p in parts)][parts] = scheme
+    tensors: dict[str, str] = {}
+    for pattern, members in groups.items():
+        _share(pattern, members, tensors)
+    used = {scheme_name(s): s for s in schemes.values()}
+    return {
+        "quant_method": METHOD,
+        "version": VERSION,
+        "schemes": {
+            key: {"bits": s.bits, "group_size": s.group_size, "zero": s.zero, "layout": LAYOUT} for key, s in sorted(used.items())
+        },
+        "tensors": tensors,
+    }
+
+
+def _share(pattern: Pattern, members: dict[Pattern, str | None], out: dict[str, str]) -> None:
+    """Add one entry where all members agree; otherwise split them at the leftmost star and try again."""
+    values = set(members.values())
+    if len(values) == 1:
+        (value,) = values
+        if value is not None:
+            out[".".join(pattern if len(members) > 1 else next(iter(members)))] = value
+        return
+    star = pattern.index("*")  # members differ, so there is one
+    split: dict[str, dict[Pattern, str | None]] = defaultdict(dict)
+    for parts, scheme in members.items():
+        split[parts[star]][parts] = scheme
+    for component, some in split.items():
+        _share((*pattern[:star], component, *pattern[star + 1 :]), some, out)
+
+
+def expand(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Scheme]:
+    """The scheme of each name that the config quantizes; other names are absent.
+
+    Args:
+        config: a `quantization_config`.
+        names: tensor names without ".weight".
+    Raises:
+        DamagedError: a malformed config, an exact name in it that `names` lacks, or two patterns that contradict each other.
+        UnsupportedError: another quant_method, a newer version or a layout that lowq does not keep on disk.
+    """
+    schemes, tensors = _checked(config)
+    by_length: dict[int, list[tuple[int, Pattern, str]]] = defaultdict(list)
+    for key, scheme in tensors.items():
+        parts = tuple(key.split("."))
+        if "*" in parts:
+            by_length[len(parts)].append((parts.count("*"), parts, scheme))
+    for patterns in by_length.values():
+        patterns.sort()
+    names = list(names)
+    known = set(names)
+    if missing := [key for key in tensors if "*" not in key.split(".") and key not in known]:
+        raise DamagedError(f"quantization_config names {missing[0]}, which the checkpoint does not hold ({len(missing)} such)")
+    found: dict[str, Scheme] = {}
+    for name in names:
+        chosen = tensors.get(name)
+        if chosen is None:
+            parts = tuple(name.split("."))
+            stars = None
+            for count, pattern, scheme in by_length[len(parts)]:
+                if stars is not None and count > stars:
+                    break
+                if all(p in ("*", q) for p, q in zip(pattern, parts, strict=True)):
+                    if chosen not in (None, scheme):
+                        raise DamagedError(f"quantization_config gives {name} two schemes, {chosen} and {scheme}")
+                    chosen, stars = scheme, count
+        if chosen is not None:
+            found[name] = schemes[chosen]
+    return found
+
+
+def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Scheme], dict[str, str]]:
+    """The schemes by key and the `tensors` table, after checking every field."""
+    if config.get("quant_method") != METHOD:
+        raise UnsupportedError(f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}: not a lowq checkpoint")
+    if config.get("version") != VERSION:
+        raise UnsupportedError(f"checkpoint version {config.get('version')!r}; this lowq reads {VERSION}: upgrade lowq")
+    raw, tensors = config.get("schemes"), config.get("tensors")
+    if not isinstance(raw, Mapping) or not isinstance(tensors, Mapping):
+        raise DamagedError("quantization_config needs `schemes` and `tensors`, each a table")
+    schemes = {}
+    for key, fields in raw.items():
+        if not isinstance(fields, Mapping) or not {"bits", "group_size", "zero"} <= fields.keys():
+            raise DamagedError(f"scheme {key!r} in quantization_config needs bits, group_size and zero")
+        if fields.get("layout", LAYOUT) != LAYOUT:
+            raise UnsupportedError(f"scheme {key!r} is stored in layout {fields['layout']!r}; this lowq reads {LAYOUT}")
+        values = fields["bits"], fields["group_size"], fields["zero"]
+        if [type(v) for v in values] != [int, int, str]:
+            raise DamagedError(f"scheme {key!r} in quantization_config has bits, group_size, zero = {values}")
+        try:
+            schemes[key] = Scheme(*values)
+        except SchemeError as e:
+            raise DamagedError(f"scheme {key!r} in quantization_config: {e}") from e
+    for name, key in tensors.items():
+        if not isinstance(key, str) or key not in schemes:
+            raise DamagedError(f"{name} has the scheme {key!r}, which quantization_config does not define")
+    return schemes, dict(tensors)
