@@ -1,0 +1,256 @@
+"""Recipe: which tensor gets which scheme. From flags, a TOML file, or both (a flag wins); checked before any weight is read.
+
+    bits = 4
+    group = 64
+    lm_head = 8
+    skip = ["layers.0"]
+
+    [overrides]
+    "*.down_proj" = "8:32"
+    'layers\\.[01]\\..*v_proj' = 8
+    "layers.5.mlp" = "keep"
+
+A pattern is a glob over whole dotted components anywhere in a name: `down_proj`, `layers.0`, `layers.[01].*_proj`. One that
+fits no name that way is tried as a regular expression. Later overrides win over earlier ones, `skip` over all.
+"""
+
+import difflib
+import fnmatch
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lowq_cli import quantizers
+from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
+from lowq_packers.scheme import BITS, GROUP_STEP, ZERO_KINDS, ZeroKind
+
+Group = int | Literal["channel"]
+Keep = Literal["keep"]
+DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
+Dtype = Literal["source", "float16", "bfloat16", "float32"]
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+LAYOUTS = ("auto", "rowstream")  # what files may hold
+
+
+@dataclass(frozen=True)
+class Override:
+    """Tensors that `pattern` fits get `bits` ("keep": stay as they are) and `group` (None: the recipe's)."""
+
+    pattern: str
+    bits: int | Keep
+    group: Group | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise UsageError("an override needs a pattern: --override PATTERN=BITS[:GROUP], such as '*.down_proj=8:64'")
+        if self.bits != "keep":
+            check_bits(self.bits, f"override {self.pattern}")
+        if self.group is not None:
+            check_group(self.group, f"override {self.pattern}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Override":
+        """From "PATTERN=BITS", "PATTERN=BITS:GROUP" or "PATTERN=keep". Raises UsageError."""
+        pattern, sign, value = text.rpartition("=")
+        if not sign:
+            raise UsageError(f"override {text!r} has no '='; write PATTERN=BITS[:GROUP], such as '*.down_proj=8:64'")
+        return cls.of(pattern.strip(), value)
+
+    @classmethod
+    def of(cls, pattern: str, value: object) -> "Override":
+        """From a pattern and 8, "8", "8:64", "8:channel", "keep" or {bits, group}. Raises UsageError."""
+        if isinstance(value, Mapping):
+            check_keys(value, ("bits", "group"), f"override {pattern}")
+            if "bits" not in value:
+                raise UsageError(f"override {pattern} has no bits")
+            bits, group = value["bits"], value.get("group")
+        else:
+            bits, _, group = str(value).strip().partition(":")
+        where = f"override {pattern}"
+        keep = str(bits).strip() == "keep"
+        if keep and group:
+            raise UsageError(f"{where}: a tensor that is kept has no group")
+        return cls(pattern, "keep" if keep else number(bits, where), group_of(group, where) if group else None)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is quantized. Raises UsageError for values out of range.
+
+    Args:
+        bits: width of the codes of every linear weight.
+        group: consecutive weights that share a scale; "channel" = a whole row; None = the default of each width.
+        method: a file of `quantizers`, or "auto": each width's measured winner.
+        zero: kind of zero.
+        layout: order of the words in the files; "auto" = rowstream.
+        lm_head: bits of the output head, or "keep".
+        dtype: of scales, zeros and kept tensors; "source" leaves the model's.
+        overrides, skip: exceptions by tensor name.
+    """
+
+    bits: int = 4
+    group: Group | None = None
+    method: str = "auto"
+    zero: ZeroKind = "float"
+    layout: str = "auto"
+    lm_head: int | Keep = "keep"
+    dtype: Dtype = "source"
+    overrides: tuple[Override, ...] = ()
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits, "bits")
+        if self.group is not None:
+            check_group(self.group, "group")
+        if self.method != "auto":
+            quantizers.check(self.method)
+        if self.layout == "tile":
+            raise UnsupportedError("files hold the layout rowstream; tile is made from it while loading, leave --layout out")
+        for name, value, known in (
+            ("zero", self.zero, ZERO_KINDS),
+            ("dtype", self.dtype, DTYPES),
+            ("layout", self.layout, LAYOUTS),
+        ):
+            if value not in known:
+                raise UsageError(f"{name}={value!r} does not exist; use one of {', '.join(known)}")
+        if self.lm_head != "keep":
+            check_bits(self.lm_head, "lm_head")
+        if not all(isinstance(s, str) and s for s in self.skip):
+            raise UsageError(f"skip={list(self.skip)!r} must be a list of patterns")
+
+    def group_for(self, bits: int) -> Group:
+        """The group size at a width."""
+        return DEFAULT_GROUP[bits] if self.group is None else self.group
+
+    def method_for(self, bits: int) -> str:
+        """The quantizer at a width."""
+        if self.method != "auto":
+            return self.method
+        method = quantizers.default_method(bits)
+        return "rtn" if method == "hqq" and self.zero == "none" else method  # hqq moves the zero, and here is none
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, with the keys of the TOML file. `make_recipe(**plain)` gives an equal recipe."""
+        plain = asdict(self)
+        plain["overrides"] = [f"{o.pattern}={_spell(o)}" for o in self.overrides]
+        plain["skip"] = list(self.skip)
+        return plain
+
+
+def _spell(o: Override) -> str:
+    return str(o.bits) if o.group is None else f"{o.bits}:{o.group}"
+
+
+def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
+    """The recipe of a TOML file (or none), with every flag that is not None (or an empty list) in its place.
+
+    `overrides` may be a list of "PATTERN=BITS[:GROUP]", or a table; flags' overrides come after the file's, so they win.
+    Raises NotFoundError, UsageError.
+    """
+    given = read_toml(Path(file)) if file is not None else {}
+    known = [f.name for f in fields(Recipe)]
+    check_keys(given, known, f"recipe {file}")
+    check_keys(flags, known, "recipe")
+    values: dict[str, Any] = {}
+    for source in (given, flags):
+        for name, value in source.items():
+            if value is None:
+                continue
+            if name == "overrides":
+                values[name] = (*values.get(name, ()), *_overrides(value))
+            elif name == "skip":
+                values[name] = (*values.get(name, ()), *_strings(value))
+            elif name == "bits":
+                values[name] = number(value, name)
+            elif name == "group":
+                values[name] = group_of(value, name)
+            elif name == "lm_head":
+                values[name] = "keep" if value == "keep" else number(value, name)
+            else:
+                values[name] = value
+    return Recipe(**values)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The table in a TOML file. Raises NotFoundError or UsageError."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise NotFoundError(f"recipe {path} does not exist") from None
+    except OSError as e:
+        raise NotFoundError(f"cannot read recipe {path}: {e.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"recipe {path} is not valid TOML: {e}") from None
+
+
+def _overrides(value: object) -> tuple[Override, ...]:
+    if isinstance(value, Mapping):
+        return tuple(Override.of(pattern, v) for pattern, v in value.items())
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return tuple(v if isinstance(v, Override) else Override.parse(str(v)) for v in value)
+    raise UsageError(f"overrides={value!r} must be a table, pattern = bits")
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UsageError(f"skip={value!r} must be a list of patterns")
+    return tuple(value)
+
+
+def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
+    """Raise UsageError for a key that does not exist, naming the nearest one that does."""
+    known = list(known)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise UsageError(f"{where} has the unknown key {key!r}; {hint}")
+
+
+def number(value: object, where: str) -> int:
+    """A whole number from 4 or "4". Raises UsageError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
+        return int(value)
+    raise UsageError(f"{where}={value!r} is not a whole number")
+
+
+def group_of(value: object, where: str) -> Group:
+    """64, "64" or "channel". Raises UsageError."""
+    return "channel" if value == "channel" else number(value, where)
+
+
+def check_bits(bits: object, where: str) -> None:
+    """Raise UsageError unless `bits` is a width that lowq packs."""
+    if type(bits) is not int or bits not in BITS:
+        raise UsageError(f"{where}: {bits!r} is not a width lowq packs; use one of {', '.join(map(str, BITS))}")
+
+
+def check_group(group: object, where: str) -> None:
+    """Raise UsageError unless `group` is "channel" or a positive multiple of 16."""
+    if group != "channel" and (type(group) is not int or group < 1 or group % GROUP_STEP):
+        raise UsageError(
+            f"{where}: group {group!r} is neither a positive multiple of {GROUP_STEP} nor 'channel'; use 32, 64 or 128"
+        )
+
+
+def matches(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern fits (see the top of this file), in their order. Raises UsageError if none does."""
+    names = list(names)
+    glob = re.compile(fnmatch.translate(f"*.{pattern}.*"))
+    found = [n for n in names if glob.match(f".{n}.")]
+    if not found:
+        try:
+            expression = re.compile(pattern)
+        except re.error:
+            expression = None
+        found = [n for n in names if expression is not None and expression.search(n)]
+    if not found:
+        near = difflib.get_close_matches(pattern, {*names, *(p for n in names for p in n.split("."))}, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else "; lowq quantize MODEL --dry-run lists the names"
+        raise UsageError(f"pattern {pattern!r} fits no weight of this model{hint}")
+    return found
