@@ -1,0 +1,54 @@
+"""lowq eval: perplexity of a checkpoint, and how far it is from the model it was made from."""
+
+from typing import Annotated
+
+import typer
+
+from lowq_cli import console
+
+EXAMPLES = "Examples:  lowq eval --against demo  ·  lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3"
+
+
+def eval(
+    ckpt: Annotated[
+        str | None, typer.Argument(help="Checkpoint, model folder or hub id. Default: the last one written.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")] = None,
+    against: Annotated[str | None, typer.Option(help="Model to compare with, usually the original.")] = None,
+    max_ppl_increase: Annotated[
+        float | None, typer.Option(min=0, help="Exit 6 if perplexity is more than this many percent above --against.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement."""
+    from lowq_cli import state
+    from lowq_packers.errors import QualityError, UsageError
+
+    if max_ppl_increase is not None and against is None:
+        raise UsageError("--max-ppl-increase compares with another model; add --against MODEL")
+    name = state.checkpoint_or_last(ckpt)
+
+    from lowq_cli.perplexity import measure, read_text
+
+    contents = read_text(text)
+    with console.progress("eval", 100) as advance:
+        report = measure(name, contents, against, device, max_tokens, advance)
+    increase = report.ppl_increase_pct
+    if as_json:
+        console.out_json(vars(report))
+    else:
+        rows = [("perplexity", f"{report.ppl:.3f}", f"{report.tokens} tokens, windows of {report.window}")]
+        if increase is not None:
+            rows += [
+                ("perplexity of " + str(against), f"{report.base_ppl:.3f}", f"{increase:+.2f}%"),
+                ("KL divergence", f"{report.kl:.5f}", "nats per token"),
+                ("top-1 agreement", f"{100 * (report.top1_agreement or 0):.2f}%", "same likeliest next token"),
+            ]
+        console.table("", ("", ">value", ""), rows, on_stdout=True)
+    if increase is not None and max_ppl_increase is not None and not increase <= max_ppl_increase:
+        raise QualityError(
+            f"perplexity {report.ppl:.3f} is {increase:.2f}% above {against} ({report.base_ppl:.3f}); "
+            f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
+        )

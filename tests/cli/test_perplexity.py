@@ -1,0 +1,125 @@
+"""Perplexity, KL and agreement against values worked out by hand; the text and gate errors of `lowq eval`."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowq_cli import perplexity
+from lowq_packers.errors import NotFoundError, UsageError
+
+
+class Table(torch.nn.Module):
+    """A model whose next-token logits depend on the current token alone: rows of `logits`."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.as_tensor(logits, dtype=torch.float32))
+        self.config = SimpleNamespace(vocab_size=self.logits.shape[1])
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.logits[input_ids])
+
+
+UNIFORM = Table(torch.zeros(4, 4))
+SURE = Table([[0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9], [9, 0, 0, 0]])  # after t comes t + 1
+
+
+def test_uniform_predictions_have_the_vocabulary_as_perplexity():
+    r = perplexity.evaluate(UNIFORM, torch.arange(12) % 4, window=4)
+    assert r.ppl == pytest.approx(4, rel=1e-6)
+    assert (r.tokens, r.predicted, r.window) == (12, 9, 4)
+    assert r.base_ppl is r.kl is r.top1_agreement is r.ppl_increase_pct is None
+
+
+def test_kl_agreement_and_increase():
+    ids = torch.arange(8) % 4
+    r = perplexity.evaluate(UNIFORM, ids, SURE, window=8)
+    p = math.exp(9) / (math.exp(9) + 3)
+    q = (1 - p) / 3
+    assert r.base_ppl == pytest.approx(1 / p, rel=1e-6)
+    assert r.kl == pytest.approx(p * math.log(4 * p) + 3 * q * math.log(4 * q), rel=1e-5)
+    assert r.top1_agreement == pytest.approx(1 / 7 + 0)  # UNIFORM's argmax is 0, right only after token 3
+    assert r.ppl_increase_pct == pytest.approx(100 * (4 * p - 1), rel=1e-5)
+    same = perplexity.evaluate(SURE, ids, SURE, window=8)
+    assert (same.kl, same.top1_agreement, same.ppl_increase_pct) == (0, 1, 0)
+
+
+def test_batches_change_nothing(monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    model, ids = Table(torch.randn(16, 16, generator=g)), torch.randint(0, 16, (333,), generator=g)
+    whole = perplexity.evaluate(model, ids, SURE_16, window=10)
+    monkeypatch.setattr(perplexity, "LOGITS_AT_ONCE", 1)
+    assert perplexity.evaluate(model, ids, SURE_16, window=10).kl == pytest.approx(whole.kl, rel=1e-6)
+    assert perplexity.evaluate(model, ids, window=10).ppl == pytest.approx(whole.ppl, rel=1e-6)
+
+
+SURE_16 = Table(torch.eye(16) * 3)
+
+
+def test_windows():
+    ids = torch.arange(10)
+    assert perplexity.windows(ids, 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert perplexity.windows(ids, 4, max_tokens=5).tolist() == [[0, 1, 2, 3]]
+    assert perplexity.windows(ids, 512).tolist() == [list(range(10))]
+    with pytest.raises(UsageError, match="at least 2 tokens"):
+        perplexity.windows(ids[:1])
+
+
+def test_different_vocabularies_are_refused():
+    with pytest.raises(UsageError, match="vocabularies differ: 4 and 16"):
+        perplexity.evaluate(UNIFORM, torch.arange(8) % 4, SURE_16)
+
+
+def test_text_errors(tmp_path):
+    assert len(perplexity.read_text(None)) > 50_000
+    with pytest.raises(NotFoundError, match="No such file"):
+        perplexity.read_text(tmp_path / "none.txt")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        perplexity.read_text(tmp_path / "binary")
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(UsageError, match="is empty"):
+        perplexity.read_text(tmp_path / "empty")
+
+
+@pytest.fixture
+def two_models(monkeypatch):
+    """`lowq eval` with models that need no disk: "sure" and "uniform", a tokenizer that yields 0 1 2 3 0 1 ..."""
+    from lowq_cli import hf, state
+
+    tokenizer = lambda text, **_: {"input_ids": [i % 4 for i in range(64)]}  # noqa: E731
+    models = {"sure": SURE, "uniform": UNIFORM}
+    monkeypatch.setattr(hf, "load", lambda name, device="auto": (models[name], tokenizer), raising=False)
+    monkeypatch.setattr(state, "checkpoint_or_last", lambda given: given or "uniform")
+
+
+def run(*args):
+    from typer.testing import CliRunner
+
+    from lowq_cli.main import app
+
+    return CliRunner().invoke(app, ["eval", *args])
+
+
+def test_eval_prints_the_documented_keys(two_models):
+    import json
+
+    result = run("--against", "sure", "--json")
+    assert result.exit_code == 0, result.output
+    keys = json.loads(result.stdout)
+    assert {"ppl", "tokens", "base_ppl", "kl", "top1_agreement"} <= set(keys)
+    assert keys["ppl"] == pytest.approx(4, rel=1e-5)
+    assert "4.000" in run().stdout
+
+
+def test_eval_gate(two_models):
+    from lowq_packers.errors import QualityError
+
+    assert run("sure", "--against", "sure", "--max-ppl-increase", "0").exit_code == 0
+    failed = run("uniform", "--against", "sure", "--max-ppl-increase", "5")
+    assert isinstance(failed.exception, QualityError)
+    assert failed.exception.exit_code == 6
+    assert "limit is 5%" in str(failed.exception)
+    assert isinstance(run("--max-ppl-increase", "5").exception, UsageError)
