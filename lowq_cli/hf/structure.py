@@ -1,18 +1,22 @@
 """What each tensor of a checkpoint is, from config.json and the safetensors headers alone: no weights are read."""
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-class TensorHeader(Protocol):
-    """One tensor of a safetensors header. dtype is the safetensors name, e.g. "BF16"."""
+from lowq_cli.hf.embedding import embed_scale
+from lowq_cli.hf.experts import why_not_experts
+from lowq_cli.hf.skeleton import Skeleton, build
+from lowq_cli.safetensors_io import TensorHeader
+from lowq_packers.errors import DamagedError
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str: ...
+FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Part:
     expert: int | None = None  # index along dim 0 of a 3-D source tensor
     rows: tuple[int, int] | None = None  # rows of this matrix in a fused tensor; None: all of them
     transposed: bool = False  # the source stores (K, N), as GPT-2's Conv1D does: transpose before quantizing
+    target: str = ""  # the model's parameter it ends up in: parts with one target must share one scheme
 
 
 @dataclass(frozen=True)
@@ -35,5 +40,141 @@ class Role:
 
 
 def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
-    """The role of every tensor in `headers`, by name."""
-    raise NotImplementedError
+    """The role of every tensor in `headers`, by name.
+
+    Args:
+        config: the parsed config.json.
+        headers: tensor name -> shape and dtype, over all shards.
+    Raises:
+        UnsupportedError: a model_type or architecture that transformers does not have.
+        DamagedError: a config that describes no model; a tensor whose shape is not the model's; tensors that are missing.
+    """
+    check_plausible(config, len(headers))
+    skeleton = Skeleton(build(config))
+    found: dict[str, Role] = {}
+    filled: set[str] = set()
+    merged: dict[str, int] = defaultdict(int)  # parameter -> rows of the tensors that are merged into it
+    for name, header in headers.items():
+        place = skeleton.place(name)
+        if place is None:
+            found[name] = Role("other", reason="the model does not know it")
+            continue
+        filled.add(place.param)
+        if not place.merged and tuple(header.shape) != tuple(skeleton.params[place.param].shape):
+            wanted = tuple(skeleton.params[place.param].shape)
+            raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
+        if place.merged and not place.why_not and header.shape:
+            merged[place.param] += header.shape[0]
+        role = _role(skeleton, name, place.param, place.merged, place.why_not)
+        if role.parts and header.dtype not in FLOATS:
+            role = replace(role, parts=(), reason=f"stored as {header.dtype}")
+        found[name] = role
+    check_complete(skeleton, filled)
+    for param, rows in merged.items():
+        if rows != (wanted := skeleton.params[param].shape[:-1].numel()):
+            raise DamagedError(f"the tensors that make up {param} have {rows} rows; config.json asks for {wanted}")
+    return found
+
+
+def check_plausible(config: Mapping[str, Any], tensors: int) -> None:
+    """Raise DamagedError for a config with more layers or experts than the checkpoint has tensors: building it never ends."""
+    for key, value in config.items():
+        if re.search("num_.*(layers|experts)", key) and isinstance(value, int) and value > max(tensors, 4096):
+            raise DamagedError(f"config.json has {key} = {value}, but the checkpoint holds only {tensors} tensors")
+        if isinstance(value, Mapping):
+            check_plausible(value, tensors)
+
+
+def check_complete(skeleton: Skeleton, filled: set[str]) -> None:
+    """Raise DamagedError if parameters that no checkpoint tensor fills are neither tied to a filled one nor optional."""
+    optional = [re.compile(p) for p in getattr(skeleton.model, "_keys_to_ignore_on_load_missing", None) or ()]
+    family = {param: {param, source} for param, source in skeleton.tied.items()}
+    for param, source in skeleton.tied.items():
+        family.setdefault(source, {source}).add(param)
+    missing = [
+        name
+        for name, _ in skeleton.model.named_parameters()
+        if not family.get(name, {name}) & filled and not any(p.search(name) for p in optional)
+    ]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise DamagedError(
+            f"the checkpoint lacks {missing[0]}{more}, which the model in config.json needs; a shard may be missing"
+        )
+
+
+def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str) -> Role:
+    """The role of one tensor that the model knows."""
+    module, leaf = skeleton.module(param), param.rpartition(".")[2]
+    kind = _kind(skeleton, param, module)
+    stem = name.removesuffix(".weight")
+    if param in skeleton.tied:
+        return Role(kind, reason="tied to the embedding")
+    if kind == "router":
+        return Role(kind, reason="router")
+    if kind == "norm":
+        return Role(kind, reason="norm")
+    if leaf.endswith("bias"):
+        return Role(kind, reason="bias")
+    if why_not:
+        return Role(kind, reason=why_not)
+    if kind == "expert" and skeleton.params[param].dim() == 3:
+        if reason := why_not_experts(module, leaf):
+            return Role(kind, reason=reason)
+        if merged:
+            return Role(kind, (Part(stem, target=param),))
+        slices = skeleton.split(param)
+        if not slices or any(not n.endswith(".weight") for n in slices):
+            return Role(kind, reason="experts that transformers keeps stacked in files")
+        parts = tuple(Part(n.removesuffix(".weight"), s.expert, s.rows, target=param) for n, s in slices.items())
+        return Role(kind, parts)
+    if leaf != "weight" or not name.endswith(".weight"):
+        return Role(kind, reason="not a linear weight")
+    if kind == "embedding":
+        if param != _embedding(skeleton):
+            return Role(kind, reason="not the token embedding")
+        if embed_scale(module) is None:
+            return Role(kind, reason=f"a special embedding ({type(module).__name__})")
+        return Role(kind, (Part(stem, target=param),))
+    if type(module) is nn.Linear or type(module) is Conv1D:
+        return Role(kind, (Part(stem, transposed=type(module) is Conv1D, target=param),))
+    return Role(kind, reason=f"not a linear weight ({type(module).__name__})")
+
+
+def _embedding(skeleton: Skeleton) -> str | None:
+    """The parameter of the token embedding."""
+    table = skeleton.model.get_input_embeddings()
+    return next((f"{n}.weight" for n, m in skeleton.model.named_modules() if m is table), None)
+
+
+def _kind(skeleton: Skeleton, param: str, module: nn.Module) -> str:
+    """The class of weights a parameter belongs to."""
+    path = param.split(".")
+    names = path[:-1]
+    own = type(module).__name__.lower()
+    if module is skeleton.model.get_output_embeddings():
+        return "head"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if "norm" in own or (names and re.search(r"norm|(^|_)ln(_|$)", names[-1])):
+        return "norm"
+    if _is_router(skeleton, names, own):
+        return "router"
+    if isinstance(skeleton.params[param], torch.Tensor) and ("experts" in names or own.endswith("experts")):
+        return "expert"
+    for component in reversed(names):
+        if "attn" in component or "attention" in component:
+            return "attention"
+        if re.search(r"mlp|ffn|feed_forward|expert", component):
+            return "mlp"
+    return "other"
+
+
+def _is_router(skeleton: Skeleton, names: list[str], own: str) -> bool:
+    """Whether a module decides which experts a token visits (or how much of a shared one it takes)."""
+    if "router" in own or "gating" in own or own.endswith("gate"):
+        return True
+    parent = skeleton.model.get_submodule(".".join(names[:-1])) if names else None
+    if parent is None or not hasattr(parent, "experts") or names[-1] == "experts":
+        return False
+    return "router" in names[-1] or names[-1] == "gate" or names[-1].endswith("_gate")

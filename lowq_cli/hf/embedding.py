@@ -1,0 +1,79 @@
+"""QuantEmbedding: a token embedding whose table is packed, and TiedHead, the output layer that shares it."""
+
+import torch
+from torch import nn
+
+from lowq_kernels.linear import DISK, QuantLinear
+from lowq_packers import bitstream
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.scheme import Scheme
+
+
+def embed_scale(embedding: nn.Embedding) -> float | None:
+    """What an embedding multiplies its rows with (1 for torch's own); None for a kind that lowq does not know."""
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
+    return float(scale) if isinstance(scale, int | float) else None
+
+
+class QuantEmbedding(nn.Module):
+    """ids (...) -> rows (..., K) of the dequantized table, times the scale of the embedding it replaces.
+
+    Its tensors are `weight` (V, words) int32, `weight_scale`, `weight_zero` (V, groups), always rowstream: look-ups read rows.
+    """
+
+    def __init__(self, embedding: nn.Embedding, scheme: Scheme, dtype: torch.dtype) -> None:
+        super().__init__()
+        V, K = embedding.weight.shape
+        self.num_embeddings, self.embedding_dim, self.padding_idx = V, K, embedding.padding_idx
+        self.scheme, self.scale = scheme, embed_scale(embedding)
+        device = embedding.weight.device
+        words = torch.zeros(V, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=device)
+        meta = torch.zeros(V, scheme.groups(K), dtype=dtype, device=device)
+        self.weight = nn.Parameter(words, requires_grad=False)
+        self.weight_scale = nn.Parameter(meta, requires_grad=False)
+        self.weight_zero = None if scheme.zero == "none" else nn.Parameter(meta.clone(), requires_grad=False)
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The table as a weight (V, K)."""
+        zeros = None if self.weight_zero is None else self.weight_zero.data
+        tensors = (self.weight.data, self.weight_scale.data, zeros)
+        return PackedWeight(*tensors, self.scheme, self.num_embeddings, self.embedding_dim, DISK)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of `ids`, rounded once to the dtype of the scales, then scaled as the model does."""
+        s, flat = self.scheme, ids.reshape(-1)
+        dtype = self.weight_scale.dtype
+        q = bitstream.unpack(self.weight[flat], s.bits, self.embedding_dim).float().reshape(flat.shape[0], -1, s.group_size)
+        zeros = s.mid if self.weight_zero is None else self.weight_zero[flat].float().unsqueeze(-1)
+        rows = ((q - zeros) * self.weight_scale[flat].float().unsqueeze(-1)).to(dtype).reshape(*ids.shape, -1)
+        if self.scale in (None, 1.0):
+            return rows
+        return rows * torch.full((), self.scale, dtype=dtype, device=rows.device)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}"
+
+
+class TiedHead(QuantLinear):
+    """The output layer of a model whose embedding is packed and tied to it: the same weight, absent from files.
+
+    Products need the device's own layout and look-ups need rows, so in memory there are two packed copies, still a
+    fraction of the dense table.
+    """
+
+    def share(self, embedding: QuantEmbedding) -> None:
+        """Take the embedding's weight."""
+        self._hold(embedding.packed)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        bias = state_dict.get(prefix + "bias")
+        if bias is not None and self.bias is not None:
+            self.bias.data.copy_(bias)

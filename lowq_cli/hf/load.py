@@ -1,0 +1,105 @@
+"""A model folder, hub id or "demo" as a transformers model with kernels in place, and its tokenizer."""
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from lowq_cli.hf import register
+from lowq_cli.hf.skeleton import model_class
+from lowq_cli.hf.structure import check_plausible
+from lowq_cli.quant_config import METHOD
+from lowq_cli.source import Source, open_source
+from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
+
+
+def load(
+    model: str | os.PathLike[str], device: str | torch.device = "auto", dtype: torch.dtype | str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model ready for `generate`, and its tokenizer.
+
+    Args:
+        model: a folder that lowq wrote, any other safetensors model (folder or hub id), or "demo".
+        device: "auto" is the GPU where there is one, otherwise the CPU.
+        dtype: of activations, scales and dense weights. None is the checkpoint's own; packed weights on a CPU get
+            bfloat16, the only dtype that its 4-bit kernel takes.
+    Raises:
+        NotFoundError, DamagedError, UnsupportedError, DoesNotFitError: in one line each.
+    """
+    with open_source(model) as source:
+        return load_model(source, device, dtype), load_tokenizer(source)
+
+
+def pick_device(device: str | torch.device) -> torch.device:
+    """The torch device a person means. Raises UsageError for one that is not there."""
+    try:
+        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    except (RuntimeError, TypeError) as e:
+        raise UsageError(f"device {device!r} is not one torch knows; use auto, cpu or cuda") from e
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {device} was asked for, but torch sees no GPU; use auto or cpu")
+    return chosen
+
+
+def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.device) -> torch.dtype | str:
+    """What to tell transformers. Raises UsageError for a dtype that is no floating point of 16 or 32 bits."""
+    if dtype is None:
+        return torch.bfloat16 if packed and device.type == "cpu" else "auto"
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UsageError(f"dtype {dtype!r} is not one lowq computes in; use float16, bfloat16 or float32")
+    return found
+
+
+def load_model(source: Source, device: str | torch.device = "auto", dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+    """The model of an open source; see `load`."""
+    register()
+    config = source.config
+    quantization = config.get("quantization_config")
+    packed = isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
+    if quantization is not None and not packed:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(f"{source.name} is quantized as {method!r}; run `lowq quantize` on the original model")
+    cls = model_class(config)
+    check_plausible(config, len(source.headers))
+    chosen = pick_device(device)
+    kind = pick_dtype(dtype, packed, chosen)
+    found: dict[str, Any]
+    logging.disable_progress_bar()
+    try:
+        loaded, found = cls.from_pretrained(  # type: ignore[misc]
+            str(source.folder), dtype=kind, device_map={"": chosen}, local_files_only=True, output_loading_info=True
+        )
+    except LowqError:
+        raise
+    except torch.OutOfMemoryError as e:
+        raise DoesNotFitError(f"{source.name} does not fit into the memory of {chosen}; use fewer bits, or --device cpu") from e
+    except Exception as e:  # transformers refuses in many ways; each one means that the folder is not what it says
+        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        raise DamagedError(f"{source.name} cannot be loaded as {cls.__name__}: {reason[:300]}") from e
+    for fault in ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
+        if names := found.get(fault):
+            raise DamagedError(
+                f"{source.name} does not fill the model its config.json describes: {fault} {sorted(map(str, names))[0]}"
+            )
+    return loaded.eval()
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model. Raises NotFoundError if there is none, DamagedError if it cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True)
+    except Exception as e:
+        if source.folder is not None and not _has_tokenizer(source):
+            raise NotFoundError(
+                f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json beside it"
+            ) from e
+        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
+        raise DamagedError(f"the tokenizer of {source.name} cannot be read: {reason[:300]}") from e
+
+
+def _has_tokenizer(source: Source) -> bool:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    return source.folder is not None and any((source.folder / n).is_file() for n in names)

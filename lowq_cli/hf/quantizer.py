@@ -1,0 +1,86 @@
+"""What transformers calls while it loads and saves a lowq checkpoint. Importing this file registers it.
+
+transformers imports this while it imports itself, so the rest of it (models, loading) is only imported inside calls.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lowq_cli.quant_config import METHOD, VERSION
+from lowq_packers.errors import UnsupportedError
+
+
+@register_quantization_config(METHOD)
+class LowqConfig(QuantizationConfigMixin):
+    """`quantization_config` of a lowq checkpoint, as `lowq_cli.quant_config` describes it; unknown keys are kept."""
+
+    def __init__(
+        self,
+        quant_method: str = METHOD,
+        version: int = VERSION,
+        schemes: dict[str, Any] | None = None,
+        tensors: dict[str, str] | None = None,
+        **others: Any,
+    ) -> None:
+        self.quant_method = quant_method
+        self.version = version
+        self.schemes = schemes or {}
+        self.tensors = tensors or {}
+        self.__dict__.update(others)
+
+
+@register_quantizer(METHOD)
+class LowqQuantizer(HfQuantizer):
+    """Puts QuantLinear, QuantExperts and QuantEmbedding where the checkpoint holds packed weights."""
+
+    # a converter that merges `experts.*.w1.weight` into `experts.gate_up_proj` gets copies for the companions
+    serialized_names: ClassVar[dict[str, list[str]]] = {"weight": ["weight", "weight_scale", "weight_zero"]}
+
+    def __init__(self, quantization_config: LowqConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise UnsupportedError("from_pretrained does not quantize; run `lowq quantize MODEL` and load the folder it writes")
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse to keep packed weights on disk: nothing would repack them."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise UnsupportedError("lowq does not offload packed weights to disk; use device_map='auto', 'cuda' or 'cpu'")
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        """Check the checkpoint against config and model, then swap the modules (all on the meta device)."""
+        from lowq_cli.hf.swap import swap
+
+        swap(model, self.quantization_config.to_dict(), checkpoint_files)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        """Check scales and zeros, freeze, and repack for the devices the weights arrived on."""
+        from lowq_cli.hf.swap import finish
+
+        return finish(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """No state dict of our own; but the config to be saved must use the names that saving will give the tensors."""
+        from lowq_cli.hf.swap import saved_tensors
+
+        self.quantization_config.tensors = saved_tensors(model)
+        return None, {}
+
+    def is_serializable(self) -> bool:
+        """`save_pretrained` writes the same format."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Packed weights have no gradient."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` may compile the decode step."""
+        return True

@@ -1,0 +1,160 @@
+"""A model without weights, built from its config on the meta device, and the names its checkpoints use for its parameters.
+
+transformers renames, stacks and concatenates checkpoint tensors while it loads them. Rather than keep a second list of
+those rules, this asks transformers itself: forwards through its renaming, backwards by sending row numbers through the
+conversion that `save_pretrained` would apply.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from lowq_packers.errors import DamagedError, UnsupportedError
+
+
+def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
+    """The transformers class that a config.json asks for. Raises UnsupportedError for one that transformers does not have."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        code = " (the code it names in auto_map is never run)" if config.get("auto_map") else ""
+        version = transformers.__version__
+        raise UnsupportedError(
+            f"model_type {model_type!r} is not one that transformers {version} has{code}; upgrade transformers"
+        )
+    for name in config.get("architectures") or ():
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
+    if found is None:
+        raise UnsupportedError(f"model_type {model_type!r} has no language model in transformers {transformers.__version__}")
+    return found
+
+
+def build(config: dict[str, Any]) -> PreTrainedModel:
+    """The model of a config.json on the meta device. Raises DamagedError for values no such model can have."""
+    cls = model_class(config)
+    fields = {k: v for k, v in config.items() if k != "quantization_config"}
+    try:
+        parsed = CONFIG_MAPPING[config["model_type"]].from_dict(fields)
+        with torch.device("meta"):
+            return cls(parsed)
+    except Exception as e:  # each config class has its own ways of refusing a value
+        reason = str(e).strip().splitlines()
+        raise DamagedError(
+            f"config.json does not describe a {config['model_type']} model: {reason[0] if reason else e!r}"
+        ) from e
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where transformers puts one checkpoint tensor: into the parameter `param`, alone or (merged) with others."""
+
+    param: str
+    merged: bool = False
+    why_not: str = ""  # the reason packed rows cannot follow the same way, "" if they can
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The rows of a 2-D or stacked 3-D parameter that one checkpoint tensor holds."""
+
+    expert: int | None
+    rows: tuple[int, int]
+
+
+class Skeleton:
+    """A model (on any device; its weights are never read) with its checkpoint names."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.params: Mapping[str, torch.Tensor] = model.state_dict()
+        conversions = get_model_conversion_mapping(model)
+        self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+        self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self._by_pattern = {p: c for c in self.converters for p in c.source_patterns}
+
+    def place(self, name: str) -> Place | None:
+        """Where the checkpoint tensor `name` goes; None if the model does not know it."""
+        prefix = self.model.base_model_prefix
+        param, pattern = rename_source_key(name, self.renamings, self.converters, prefix, self.params)
+        if param not in self.params and name in self.params:
+            param, pattern = rename_source_key(name, [], [], prefix, self.params)
+        if param not in self.params:
+            return None
+        if pattern is None:
+            return Place(param)
+        return Place(param, True, self._why_not(self._by_pattern[pattern], param))
+
+    def _why_not(self, converter: WeightConverter, param: str) -> str:
+        """Why rows of int32 words cannot go through a converter as rows of floats do, or ""."""
+        row_dim = self.params[param].dim() - 2
+        for op in converter.operations:
+            if not isinstance(op, MergeModulelist) and not (isinstance(op, Concatenate) and op.dim == row_dim):
+                return f"transformers rearranges it while loading ({type(op).__name__})"
+        return ""
+
+    def module(self, param: str) -> nn.Module:
+        """The module that owns a parameter."""
+        return self.model.get_submodule(param.rpartition(".")[0])
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """Parameter -> the parameter it shares its values with, e.g. {"lm_head.weight": "model.embed_tokens.weight"}."""
+        return dict(self.model.all_tied_weights_keys)
+
+    def split(self, param: str) -> dict[str, Slice]:
+        """The checkpoint tensors that `save_pretrained` would cut a parameter into, by name.
+
+        Empty if what comes out is not made of whole runs of its rows.
+        """
+        shape = self.params[param].shape
+        rows = shape[-2]
+        numbers = torch.arange(shape[:-1].numel(), device="cpu").reshape(*shape[:-1], 1)
+        found = {}
+        for name, piece in self._revert({param: numbers}).items():
+            ids = piece.flatten()
+            first, last = int(ids[0]), int(ids[-1])
+            if piece.dim() != 2 or last - first != len(ids) - 1 or first // rows != last // rows:
+                return {}
+            expert = first // rows if len(shape) == 3 else None
+            found[name] = Slice(expert, (first % rows, last % rows + 1))
+        return found
+
+    def saved_names(self, param: str, rows: tuple[int, ...]) -> list[str]:
+        """The names under which `save_pretrained` writes a parameter of that many rows (experts, rows)."""
+        return list(self._revert({param: torch.zeros(*rows, 1, device="cpu")}))
+
+    @cached_property
+    def _saving(self) -> list[Any]:
+        """What `revert_weight_conversion` uses for a model that was never loaded."""
+        return [c for c in get_model_conversion_mapping(self.model, add_legacy=False) if not isinstance(c, PrefixChange)]
+
+    def _revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if getattr(self.model, "_weight_conversions", None) is not None:  # loaded: what saving will really use
+            return revert_weight_conversion(self.model, tensors)
+        if not self._saving:
+            return tensors
+        self.model._weight_conversions = self._saving  # or it would work them out anew, 0.1 s a call
+        try:
+            return revert_weight_conversion(self.model, tensors)
+        finally:
+            del self.model._weight_conversions

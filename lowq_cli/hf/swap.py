@@ -1,0 +1,243 @@
+"""Packed modules in the place of dense ones: the checkpoint is checked against config and model, then modules are swapped."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+
+from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
+from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
+from lowq_cli.hf.skeleton import Skeleton
+from lowq_cli.hf.structure import check_complete
+from lowq_cli.quant_config import compact, expand
+from lowq_cli.safetensors_io import TensorHeader, read_header
+from lowq_kernels.linear import QuantLinear
+from lowq_packers import bitstream
+from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
+from lowq_packers.scheme import Scheme
+
+WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
+META_DTYPES = ("F16", "BF16", "F32")
+Packed = QuantLinear | QuantExperts | QuantEmbedding
+
+
+def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: list[str] | None) -> None:
+    """Replace the modules whose weights the checkpoint holds packed. Nothing is read but headers.
+
+    Args:
+        model: on the meta device, as transformers built it.
+        config: the checkpoint's `quantization_config`.
+        checkpoint_files: its safetensors files.
+    Raises:
+        DamagedError: config, files and model contradict each other; the message names the tensor.
+        UnsupportedError: weights that are no safetensors, or packed ones in a place where lowq cannot compute with them.
+    """
+    headers = _headers(checkpoint_files)
+    schemes = _schemes(config, headers)
+    skeleton = Skeleton(model)
+    targets: dict[str, dict[str, Scheme]] = defaultdict(dict)  # parameter -> checkpoint name -> scheme
+    rows: dict[str, int] = defaultdict(int)
+    filled: set[str] = set()
+    for name, header in headers.items():
+        stem = name.rpartition(".")[0]
+        if stem in schemes and name.endswith((SCALE, ZERO)):
+            continue
+        place = skeleton.place(name)
+        if place is None:
+            if stem in schemes:
+                raise DamagedError(f"quantization_config names {stem}, which a {type(model).__name__} does not have")
+            continue  # transformers warns of tensors it does not use
+        filled.add(place.param)
+        if stem in schemes and name.endswith(WEIGHT):
+            if place.why_not:
+                raise UnsupportedError(f"{stem} is packed, but {place.why_not}")
+            targets[place.param][stem] = schemes[stem]
+            rows[place.param] += header.shape[0] if header.shape else 0
+        elif not place.merged and tuple(header.shape) != tuple(skeleton.params[place.param].shape):
+            wanted = tuple(skeleton.params[place.param].shape)
+            raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
+    check_complete(skeleton, filled)
+    by_module: dict[str, dict[str, Scheme]] = defaultdict(dict)
+    for param, members in targets.items():
+        N, K = _dense_shape(skeleton, param)
+        slices = skeleton.split(param) if len(members) > 1 else {}
+        for stem, scheme in members.items():
+            part = slices.get(stem + WEIGHT)
+            own = N if len(members) == 1 else None if part is None else part.rows[1] - part.rows[0]
+            _check_packed(stem, headers, scheme, own, K)
+        if rows[param] != N:
+            raise DamagedError(f"{param} has {N} rows; the checkpoint packs {rows[param]} for it, in {len(members)} tensors")
+        agreed = set(members.values())
+        if len(agreed) > 1:
+            some = sorted(map(str, agreed))
+            raise UnsupportedError(
+                f"{param} is made of tensors with different schemes ({some[0]} and {some[1]}); they must agree"
+            )
+        if len(members) > 1 and not hasattr(HfQuantizer, "serialized_names"):
+            raise UnsupportedError(
+                f"{param} is merged from {len(members)} packed tensors; that needs transformers 5.23 or newer"
+            )
+        module, _, leaf = param.rpartition(".")
+        by_module[module][leaf] = agreed.pop()
+    for path, leaves in by_module.items():
+        model.set_submodule(path, _packed_module(skeleton, path, leaves))
+    _share_tied(model, skeleton)
+
+
+def _headers(files: list[str] | None) -> dict[str, TensorHeader]:
+    """Name -> header over all files, each checked."""
+    if not files or not all(str(f).endswith(".safetensors") for f in files):
+        raise UnsupportedError("lowq checkpoints are safetensors files; load the folder that `lowq quantize` wrote")
+    return {name: header for file in files for name, header in read_header(Path(file)).tensors.items()}
+
+
+def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Scheme]:
+    """Packed tensor (without ".weight") -> scheme. Raises DamagedError unless config and files agree on which are packed."""
+    stems = {n.removesuffix(WEIGHT) for n in headers if n.endswith(WEIGHT)}
+    schemes = expand(config, stems)
+    packed = {n.removesuffix(suffix) for n in headers for suffix in (SCALE, ZERO) if n.endswith(suffix)}
+    if packed - schemes.keys():
+        name = min(packed - schemes.keys())
+        raise DamagedError(f"the files hold scales of {name}, but quantization_config does not say how it is packed")
+    return schemes
+
+
+def _dense_shape(skeleton: Skeleton, param: str) -> tuple[int, int]:
+    """(N, K) of a parameter, experts along N."""
+    shape = skeleton.params[param].shape
+    if isinstance(skeleton.module(param), Conv1D):
+        return shape[1], shape[0]
+    return shape[:-1].numel(), shape[-1]
+
+
+def _check_packed(stem: str, headers: Mapping[str, TensorHeader], scheme: Scheme, N: int | None, K: int) -> None:
+    """Raise DamagedError unless weight, scale and zero of one tensor are what its scheme says. N None: whatever weight has."""
+    weight = headers[stem + WEIGHT]
+    if N is None:
+        N = weight.shape[0] if weight.shape else 0
+    try:
+        G = scheme.groups(K)
+    except SchemeError as e:
+        raise DamagedError(f"{stem} cannot be {scheme}: {e}") from e
+    wanted = {WEIGHT: (N, bitstream.words_per_row(K, scheme.bits)), SCALE: (N, G)}
+    if scheme.zero != "none":
+        wanted[ZERO] = (N, G)
+    elif stem + ZERO in headers:
+        raise DamagedError(f"{stem}{ZERO} is in the files, but {scheme} stores no zeros")
+    for suffix, shape in wanted.items():
+        header = headers.get(stem + suffix)
+        if header is None:
+            raise DamagedError(f"{stem}{suffix} is missing; {scheme} needs it")
+        dtypes = ("I32",) if suffix == WEIGHT else META_DTYPES
+        if tuple(header.shape) != shape or header.dtype not in dtypes:
+            got = f"{header.dtype} {tuple(header.shape)}"
+            raise DamagedError(f"{stem}{suffix} is {got}; {scheme} of a row of {K} needs {'/'.join(dtypes)} {shape}")
+
+
+def _packed_module(skeleton: Skeleton, path: str, leaves: dict[str, Scheme]) -> nn.Module:
+    """What replaces the module at `path`, on the meta device."""
+    module = skeleton.model.get_submodule(path)
+    if leaves.keys() <= set(STACKS):
+        if reason := next(filter(None, (why_not_experts(module, leaf) for leaf in leaves)), ""):
+            raise UnsupportedError(f"{path} is packed: {reason}, which lowq cannot compute with")
+        return QuantExperts(module, leaves, module.down_proj.dtype)
+    if leaves.keys() == {"weight"}:
+        scheme, dtype = leaves["weight"], module.weight.dtype
+        if isinstance(module, nn.Embedding) and embed_scale(module) is not None:
+            return QuantEmbedding(module, scheme, dtype)
+        if type(module) in (nn.Linear, Conv1D):
+            N, K = _dense_shape(skeleton, f"{path}.weight")
+            return QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta")
+    raise UnsupportedError(f"{path}.{min(leaves)} is packed, but lowq cannot compute with a packed {type(module).__name__}")
+
+
+def _share_tied(model: PreTrainedModel, skeleton: Skeleton) -> None:
+    """Give modules whose weight is tied to a packed embedding that weight in their own layout."""
+    for param, source in skeleton.tied.items():
+        embedding = model.get_submodule(source.rpartition(".")[0])
+        if not isinstance(embedding, QuantEmbedding):
+            continue
+        path = param.rpartition(".")[0]
+        head = model.get_submodule(path)
+        if type(head) is not nn.Linear:
+            raise UnsupportedError(f"{source} is packed and tied to {param}, whose {type(head).__name__} cannot share it")
+        N, K = head.weight.shape
+        model.set_submodule(path, TiedHead(N, K, embedding.scheme, head.bias is not None, head.weight.dtype, "meta"))
+        model.all_tied_weights_keys.pop(param)
+        model._tied_weights_keys = {k: v for k, v in (model._tied_weights_keys or {}).items() if k != param}
+
+
+def finish(model: PreTrainedModel) -> PreTrainedModel:
+    """The loaded model, its packed modules checked, frozen and in the layouts of their devices.
+
+    Raises DamagedError for scales or zeros that are not finite or not the kind of zero that the scheme says.
+    """
+    packed = {name: m for name, m in model.named_modules() if isinstance(m, Packed)}
+    for module in packed.values():
+        for p in module.parameters(recurse=False):
+            p.requires_grad_(False)
+        if isinstance(module, QuantLinear):
+            module._packed = None  # what it saw before the weights came
+    offloaded = [name for name, m in packed.items() if next(m.parameters()).is_meta and not isinstance(m, TiedHead)]
+    if offloaded:
+        raise UnsupportedError(
+            f"{offloaded[0]} would be offloaded; lowq keeps packed weights on a device: use fewer bits or the CPU"
+        )
+    _check_values(packed)
+    for name in list(packed):
+        module = packed[name]
+        if isinstance(module, TiedHead):
+            embedding = model.get_input_embeddings()
+            assert isinstance(embedding, QuantEmbedding)  # _share_tied saw to it
+            module.share(embedding)
+        if isinstance(module, QuantLinear | QuantExperts):
+            module.prepare(model.dtype)
+    return model
+
+
+def _check_values(packed: dict[str, nn.Module]) -> None:
+    """Raise DamagedError for scales or zeros that no quantizer writes. One synchronisation per device, not per tensor."""
+    tests: dict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
+    for name, module in packed.items():
+        if isinstance(module, TiedHead):
+            continue
+        for leaf, p in module.named_parameters(recurse=False):
+            if leaf.endswith(("_scale", "_zero")):
+                good = p.isfinite().all()
+                scheme = (
+                    module.schemes[leaf.removesuffix("_zero")]
+                    if isinstance(module, QuantExperts) and leaf.endswith("_zero")
+                    else None
+                )
+                scheme = scheme or getattr(module, "scheme", None)
+                if leaf.endswith("_zero") and scheme is not None and scheme.zero == "int":
+                    good = good & (p == p.round()).all() & (p >= 0).all() & (p < scheme.levels).all()
+                tests[p.device].append((f"{name}.{leaf}", good))
+    for found in tests.values():
+        for (name, _), good in zip(found, torch.stack([g for _, g in found]).tolist(), strict=True):
+            if not good:
+                kind = "scales" if name.endswith("_scale") else "zeros"
+                raise DamagedError(
+                    f"{name} holds {kind} that are not finite or out of range; fetch or quantize the model again"
+                )
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, str]:
+    """The `tensors` table for the names that `save_pretrained` will give this model's packed weights."""
+    skeleton = Skeleton(model)
+    schemes: dict[str, Scheme] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            for stack, scheme in module.schemes.items():
+                schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.{stack}", module.shapes[stack][:2]), scheme)
+        elif isinstance(module, QuantLinear | QuantEmbedding) and not isinstance(module, TiedHead):
+            shape = (module.weight.shape[0],) if isinstance(module, QuantEmbedding) else (module.out_features,)
+            schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
+    kept = {n.removesuffix(WEIGHT) for n in skeleton.params if n.endswith(WEIGHT)} - schemes.keys()
+    return compact({n.removesuffix(WEIGHT): s for n, s in schemes.items()}, kept)["tensors"]
