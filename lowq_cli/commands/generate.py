@@ -1,0 +1,130 @@
+"""lowq generate: a checkpoint and a prompt -> text on stdout as it comes, numbers on stderr."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowq_cli import console
+from lowq_packers.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.engine import Generation
+
+EXAMPLES = """Examples:  lowq generate --prompt 'Once upon a time'  ·  lowq generate ./my-model-lowq --prompt 'Hi!' --chat
+·  echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8  ·  lowq generate --prompt Hello --explain --json"""
+EXIT_INTERRUPTED = 130
+
+
+def generate(
+    checkpoint: Annotated[str | None, typer.Argument(metavar="[CKPT]", help="Folder or hub id; default: the last one.")] = None,
+    prompt: Annotated[str, typer.Option(help="The text to go on from; - reads it from stdin.")] = ...,  # type: ignore[assignment]
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after this many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 draws as the model says.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")] = 0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Continue the prompt this many times, side by side.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
+) -> None:
+    """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
+    from lowq_cli import state
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    if prompt == "-" and not text:
+        raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
+    folder = state.checkpoint_or_last(checkpoint)
+    from lowq_cli.engine import stream
+    from lowq_cli.hf.load import load
+
+    model, tokenizer = load(folder, device=device)
+    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "batch": batch, "max_new_tokens": max_new_tokens}
+    generation = stream(model, tokenizer, text, **settings)  # type: ignore[arg-type]
+    if explain:
+        _show_kernels(model, generation)
+    interrupted = _write_text(generation, live=not as_json, batch=batch)
+    numbers = _numbers(model, generation)
+    if as_json:
+        console.out_json(numbers)
+    else:
+        _show_numbers(numbers, generation)
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _write_text(generation: "Generation", live: bool, batch: int) -> bool:
+    """Stream the text to stdout (one sequence live, several as blocks at the end); whether Ctrl-C ended it."""
+    interrupted = False
+    try:
+        for i, piece in generation.pieces():
+            if live and i == 0 and batch == 1 and piece:
+                console.out(piece, end="")
+    except KeyboardInterrupt:
+        interrupted = True
+    if live and batch == 1:
+        console.out("")
+    elif live:
+        for i, text in enumerate(generation.texts):
+            console.out(f"[{i + 1}] {text}")
+    return interrupted
+
+
+def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
+    """What --json prints."""
+    from dataclasses import asdict
+
+    from lowq_cli.engine import explain, memory
+
+    g = generation
+    batch = len(g.prompts)
+    percent, how = explain.roofline(model, g.decode_tps, batch)
+    several = {"texts": g.texts, "tokens_of_all": g.tokens} if batch > 1 else {}
+    return {
+        "text": g.text,
+        "tokens": g.tokens[0],
+        "finish_reason": g.finish_reason,
+        "prompt_tokens": len(g.prompts[0]),
+        "prefill_tps": round(g.prefill_tps, 2),
+        "decode_tps": round(g.decode_tps, 2),
+        "ttft_s": round(g.ttft_s, 4),
+        "peak_memory_bytes": memory.peak_bytes(model.device),
+        "roofline_pct": percent,
+        "roofline": how,
+        "decoder": g.decoder.name,
+        "decoder_reason": g.decoder.reason,
+        "kernels": [asdict(k) for k in explain.kernels_of(model, batch, model.dtype)],
+        **several,
+    }
+
+
+def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
+    n = numbers
+    made = sum(map(len, generation.tokens))
+    line = f"{n['prompt_tokens']} prompt tokens at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s; "
+    line += f"{made} new tokens at {n['decode_tps']:.1f}/s ({n['finish_reason']})"
+    if n["roofline_pct"] is not None:
+        line += f", {n['roofline_pct']:.0f}% of the memory's speed"
+    console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}")
+
+
+def _show_kernels(model: Any, generation: "Generation") -> None:
+    """--explain: one row per distinct layer on stderr, then the reasons of those that refused."""
+    from lowq_cli.engine import explain
+
+    decoder = generation.decoder
+    console.say(f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else ""))
+    rows = explain.kernels_of(model, len(generation.prompts), model.dtype)
+    columns = ("layers", ">count", ">N x K", "weight", "layout", "kernel")
+    console.table("", columns, [(r.layers, r.count, f"{r.N} x {r.K}", r.scheme, r.layout, r.kernel) for r in rows])
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for r in rows:
+        for kernel, why in r.refused.items():
+            reasons.setdefault((kernel, why), []).append(r.layers)
+    for (kernel, why), layers in sorted(reasons.items()):
+        where = "" if len(layers) == len([r for r in rows if r.refused]) else f" ({', '.join(layers)})"
+        console.say(f"  {kernel}: {why}{where}")

@@ -1,0 +1,83 @@
+"""How fast this machine's memory can be read: measured once (under a second), then kept in the user's cache folder."""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.state import cache_dir
+
+FILE = "bandwidth.json"
+CPU_BYTES, CUDA_BYTES = 256 << 20, 1 << 30  # beyond every cache
+REPEATS = 5
+
+
+def measured(device: torch.device) -> float:
+    """Bytes per second that a plain read of a large buffer reaches on `device`, from the cache folder if known there."""
+    path, key = cache_dir() / FILE, _name(device)
+    known = _read(path)
+    if not isinstance(known.get(key), int | float):
+        known[key] = measure(device)
+        _write(path, known)
+    return float(known[key])
+
+
+def measure(device: torch.device) -> float:
+    """Best of a few reads (a sum) and copies (read + written) of a large buffer, in bytes per second."""
+    n = CPU_BYTES if device.type == "cpu" else CUDA_BYTES
+    source = torch.ones(n // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for moved, work in ((n, source.sum), (2 * n, lambda: target.copy_(source))):
+        work()
+        for _ in range(REPEATS):
+            _wait(device)
+            start = time.perf_counter()
+            work()
+            _wait(device)
+            best = max(best, moved / (time.perf_counter() - start))
+    return best
+
+
+def last_level_cache(device: torch.device) -> int | None:
+    """Bytes of the last cache before memory; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    try:
+        return next((n for level in ("3", "2") if (n := os.sysconf(f"SC_LEVEL{level}_CACHE_SIZE")) > 0), None)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.node()} cpu, {torch.get_num_threads()} threads"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, known: dict[str, Any]) -> None:
+    """Keep `known`; a read-only home only means measuring again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(known))
+        partial.replace(path)
+    except OSError:
+        return

@@ -1,0 +1,44 @@
+"""Text as it comes: token ids in, pieces of text out, never half a character.
+
+A token may hold part of a character's bytes, and decoders treat the first token of a text specially (SentencePiece drops
+its leading space). So each step decodes a short window twice, with and without the new tokens, and the difference is the
+piece; while the window ends in an unfinished character nothing comes out.
+"""
+
+from typing import Any
+
+UNFINISHED = "\ufffd"  # what a decoder puts where bytes do not (yet) make a character
+CONTEXT = 6  # tokens of the prompt that the window starts with
+MOST_HELD = 16  # a character is at most 4 bytes, so at most 4 tokens; more than this and the bytes are simply not UTF-8
+
+
+class Detokenizer:
+    """Pieces of one sequence. `push` takes a token and returns the text that is now certain; `flush` the rest."""
+
+    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
+        self.tokenizer = tokenizer
+        self.ids = prompt[-CONTEXT:]
+        self.start, self.shown = 0, len(self.ids)  # the window's first token, and the first token not yet in the text
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes; "" while a character is unfinished."""
+        self.ids.append(token)
+        return self._take(final=False)
+
+    def flush(self) -> str:
+        """What was held back, as the decoder renders it."""
+        return self._take(final=True) if self.shown < len(self.ids) else ""
+
+    def _take(self, final: bool) -> str:
+        before = self._decode(self.ids[self.start : self.shown])
+        now = self._decode(self.ids[self.start :])
+        held = len(self.ids) - self.shown
+        if now.endswith(UNFINISHED) and not final and held < MOST_HELD:
+            return ""
+        if len(now) <= len(before):  # a special token, or an empty one
+            return ""
+        self.start, self.shown = self.shown, len(self.ids)
+        return now[len(before) :]

@@ -1,0 +1,100 @@
+"""Which kernel each layer takes while decoding, how many bytes a token reads, and what share of the memory's speed that is."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.engine import bandwidth
+from lowq_kernels.linear import QuantLinear
+from lowq_kernels.registry import Call, capability, refusals, select
+
+DENSE = "torch"  # what an unquantized layer takes
+
+
+@dataclass(frozen=True)
+class LayerKernel:
+    """Layers of one pattern, shape and scheme: how many there are, the kernel they take, who refused and why."""
+
+    layers: str
+    count: int
+    N: int
+    K: int
+    scheme: str
+    layout: str
+    kernel: str
+    refused: dict[str, str]
+
+
+def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel]:
+    """One row per distinct linear layer of `model`, for M rows of `dtype` at a time, in the model's order."""
+    found: dict[tuple[Any, ...], int] = {}
+    for name, layer in linears(model):
+        what: tuple[Any, ...]
+        if isinstance(layer, QuantLinear):
+            what = (layer.out_features, layer.in_features, layer.scheme, layer.layout, layer.kernel)
+        else:
+            what = (*layer.weight.shape, str(layer.weight.dtype).removeprefix("torch."), "dense", None)
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), *what, layer.weight.device)
+        found[key] = found.get(key, 0) + 1
+    rows = []
+    for (pattern, N, K, scheme, layout, forced, device), count in found.items():
+        kernel, refused = DENSE, {}
+        if layout != "dense":
+            call = Call(M, N, K, scheme, layout, dtype, device.type, capability(device))
+            kernel, refused = select(call, forced)[0].name, refusals(call)
+        rows.append(LayerKernel(pattern, count, N, K, str(scheme), layout, kernel, refused))
+    return rows
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, QuantLinear | nn.Linear]]:
+    """(name, layer) of every QuantLinear and every module with a 2-D weight that multiplies: not embeddings."""
+    for name, m in model.named_modules():
+        if isinstance(m, QuantLinear | nn.Linear):
+            yield name, m
+
+
+def bytes_per_token(model: nn.Module, batch: int = 1) -> int:
+    """Bytes of weights that one decode step of `batch` sequences reads.
+
+    Every weight once: quantized ones as packed in memory, embeddings one row per sequence (all of them where the head
+    is tied to them), experts of a mixture only the share that `batch` tokens can choose.
+    """
+    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    chosen = min(1.0, batch * getattr(config, "num_experts_per_tok", 1) / experts) if experts else 1.0
+    total, seen = 0.0, set()
+    for name, m in model.named_modules():
+        share = chosen if re.search(r"\bexperts\b", name) else 1.0
+        if isinstance(m, QuantLinear):
+            p = m.packed
+            read = (p.words, p.aux, m.bias) if p.layout == "cpu_int4" else (p.words, p.scales, p.zeros, p.aux, m.bias)
+            total += share * sum(t.numel() * t.element_size() for t in read if t is not None)
+        elif not isinstance(m, nn.Embedding):
+            for t in m.parameters(recurse=False):
+                if t.data_ptr() not in seen:
+                    seen.add(t.data_ptr())
+                    total += share * t.numel() * t.element_size()
+    for m in model.modules():
+        if isinstance(m, nn.Embedding) and m.weight.data_ptr() not in seen:
+            total += batch * m.weight.shape[1] * m.weight.element_size()
+    return round(total)
+
+
+def roofline(model: Any, decode_tps: float, batch: int) -> tuple[float | None, str]:
+    """(percent of what reading the weights at this machine's measured bandwidth would allow, or None; how, or why not)."""
+    if not decode_tps:
+        return None, "no token was decoded after the first"
+    device = model.device
+    n = bytes_per_token(model, batch)
+    cache = bandwidth.last_level_cache(device)
+    if cache is None:
+        return None, "the size of this processor's last cache is not known"
+    if n < 2 * cache:
+        return None, f"a step reads {n / 1e6:.1f} MB, which stays in the {cache / 1e6:.0f} MB cache: memory is not the limit"
+    speed = bandwidth.measured(device)
+    percent = 100 * n * decode_tps / batch / speed
+    return round(percent, 1), f"a step reads {n / 1e9:.2f} GB of weights, memory gives {speed / 1e9:.0f} GB/s here"

@@ -1,0 +1,101 @@
+"""The decoder that works for every causal model transformers loads: its own forward, once per token, with its own cache.
+
+What `model.generate` does besides (a mask and position ids per token, a copy of the logits, logits processors, a growing
+tensor of ids, stopping criteria) is left out. Cached families are called with the new token only; a family without a
+cache is called with the whole text each time.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from lowq_cli.engine.sampling import Sampling, pick
+
+CHUNK = 2048  # prompt tokens per forward: bounds the memory of a long prompt's activations
+CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
+
+
+class PlainDecoder:
+    """transformers' forward per token. `start` reads the prompts, `step` gives the next token of each sequence.
+
+    Args:
+        model: a transformers causal model, on one device.
+        reason: why no faster decoder was taken, for `--explain`.
+    """
+
+    name = "plain"
+
+    def __init__(self, model: Any, reason: str = "") -> None:
+        self.model, self.reason = model, reason
+        self.device = model.device
+        self.ahead = self.device.type == "cuda"  # launches return early there: the host may run one step behind
+        self.accepts = set(inspect.signature(model.forward).parameters)
+
+    @torch.inference_mode()
+    def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+        """Read the prompts (left-padded to one length); the first new token of each, (B,) int64 on the device."""
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
+        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        self.mask: torch.Tensor | None = None
+        self.position: torch.Tensor | None = None
+        if int(lengths.min()) < longest:
+            self.mask = (torch.arange(longest, device=self.device) >= longest - lengths[:, None]).long()
+            self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        self.sampling, self.all_ids = sampling, ids
+        self.cache: Any = None
+        self.cache_name: str | None = None
+        self.generator = torch.Generator(self.device).manual_seed(sampling.seed)
+        self.seen: torch.Tensor | None = None
+        for i in range(0, longest, CHUNK):
+            logits = self._forward(ids[:, i : i + CHUNK], i, last=i + CHUNK >= longest)
+            if self.cache is None and self.cache_name is None:  # no cache: the one forward below must see everything
+                logits = self._forward(ids, 0, last=True)
+                break
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros_like(logits, dtype=torch.bool)
+            real = torch.ones_like(ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
+            rows = torch.arange(len(prompts), device=self.device)[:, None].expand_as(ids)
+            self.seen[rows[real], ids[real]] = True
+        return self._pick(logits)
+
+    @torch.inference_mode()
+    def step(self) -> torch.Tensor:
+        """One forward; the next token of each sequence, (B,) int64 on the device."""
+        token = self.last[:, None]
+        if self.mask is not None and self.position is not None:
+            self.mask = torch.cat([self.mask, torch.ones_like(token)], 1)
+            self.position = self.position[:, -1:] + 1
+        if self.cache is None:
+            self.all_ids = torch.cat([self.all_ids, token], 1)
+            token = self.all_ids
+            if self.mask is not None:
+                self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        return self._pick(self._forward(token, None, last=True))
+
+    def _pick(self, logits: torch.Tensor) -> torch.Tensor:
+        self.last = pick(logits, self.sampling, self.generator, self.seen)
+        if self.seen is not None:
+            self.seen.scatter_(1, self.last[:, None], True)
+        return self.last
+
+    def _forward(self, ids: torch.Tensor, offset: int | None, last: bool) -> torch.Tensor:
+        """Logits (B, V) at the last position of `ids`, which start at `offset` in the prompt (None while decoding)."""
+        inputs: dict[str, Any] = {"input_ids": ids}
+        if self.mask is not None:
+            end = None if offset is None else offset + ids.shape[1]
+            inputs["attention_mask"] = self.mask[:, :end]
+            if "position_ids" in self.accepts and self.position is not None:
+                inputs["position_ids"] = self.position if offset is None else self.position[:, offset:end]
+        if "logits_to_keep" in self.accepts:
+            inputs["logits_to_keep"] = 1
+        if "use_cache" in self.accepts:
+            inputs["use_cache"] = True
+        if self.cache_name is not None:
+            inputs[self.cache_name] = self.cache
+        out = self.model(**inputs)
+        for name in CACHE_NAMES:
+            if getattr(out, name, None) is not None:
+                self.cache, self.cache_name = getattr(out, name), name
+        return out.logits[:, -1]

@@ -1,0 +1,55 @@
+"""Sampling draws from the distribution it claims to, and never from outside it."""
+
+import pytest
+import torch
+
+from lowq_cli.engine.sampling import Sampling, penalise, pick, restrict
+
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 2.5, -30.0]])
+
+
+def test_greedy_is_the_argmax():
+    assert pick(LOGITS, Sampling(), None).tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [
+        (0, 1.0, [0, 1, 2, 3, 4, 5]),
+        (2, 1.0, [0, 4]),
+        (0, 0.6, [0, 4]),  # sorted p = .51 .31 .11 ...: the first alone holds less than 0.6
+        (0, 0.5, [4]),
+        (0, 0.01, [4]),
+        (1, 0.99, [4]),
+        (3, 0.9, [0, 1, 4]),
+        (100, 1.0, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_restrict_keeps_the_top(top_k, top_p, kept):
+    assert restrict(LOGITS, top_k, top_p).isfinite().nonzero()[:, 1].tolist() == kept
+
+
+def test_draws_follow_the_probabilities():
+    n = 40_000
+    s = Sampling(temperature=0.7)
+    drawn = pick(LOGITS.expand(n, -1), s, torch.Generator().manual_seed(0))
+    wanted = (LOGITS[0] / 0.7).softmax(-1)
+    assert (torch.bincount(drawn, minlength=6) / n - wanted).abs().max() < 0.012  # 4 sigma of a share near one half is 0.01
+    assert 5 not in drawn.tolist()
+
+
+def test_no_draw_leaves_the_restriction():
+    s = Sampling(temperature=5.0, top_k=2)
+    assert set(pick(LOGITS.expand(5000, -1), s, torch.Generator().manual_seed(1)).tolist()) == {0, 4}
+
+
+def test_unlikely_tokens_of_a_large_vocabulary_stay_unlikely():
+    """The 24-bit uniform behind an exponential race is exactly 0 now and then; that must not crown a token at random."""
+    logits = torch.full((400, 128_000), -40.0)
+    logits[:, 7] = 0.0
+    assert set(pick(logits, Sampling(temperature=1.0), torch.Generator().manual_seed(2)).tolist()) == {7}
+
+
+def test_penalty_lowers_tokens_seen():
+    seen = torch.tensor([[True, False, False, True, False, False]])
+    assert penalise(LOGITS, seen, 2.0).tolist()[0] == [1.0, 1.0, 0.0, -2.0, 2.5, -30.0]

@@ -1,0 +1,213 @@
+"""stream with the plain decoder: the tokens transformers' own generate gives, text as it comes, honest ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowq_cli import demo
+from lowq_cli.engine import explain, stream
+from lowq_cli.engine.bandwidth import last_level_cache, measured
+from lowq_cli.engine.detokenize import Detokenizer
+from lowq_cli.engine.plain import PlainDecoder
+from lowq_kernels.linear import QuantLinear
+from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.qtensor import QuantizedTensor
+
+PROMPT = "Once upon a time there was a"
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def story():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = demo.__path__[0]
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def greedy(story):
+    model, tokenizer = story
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+
+
+def plain(story, prompt, **kw):
+    model, tokenizer = story
+    return stream(model, tokenizer, prompt, decoder=PlainDecoder(model), **kw)
+
+
+def test_greedy_tokens_are_those_of_transformers(story, greedy):
+    g = plain(story, PROMPT, max_new_tokens=NEW)
+    pieces = list(g)
+    assert g.tokens[0] == greedy
+    assert "".join(pieces) == g.text == story[1].decode(greedy, skip_special_tokens=True)
+    assert len(pieces) > NEW // 2  # it streams, it does not wait for the end
+    assert (g.finish_reason, g.steps) == ("length", NEW - 1)
+    assert g.ttft_s > 0
+    assert g.prefill_tps > 0
+    assert g.decode_tps > 0
+
+
+def test_prompts_of_different_lengths_do_not_disturb_each_other(story, greedy):
+    g = plain(story, ["Hello", PROMPT], max_new_tokens=NEW)
+    list(g.pieces())
+    assert g.tokens[1] == greedy
+
+
+def test_long_prompt_in_chunks_gives_the_same_tokens(story, greedy, monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.plain.CHUNK", 3)
+    g = plain(story, ["Hello", PROMPT], max_new_tokens=NEW)
+    list(g.pieces())
+    assert g.tokens[1] == greedy
+
+
+def test_a_seed_draws_the_same_text_and_another_another(story):
+    def text(seed, **kw):
+        return "".join(plain(story, PROMPT, max_new_tokens=NEW, temperature=1.0, seed=seed, **kw))
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+    assert text(1, top_k=1) == text(2, top_k=1) == "".join(plain(story, PROMPT, max_new_tokens=NEW))
+
+
+def test_end_of_text_stops(story, greedy, monkeypatch):
+    monkeypatch.setattr(story[0].generation_config, "eos_token_id", [greedy[5], 8191])
+    g = plain(story, PROMPT, max_new_tokens=NEW)
+    list(g)
+    assert g.finish_reason == "stop"
+    assert g.tokens[0] == greedy[: greedy.index(greedy[5]) + 1]
+
+
+def test_context_limit_is_respected_and_a_longer_prompt_refused(story, monkeypatch):
+    n = len(story[1](PROMPT).input_ids)
+    monkeypatch.setattr(story[0].config, "max_position_embeddings", n + 4)
+    g = plain(story, PROMPT, max_new_tokens=NEW)
+    list(g)
+    assert (len(g.tokens[0]), g.finish_reason) == (4, "context")
+    monkeypatch.setattr(story[0].config, "max_position_embeddings", n)
+    with pytest.raises(UsageError, match=f"the prompt has {n} tokens and the model's context ends at {n}"):
+        plain(story, PROMPT)
+
+
+def test_nothing_asked_for_gives_nothing(story):
+    g = plain(story, PROMPT, max_new_tokens=0)
+    assert (list(g), g.tokens, g.finish_reason, g.decode_tps) == ([], [[]], "length", 0.0)
+
+
+def test_leaving_early_keeps_what_was_said(story, greedy):
+    g = plain(story, PROMPT, max_new_tokens=NEW)
+    for _ in zip(range(3), g, strict=False):
+        pass
+    assert g.finish_reason == "interrupted"
+    assert g.tokens[0] == greedy[: len(g.tokens[0])]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_k": -2}, "top_k=-2"),
+        ({"seed": -1}, "seed=-1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1"),
+        ({"batch": 0}, "batch=0"),
+        ({"chat": True}, "no chat template"),
+    ],
+)
+def test_settings_out_of_range_are_refused(story, setting, message):
+    with pytest.raises(UsageError, match=message):
+        plain(story, PROMPT, **setting)
+
+
+def test_encoder_decoder_models_are_refused(story):
+    model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True, model_type="t5"))
+    with pytest.raises(UnsupportedError, match="t5 is an encoder-decoder"):
+        stream(model, story[1], PROMPT)
+
+
+@pytest.mark.parametrize("text", ["naïve café", "日本語のテキスト", "a 👩‍👩‍👧 b", "x\ny  z"])
+def test_pieces_never_hold_half_a_character(story, text):
+    tokenizer = story[1]
+    ids = tokenizer(text).input_ids
+    detokenizer = Detokenizer(tokenizer, [])
+    pieces = [detokenizer.push(i) for i in ids]
+    pieces.append(detokenizer.flush())
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in p for p in pieces)
+
+
+def test_bytes_that_are_no_text_do_not_hold_the_stream_for_ever(story):
+    tokenizer = story[1]
+    lone = next(i for i in tokenizer("日").input_ids if tokenizer.decode([i]) == "\ufffd")
+    detokenizer = Detokenizer(tokenizer, [])
+    assert any(detokenizer.push(lone) for _ in range(40))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2", "gemma3_text", "mamba", "mixtral", "phi3"])
+def test_families(family, story):
+    """Random tiny models, two prompts side by side: the same tokens as transformers' generate (left-padded)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "eos_token_id": None}
+    if family == "mamba":
+        small = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "eos_token_id": None}
+    if family == "gpt2":
+        small = {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "eos_token_id": None, "bos_token_id": 1}
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **small)).float().eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(2, 512, (1, 9), generator=torch.Generator().manual_seed(3))
+    wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
+    g = stream(model, tokenizer, ids[0].tolist(), max_new_tokens=8, decoder=PlainDecoder(model))
+    list(g)
+    assert g.tokens[0] == wanted[0, 9:].tolist()
+
+
+def test_explain_names_the_kernel_and_the_refusals(story):
+    model = torch.nn.Module()
+    codes = torch.randint(0, 16, (64, 64), dtype=torch.uint8)
+    q = QuantizedTensor(codes, torch.rand(64, 1) + 0.1, torch.rand(64, 1), 4, 64)
+    model.layers = torch.nn.ModuleList(
+        torch.nn.ModuleDict({"q_proj": QuantLinear.from_quantized(q, layout="rowstream", dtype=torch.bfloat16)})
+        for _ in range(3)
+    )
+    model.head = torch.nn.Linear(64, 8, bias=False)
+    quantized, head = explain.kernels_of(model, 1, torch.bfloat16)
+    assert (quantized.layers, quantized.count, quantized.N, quantized.K) == ("layers.*.q_proj", 3, 64, 64)
+    assert quantized.kernel not in quantized.refused
+    assert any("reads layout" in why for why in quantized.refused.values())
+    assert (head.kernel, head.N, head.K) == ("torch", 8, 64)
+
+
+def test_bytes_per_token_are_those_of_the_weights(story):
+    model = story[0]
+    held = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    assert explain.bytes_per_token(model) == sum(held.values())  # the head is tied, so the embedding is read whole
+
+
+def test_roofline_says_why_it_is_none_for_a_model_inside_the_cache(story, monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1 << 30)
+    percent, why = explain.roofline(story[0], 100.0, 1)
+    assert percent is None
+    assert "stays in" in why
+
+
+def test_roofline_is_bytes_over_measured_bandwidth(story, monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1)
+    monkeypatch.setattr("lowq_cli.engine.bandwidth.measured", lambda device: 1e9)
+    percent, _ = explain.roofline(story[0], 20.0, 2)
+    assert percent == pytest.approx(100 * explain.bytes_per_token(story[0], 2) * 10 / 1e9, abs=0.1)
+
+
+def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("lowq_cli.engine.bandwidth.CPU_BYTES", 1 << 20)
+    first = measured(torch.device("cpu"))
+    monkeypatch.setattr("lowq_cli.engine.bandwidth.measure", lambda device: 0.0)
+    assert measured(torch.device("cpu")) == first > 0
+    assert last_level_cache(torch.device("cpu")) is None or last_level_cache(torch.device("cpu")) > 0
