@@ -1,0 +1,129 @@
+"""Tiny random checkpoints of ten model families, and a quantized copy of one, written without the pipeline."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowq_packers.scheme import Scheme
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 160,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+MOE = {"num_experts_per_tok": 2, "router_jitter_noise": 0.0}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 160, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", SMALL),
+    "llama-tied": ("llama", SMALL | {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", SMALL),
+    "qwen3": ("qwen3", SMALL),
+    "mistral": ("mistral", SMALL),
+    "gemma3": ("gemma3_text", SMALL | {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "sliding_window": 32}),
+    "phi3": ("phi3", SMALL),
+    "gpt2": ("gpt2", GPT2),
+    "mixtral": ("mixtral", SMALL | MOE | {"num_local_experts": 4}),
+    "qwen3-moe": ("qwen3_moe", SMALL | MOE | {"num_experts": 4, "moe_intermediate_size": 48, "decoder_sparse_step": 1}),
+}
+SCHEMES = {
+    "attention": Scheme(4, 32, "float"),
+    "mlp": Scheme(3, 16, "none"),
+    "expert": Scheme(2, 16, "int"),
+    "head": Scheme(8, 64, "float"),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Three folders of one model: dense, packed, and dense with the values that the packed weights stand for."""
+
+    dense: Path
+    packed: Path
+    dequantized: Path
+    schemes: dict[str, Scheme]
+
+
+def write_dense(folder: Path, family: str, dtype: str = "float32") -> Path:
+    """A random model of a family, as transformers saves it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(0)
+    model_type, fields = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**fields)).to(getattr(torch, dtype))
+    for p in model.parameters():  # norms and biases too, so that one that is dropped shows
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 and p.mean() == 1 else 0.0, 0.2 if p.dim() == 1 else 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_packed(dense: Path, folder: Path, schemes: dict[str, Scheme], dtype: str | None = None) -> Checkpoints:
+    """Round every tensor that has parts and a scheme for its kind; write it packed, and dequantized beside it."""
+    import torch
+    from safetensors.torch import save_file
+
+    from lowq_cli.hf.structure import roles
+    from lowq_cli.quant_config import compact
+    from lowq_cli.quantizers import rtn
+    from lowq_cli.source import open_source
+    from lowq_packers.layouts import pack
+
+    packed, dequantized, used = {}, {}, {}
+    with open_source(dense) as source:
+        for name, role in roles(source.config, source.headers).items():
+            W = source.read(name).reshape(source.headers[name].shape)
+            meta = W.dtype if dtype is None else getattr(torch, dtype)
+            values = W.clone()
+            scheme = schemes.get(role.kind) if role.parts else None
+            if scheme is None:
+                packed[name] = W
+            for part in role.parts if scheme else ():
+                view = values if part.expert is None else values[part.expert]
+                view = view if part.rows is None else view[part.rows[0] : part.rows[1]]
+                view = view.t() if part.transposed else view
+                q = rtn.quantize(view.contiguous(), scheme, meta)
+                p = pack(q)
+                packed |= {f"{part.name}.weight": p.words, f"{part.name}.weight_scale": p.scales}
+                if p.zeros is not None:
+                    packed[f"{part.name}.weight_zero"] = p.zeros
+                view.copy_(q.dequantize(W.dtype))
+                used[part.name] = scheme
+            dequantized[name] = values
+        config = source.config
+    kept = {n.removesuffix(".weight") for n in packed if n.endswith(".weight")} - used.keys()
+    for where, tensors in ((folder / "packed", packed), (folder / "dequantized", dequantized)):
+        shutil.copytree(dense, where, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file({k: v.contiguous() for k, v in tensors.items()}, where / "model.safetensors", metadata={"format": "pt"})
+    config = config | {"quantization_config": compact(used, kept)}
+    (folder / "packed" / "config.json").write_text(json.dumps(config))
+    return Checkpoints(dense, folder / "packed", folder / "dequantized", used)
+
+
+@pytest.fixture(scope="session")
+def family_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Checkpoints]:
+    """(family, dtype, schemes) -> its three folders, made once. Tests must not write into them."""
+    made: dict[tuple[str, ...], Checkpoints] = {}
+
+    def make(family: str, dtype: str = "float32", schemes: dict[str, Scheme] = SCHEMES) -> Checkpoints:
+        key = (family, dtype, str(schemes))
+        if key not in made:
+            root = tmp_path_factory.mktemp(family)
+            made[key] = write_packed(write_dense(root / "dense", family, dtype), root, schemes)
+        return made[key]
+
+    return make
