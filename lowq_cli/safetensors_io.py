@@ -28,7 +28,7 @@ ITEMSIZE = {
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
-TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}  # the dtypes lowq computes with
+TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}  # those lowq reads
 ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
 
 
