@@ -2,10 +2,60 @@
 
     qt  = lowq.quantize_tensor(W, bits=4, group_size=128, method="hqq", zero="float")
     lin = lowq.QuantLinear.from_quantized(qt, device="cuda")
+    y   = lin(x)                                                    # (..., K) -> (..., N)
     lowq.quantize("model-or-path", out="dir", bits=4, group=128)
     model, tokenizer = lowq.load("dir")
     for piece in lowq.stream(model, tokenizer, "prompt", max_new_tokens=64): ...
-    lowq.perplexity("dir", text)
+    lowq.perplexity("dir", text)                                    # {"ppl": ..., "tokens": ...}
 
-Importing it makes `transformers.AutoModelForCausalLM.from_pretrained(lowq_dir)` work.
+`import lowq` makes `transformers.AutoModelForCausalLM.from_pretrained(lowq_dir)` work. It imports neither torch nor
+transformers itself: names below are fetched when they are first used.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli.hf import register
+
+if TYPE_CHECKING:
+    from lowq_cli.engine import Generation, stream
+    from lowq_cli.hf.load import load
+    from lowq_cli.perplexity import perplexity
+    from lowq_cli.pipeline import quantize
+    from lowq_cli.tensor import quantize_tensor
+    from lowq_kernels.linear import QuantLinear
+    from lowq_packers.errors import LowqError
+    from lowq_packers.qtensor import QuantizedTensor
+    from lowq_packers.scheme import Scheme
+
+_HOME = {
+    "Generation": "lowq_cli.engine",
+    "LowqError": "lowq_packers.errors",
+    "QuantLinear": "lowq_kernels.linear",
+    "QuantizedTensor": "lowq_packers.qtensor",
+    "Scheme": "lowq_packers.scheme",
+    "load": "lowq_cli.hf.load",
+    "perplexity": "lowq_cli.perplexity",
+    "quantize": "lowq_cli.pipeline",
+    "quantize_tensor": "lowq_cli.tensor",
+    "stream": "lowq_cli.engine",
+}
+__all__ = [
+    "Generation", "LowqError", "QuantLinear", "QuantizedTensor", "Scheme",
+    "load", "perplexity", "quantize", "quantize_tensor", "stream",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'lowq' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register()

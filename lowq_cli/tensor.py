@@ -1,0 +1,30 @@
+"""quantize_tensor: one weight in, codes and scales out. The Python door to the quantizers."""
+
+import torch
+
+from lowq_cli import quantizers
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme, ZeroKind
+
+
+def quantize_tensor(
+    W: torch.Tensor,
+    bits: int = 4,
+    group_size: int = 64,
+    method: str = "auto",
+    zero: ZeroKind = "float",
+    dtype: torch.dtype | None = None,
+) -> QuantizedTensor:
+    """Quantize one (N, K) weight.
+
+    Args:
+        W: (N, K) float weight on any device.
+        bits, group_size, zero: the scheme; group_size = K is one scale per row.
+        method: a name from `lowq_cli.quantizers`, or "auto" for the measured best at this width.
+        dtype: storage dtype of scales and zeros, to which they are rounded before codes are chosen; None keeps fp32.
+    Raises:
+        SchemeError: a scheme that does not exist or does not fit K. UsageError: an unknown method. DamagedError: NaN or Inf.
+    """
+    scheme = Scheme(bits, group_size, zero)
+    scheme.groups(W.shape[-1])
+    return quantizers.get(quantizers.default_method(bits) if method == "auto" else method)(W, scheme, dtype)
