@@ -1,0 +1,309 @@
+"""The streaming run: plan, then tensor by tensor read -> quantize -> pack -> write. It prints nothing; it yields events.
+
+No model is built: one slab of one tensor is in memory at a time. Run again after a kill, it continues, and leaves the same
+bytes as an uninterrupted run (see writer.py). The same input, recipe and kind of device give the same bytes.
+"""
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli import transform
+from lowq_cli.budget import Budget, make_budget, peak_rss
+from lowq_cli.plan import Plan, default_out, index_json, output_config
+from lowq_cli.planner import SHARD_SIZE, make_plan
+from lowq_cli.recipe import Recipe, make_recipe
+from lowq_cli.source import INDEX, Source, open_source
+from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+
+WORST = 5
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan is made; nothing is written yet."""
+
+    plan: Plan
+    out: Path
+    device: str
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class TensorDone:
+    """One item is in its file. rel_error = ||W - dequantized|| / ||W||, None where it was kept.
+
+    `index` of `total` items; `params_done` of `params_total` weights (for an ETA). resumed: an earlier run did it.
+    """
+
+    name: str
+    kind: str
+    scheme: str | None
+    rel_error: float | None
+    seconds: float
+    bytes: int
+    index: int
+    total: int
+    params_done: int
+    params_total: int
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """One output file is whole and has its final name."""
+
+    name: str
+    bytes: int
+    index: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run made. The first seven fields are the JSON that scripts rely on."""
+
+    out: str
+    bpw: float  # bits per weight over the whole model, kept tensors included
+    bytes: int  # of the weight files
+    source_bytes: int
+    quantized_fraction: float
+    seconds: float
+    peak_rss_bytes: int
+    quantized_bpw: float
+    already_done: bool
+    resumed: int  # items that an earlier run had done
+    worst: tuple[tuple[str, str, float], ...]  # (name, scheme, rel_error), largest error first
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, one key per field."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The checkpoint is whole."""
+
+    result: Result
+
+
+Event = Planned | TensorDone | ShardDone | Finished
+
+
+def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, **options: Any) -> dict[str, Any]:
+    """Quantize a model into a checkpoint folder.
+
+    Args:
+        model: a folder, a hub id, or "demo".
+        out: the folder to write; by default ./MODEL-lowq-4b-g64.
+        options: Recipe's fields (bits, group, method, zero, overrides, skip, lm_head, dtype), recipe (a TOML file), and
+            device, shard_size, fresh of `run`.
+    Returns:
+        out, bpw, bytes, source_bytes, quantized_fraction, seconds, peak_rss_bytes, and more about the run.
+    Raises:
+        LowqError for every mistake a caller can mend.
+    """
+    names = {f.name for f in fields(Recipe)}
+    recipe = make_recipe(options.pop("recipe", None), **{k: options.pop(k) for k in list(options) if k in names})
+    known = ("device", "shard_size", "fresh")
+    if unknown := [k for k in options if k not in known]:
+        raise UsageError(f"quantize has no option {unknown[0]!r}; there are {', '.join(sorted({*names, *known, 'recipe'}))}")
+    for event in run(model, recipe, out, **options):
+        if isinstance(event, Finished):
+            return event.result.to_json()
+    raise AssertionError("a run ends with Finished")
+
+
+def run(
+    model: str | os.PathLike[str],
+    recipe: Recipe,
+    out: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    shard_size: int = SHARD_SIZE,
+    fresh: bool = False,
+    dry_run: bool = False,
+) -> Iterator[Event]:
+    """Quantize `model` by `recipe` into `out`, yielding Planned, then TensorDone and ShardDone, then Finished.
+
+    dry_run: stop after Planned; no weight is read or downloaded, nothing is written. fresh: start over what lowq wrote
+    into `out` before. Interrupted anywhere, the same call continues. Raises LowqError.
+    """
+    start = time.monotonic()
+    on = pick_device(device)
+    with open_source(model, headers_only=dry_run) as source:
+        plan = make_plan(source, recipe, shard_size)
+        folder = default_out(source, recipe) if out is None else Path(out)
+        budget = make_budget(plan, folder, on, written=_bytes_in(folder, plan))
+        yield Planned(plan, folder, str(on), budget)
+        if dry_run:
+            return
+        budget.check(folder)
+        companions = [p.name for p in source.companions()]
+        with OutputFolder(folder, run_hash(source, plan, on), output_names(plan, companions), fresh) as output:
+            if output.already_done:
+                yield Finished(_known_result(plan, output, time.monotonic() - start))
+                return
+            output.log(f"lowq {version('lowq')}: {source.name} -> {folder}, {json.dumps(recipe.to_json())}, {on}")
+            try:
+                yield from _write(source, plan, output, on, start)
+            except BaseException as e:
+                if not isinstance(e, GeneratorExit):
+                    output.log(f"stopped: {type(e).__name__}: {e}; the same command continues")
+                raise
+
+
+def pick_device(device: str) -> torch.device:
+    """ "auto" (a CUDA GPU if there is one), "cpu" or "cuda". Raises UsageError, UnsupportedError."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device={device!r} does not exist; use one of auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("this machine has no CUDA GPU that torch can use; use --device cpu")
+    return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
+    """What names a run: two runs share it only if they write the same bytes."""
+    facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
+    return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
+
+
+def _bytes_in(folder: Path, plan: Plan) -> int:
+    """Disk that the plan's files already take in `folder`."""
+    found = 0
+    for shard in plan.shards:
+        for path in (folder / shard.name, folder / f"{shard.name}.partial"):
+            if path.is_file():
+                found += path.stat().st_blocks * 512
+    return found
+
+
+def _write(source: Source, plan: Plan, output: OutputFolder, device: torch.device, start: float) -> Iterator[Event]:
+    """All shards, then index, companions, report and, last, config.json."""
+    done = params = resumed = 0
+    for number, shard in enumerate(plan.shards, 1):
+        with ShardFile(output, shard) as file:
+            for item in shard.items:
+                began = time.monotonic()
+                before = item.name in output.finished
+                if before:
+                    resumed += 1
+                else:
+                    error, crc = (
+                        transform.copy(item, source, file)
+                        if item.scheme is None
+                        else transform.quantize(item, source, file, device)
+                    )
+                    output.record(item, error, crc)
+                error = output.finished[item.name]["rel_error"]
+                done, params = done + 1, params + item.params
+                scheme = str(item.scheme) if item.scheme else None
+                seconds = time.monotonic() - began
+                if not before:
+                    output.log(f"{item.name}: {scheme or 'kept'}" + (f", error {error:.4g}, {seconds:.2f} s" if scheme else ""))
+                yield TensorDone(
+                    item.name,
+                    item.kind,
+                    scheme,
+                    error,
+                    seconds,
+                    item.nbytes,
+                    done,
+                    len(plan.items),
+                    params,
+                    plan.params,
+                    before,
+                )
+            if not file.complete:
+                file.finish()
+        yield ShardDone(shard.name, shard.size, number, len(plan.shards))
+    if index := index_json(plan):
+        output.replace(INDEX, _json(index))
+    for path in source.companions():
+        output.replace(path.name, path.read_bytes())
+    report = make_report(source, plan, output, device)
+    output.replace(REPORT, _json(report))
+    output.finish(_json(output_config(source, plan)))
+    result = _result(plan, output, report, time.monotonic() - start, resumed)
+    output.log(f"finished: {result.bytes} bytes, {result.bpw:.3f} bits per weight, {result.seconds:.1f} s")
+    yield Finished(result)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def make_report(source: Source, plan: Plan, output: OutputFolder, device: torch.device) -> dict[str, Any]:
+    """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. Holds no times."""
+    name = (
+        source.folder.resolve().name if source.folder and source.name != "demo" and Path(source.name).is_dir() else source.name
+    )
+    tensors = []
+    for i in plan.items:
+        record = output.finished[i.name]
+        line: dict[str, Any] = {
+            "name": i.name,
+            "kind": i.kind,
+            "shape": list(i.shape),
+            "bytes": i.nbytes,
+            "crc32": record["crc"],
+        }
+        if i.scheme:
+            line |= {"scheme": str(i.scheme), "method": i.method, "rel_error": record["rel_error"]}
+        if i.note:
+            line["note"] = i.note
+        tensors.append(line)
+    return {
+        "lowq": version("lowq"),
+        "run": output.run,
+        "source": name,
+        "device": device.type,
+        "recipe": plan.recipe.to_json(),
+        "bpw": plan.bpw,
+        "quantized_bpw": plan.quantized_bpw,
+        "quantized_fraction": plan.coverage,
+        "source_bytes": plan.source_bytes,
+        "bytes": plan.nbytes,
+        "weights": {s.name: {"bytes": s.size, "header_crc32": zlib.crc32(s.header)} for s in plan.shards},
+        "files": output.files,
+        "tensors": tensors,
+    }
+
+
+def _result(
+    plan: Plan, output: OutputFolder, report: dict[str, Any], seconds: float, resumed: int, done: bool = False
+) -> Result:
+    quantized = [t for t in report["tensors"] if "rel_error" in t]
+    worst = sorted(quantized, key=lambda t: (-t["rel_error"], t["name"]))[:WORST]
+    return Result(
+        out=str(output.path),
+        bpw=plan.bpw,
+        bytes=plan.nbytes,
+        source_bytes=plan.source_bytes,
+        quantized_fraction=plan.coverage,
+        seconds=seconds,
+        peak_rss_bytes=peak_rss(),
+        quantized_bpw=plan.quantized_bpw,
+        already_done=done,
+        resumed=resumed,
+        worst=tuple((t["name"], t["scheme"], t["rel_error"]) for t in worst),
+    )
+
+
+def _known_result(plan: Plan, output: OutputFolder, seconds: float) -> Result:
+    """The result of a run that was finished before. Raises DamagedError if its weight files are no longer what it wrote."""
+    report = json.loads((output.path / REPORT).read_bytes())
+    output.finished = {t["name"]: {} for t in report["tensors"]}
+    for shard in plan.shards:
+        if not ShardFile.is_whole(output, shard):
+            raise DamagedError(f"{output.path / shard.name} is missing or not what lowq wrote; run again with --fresh")
+    return _result(plan, output, report, seconds, len(plan.items), done=True)
