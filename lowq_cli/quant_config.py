@@ -49,7 +49,8 @@ def compact(schemes: Mapping[str, Scheme], kept: Iterable[str] = ()) -> dict[str
         "quant_method": METHOD,
         "version": VERSION,
         "schemes": {
-            key: {"bits": s.bits, "group_size": s.group_size, "zero": s.zero, "layout": LAYOUT} for key, s in sorted(used.items())
+            key: {"bits": s.bits, "group_size": s.group_size, "zero": s.zero, "layout": LAYOUT}
+            for key, s in sorted(used.items())
         },
         "tensors": tensors,
     }

@@ -4,6 +4,8 @@ Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gat
 `down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -64,7 +66,7 @@ class QuantExperts(nn.Module):
                 self._hold(stack, words, meta, None if scheme.zero == "none" else meta.clone(), None, DISK)
             delattr(experts, stack)
         self.num_experts = self.shapes["down_proj"][0]
-        object.__setattr__(self, "gating", experts)  # no submodule: it has no parameters left, only its way of gating
+        self.__dict__["gating"] = experts  # no submodule: it has no parameters left, only its way of gating
 
     def _hold(
         self,
@@ -96,7 +98,10 @@ class QuantExperts(nn.Module):
 
     def _move(self, stack: str, layout: str) -> None:
         if layout != self.layouts[stack]:
-            self._hold(stack, *self._repacked(stack, layout), layout)  # type: ignore[arg-type]
+            words, scales, zeros, aux = self._repacked(stack, layout)
+            assert words is not None  # only zeros and aux may be absent
+            assert scales is not None
+            self._hold(stack, words, scales, zeros, aux, layout)
 
     def prepare(self, dtype: torch.dtype | None = None) -> "QuantExperts":
         """Move the weights into the layout this device computes in. Called after loading; idempotent."""
@@ -114,7 +119,8 @@ class QuantExperts(nn.Module):
         top_k = top_k_index.shape[-1]
         experts = top_k_index.reshape(-1)
         x = hidden_states.repeat_interleave(top_k, 0)
-        y = self._product(self.gating._apply_gate(self._product(x, experts, "gate_up_proj")), experts, "down_proj")
+        gate: Any = self.__dict__["gating"]._apply_gate
+        y = self._product(gate(self._product(x, experts, "gate_up_proj")), experts, "down_proj")
         weighted = y.float() * top_k_weights.reshape(-1, 1).float()
         return weighted.reshape(*hidden_states.shape[:-1], top_k, -1).sum(-2).to(hidden_states.dtype)
 

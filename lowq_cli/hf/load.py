@@ -63,13 +63,16 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedError(f"{source.name} is quantized as {method!r}; run `lowq quantize` on the original model")
     cls = model_class(config)
+    if not cls.can_generate():
+        raise UnsupportedError(f"{source.name} is a {cls.__name__}, which generates no text")
     check_plausible(config, len(source.headers))
     chosen = pick_device(device)
     kind = pick_dtype(dtype, packed, chosen)
+    loaded: Any
     found: dict[str, Any]
     logging.disable_progress_bar()
     try:
-        loaded, found = cls.from_pretrained(  # type: ignore[misc]
+        loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
             str(source.folder), dtype=kind, device_map={"": chosen}, local_files_only=True, output_loading_info=True
         )
     except LowqError:

@@ -26,10 +26,10 @@ class LowqConfig(QuantizationConfigMixin):
         tensors: dict[str, str] | None = None,
         **others: Any,
     ) -> None:
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # type: ignore[assignment]  # the base means its own enum
         self.version = version
-        self.schemes = schemes or {}
-        self.tensors = tensors or {}
+        self.schemes = {} if schemes is None else schemes
+        self.tensors = {} if tensors is None else tensors
         self.__dict__.update(others)
 
 
@@ -38,7 +38,9 @@ class LowqQuantizer(HfQuantizer):
     """Puts QuantLinear, QuantExperts and QuantEmbedding where the checkpoint holds packed weights."""
 
     # a converter that merges `experts.*.w1.weight` into `experts.gate_up_proj` gets copies for the companions
-    serialized_names: ClassVar[dict[str, list[str]]] = {"weight": ["weight", "weight_scale", "weight_zero"]}
+    serialized_names: ClassVar[dict[str, list[str]]] = {  # type: ignore[misc]
+        "weight": ["weight", "weight_scale", "weight_zero"]
+    }
 
     def __init__(self, quantization_config: LowqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -68,7 +70,7 @@ class LowqQuantizer(HfQuantizer):
         """No state dict of our own; but the config to be saved must use the names that saving will give the tensors."""
         from lowq_cli.hf.swap import saved_tensors
 
-        self.quantization_config.tensors = saved_tensors(model)
+        self.quantization_config.tensors = saved_tensors(model)  # type: ignore[attr-defined]
         return None, {}
 
     def is_serializable(self) -> bool:

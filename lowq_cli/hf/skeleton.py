@@ -5,7 +5,6 @@ those rules, this asks transformers itself: forwards through its renaming, backw
 conversion that `save_pretrained` would apply.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -43,10 +42,10 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
         found = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
-    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
-    if found is None:
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
+    if causal is None:
         raise UnsupportedError(f"model_type {model_type!r} has no language model in transformers {transformers.__version__}")
-    return found
+    return causal
 
 
 def build(config: dict[str, Any]) -> PreTrainedModel:
@@ -86,7 +85,7 @@ class Skeleton:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.params: Mapping[str, torch.Tensor] = model.state_dict()
+        self.params: dict[str, torch.Tensor] = model.state_dict()
         conversions = get_model_conversion_mapping(model)
         self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -153,7 +152,7 @@ class Skeleton:
             return revert_weight_conversion(self.model, tensors)
         if not self._saving:
             return tensors
-        self.model._weight_conversions = self._saving  # or it would work them out anew, 0.1 s a call
+        self.model._weight_conversions = self._saving  # type: ignore[assignment]  # or it would work them out anew, 0.1 s a call
         try:
             return revert_weight_conversion(self.model, tensors)
         finally:

@@ -71,8 +71,8 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
         found[name] = role
     check_complete(skeleton, filled)
     for param, rows in merged.items():
-        if rows != (wanted := skeleton.params[param].shape[:-1].numel()):
-            raise DamagedError(f"the tensors that make up {param} have {rows} rows; config.json asks for {wanted}")
+        if rows != (total := skeleton.params[param].shape[:-1].numel()):
+            raise DamagedError(f"the tensors that make up {param} have {rows} rows; config.json asks for {total}")
     return found
 
 
@@ -133,7 +133,7 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
     if kind == "embedding":
         if param != _embedding(skeleton):
             return Role(kind, reason="not the token embedding")
-        if embed_scale(module) is None:
+        if not isinstance(module, nn.Embedding) or embed_scale(module) is None:
             return Role(kind, reason=f"a special embedding ({type(module).__name__})")
         return Role(kind, (Part(stem, target=param),))
     if type(module) is nn.Linear or type(module) is Conv1D:

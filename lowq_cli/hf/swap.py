@@ -146,9 +146,9 @@ def _packed_module(skeleton: Skeleton, path: str, leaves: dict[str, Scheme]) -> 
     if leaves.keys() <= set(STACKS):
         if reason := next(filter(None, (why_not_experts(module, leaf) for leaf in leaves)), ""):
             raise UnsupportedError(f"{path} is packed: {reason}, which lowq cannot compute with")
-        return QuantExperts(module, leaves, module.down_proj.dtype)
+        return QuantExperts(module, leaves, skeleton.params[f"{path}.down_proj"].dtype)
     if leaves.keys() == {"weight"}:
-        scheme, dtype = leaves["weight"], module.weight.dtype
+        scheme, dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
         if isinstance(module, nn.Embedding) and embed_scale(module) is not None:
             return QuantEmbedding(module, scheme, dtype)
         if type(module) in (nn.Linear, Conv1D):

@@ -1,0 +1,99 @@
+"""lowq.load: folder, demo and bad folders; device and dtype; the tokenizer."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import lowq
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
+
+
+@pytest.fixture
+def packed(family_checkpoints, tmp_path):
+    """A packed llama with a tokenizer, in a folder that tests may spoil."""
+    folder = tmp_path / "model"
+    shutil.copytree(family_checkpoints("llama").packed, folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(160)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def test_loads_a_packed_folder_in_bf16_on_a_cpu(packed):
+    model, tokenizer = lowq.load(packed, device="cpu")
+    assert model.dtype == torch.bfloat16  # though the checkpoint is fp32: the 4-bit kernel takes nothing else
+    assert not model.training
+    ids = tokenizer("w5 w17 w3", return_tensors="pt").input_ids
+    assert ids.tolist() == [[5, 17, 3]]
+    assert model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (1, 6)
+
+
+def test_dtype_is_what_was_asked_for(packed):
+    model, _ = lowq.load(str(packed), device="cpu", dtype="float16")
+    assert model.dtype == torch.float16
+    assert model.model.layers[0].self_attn.q_proj.weight_scale.dtype == torch.float16
+
+
+def test_loads_the_demo_in_its_own_dtype():
+    model, tokenizer = lowq.load("demo", device="cpu")
+    assert model.dtype == torch.bfloat16
+    assert tokenizer.decode(tokenizer("Once upon a time").input_ids, skip_special_tokens=True).strip() == "Once upon a time"
+
+
+def _edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BAD = {
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), NotFoundError, "holds no"),
+    "truncated": (_truncate, DamagedError, "truncated"),
+    "no config": (lambda f: (f / "config.json").unlink(), NotFoundError, "no config.json"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), DamagedError, "valid JSON"),
+    "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], NotFoundError, "has no tokenizer"),
+    "tokenizer is no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), DamagedError, "tokenizer of .* cannot be read"),
+    "unknown family": (lambda f: _edit(f, model_type="nonsense"), UnsupportedError, "'nonsense'"),
+    "no text model": (lambda f: _edit(f, architectures=["LlamaModel"]), UnsupportedError, "generates no text"),
+    "foreign format": (lambda f: _edit(f, quantization_config={"quant_method": "gptq"}), UnsupportedError, "'gptq'"),
+    "config of another size": (lambda f: _edit(f, intermediate_size=128), DamagedError, "needs I32|rows"),
+    "more layers": (lambda f: _edit(f, num_hidden_layers=3), DamagedError, "lacks model.layers.2"),
+    "heads that do not divide": (lambda f: _edit(f, num_attention_heads="4"), DamagedError, "num_attention_heads|llama|Llama"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_folders_give_one_line(case, packed):
+    spoil, error, match = BAD[case]
+    spoil(packed)
+    with pytest.raises(error, match=match) as e:
+        lowq.load(packed, device="cpu")
+    assert "\n" not in str(e.value)
+
+
+def test_nothing_there_and_bad_arguments(packed, tmp_path):
+    with pytest.raises(NotFoundError, match="no folder"):
+        lowq.load(tmp_path / "absent")
+    with pytest.raises(UsageError, match="not one torch knows"):
+        lowq.load(packed, device="abacus")
+    with pytest.raises(UsageError, match="dtype 'int8' is not one"):
+        lowq.load(packed, device="cpu", dtype="int8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(packed):
+    with pytest.raises(UsageError, match="torch sees no GPU"):
+        lowq.load(packed, device="cuda")
