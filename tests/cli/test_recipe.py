@@ -1,0 +1,97 @@
+"""Recipes: flags and TOML mean the same, mistakes are named, patterns fit what they say."""
+
+import pytest
+
+from lowq_cli.recipe import Override, Recipe, make_recipe, matches
+from lowq_packers.errors import NotFoundError, UsageError
+
+NAMES = [f"model.layers.{i}.{m}" for i in range(12) for m in ("mlp.down_proj", "mlp.up_proj", "self_attn.q_proj")] + ["lm_head"]
+
+
+def test_toml_and_flags_give_the_same_recipe(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text(
+        'bits = 3\ngroup = "channel"\nlm_head = 8\nskip = ["layers.0"]\n[overrides]\n'
+        '"*.down_proj" = "8:64"\n"up_proj" = 4\n"q_proj" = {bits = 2, group = 32}\n"layers.1" = "keep"\n'
+    )
+    flags = make_recipe(
+        bits="3",
+        group="channel",
+        lm_head="8",
+        skip=["layers.0"],
+        overrides=["*.down_proj=8:64", "up_proj=4", "q_proj=2:32", "layers.1=keep"],
+    )
+    assert make_recipe(path) == flags
+    assert make_recipe(**flags.to_json()) == flags
+    assert make_recipe(path, bits=4).bits == 4
+    assert make_recipe(path, overrides=["q_proj=8"]).overrides[-1] == Override("q_proj", 8)
+
+
+def test_defaults_are_those_of_the_dataclass():
+    assert make_recipe() == Recipe() == make_recipe(bits=None, overrides=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"bits": 5}, "bits: 5 is not a width lowq packs; use one of 8, 4, 3, 2, 1"),
+        ({"bits": "four"}, "not a whole number"),
+        ({"bits": True}, "not a whole number"),
+        ({"group": 24}, "group: group 24 is neither a positive multiple of 16"),
+        ({"group": 0}, "neither a positive multiple"),
+        ({"group": "row"}, "not a whole number"),
+        ({"method": "gtpq"}, "'gtpq' does not exist; use one of"),
+        ({"zero": "maybe"}, "zero='maybe' does not exist"),
+        ({"dtype": "int8"}, "dtype='int8' does not exist"),
+        ({"layout": "spiral"}, "layout='spiral' does not exist"),
+        ({"lm_head": 5}, "lm_head: 5 is not a width"),
+        ({"overrides": ["down_proj"]}, "has no '='"),
+        ({"overrides": ["=8"]}, "needs a pattern"),
+        ({"overrides": ["down_proj=9"]}, "override down_proj: 9 is not a width"),
+        ({"overrides": ["down_proj=8:20"]}, "override down_proj: group 20"),
+        ({"overrides": ["down_proj=keep:64"]}, "a tensor that is kept has no group"),
+        ({"overrides": {"down_proj": {"bit": 8}}}, "unknown key 'bit'; did you mean 'bits'"),
+        ({"overrides": "down_proj=8"}, "must be a table"),
+        ({"skip": "down_proj"}, "must be a list of patterns"),
+        ({"grup": 64}, "unknown key 'grup'; did you mean 'group'"),
+    ],
+)
+def test_mistakes_are_named(given, message):
+    with pytest.raises(UsageError, match=message.replace("(", r"\(")):
+        make_recipe(**given)
+
+
+def test_bad_recipe_files(tmp_path):
+    (tmp_path / "r.toml").write_text("bits = ")
+    with pytest.raises(UsageError, match="not valid TOML"):
+        make_recipe(tmp_path / "r.toml")
+    (tmp_path / "r.toml").write_text("bitz = 4")
+    with pytest.raises(UsageError, match="did you mean 'bits'"):
+        make_recipe(tmp_path / "r.toml")
+    with pytest.raises(NotFoundError):
+        make_recipe(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("down_proj", 12),
+        ("*.down_proj", 12),
+        (".*down_proj", 12),
+        ("layers.1", 3),  # not layers 10 and 11
+        ("layers.[01].*", 6),
+        (r"layers\.(1|11)\.", 6),
+        ("model.layers.3.mlp", 2),
+        ("mlp.*_proj", 24),
+        ("lm_head", 1),
+        ("*", len(NAMES)),
+    ],
+)
+def test_a_pattern_fits_whole_components_or_is_a_regular_expression(pattern, count):
+    assert len(matches(pattern, NAMES)) == count
+
+
+@pytest.mark.parametrize(("pattern", "hint"), [("dwn_proj", "did you mean 'down_proj'"), ("[", "--dry-run lists the names")])
+def test_a_pattern_that_fits_nothing_is_a_mistake(pattern, hint):
+    with pytest.raises(UsageError, match=hint):
+        matches(pattern, NAMES)
