@@ -1,0 +1,114 @@
+"""Foreign on-disk formats, read and written one matrix at a time. One file per format; each calls `register`.
+
+A reader turns what a format stores into lowq's one definition, w = (q - zeros) * scales, with the codes bit for bit as they
+were; what lowq has no scheme for (permuted groups, 8-bit floats) is read as a dense matrix. A writer stores a quantized
+matrix bit-exactly or refuses, naming the nearest scheme that the format holds. Conventions end here and go no further in.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lowq_packers.errors import SchemeError, UnsupportedError
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+
+class Header(Protocol):
+    """Shape and dtype (safetensors name, such as "BF16") of one tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+
+Config = Mapping[str, Any]  # a config.json
+Headers = Mapping[str, Header]
+Fetch = Callable[[str], torch.Tensor]  # full tensor name -> the tensor as stored
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One (N, K) weight of a foreign checkpoint.
+
+    name: its module, e.g. "model.layers.0.mlp.up_proj"; the dense tensor would be this + ".weight".
+    parts: full names of the tensors that it is stored in.
+    read: decodes it from those tensors.
+    stored: what the file holds, in words, e.g. "4-bit g128 int zero".
+    bits: of one code in the file.
+    scheme: of the QuantizedTensor that `read` returns; None where it returns a dense (N, K) tensor.
+    dtype: safetensors name of the scales' dtype, and of the dense tensor.
+    check: reads the small tensors only; a line for each trap found in them.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+    read: Callable[[Fetch], QuantizedTensor | torch.Tensor]
+    stored: str
+    bits: int
+    scheme: Scheme | None
+    dtype: str
+    check: Callable[[Fetch], list[str]] = lambda fetch: []
+
+
+@dataclass(frozen=True)
+class Format:
+    """One foreign format.
+
+    claims: whether a checkpoint is in this format. matrices: its quantized weights (small tensors may be fetched to tell;
+    with fetch None, only headers). notes: traps of the version found. engines: who serves such a checkpoint.
+    why_not: the reason the format cannot hold a scheme and shape, ending in the nearest one that it can; or None.
+    write: tensors of one matrix, by full name. config: what config.json needs for these schemes (kept: dense matrices).
+    """
+
+    name: str
+    title: str
+    claims: Callable[[Config, Headers], bool]
+    matrices: Callable[[Config, Headers, Fetch | None], list[Matrix]]
+    engines: Callable[[Config, Sequence[Matrix]], list[str]]
+    why_not: Callable[[Scheme, int, int], str | None]
+    write: Callable[[str, QuantizedTensor, Config], Tensors] | None = None
+    config: Callable[[Mapping[str, Scheme], Mapping[str, tuple[int, int]], Sequence[str]], dict[str, Any]] | None = None
+    notes: Callable[[Config, Headers], list[str]] = lambda config, headers: []
+
+
+FORMATS: dict[str, Format] = {}
+
+
+def register(fmt: Format) -> Format:
+    """Make a format known by its name. Raises SchemeError on a second registration."""
+    if fmt.name in FORMATS:
+        raise SchemeError(f"format {fmt.name!r} is registered twice")
+    FORMATS[fmt.name] = fmt
+    return fmt
+
+
+def get(name: str) -> Format:
+    """The format of that name. Raises UnsupportedError naming the ones that exist."""
+    if name not in FORMATS:
+        raise UnsupportedError(f"format {name!r} does not exist; use one of {', '.join(sorted(FORMATS))}")
+    return FORMATS[name]
+
+
+def detect(config: Config, headers: Headers) -> Format | None:
+    """The format that a checkpoint is in; None for plain floats (and for lowq's own)."""
+    return next((FORMATS[name] for name in sorted(FORMATS) if FORMATS[name].claims(config, headers)), None)
+
+
+def method(config: Config) -> str | None:
+    """The quant_method that a config.json names."""
+    q = config.get("quantization_config")
+    return str(q.get("quant_method")) if isinstance(q, Mapping) else None
+
+
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.name.startswith("_"):
+        importlib.import_module(f"{__name__}.{_module.name}")

@@ -1,0 +1,60 @@
+"""lowq inspect: what a model folder holds."""
+
+from typing import Annotated
+
+import typer
+
+from lowq_cli import console
+
+EXAMPLES = "Examples:  lowq inspect  ·  lowq inspect my-model-gptq  ·  lowq inspect Qwen/Qwen3-8B --json"
+
+
+def inspect(
+    path: Annotated[
+        str | None, typer.Argument(help="Model folder, hub id or demo. Default: the checkpoint written last.")
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Show format, bits per weight, size, schemes, errors, and who can serve a checkpoint. Reads no weights."""
+    from lowq_cli import state
+    from lowq_cli.inspection import inspect_model
+
+    found = inspect_model(state.checkpoint_or_last(path))
+    if as_json:
+        console.out_json(found.to_json())
+        return
+    params = sum(r.params for r in found.rows)
+    of_quantized = f" ({found.quantized_bpw:.3f} over the quantized ones)" if found.quantized_bpw is not None else ""
+    console.out(f"{found.path}: {found.format}, {found.model_type}, {params:,} weights")
+    console.out(f"{console.size(found.bytes)}, {found.bpw:.3f} bits per weight{of_quantized}")
+    top = max(found.histogram.values())
+    rows: list[tuple[object, ...]] = [
+        (bits, f"{n:,}", f"{n / params:.1%}", "#" * max(1, round(30 * n / top))) for bits, n in found.histogram.items()
+    ]
+    console.table("bits", (">bits", ">weights", ">share", ""), rows, on_stdout=True)
+    rows = [
+        (c["kind"], c["tensors"], f"{c['params']:,}", console.size(c["bytes"]), f"{c['bpw']:.2f}", ", ".join(c["schemes"]))
+        for c in found.classes
+    ]
+    console.table("classes", ("class", ">tensors", ">weights", ">size", ">bits", "schemes"), rows, on_stdout=True)
+    errors = sorted((r for r in found.rows if r.rel_error is not None), key=lambda r: -(r.rel_error or 0))
+    shown = list(found.rows) if tensors else errors[:5]
+    if shown:
+        rows = [
+            (
+                r.name,
+                r.scheme,
+                " x ".join(map(str, r.shape)),
+                console.size(r.bytes),
+                "-" if r.rel_error is None else f"{r.rel_error:.4f}",
+            )
+            for r in shown
+        ]
+        title = "tensors" if tensors else f"largest errors of {len(errors)} (all: --tensors)"
+        console.table(title, ("tensor", "scheme", "shape", ">size", ">error"), rows, on_stdout=True)
+    console.out(f"serves in: {', '.join(found.engines)}")
+    if found.format == "lowq":
+        console.out(f"tuned for: {', '.join(found.tuned) or 'no GPU yet (lowq tune)'}")
+    for note in found.notes:
+        console.out(f"note: {note}")

@@ -1,0 +1,144 @@
+"""What several formats share: typed config fields, schemes that lowq can hold, whole-number zeros, checked companions."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from lowq_packers.errors import DamagedError, SchemeError
+from lowq_packers.formats import Header, Headers
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import BITS, GROUP_STEP, Scheme, ZeroKind
+
+FLOATS = ("F32", "F16", "BF16")
+NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+GATHERED = re.compile(r"(^|\.)(embed_tokens|wte|shared)$")  # tables that are looked up, not multiplied by
+
+
+def section(config: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """The first table of these names in a config; an empty one if it has none."""
+    return next((config[k] for k in keys if isinstance(config.get(k), Mapping)), {})
+
+
+def number(table: Mapping[str, Any], *names: str, default: int | None = None) -> int:
+    """The first of these fields as a whole number. Raises DamagedError if it is missing or anything else."""
+    for name in names:
+        value = table.get(name)
+        if value is not None:
+            if type(value) is not int:
+                raise DamagedError(f"quantization_config has {name}={value!r}, which is not a whole number")
+            return value
+    if default is None:
+        raise DamagedError(f"quantization_config lacks {' or '.join(names)}")
+    return default
+
+
+def modules(headers: Headers, suffix: str) -> list[str]:
+    """Modules that have a tensor of this suffix, such as ".qweight", in file order."""
+    return [name.removesuffix(suffix) for name in headers if name.endswith(suffix)]
+
+
+def need(headers: Headers, name: str, shape: tuple[int, ...] | None = None, dtypes: Iterable[str] = FLOATS) -> Header:
+    """The header of a companion tensor. Raises DamagedError if it is missing or has another shape or dtype."""
+    header = headers.get(name)
+    if header is None:
+        raise DamagedError(f"{name} is missing; fetch the model again")
+    if shape is not None and tuple(header.shape) != shape:
+        raise DamagedError(f"{name} has the shape {tuple(header.shape)}; the rest of its layer asks for {shape}")
+    if header.dtype not in tuple(dtypes):
+        raise DamagedError(f"{name} has dtype {header.dtype}; it must be {' or '.join(dtypes)}")
+    return header
+
+
+def group_count(K: int, group_size: int, name: str) -> tuple[int, int]:
+    """(group_size, groups in a row); -1, 0 and K mean the whole row. Raises DamagedError if the group does not divide K."""
+    g = K if group_size in (-1, 0) else group_size
+    if g < 1 or K % g:
+        raise DamagedError(f"{name}: group_size={group_size} does not divide K={K}")
+    return g, K // g
+
+
+def held(bits: int, group_size: int, zero: ZeroKind, K: int) -> Scheme | None:
+    """The scheme lowq holds such codes in, or None. 5, 6 and 7 bits go into 8, with `mid` as a stored zero."""
+    if group_size != K and group_size % GROUP_STEP:
+        return None
+    if bits in BITS:
+        return Scheme(bits, group_size, zero)
+    return Scheme(8, group_size, "int" if zero == "none" else zero) if 1 < bits < 8 else None
+
+
+def decoded(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int, zero: ZeroKind
+) -> QuantizedTensor | torch.Tensor:
+    """Codes, scales and zeros as `held` says: a QuantizedTensor, or dense in the scales' dtype where lowq has no scheme."""
+    scheme = held(bits, group_size, zero, codes.shape[1])
+    if scheme is None:
+        z: torch.Tensor | float = float(1 << (bits - 1)) if zeros is None else zeros.float().unsqueeze(-1)
+        w = (codes.float().reshape(codes.shape[0], -1, group_size) - z) * scales.float().unsqueeze(-1)
+        return w.reshape(codes.shape).to(scales.dtype)
+    if scheme.zero == "none":
+        zeros = None
+    elif zeros is None:
+        zeros = torch.full_like(scales, float(1 << (bits - 1)))
+    return QuantizedTensor(codes, scales, zeros, scheme.bits, group_size, scheme.zero)
+
+
+def offset_to_zeros(
+    codes: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, group_size: int
+) -> tuple[torch.Tensor, ...]:
+    """(codes, scales, zeros) of w = q * s + m, with zeros = -m / s in fp32, or in the scales' dtype where that is exact.
+
+    A group whose scale is 0 stands for the constant m: it becomes code 0, zero -1, scale m.
+    """
+    s, m = scales.float(), offsets.float()
+    flat = s == 0
+    zeros = torch.where(flat, -torch.ones_like(s), -m / torch.where(flat, torch.ones_like(s), s))
+    zeros = zeros + 0.0  # -0.0 -> 0.0
+    if bool(flat.any()):
+        codes = codes.clone()
+        codes.reshape(codes.shape[0], -1, group_size)[flat] = 0
+        scales = torch.where(flat, offsets.to(scales.dtype), scales)
+    rounded = zeros.to(scales.dtype)
+    return codes, scales, rounded if torch.equal(rounded.float(), zeros) else zeros
+
+
+def zeros_to_offset(q: QuantizedTensor, name: str, dtype: torch.dtype, rounding: bool = False) -> torch.Tensor:
+    """m = -zeros * scales in `dtype`. Raises SchemeError unless that is exact, or `rounding` is allowed."""
+    zeros = torch.full_like(q.scales.float(), q.scheme.mid) if q.zeros is None else q.zeros.float()
+    exact = -zeros.double() * q.scales.double()
+    offsets = exact.to(dtype)
+    if not torch.isfinite(offsets).all():
+        raise SchemeError(f"{name}: -zeros * scales does not fit {NAMES[dtype]}")
+    if not rounding and not torch.equal(offsets.double(), exact):
+        worst = ((offsets.double() - exact).abs() / q.scales.double().abs().clamp(min=1e-30)).max().item()
+        raise SchemeError(
+            f"{name}: -zeros * scales needs more digits than {NAMES[dtype]} has (it would move weights by up to "
+            f"{worst:.2g} of a quantization step); accept that with --round, or quantize with --zero none, which is exact"
+        )
+    return offsets
+
+
+def whole_zeros(q: QuantizedTensor, name: str) -> torch.Tensor:
+    """(N, G) uint8 zeros. Raises SchemeError unless they are whole numbers that fit the codes' bits."""
+    if q.zeros is None:
+        if q.bits == 1:
+            raise SchemeError(f"{name}: 1-bit codes without a zero stand for -s/2 and +s/2, which no whole-number zero says")
+        return torch.full(q.scales.shape, int(q.scheme.mid), dtype=torch.uint8, device=q.scales.device)
+    zeros = q.zeros.float()
+    if not torch.equal(zeros, zeros.round()) or bool((zeros < 0).any()) or bool((zeros >= q.scheme.levels).any()):
+        raise SchemeError(f"{name}: its zeros are not whole numbers 0 .. {q.scheme.levels - 1}; quantize with --zero int")
+    return zeros.to(torch.uint8)
+
+
+def schemes_agree(schemes: Mapping[str, Scheme]) -> Scheme | None:
+    """The most frequent (bits, group) of a checkpoint, which its config names as the default; None for an empty one."""
+    counts: dict[Scheme, int] = {}
+    for s in schemes.values():
+        counts[s] = counts.get(s, 0) + 1
+    return max(counts, key=lambda s: counts[s]) if counts else None
+
+
+def exactly(name: str) -> str:
+    """A regular expression that matches one module name and no other."""
+    return f"^{re.escape(name)}$"

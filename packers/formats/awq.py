@@ -1,0 +1,103 @@
+"""AWQ "gemm", 4 bits: qweight (K, N/8) int32, qzeros (G, N/8), scales (G, N); w = (q - z) * scales, z stored as it is.
+
+Word c of a row holds output columns 8c .. 8c+7, nibble i (least significant first) the column 8c + (0,2,4,6,1,3,5,7)[i].
+The activation-aware scaling is already folded into the layer before: nothing to undo.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowq_packers import bitstream
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import _common as c
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble
+INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each column
+
+
+def _columns(words: torch.Tensor) -> torch.Tensor:
+    """(R, N/8) int32 words -> (R, N) uint8 codes in the order of the columns."""
+    nibbles = bitstream.unpack(words, 4, words.shape[1] * 8).reshape(words.shape[0], -1, 8)
+    return nibbles[..., list(INVERSE)].reshape(words.shape[0], -1)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Inverse of `_columns`."""
+    nibbles = codes.reshape(codes.shape[0], -1, 8)[..., list(ORDER)]
+    return bitstream.pack(nibbles.reshape(codes.shape), 4)
+
+
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    q = c.section(config, "quantization_config")
+    if (version := str(q.get("version", "gemm")).lower()) != "gemm":
+        raise UnsupportedError(f"AWQ version {version!r} is laid out for one kernel; lowq reads gemm")
+    if (bits := c.number(q, "bits", "w_bit")) != 4:
+        raise UnsupportedError(f"AWQ with {bits} bits is not one that lowq reads; it reads 4")
+    found = []
+    for p in c.modules(headers, ".qweight"):
+        K, words = c.need(headers, f"{p}.qweight", dtypes=("I32",)).shape
+        N = words * 8
+        g, G = c.group_count(K, c.number(q, "group_size", "q_group_size"), p)
+        c.need(headers, f"{p}.qzeros", (G, words), ("I32",))
+        dtype = c.need(headers, f"{p}.scales", (G, N)).dtype
+        parts = tuple(f"{p}.{leaf}" for leaf in ("qweight", "qzeros", "scales"))
+        found.append(Matrix(p, (N, K), parts, _reader(p, g), f"4-bit g{g} int zero", 4, c.held(4, g, "int", K), dtype))
+    return found
+
+
+def _reader(p: str, g: int):  # type: ignore[no-untyped-def]
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        codes = _columns(fetch(f"{p}.qweight")).t().contiguous()
+        scales = fetch(f"{p}.scales").t().contiguous()
+        zeros = _columns(fetch(f"{p}.qzeros")).t().to(scales.dtype)
+        return c.decoded(codes, scales, zeros, 4, g, "int")
+
+    return read
+
+
+def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if s.bits != 4:
+        return f"AWQ holds 4 bits, not {s.bits}; nearest: --bits 4 --zero int"
+    if s.zero != "int":
+        return f"AWQ holds whole-number zeros, not {s.zero} ones; nearest: quantize with --zero int"
+    return f"AWQ packs 8 columns to a word, N={N} is no multiple; nearest: compressed-tensors" if N % 8 else None
+
+
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+    groups = {-1 if s.group_size == shapes[n][1] else s.group_size for n, s in schemes.items()}
+    if len(groups) > 1:
+        raise UnsupportedError(
+            f"AWQ has one group size for all layers, these have {sorted(groups)}; nearest: compressed-tensors"
+        )
+    q = {
+        "quant_method": "awq", "bits": 4, "group_size": groups.pop(), "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": list(kept) or None,
+    }  # fmt: skip
+    return {"quantization_config": q}
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    return {
+        f"{name}.qweight": _words(q.W_q.t().contiguous()),
+        f"{name}.qzeros": _words(c.whole_zeros(q, name).t().contiguous()),
+        f"{name}.scales": q.scales.t().contiguous(),
+    }
+
+
+register(
+    Format(
+        "awq",
+        "AWQ (gemm)",
+        lambda config, headers: method(config) == "awq",
+        _matrices,
+        lambda config, matrices: ["lowq", "vLLM", "SGLang", "transformers (with gptqmodel)"],
+        _why_not,
+        _write,
+        _config,
+    )
+)

@@ -1,0 +1,170 @@
+"""GPTQ: qweight (K*bits/32, N) int32, packed along K; qzeros (G, N*bits/32), packed along N; scales (G, N); g_idx (K).
+
+w[k, n] = scales[g_idx[k], n] * (q - z). Version 1 (`checkpoint_format` "gptq", or none) stores z - 1, version 2 ("gptq_v2")
+stores z. qweight is the transpose of lowq's words, 3 bits included: a dense bit stream, 32 codes in 3 words.
+
+Traps: z = 0 cannot be stored by version 1 (it wraps to 2**bits - 1; read back here as 0, elsewhere sometimes as 2**bits);
+`desc_act` checkpoints have a g_idx that is no run of equal groups, and are read as dense matrices.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowq_packers import bitstream
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import _common as c
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+WIDTHS = (8, 4, 3, 2)
+
+
+def _claims(config: Config, headers: Headers) -> bool:
+    said = method(config)
+    return said == "gptq" or (
+        said is None and any(n.endswith(".qweight") for n in headers) and any(n.endswith(".g_idx") for n in headers)
+    )
+
+
+def _version(q: Mapping[str, Any]) -> int:
+    """1 or 2. Raises UnsupportedError for the layouts of other kernels."""
+    fmt = q.get("checkpoint_format", q.get("format", "gptq"))
+    if fmt not in ("gptq", "gptq_v2"):
+        raise UnsupportedError(f"GPTQ checkpoint_format {fmt!r} is laid out for one kernel; lowq reads gptq and gptq_v2")
+    return 2 if fmt == "gptq_v2" else 1
+
+
+def _settings(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """bits, group_size, sym of one module: the config's, with the first `dynamic` rule that matches on top."""
+    dynamic = q.get("dynamic")
+    if isinstance(dynamic, Mapping):
+        for pattern, values in dynamic.items():
+            rule = pattern.removeprefix("+:")
+            try:
+                hit = not pattern.startswith("-:") and re.match(rule, name)
+            except re.error:
+                raise DamagedError(f"quantization_config: dynamic rule {pattern!r} is no regular expression") from None
+            if hit and isinstance(values, Mapping):
+                return {**q, **values}
+    return q
+
+
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    q = c.section(config, "quantization_config")
+    version = _version(q)
+    return [_matrix(p, _settings(q, p), version, headers, fetch) for p in c.modules(headers, ".qweight")]
+
+
+def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch: Fetch | None) -> Matrix:
+    bits = c.number(q, "bits", "w_bit")
+    if not 2 <= bits <= 8 or bits in (5, 6, 7):
+        raise UnsupportedError(f"{p}: GPTQ with {bits} bits is not one that lowq reads; it reads 2, 3, 4 and 8")
+    rows, N = c.need(headers, f"{p}.qweight", dtypes=("I32",)).shape
+    K = rows * 32 // bits
+    if rows * 32 % bits or N * bits % 32:
+        raise DamagedError(f"{p}.qweight is {rows} x {N}, which {bits}-bit codes cannot fill")
+    g, G = c.group_count(K, c.number(q, "group_size", "q_group_size"), p)
+    c.need(headers, f"{p}.qzeros", (G, N * bits // 32), ("I32",))
+    dtype = c.need(headers, f"{p}.scales", (G, N)).dtype
+    sym = bool(q.get("sym", False))
+    parts = [f"{p}.qweight", f"{p}.qzeros", f"{p}.scales"]
+    permuted = bool(q.get("desc_act", False))
+    if f"{p}.g_idx" in headers:
+        c.need(headers, f"{p}.g_idx", (K,), ("I32", "I64"))
+        parts.append(f"{p}.g_idx")
+        if fetch is not None:
+            permuted = not torch.equal(fetch(f"{p}.g_idx").long(), torch.arange(K) // g)
+    scheme = None if permuted else c.held(bits, g, "none" if sym else "int", K)
+
+    def zeros_of(fetch: Fetch) -> torch.Tensor:
+        stored = bitstream.unpack(fetch(f"{p}.qzeros"), bits, N)  # (G, N)
+        return stored if version == 2 else ((stored + 1) & ((1 << bits) - 1) if bits < 8 else stored + 1)
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        codes = bitstream.unpack(fetch(f"{p}.qweight").t().contiguous(), bits, K)
+        scales, zeros = fetch(f"{p}.scales").t().contiguous(), zeros_of(fetch).t().contiguous()
+        if permuted:
+            index = fetch(f"{p}.g_idx").long() if f"{p}.g_idx" in headers else torch.arange(K) // g
+            if int(index.min()) < 0 or int(index.max()) >= G:
+                raise DamagedError(f"{p}.g_idx names group {int(index.max())}; there are {G}")
+            return ((codes.float() - zeros[:, index].float()) * scales[:, index].float()).to(scales.dtype)
+        if sym and not bool((zeros == 1 << (bits - 1)).all()):
+            raise DamagedError(f"{p} has zeros other than {1 << (bits - 1)}, but its config says sym; set sym to false there")
+        return c.decoded(codes, scales, None if sym else zeros.to(scales.dtype), bits, g, "none" if sym else "int")
+
+    def check(fetch: Fetch) -> list[str]:
+        found = []
+        if version == 1 and bool((zeros_of(fetch) == 0).any()):
+            found.append(f"{p}: version-1 zeros that wrapped around; read as 0 here, some engines read {1 << bits}")
+        return found
+
+    stored = f"{bits}-bit g{g} {'sym' if sym else 'int zero'}" + (" act-order" if permuted else "")
+    return Matrix(p, (N, K), tuple(parts), read, stored, bits, scheme, dtype, check)
+
+
+def _notes(config: Config, headers: Headers) -> list[str]:
+    q = c.section(config, "quantization_config")
+    found = [f"zeros are stored {'as they are (version 2)' if _version(q) == 2 else 'less one (version 1)'}"]
+    if q.get("desc_act"):
+        found.append("desc_act: groups are permuted along K; read as dense matrices, and slow or refused in several engines")
+    return found
+
+
+def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
+    q = c.section(config, "quantization_config")
+    found = ["lowq", "GPTQModel", "transformers (with gptqmodel)"]
+    if q.get("sym") and all(m.bits in (4, 8) for m in matrices):
+        found += ["vLLM", "SGLang"]
+    return found
+
+
+def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if s.bits not in WIDTHS:
+        return f"GPTQ holds 8, 4, 3 and 2 bits, not {s.bits}; nearest: --bits 2"
+    if s.zero == "float":
+        return "GPTQ holds whole-number zeros; nearest: quantize with --zero int (or none, which vLLM serves)"
+    if N * s.bits % 32 or K * s.bits % 32:
+        return f"GPTQ fills whole words along N={N} and along K={K}, which {s.bits} bits do not; nearest: compressed-tensors"
+    return None
+
+
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+    main = c.schemes_agree(schemes) or Scheme(4, 128, "int")
+    sym = all(s.zero == "none" for s in schemes.values())
+
+    def group(s: Scheme, name: str | None) -> int:
+        whole = [n for n in ([name] if name else [n for n, t in schemes.items() if t == main]) if s.group_size == shapes[n][1]]
+        return -1 if whole else s.group_size
+
+    q: dict[str, Any] = {
+        "quant_method": "gptq", "bits": main.bits, "group_size": group(main, None), "sym": sym, "desc_act": False,
+        "lm_head": "lm_head" in schemes, "checkpoint_format": "gptq" if sym else "gptq_v2", "pack_dtype": "int32",
+    }  # fmt: skip
+    dynamic: dict[str, Any] = {f"-:{c.exactly(n)}": {} for n in kept if n != "lm_head"}
+    for name, s in schemes.items():
+        if (s.bits, group(s, name)) != (main.bits, q["group_size"]):
+            dynamic[f"+:{c.exactly(name)}"] = {"bits": s.bits, "group_size": group(s, name)}
+    if dynamic:
+        q["dynamic"] = dynamic
+    return {"quantization_config": q}
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    settings = c.section(config, "quantization_config")
+    zeros = c.whole_zeros(q, name).t().contiguous()  # (G, N)
+    if _version(settings) == 1:
+        zeros = zeros - 1  # only written for symmetric checkpoints, where z >= 1
+    K = q.shape[1]
+    return {
+        f"{name}.qweight": bitstream.pack(q.W_q, q.bits).t().contiguous(),
+        f"{name}.qzeros": bitstream.pack(zeros, q.bits),
+        f"{name}.scales": q.scales.t().contiguous(),
+        f"{name}.g_idx": torch.arange(K, dtype=torch.int32) // q.group_size,
+    }
+
+
+register(Format("gptq", "GPTQ", _claims, _matrices, _engines, _why_not, _write, _config, _notes))
