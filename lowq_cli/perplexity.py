@@ -136,10 +136,10 @@ def measure(
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
     """
-    from lowq_cli import hf
+    from lowq_cli.hf.load import load
 
-    loaded, tokenizer = hf.load(model, device=device)
-    reference = hf.load(against, device=device)[0] if against else None
+    loaded, tokenizer = load(model, device=device)
+    reference = load(against, device=device)[0] if against else None
     return evaluate(loaded, tokenize(tokenizer, text), reference, _window(loaded), max_tokens, progress)
 
 

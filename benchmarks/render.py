@@ -1,0 +1,105 @@
+"""Write the generated parts of README.md and docs/*.md: tables from benchmarks/results/, help from the command itself.
+
+    python benchmarks/render.py          rewrite what has changed
+    python benchmarks/render.py --check  exit 1 if anything would change (a test runs this)
+
+A generated part stands between `<!-- lowq:NAME -->` and `<!-- /lowq:NAME -->`; NAME is a function of `PARTS`.
+No number in a document is typed by hand.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MARK = re.compile(r"(<!-- lowq:(\w+) -->\n).*?(<!-- /lowq:\2 -->)", re.DOTALL)
+
+
+def read(name: str) -> Any:
+    """A result file below benchmarks/results."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; a column starting with '>' is right-aligned."""
+    lines = ["| " + " | ".join(c.lstrip(">") for c in columns) + " |"]
+    lines.append("|" + "|".join("---:" if c.startswith(">") else "---" for c in columns) + "|")
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def commands() -> str:
+    """The verbs with the first line of their help."""
+    from lowq_cli import main
+
+    rows = []
+    for command in main.app.registered_commands:
+        assert command.callback is not None
+        rows.append((f"`lowq {command.name}`", (command.callback.__doc__ or "").strip().splitlines()[0]))
+    return markdown(("command", "what it does"), rows)
+
+
+def cli_help() -> str:
+    """Every command's --help, as the terminal shows it."""
+    from lowq_cli import main
+
+    lowq = Path(sys.executable).with_name("lowq")
+    parts = []
+    for command in main.app.registered_commands:
+        done = subprocess.run(
+            [lowq, str(command.name), "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "110", "TERMINAL_WIDTH": "110"},
+        )
+        parts.append(f"## lowq {command.name}\n\n```text\n{done.stdout.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def kernels() -> str:
+    """The kernels that can be imported here."""
+    from lowq_kernels import registry
+
+    rows = []
+    for spec in sorted(registry.kernels().values(), key=lambda s: (s.devices, s.rank, s.name)):
+        first = (sys.modules[spec.launch.__module__].__doc__ or "").strip().splitlines()[0]
+        widths = "/".join(map(str, spec.bits))
+        dtypes = "/".join(str(d).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf") for d in spec.dtypes)
+        top = spec.m_range[1]
+        m = "any" if top >= 1 << 60 else f"{spec.m_range[0]} .. {top}"
+        rows.append((f"`{spec.name}`", "/".join(spec.devices), "/".join(spec.layouts), widths, dtypes, m, first))
+    return markdown(("kernel", "device", "layout", ">bits", "activations", "M", "what it is"), rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels)}
+
+
+def rendered(text: str) -> str:
+    """`text` with every generated part made anew."""
+    return MARK.sub(lambda m: m[1] + "\n" + PARTS[m[2]]() + "\n" + m[3], text)
+
+
+def main() -> int:
+    """Render every page; the number of pages that changed is the exit status with --check."""
+    stale = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        before = page.read_text()
+        after = rendered(before)
+        if before != after:
+            stale.append(page.name)
+            if "--check" not in sys.argv:
+                page.write_text(after)
+    if stale:
+        print(f"{'stale' if '--check' in sys.argv else 'rewrote'}: {', '.join(stale)}", file=sys.stderr)
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowq_cli import console, quantizers
+from lowq_packers.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.pipeline import Planned, Result
+
+EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
+·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --dry-run"""
+METHODS = "; ".join(f"{name}: {summary}" for name, summary in quantizers.methods().items())
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="Model folder, hub id, or demo (the bundled model).")],
+    bits: Annotated[int | None, typer.Option(help="Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]")] = None,
+    group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
+    method: Annotated[str | None, typer.Option(help=f"auto (the measured best per width), or {METHODS}.")] = None,
+    zero: Annotated[str | None, typer.Option(help="Kind of zero: float, int or none (symmetric).  [default: float]")] = None,
+    layout: Annotated[str | None, typer.Option(help="Order of the words in the files: auto or rowstream.")] = None,
+    override: Annotated[
+        list[str] | None, typer.Option(metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep.")
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights as they are.")] = None,
+    lm_head: Annotated[str | None, typer.Option(metavar="BITS|keep", help="Output head.  [default: keep]")] = None,
+    recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="Of scales and kept tensors: source, float16, bfloat16, float32.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan from the headers alone and stop.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing what is in the folder.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
+    from lowq_cli import state
+    from lowq_cli.recipe import make_recipe
+
+    asked = make_recipe(
+        recipe,
+        bits=bits,
+        group=group,
+        method=method,
+        zero=zero,
+        layout=layout,
+        overrides=override,
+        skip=skip,
+        lm_head=lm_head,
+        dtype=dtype,
+    )
+    largest = parse_size(shard_size)
+
+    from lowq_cli import pipeline
+
+    events = pipeline.run(model, asked, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run)
+    planned = next(events)
+    assert isinstance(planned, pipeline.Planned)  # the first event of every run
+    _show_plan(planned)
+    if dry_run:
+        if as_json:
+            console.out_json({**planned.plan.to_json(), "out": str(planned.out), "budget": planned.budget.to_json()})
+        else:
+            console.say("dry run: nothing was read but headers, nothing was written")
+        return
+    try:
+        result = _run(events, planned)
+    except KeyboardInterrupt:
+        console.say("interrupted; run the same command again to continue")
+        raise
+    state.remember(planned.out)
+    if as_json:
+        console.out_json({**result.to_json(), "parameters": planned.plan.params})
+    else:
+        _show_result(result, planned)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in '2GiB', '500MB' or '4096'. Raises UsageError."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+    digits = text.rstrip("bBkKmMgGiI ")
+    unit = text[len(digits) :].strip().lower()
+    try:
+        size = int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UsageError(f"size {text!r} is not one; write 2GiB, 500MB or a number of bytes")
+    return size
+
+
+def _show_plan(planned: "Planned") -> None:
+    """The table of classes, then totals, budget, notes and warnings: everything worth knowing before long work."""
+    plan, budget = planned.plan, planned.budget
+    rows = [
+        (c.kind, c.tensors, f"{c.params / 1e6:,.1f} M", ", ".join(c.schemes), f"{c.bits:.2f}", console.size(c.nbytes))
+        for c in plan.classes
+    ]
+    columns = ("weights", ">tensors", ">parameters", "scheme", ">bits each", ">size")
+    console.table(f"{plan.source} -> {planned.out}", columns, rows)
+    console.say(
+        f"{plan.coverage:.1%} of {plan.params / 1e6:,.1f} M parameters quantized; {console.size(plan.source_bytes)} -> "
+        f"{console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight ({plan.quantized_bpw:.2f} where quantized)"
+    )
+    time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
+    available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
+    console.say(f"on {planned.device}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
+    for note in plan.notes:
+        console.say(f"note: {note}")
+    for warning in plan.warnings:
+        console.warn(warning)
+
+
+def _run(events: object, planned: "Planned") -> "Result":
+    """Follow the run with a progress bar; the result."""
+    from lowq_cli import pipeline
+
+    with console.progress("quantize", planned.plan.params) as advance:
+        for event in events:  # type: ignore[attr-defined]
+            if isinstance(event, pipeline.TensorDone):
+                error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
+                advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
+            elif isinstance(event, pipeline.Finished):
+                return event.result
+    raise AssertionError("a run ends with Finished")
+
+
+def _show_result(result: "Result", planned: "Planned") -> None:
+    if result.worst:
+        rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
+        console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
+    done = "was already there" if result.already_done else f"written in {console.duration(result.seconds)}"
+    resumed = f", {result.resumed} tensors from the run before" if result.resumed and not result.already_done else ""
+    console.say(
+        f"{console.size(result.bytes)} {done}{resumed}; {result.bpw:.2f} bits per weight, "
+        f"peak memory {console.size(result.peak_rss_bytes)}"
+    )
+    console.out(result.out)
+    console.say("next: lowq tune, then lowq generate --prompt 'Hello'")
