@@ -4,6 +4,7 @@ Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gat
 `down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lowq_packers.layouts import PackedWeight, repack
 from lowq_packers.scheme import Scheme
 
 STACKS = ("gate_up_proj", "down_proj")
+FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
 
 
 def why_not_experts(module: nn.Module, leaf: str) -> str:
@@ -40,11 +42,53 @@ def why_not_experts(module: nn.Module, leaf: str) -> str:
     return ""
 
 
+@dataclass(frozen=True)
+class Stack:
+    """The weights (N, K) of several experts in one layout, experts along dim 0. scheme None: `words` (E, N, K) is dense."""
+
+    words: torch.Tensor
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+    aux: torch.Tensor | None
+    scheme: Scheme | None
+    N: int
+    K: int
+    layout: str
+
+    def expert(self, e: int) -> PackedWeight:
+        """Expert e's packed weight: views."""
+        assert self.scheme is not None
+        assert self.scales is not None
+        zeros, aux = (None if t is None else t[e] for t in (self.zeros, self.aux))
+        return PackedWeight(self.words[e], self.scales[e], zeros, self.scheme, self.N, self.K, self.layout, aux)
+
+    def product(self, x: torch.Tensor, e: int) -> torch.Tensor:
+        """x (M, K) times expert e's weight -> (M, N)."""
+        if self.scheme is None:
+            return nn.functional.linear(x, self.words[e].to(x.dtype))
+        return matmul(x, self.expert(e))
+
+    def take(self, experts: torch.Tensor) -> "Stack":
+        """Copies of the chosen experts, in their order."""
+        scales, zeros, aux = (None if t is None else t[experts] for t in (self.scales, self.zeros, self.aux))
+        return replace(self, words=self.words[experts], scales=scales, zeros=zeros, aux=aux)
+
+    def repacked(self, layout: str) -> "Stack":
+        """The same weights in another layout, expert by expert."""
+        if layout == self.layout:
+            return self
+        moved = [repack(self.expert(e), layout) for e in range(self.words.shape[0])]
+        fields = zip(*((p.words, p.scales, p.zeros, p.aux) for p in moved), strict=True)
+        words, scales, zeros, aux = (None if f[0] is None else torch.stack(f) for f in fields)
+        assert words is not None
+        return replace(self, words=words, scales=scales, zeros=zeros, aux=aux, layout=layout)
+
+
 class QuantExperts(nn.Module):
     """For each token the weighted sum of its experts, down(act(gate(x)) * up(x)), from packed weights.
 
     Args:
-        experts: transformers' module, whose 3-D parameters are only looked at for their shapes; its gating is reused.
+        experts: transformers' module; its gating is reused, its 3-D parameters are taken (where dense) or dropped.
         schemes: "gate_up_proj" and/or "down_proj" -> Scheme; one that is absent stays dense.
         dtype: of scales, zeros and dense parameters.
     """
@@ -54,61 +98,42 @@ class QuantExperts(nn.Module):
         self.schemes = dict(schemes)
         self.shapes: dict[str, tuple[int, int, int]] = {}
         self.layouts: dict[str, str] = {}
-        for stack in STACKS:
-            dense = getattr(experts, stack)
-            E, N, K = self.shapes[stack] = tuple(dense.shape)
-            scheme = schemes.get(stack)
+        for name in STACKS:
+            dense = getattr(experts, name)
+            delattr(experts, name)
+            E, N, K = self.shapes[name] = tuple(dense.shape)
+            scheme = schemes.get(name)
             if scheme is None:
-                setattr(self, stack, nn.Parameter(dense.detach().to(dtype), requires_grad=False))
-            else:
-                words = torch.zeros(E, N, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=dense.device)
-                meta = torch.zeros(E, N, scheme.groups(K), dtype=dtype, device=dense.device)
-                self._hold(stack, words, meta, None if scheme.zero == "none" else meta.clone(), None, DISK)
-            delattr(experts, stack)
-        self.num_experts = self.shapes["down_proj"][0]
-        self.__dict__["gating"] = experts  # no submodule: it has no parameters left, only its way of gating
+                self._hold(name, Stack(dense.detach().to(dtype), None, None, None, None, N, K, DISK))
+                continue
+            words = torch.zeros(E, N, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=dense.device)
+            meta = torch.zeros(E, N, scheme.groups(K), dtype=dtype, device=dense.device)
+            self._hold(name, Stack(words, meta, None if scheme.zero == "none" else meta.clone(), None, scheme, N, K, DISK))
+        self.__dict__["gating"] = experts  # not a submodule: no parameters are left in it, only its way of gating
 
-    def _hold(
-        self,
-        stack: str,
-        words: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        aux: torch.Tensor | None,
-        layout: str,
-    ) -> None:
-        """Keep these tensors, experts along dim 0, as the stack."""
-        setattr(self, stack, nn.Parameter(words, requires_grad=False))
-        setattr(self, f"{stack}_scale", nn.Parameter(scales, requires_grad=False))
-        setattr(self, f"{stack}_zero", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
-        self.register_buffer(f"{stack}_aux", aux, persistent=False)
-        self.layouts[stack] = layout
+    def _hold(self, name: str, stack: Stack) -> None:
+        """Keep `stack` as the tensors called `name`."""
+        for leaf, t in ((name, stack.words), (f"{name}_scale", stack.scales), (f"{name}_zero", stack.zeros)):
+            setattr(self, leaf, None if t is None else nn.Parameter(t, requires_grad=False))
+        self.register_buffer(f"{name}_aux", stack.aux, persistent=False)
+        self.layouts[name] = stack.layout
 
-    def tensors(self, stack: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """words, scales, zeros and aux of a packed stack, experts along dim 0, in its present layout."""
-        return tuple(getattr(self, stack + suffix) for suffix in ("", "_scale", "_zero", "_aux"))  # type: ignore[return-value]
+    def stack(self, name: str) -> Stack:
+        """The weights called `name` as they are held now."""
+        _, N, K = self.shapes[name]
+        words, scales, zeros, aux = (getattr(self, name + suffix) for suffix in ("", "_scale", "_zero", "_aux"))
+        return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name])
 
-    def _repacked(self, stack: str, layout: str) -> list[torch.Tensor | None]:
-        """`tensors(stack)` in another layout, expert by expert."""
-        _, N, K = self.shapes[stack]
-        meta = self.schemes[stack], N, K, self.layouts[stack]
-        moved = [repack(p, layout) for p in _experts(self.tensors(stack), *meta)]
-        fields = zip(*((p.words, p.scales, p.zeros, p.aux) for p in moved), strict=True)
-        return [None if f[0] is None else torch.stack(f) for f in fields]
-
-    def _move(self, stack: str, layout: str) -> None:
-        if layout != self.layouts[stack]:
-            words, scales, zeros, aux = self._repacked(stack, layout)
-            assert words is not None  # only zeros and aux may be absent
-            assert scales is not None
-            self._hold(stack, words, scales, zeros, aux, layout)
+    def _move(self, name: str, layout: str) -> None:
+        if layout != self.layouts[name]:
+            self._hold(name, self.stack(name).repacked(layout))
 
     def prepare(self, dtype: torch.dtype | None = None) -> "QuantExperts":
         """Move the weights into the layout this device computes in. Called after loading; idempotent."""
-        for stack, scheme in self.schemes.items():
-            _, N, K = self.shapes[stack]
-            words, scales, _, _ = self.tensors(stack)
-            self._move(stack, best_layout(scheme, N, K, dtype or scales.dtype, words.device))
+        for name, scheme in self.schemes.items():
+            now = self.stack(name)
+            assert now.scales is not None
+            self._move(name, best_layout(scheme, now.N, now.K, dtype or now.scales.dtype, now.words.device))
         return self
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -118,73 +143,66 @@ class QuantExperts(nn.Module):
         """
         top_k = top_k_index.shape[-1]
         experts = top_k_index.reshape(-1)
-        x = hidden_states.repeat_interleave(top_k, 0)
         gate: Any = self.__dict__["gating"]._apply_gate
-        y = self._product(gate(self._product(x, experts, "gate_up_proj")), experts, "down_proj")
-        weighted = y.float() * top_k_weights.reshape(-1, 1).float()
+        h = gate(self._product(hidden_states.repeat_interleave(top_k, 0), experts, "gate_up_proj"))
+        weighted = self._product(h, experts, "down_proj").float() * top_k_weights.reshape(-1, 1).float()
         return weighted.reshape(*hidden_states.shape[:-1], top_k, -1).sum(-2).to(hidden_states.dtype)
 
-    def _product(self, x: torch.Tensor, experts: torch.Tensor, stack: str) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""
-        scheme = self.schemes.get(stack)
-        if scheme is None:
-            weight = getattr(self, stack)
-            empty = weight.new_empty(0)
-            return experts_linear(x, experts, weight, empty, None, None, *weight.shape[1:], 0, 0, "", "")
-        _, N, K = self.shapes[stack]
-        meta = N, K, scheme.bits, scheme.group_size, scheme.zero, self.layouts[stack]
-        return experts_linear(x, experts, *self.tensors(stack), *meta)
+        s = self.stack(name)
+        scheme = (0, 0, "") if s.scheme is None else (s.scheme.bits, s.scheme.group_size, s.scheme.zero)
+        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, s.N, s.K, *scheme, s.layout)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device changes the layout; go through the one that every device knows."""
-        before = getattr(self, STACKS[0]).device.type
-        if before != "meta":
-            after = fn(torch.empty(0, device=before)).device.type
-            if after != before:
-                for stack in self.schemes:
-                    self._move(stack, DISK)
-                super()._apply(fn, recurse)
-                return self if after == "meta" else self.prepare()
-        return super()._apply(fn, recurse)
+        before = getattr(self, STACKS[0]).device
+        after = before if before.type == "meta" else fn(torch.empty(0, device=before)).device
+        if after.type == before.type:
+            return super()._apply(fn, recurse)
+        for name in self.schemes:
+            self._move(name, DISK)
+        super()._apply(fn, recurse)
+        return self if after.type == "meta" else self.prepare()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        for stack in STACKS:
-            packed = stack in self.schemes
-            tensors = self.tensors(stack) if packed else (getattr(self, stack),)
-            if packed and self.layouts[stack] != DISK:
-                tensors = self._repacked(stack, DISK)  # type: ignore[assignment]
-            for suffix, t in zip(("", "_scale", "_zero"), tensors, strict=False):
+        for name in STACKS:
+            stack = self.stack(name).repacked(DISK)
+            for suffix, t in (("", stack.words), ("_scale", stack.scales), ("_zero", stack.zeros)):
                 if t is not None:
-                    destination[f"{prefix}{stack}{suffix}"] = t if keep_vars else t.detach()
+                    destination[f"{prefix}{name}{suffix}"] = t if keep_vars else t.detach()
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         ready = any(layout != DISK for layout in self.layouts.values())
-        for stack in self.schemes:
-            self._move(stack, DISK)
+        for name in self.schemes:
+            self._move(name, DISK)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if ready:
             self.prepare()
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
-        return f"{self.num_experts} experts, " + ", ".join(f"{k} {s} {self.layouts[k]}" for k, s in self.schemes.items())
+        E, _, _ = self.shapes[STACKS[0]]
+        return f"{E} experts, " + ", ".join(f"{k} {s} {self.layouts[k]}" for k, s in self.schemes.items())
 
 
-def _experts(
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-    scheme: Scheme,
-    N: int,
-    K: int,
-    layout: str,
-) -> list[PackedWeight]:
-    """Each expert's weight: views into the stacks."""
-    words, scales, zeros, aux = tensors
-    return [
-        PackedWeight(
-            words[e], scales[e], None if zeros is None else zeros[e], scheme, N, K, layout, None if aux is None else aux[e]
-        )
-        for e in range(words.shape[0])
-    ]
+def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """One product per expert that is hit, over all of its rows. Waits for the device once, to learn which those are."""
+    y = torch.empty(x.shape[0], stack.N, dtype=x.dtype, device=x.device)
+    order = torch.argsort(experts, stable=True)
+    start = 0
+    for e, count in enumerate(torch.bincount(experts, minlength=stack.words.shape[0]).tolist()):
+        if count:
+            rows = order[start : start + count]
+            y[rows] = stack.product(x[rows], e)
+            start += count
+    return y
+
+
+def row_by_row(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
+    """One product per row, on a copy of its expert's packed weight. Never waits for the device, so a CUDA graph can hold it."""
+    chosen = stack.take(experts)
+    return torch.cat([chosen.product(x[s : s + 1], s) for s in range(x.shape[0])])
 
 
 @torch.library.custom_op("lowq::experts_linear", mutates_args=())
@@ -192,7 +210,7 @@ def experts_linear(
     x: torch.Tensor,
     experts: torch.Tensor,
     words: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
     aux: torch.Tensor | None,
     N: int,
@@ -202,26 +220,12 @@ def experts_linear(
     zero: str,
     layout: str,
 ) -> torch.Tensor:
-    """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. bits = 0: `words` (E, N, K) is dense.
-
-    One product per expert that is hit, over its rows together; one synchronisation with the device to learn which are.
-    """
-    y = torch.empty(x.shape[0], N, dtype=x.dtype, device=x.device)
-    order = torch.argsort(experts, stable=True)
-    counts = torch.bincount(experts, minlength=words.shape[0]).tolist()
+    """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. bits = 0: `words` (E, N, K) is dense."""
     scheme = Scheme(bits, group_size, zero) if bits else None  # type: ignore[arg-type]
-    start = 0
-    for e, count in enumerate(counts):
-        if count == 0:
-            continue
-        rows = order[start : start + count]
-        start += count
-        if scheme is None:
-            y[rows] = nn.functional.linear(x[rows], words[e].to(x.dtype))
-        else:
-            z, a = (None if t is None else t[e] for t in (zeros, aux))
-            y[rows] = matmul(x[rows], PackedWeight(words[e], scales[e], z, scheme, N, K, layout, a))
-    return y
+    stack = Stack(words, scales, zeros, aux, scheme, N, K, layout)
+    if x.is_cuda and (x.shape[0] <= FEW_ROWS or torch.cuda.is_current_stream_capturing()):
+        return row_by_row(x, experts, stack)
+    return rows_by_expert(x, experts, stack)
 
 
 @experts_linear.register_fake

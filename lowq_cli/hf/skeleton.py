@@ -85,11 +85,15 @@ class Skeleton:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.params: dict[str, torch.Tensor] = model.state_dict()
         conversions = get_model_conversion_mapping(model)
         self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
         self._by_pattern = {p: c for c in self.converters for p in c.source_patterns}
+
+    @cached_property
+    def params(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter or saved buffer. Only for models on the meta device: packed modules would be repacked."""
+        return self.model.state_dict()
 
     def place(self, name: str) -> Place | None:
         """Where the checkpoint tensor `name` goes; None if the model does not know it."""

@@ -14,7 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
-from lowq_cli.hf.structure import check_complete
+from lowq_cli.hf.structure import FLOATS, check_complete
 from lowq_cli.quant_config import compact, expand
 from lowq_cli.safetensors_io import TensorHeader, read_header
 from lowq_kernels.linear import QuantLinear
@@ -62,6 +62,8 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         elif not place.merged and tuple(header.shape) != tuple(skeleton.params[place.param].shape):
             wanted = tuple(skeleton.params[place.param].shape)
             raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
+        elif header.dtype not in FLOATS and skeleton.params[place.param].is_floating_point():
+            raise DamagedError(f"{name} is {header.dtype}, but quantization_config does not say that it is packed")
     check_complete(skeleton, filled)
     by_module: dict[str, dict[str, Scheme]] = defaultdict(dict)
     for param, members in targets.items():
@@ -178,6 +180,8 @@ def finish(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises DamagedError for scales or zeros that are not finite or not the kind of zero that the scheme says.
     """
+    if getattr(model, "_tp_size", None) is not None:
+        raise UnsupportedError("lowq does not split packed weights over devices (tp_plan); use device_map='auto'")
     packed = {name: m for name, m in model.named_modules() if isinstance(m, Packed)}
     for module in packed.values():
         for p in module.parameters(recurse=False):
@@ -239,5 +243,6 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, str]:
         elif isinstance(module, QuantLinear | QuantEmbedding) and not isinstance(module, TiedHead):
             shape = (module.weight.shape[0],) if isinstance(module, QuantEmbedding) else (module.out_features,)
             schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
-    kept = {n.removesuffix(WEIGHT) for n in skeleton.params if n.endswith(WEIGHT)} - schemes.keys()
-    return compact({n.removesuffix(WEIGHT): s for n, s in schemes.items()}, kept)["tensors"]
+    found = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}
+    kept = {n.removesuffix(WEIGHT) for n, p in model.named_parameters() if n.endswith(WEIGHT) and p.is_floating_point()}
+    return compact(found, kept - found.keys())["tensors"]

@@ -83,35 +83,72 @@ def write_packed(dense: Path, folder: Path, schemes: dict[str, Scheme], dtype: s
     from lowq_cli.source import open_source
     from lowq_packers.layouts import pack
 
-    packed, dequantized, used = {}, {}, {}
+    packed, used = {}, {}
     with open_source(dense) as source:
-        for name, role in roles(source.config, source.headers).items():
+        config = source.config
+        for name, role in roles(config, source.headers).items():
             W = source.read(name).reshape(source.headers[name].shape)
-            meta = W.dtype if dtype is None else getattr(torch, dtype)
-            values = W.clone()
             scheme = schemes.get(role.kind) if role.parts else None
             if scheme is None:
                 packed[name] = W
             for part in role.parts if scheme else ():
-                view = values if part.expert is None else values[part.expert]
-                view = view if part.rows is None else view[part.rows[0] : part.rows[1]]
-                view = view.t() if part.transposed else view
-                q = rtn.quantize(view.contiguous(), scheme, meta)
+                q = rtn.quantize(_slice(W, part).contiguous(), scheme, W.dtype if dtype is None else getattr(torch, dtype))
                 p = pack(q)
-                packed |= {f"{part.name}.weight": p.words, f"{part.name}.weight_scale": p.scales}
-                if p.zeros is not None:
-                    packed[f"{part.name}.weight_zero"] = p.zeros
-                view.copy_(q.dequantize(W.dtype))
+                tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros}
+                packed |= {f"{part.name}.{leaf}": t for leaf, t in tensors.items() if t is not None}
                 used[part.name] = scheme
-            dequantized[name] = values
-        config = source.config
     kept = {n.removesuffix(".weight") for n in packed if n.endswith(".weight")} - used.keys()
-    for where, tensors in ((folder / "packed", packed), (folder / "dequantized", dequantized)):
-        shutil.copytree(dense, where, ignore=shutil.ignore_patterns("*.safetensors*"))
-        save_file({k: v.contiguous() for k, v in tensors.items()}, where / "model.safetensors", metadata={"format": "pt"})
-    config = config | {"quantization_config": compact(used, kept)}
-    (folder / "packed" / "config.json").write_text(json.dumps(config))
-    return Checkpoints(dense, folder / "packed", folder / "dequantized", used)
+    out = folder / "packed"
+    shutil.copytree(dense, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file({k: v.contiguous() for k, v in packed.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": compact(used, kept)}))
+    return Checkpoints(dense, out, write_dequantized(dense, out, folder / "dequantized"), used)
+
+
+def write_dequantized(dense: Path, packed: Path, out: Path) -> Path:
+    """A dense checkpoint of the values that a packed one stands for, in the names and dtypes of the dense source."""
+    from safetensors.torch import save_file
+
+    from lowq_cli.hf.structure import roles
+    from lowq_cli.quant_config import expand
+    from lowq_cli.source import open_source
+    from lowq_packers.layouts import PackedWeight, unpack
+
+    tensors = {}
+    with open_source(dense) as source, open_source(packed) as other:
+        config = dict(other.config)
+        stems = [n.removesuffix(".weight") for n in other.headers if n.endswith(".weight")]
+        schemes = expand(config.pop("quantization_config"), stems)
+
+        def values(stem: str) -> Any:
+            read = {
+                leaf: other.read(n).reshape(other.headers[n].shape) for leaf in LEAVES if (n := stem + leaf) in other.headers
+            }
+            K = read[".weight_scale"].shape[1] * schemes[stem].group_size
+            N = read[".weight"].shape[0]
+            return unpack(PackedWeight(*map(read.get, LEAVES), schemes.pop(stem), N, K, "rowstream")).dequantize()
+
+        for name, role in roles(source.config, source.headers).items():
+            W = source.read(name).reshape(source.headers[name].shape)
+            for part in role.parts:
+                if part.name in schemes:
+                    _slice(W, part).copy_(values(part.name))
+            tensors[name] = W
+        tensors |= {f"{stem}.weight": values(stem) for stem in list(schemes)}  # a head that the source kept tied
+    shutil.copytree(dense, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+LEAVES = (".weight", ".weight_scale", ".weight_zero")
+
+
+def _slice(W: Any, part: Any) -> Any:
+    """The view of a source tensor that a Part means."""
+    view = W if part.expert is None else W[part.expert]
+    view = view if part.rows is None else view[part.rows[0] : part.rows[1]]
+    return view.t() if part.transposed else view
 
 
 @pytest.fixture(scope="session")
@@ -133,3 +170,9 @@ def family_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 def pack_checkpoint() -> Callable[..., Checkpoints]:
     """`write_packed` with SCHEMES unless told otherwise: (dense folder, output folder, schemes, dtype) -> folders."""
     return lambda dense, folder, schemes=SCHEMES, dtype=None: write_packed(dense, folder, schemes, dtype)
+
+
+@pytest.fixture(scope="session")
+def dequantize_checkpoint() -> Callable[[Path, Path, Path], Path]:
+    """`write_dequantized`: (dense folder, packed folder, output folder) -> output folder."""
+    return write_dequantized

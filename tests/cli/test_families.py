@@ -74,3 +74,26 @@ def test_a_plain_from_pretrained_is_enough(family_checkpoints):
     model = AutoModelForCausalLM.from_pretrained(c.packed)
     assert model.dtype == torch.bfloat16  # dtype=None: the checkpoint's own
     assert model.model.layers[0].self_attn.q_proj.layout == "cpu_int4"  # prepared for this device
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pipeline_writes_what_loads(family, family_checkpoints, dequantize_checkpoint, tmp_path):
+    from lowq_cli.pipeline import quantize
+
+    dense = family_checkpoints(family).dense
+    result = quantize(dense, out=tmp_path / "packed", bits=4, group=16, method="rtn", device="cpu")
+    assert result["quantized_fraction"] > 0.5
+    reference = dequantize_checkpoint(dense, tmp_path / "packed", tmp_path / "dequantized")
+    assert distance(logits(tmp_path / "packed", torch.float32), logits(reference, torch.float32)) < FP32
+
+
+def test_a_tied_head_can_be_written_separately(family_checkpoints, dequantize_checkpoint, tmp_path):
+    from lowq_cli.pipeline import quantize
+
+    dense = family_checkpoints("llama-tied").dense
+    quantize(dense, out=tmp_path / "packed", bits=4, group=16, method="rtn", lm_head=8, device="cpu")
+    with open_source(tmp_path / "packed") as source:
+        model = load_model(source, "cpu", torch.float32)
+    assert isinstance(model.lm_head, QuantLinear)
+    reference = dequantize_checkpoint(dense, tmp_path / "packed", tmp_path / "dequantized")
+    assert distance(logits(tmp_path / "packed", torch.float32), logits(reference, torch.float32)) < FP32

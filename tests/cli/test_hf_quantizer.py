@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from lowq_cli.hf import register
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
-from lowq_cli.hf.experts import QuantExperts
+from lowq_cli.hf.experts import QuantExperts, row_by_row, rows_by_expert
 from lowq_cli.hf.load import load_model
 from lowq_cli.quant_config import compact, expand
 from lowq_cli.source import open_source
@@ -289,11 +289,25 @@ def test_experts_packed_in_one_stack_only(stack, family_checkpoints):
         expected = module(x, index, weights)
     packed = open_model(c.packed).model.layers[0].mlp.experts
     half = QuantExperts(module, {stack: packed.schemes[stack]}, torch.float32)
-    half._hold(stack, *packed.tensors(stack)[:3], None, packed.layouts[stack])
+    half._hold(stack, packed.stack(stack))
     assert distance(half(x, index, weights), expected) < 1e-5
     spoilt = half.get_parameter(stack)
     spoilt.data = spoilt.data.flip(0).contiguous()
     assert distance(half(x, index, weights), expected) > 1e-2  # the test can fail
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_orders_of_expert_products_agree(dtype, family_checkpoints):
+    """row_by_row is what a GPU does while decoding; it needs no GPU to be right."""
+    model = open_model(family_checkpoints("mixtral", "float32", {"expert": Scheme(4, 32)}).packed, dtype)
+    stack = model.model.layers[1].mlp.experts.stack("gate_up_proj")
+    assert stack.layout == ("cpu_int4" if dtype == torch.bfloat16 else "rowstream")
+    torch.manual_seed(2)
+    x, experts = torch.randn(7, 64).to(dtype), torch.tensor([3, 0, 0, 2, 3, 1, 0])
+    expected = torch.stack([stack.product(x[s : s + 1], int(e))[0] for s, e in enumerate(experts)])
+    assert distance(row_by_row(x, experts, stack).float(), expected.float()) < 1e-6
+    assert distance(rows_by_expert(x, experts, stack).float(), expected.float()) < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert distance(row_by_row(x, experts.flip(0), stack).float(), expected.float()) > 0.1
 
 
 @pytest.mark.gpu
