@@ -120,7 +120,7 @@ class OutputFolder:
 
     def forget(self, items: list[Item]) -> None:
         """Take back that these items are finished."""
-        if any(self.finished.pop(i.name, None) for i in items):
+        if [i for i in items if self.finished.pop(i.name, None)]:
             self._rewrite_journal()
 
     def record(self, item: Item, rel_error: float | None, crc: list[int]) -> None:

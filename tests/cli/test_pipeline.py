@@ -1,0 +1,138 @@
+"""The run: the bytes it writes are those of the quantizer and the layout, for every family; the same on every run."""
+
+import json
+import zlib
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lowq_cli import budget, pipeline
+from lowq_cli.checkpoint import open_checkpoint
+from lowq_cli.pipeline import Finished, Planned, ShardDone, TensorDone, run
+from lowq_cli.quantizers import _slabs, hqq
+from lowq_cli.recipe import make_recipe
+from lowq_packers.layouts import pack
+from lowq_packers.scheme import Scheme
+
+FAMILY_NAMES = ["llama", "llama-tied", "qwen2", "gemma3", "phi3", "gpt2", "mixtral", "qwen3-moe"]
+
+
+def all_tensors(folder):
+    return {n: t for f in sorted(folder.glob("*.safetensors")) for n, t in load_file(f).items()}
+
+
+def same(a, b):
+    assert a.keys() == b.keys()
+    assert [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])] == []
+
+
+def files(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lowq.log"}
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_tensor_is_that_of_quantizer_and_layout(family, family_checkpoints, pack_checkpoint, tmp_path):
+    schemes = dict.fromkeys(("attention", "mlp", "expert"), Scheme(3, 16, "int"))
+    dense = family_checkpoints(family).dense
+    expected = pack_checkpoint(dense, tmp_path / "expected", schemes).packed
+    *_, finished = run(dense, make_recipe(bits=3, group=16, zero="int", method="rtn"), tmp_path / "out", shard_size=50_000)
+    assert isinstance(finished, Finished)
+    same(all_tensors(tmp_path / "out"), all_tensors(expected))
+    read = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert read == json.loads((expected / "config.json").read_text())
+    assert open_checkpoint(tmp_path / "out").check_values() > 0
+
+
+def test_events_tell_the_whole_run(tmp_path):
+    planned, *middle, finished = run("demo", make_recipe(method="rtn"), tmp_path / "out", shard_size=3_000_000)
+    assert isinstance(planned, Planned)
+    assert isinstance(finished, Finished)
+    tensors = [e for e in middle if isinstance(e, TensorDone)]
+    assert [e.index for e in tensors] == list(range(1, len(planned.plan.items) + 1))
+    assert tensors[-1].params_done == tensors[-1].params_total == planned.plan.params
+    assert [e.name for e in middle if isinstance(e, ShardDone)] == [s.name for s in planned.plan.shards]
+    result = finished.result.to_json()
+    wanted = ["out", "bpw", "bytes", "source_bytes", "quantized_fraction", "seconds", "peak_rss_bytes"]
+    assert list(result)[:7] == wanted
+    sizes = sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
+    assert result["bytes"] == planned.plan.nbytes == sizes
+    assert [e for _, _, e in result["worst"]] == sorted((e.rel_error for e in tensors if e.scheme), reverse=True)[:5]
+
+
+def test_the_error_on_record_is_that_of_the_bytes_written(tmp_path):
+    events = list(run("demo", make_recipe(bits=2, skip=["layers.[1-5]"]), tmp_path / "out"))
+    source = load_file(pipeline.open_source("demo").folder / "model.safetensors")
+    done = next(e for e in events if isinstance(e, TensorDone) and e.scheme)
+    W = source[f"{done.name}.weight"]
+    q = hqq.quantize(W, Scheme(2, 64), torch.bfloat16)
+    relative = ((W.double() - q.dequantize().double()).norm() / W.double().norm()).item()
+    assert done.rel_error == pytest.approx(relative, rel=1e-5)
+    words = load_file(tmp_path / "out" / "model.safetensors")[f"{done.name}.weight"]
+    assert torch.equal(words, pack(q).words)
+    report = json.loads((tmp_path / "out" / "lowq_report.json").read_text())
+    entry = next(t for t in report["tensors"] if t["name"] == done.name)
+    assert entry["rel_error"] == done.rel_error
+    assert entry["crc32"][0] == zlib.crc32(words.numpy().tobytes())
+    assert not {"time", "seconds", "date"} & report.keys()
+
+
+def test_two_runs_write_the_same_bytes_and_slabs_change_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(_slabs.SLAB, "cpu", 1 << 14)
+    recipe = make_recipe(skip=["layers.[1-5]"])
+    for folder, slab in (("one", 1 << 23), ("two", 1 << 23), ("three", 1 << 15)):
+        monkeypatch.setattr(budget, "SLAB", slab)
+        list(run("demo", recipe, tmp_path / folder))
+    assert budget.slab_rows(256) == 128  # 768 rows were cut in six
+    assert files(tmp_path / "one") == files(tmp_path / "two") == files(tmp_path / "three")
+
+
+def test_small_and_large_files_hold_the_same_tensors(tmp_path):
+    list(run("demo", make_recipe(method="rtn"), tmp_path / "one"))
+    list(run("demo", make_recipe(method="rtn"), tmp_path / "many", shard_size=1_000_000))
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    same(all_tensors(tmp_path / "one"), all_tensors(tmp_path / "many"))
+    assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in all_tensors(tmp_path / "one").values())
+    assert index["weight_map"].keys() == all_tensors(tmp_path / "one").keys()
+
+
+def test_stacked_experts_give_the_files_of_separate_ones(family_checkpoints, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    dense = family_checkpoints("mixtral").dense
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    stacked = tmp_path / "stacked"
+    stacked.mkdir()
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, stacked / "model.safetensors")
+    (stacked / "config.json").write_bytes((dense / "config.json").read_bytes())
+    assert any(t.dim() == 3 for t in all_tensors(stacked).values())
+    list(run(dense, make_recipe(group=16), tmp_path / "a"))
+    list(run(stacked, make_recipe(group=16), tmp_path / "b"))
+    a, b = all_tensors(tmp_path / "a"), all_tensors(tmp_path / "b")
+    packed = [n for n in a if ".experts." in n]
+    assert len(packed) == 2 * 4 * 3 * 3
+    same({n: a[n] for n in packed}, {n: b[n] for n in packed})
+
+
+def test_a_cast_reaches_kept_tensors_and_the_config(tmp_path):
+    list(run("demo", make_recipe(method="rtn", dtype="float16"), tmp_path / "out"))
+    assert {t.dtype for t in all_tensors(tmp_path / "out").values()} == {torch.float16, torch.int32}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["dtype"] == "float16"
+    assert "torch_dtype" not in config
+
+
+def test_the_python_function_returns_the_documented_keys(tmp_path):
+    result = pipeline.quantize("demo", tmp_path / "out", bits=8, group=128, method="rtn", device="cpu")
+    assert {"out", "bpw", "bytes", "source_bytes", "quantized_fraction", "seconds", "peak_rss_bytes"} <= result.keys()
+    assert result["quantized_bpw"] == pytest.approx(8.25)
+    assert pipeline.quantize("demo", tmp_path / "out", bits=8, group=128, method="rtn", device="cpu")["already_done"]
+
+
+def test_companions_come_along(tmp_path):
+    list(run("demo", make_recipe(method="rtn"), tmp_path / "out"))
+    demo = pipeline.open_source("demo").folder
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (demo / name).read_bytes()
+    assert "finished" in (tmp_path / "out" / "lowq.log").read_text()
