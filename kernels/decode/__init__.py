@@ -1,0 +1,45 @@
+"""What a transformer layer does between its matmuls while decoding, a kernel each: `ops(device)` gives the set for a device.
+
+    add_norm   residual add + RMSNorm (+ the norm of what is added, in Gemma's sandwich)
+    attend     q/k norm + RoPE + cache write + attention over the cache, one token per sequence
+    gated      act(gate) * up
+    choose     the next token from logits, and one position further
+
+On CUDA these are the Triton kernels of this package; elsewhere the torch functions they are held to (`reference`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from lowq_kernels.decode import reference
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The four operations, by whoever does them; the signatures are those of `reference`."""
+
+    name: str
+    add_norm: Callable[..., torch.Tensor]
+    attend: Callable[..., torch.Tensor]
+    gated: Callable[..., torch.Tensor]
+    choose: Callable[..., None]
+
+
+TORCH = Ops("torch", reference.add_norm, reference.attend, reference.gated, reference.choose)
+
+
+@cache
+def ops(device_type: str) -> Ops:
+    """The set for a kind of device; torch's where Triton is not installed."""
+    if device_type != "cuda":
+        return TORCH
+    try:
+        from lowq_kernels.decode import attention, elementwise, sample
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] != "triton":
+            raise
+        return TORCH
+    return Ops("triton", elementwise.add_norm, attention.attend, elementwise.gated, sample.choose)

@@ -1,0 +1,229 @@
+"""attend: one token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel.
+
+Maths   softmax(scale * rope(q) . rope(K)^T) V over slots first .. pos, online in base 2; GQA: the G = HQ / HKV queries of a
+        key head are the rows of one tl.dot (padded to 16)
+Grid    (B * HKV, SPLITS): each program takes an equal chunk of the live slots, so short texts leave programs idle and
+        long ones keep them all busy; the last of a sequence-head to finish adds the parts up, in split order, so the
+        result does not depend on who came last
+New     the token's own k and v go from registers into the tile as well as into the cache: no program reads slot `pos`
+Limits  D <= 256, S * D < 2^31 per head; counters start at zero and are left at zero
+Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.reference import Heads
+
+BLOCK_N = 32
+PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
+MOST_SPLITS = 32
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _head(ptr, partner_ptr, norm_ptr, offs_d, partner, cos, sin, mask, mask_d, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Rows of heads (rows, BLOCK_D) in fp32, normed and rotated. `partner` is the other half of each rotated pair."""
+    x = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(partner_ptr, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * inverse * tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+        other = other * inverse * tl.load(norm_ptr + partner, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+    return x * cos[None, :] + other * sin[None, :]
+
+
+@triton.jit
+def _attend_kernel(
+    qkv_ptr,
+    k_ptr,
+    v_ptr,
+    pos_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    part_ptr,
+    sums_ptr,
+    count_ptr,
+    y_ptr,
+    S,
+    scale,
+    eps,
+    window,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    head, split = tl.program_id(0), tl.program_id(1)  # head: which key head of which sequence
+    b, h = head // HKV, head % HKV
+    offs_d, offs_g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
+    mask_d, mask_g = offs_d < D, offs_g < G
+    mask_gd = mask_g[:, None] & mask_d[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    pos = tl.load(pos_ptr + b)
+    n = pos + 1
+    first = tl.maximum(n - window, 0)
+    chunk = tl.cdiv(tl.cdiv(n - first, SPLITS), BLOCK_N) * BLOCK_N
+    live = tl.cdiv(n - first, chunk)  # splits that have something to do
+    if split >= live:
+        return
+    begin = first + split * chunk
+    end = tl.minimum(begin + chunk, n)
+
+    partner = tl.where(offs_d < R // 2, offs_d + R // 2, tl.where(offs_d < R, offs_d - R // 2, offs_d))
+    rotated = offs_d < R
+    cos = tl.load(cos_ptr + pos * R + offs_d, mask=rotated, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + pos * R + offs_d, mask=rotated, other=0.0).to(tl.float32)
+    sin = tl.where(offs_d < R // 2, -sin, sin)
+    token = qkv_ptr + b.to(tl.int64) * (G + 2) * HKV * D
+    q_row = token + (h * G + offs_g)[:, None] * D
+    q = _head(
+        q_row + offs_d[None, :], q_row + partner[None, :], q_norm_ptr, offs_d, partner, cos, sin, mask_gd, mask_d, eps, D, NORM
+    )
+    dtype = k_ptr.dtype.element_ty
+    q = q.to(dtype)
+
+    own = (begin <= pos) & (pos < end)  # this program's chunk holds the new token
+    k_row = token + (HKV * G + h) * D + tl.zeros((1, 1), tl.int32)
+    new_k = _head(
+        k_row + offs_d[None, :],
+        k_row + partner[None, :],
+        k_norm_ptr,
+        offs_d,
+        partner,
+        cos,
+        sin,
+        mask_d[None, :],
+        mask_d,
+        eps,
+        D,
+        NORM,
+    ).to(dtype)
+    new_v = tl.load(token + (HKV * G + HKV + h) * D + offs_d, mask=mask_d, other=0.0)[None, :]
+    slots = head.to(tl.int64) * S * D
+    if own:
+        here = slots + pos * D + offs_d[None, :]
+        tl.store(k_ptr + here, new_k, mask=mask_d[None, :])
+        tl.store(v_ptr + here, new_v, mask=mask_d[None, :])
+
+    top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        tile = slots + offs_n[:, None] * D + offs_d[None, :]
+        old = (offs_n < tl.minimum(end, pos))[:, None] & mask_d[None, :]
+        k = tl.load(k_ptr + tile, mask=old, other=0.0)
+        v = tl.load(v_ptr + tile, mask=old, other=0.0)
+        is_new = (offs_n == pos)[:, None]
+        k = tl.where(is_new, new_k, k)
+        v = tl.where(is_new, new_v, v)
+        score = tl.dot(q, tl.trans(k)) * scale
+        score = tl.where((offs_n < end)[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp2(score - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        acc = tl.dot(p.to(dtype), v, acc * fade[:, None])
+        top = higher
+
+    out = y_ptr + (b.to(tl.int64) * HKV + h) * G * D
+    if live == 1:
+        y = acc / total[:, None]
+        tl.store(out + offs_g[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_gd)
+        return
+    part = part_ptr + head.to(tl.int64) * SPLITS * G * D
+    sums = sums_ptr + head.to(tl.int64) * SPLITS * G * 2
+    tl.store(part + (split * G + offs_g)[:, None] * D + offs_d[None, :], acc, mask=mask_gd)
+    tl.store(sums + split * G * 2 + offs_g, top, mask=mask_g)
+    tl.store(sums + split * G * 2 + G + offs_g, total, mask=mask_g)
+    tl.debug_barrier()  # every thread's part is written before one of them says so
+    if tl.atomic_add(count_ptr + head, 1, sem="acq_rel") != live - 1:
+        return
+    tl.store(count_ptr + head, 0)
+    offs_s = tl.arange(0, SPLITS)
+    there = offs_s < live
+    for g in tl.static_range(G):
+        tops = tl.load(sums + offs_s * G * 2 + g, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(sums + offs_s * G * 2 + G + g, mask=there, other=0.0, cache_modifier=".cg")
+        share = tl.exp2(tops - tl.max(tops, 0))
+        rows = part + (offs_s * G + g)[:, None] * D + offs_d[None, :]
+        accs = tl.load(rows, mask=there[:, None] & mask_d[None, :], other=0.0, cache_modifier=".cg")
+        y = tl.sum(accs * share[:, None], 0) / tl.sum(totals * share, 0)
+        tl.store(out + g * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+
+
+@cache
+def _scratch(device: torch.device, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parts, sums and counters for `heads` sequence-heads of `width` fp32 each.
+
+    Kept for good: CUDA graphs hold their addresses. Launches on one stream follow one another, so one set serves them all.
+    """
+    part = torch.empty(heads * width, dtype=torch.float32, device=device)
+    return part, torch.empty_like(part), torch.zeros(heads, dtype=torch.int32, device=device)
+
+
+def splits_for(heads: int) -> int:
+    """Programs per sequence-head."""
+    return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
+
+
+def attend(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+) -> torch.Tensor:
+    """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
+    B, S, G = qkv.shape[0], k_cache.shape[2], h.HQ // h.HKV
+    y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
+    splits = splits_for(B * h.HKV)
+    part, sums, count = _scratch(qkv.device, B * h.HKV, splits * G * max(h.D, 2))
+    _attend_kernel[(B * h.HKV, splits)](
+        qkv,
+        k_cache,
+        v_cache,
+        pos,
+        cos,
+        sin,
+        h.q_norm,
+        h.k_norm,
+        part,
+        sums,
+        count,
+        y,
+        S,
+        h.scale * LOG2E,
+        h.eps,
+        h.window or S + 1,
+        HKV=h.HKV,
+        G=G,
+        D=h.D,
+        R=cos.shape[1],
+        SPLITS=splits,
+        BLOCK_G=max(16, triton.next_power_of_2(G)),
+        BLOCK_D=max(16, triton.next_power_of_2(h.D)),
+        BLOCK_N=BLOCK_N,
+        NORM=h.q_norm is not None,
+        num_warps=4,
+        **pdl(qkv),
+    )
+    return y

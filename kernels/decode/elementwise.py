@@ -1,0 +1,102 @@
+"""add_norm and gated: the row-wise work between the matmuls of a layer.
+
+Grid    add_norm: one program per row of x; gated: (M, cdiv(I, BLOCK))
+Launch  with programmatic dependent launch on Hopper: the next kernel may start early, so each kernel waits for the one
+        before it (gdc_wait) before it touches anything that is not a weight
+Source  own
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode.launch import pdl
+
+GATE_BLOCK = 1024
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr,
+    delta_ptr,
+    post_ptr,
+    weight_ptr,
+    y_ptr,
+    H,
+    eps,
+    HAS_DELTA: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    offs = tl.arange(0, BLOCK_H)
+    mask = offs < H
+    row = tl.program_id(0).to(tl.int64) * H + offs
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + row, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + row, mask=mask, other=0.0).to(tl.float32)
+        if HAS_POST:
+            post = tl.load(post_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+            delta = delta * tl.rsqrt(tl.sum(delta * delta, 0) / H + eps) * post
+            delta = delta.to(x_ptr.dtype.element_ty).to(tl.float32)
+        rounded = (x + delta).to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * weight
+    tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def add_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, post: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `reference.add_norm`; x, delta (M, H) contiguous."""
+    M, H = x.shape
+    y = torch.empty_like(x)
+    BLOCK_H = triton.next_power_of_2(H)
+    _add_norm_kernel[(M,)](
+        x,
+        delta,
+        post,
+        weight,
+        y,
+        H,
+        eps,
+        HAS_DELTA=delta is not None,
+        HAS_POST=post is not None,
+        BLOCK_H=BLOCK_H,
+        num_warps=min(16, max(1, BLOCK_H // 256)),
+        **pdl(x),
+    )
+    return y
+
+
+@triton.jit
+def _gated_kernel(gate_up_ptr, y_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < width
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    gate = tl.load(gate_up_ptr + row * 2 * width + offs, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * width + width + offs, mask=mask, other=0.0).to(tl.float32)
+    if ACT == "silu":
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    else:  # gelu, tanh form: tanh(t) = 1 - 2 / (exp(2 t) + 1)
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        y = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)) * up
+    tl.store(y_ptr + row * width + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """As `reference.gated`; gate_up (M, 2 I) contiguous."""
+    M, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(M, width, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (M, triton.cdiv(width, GATE_BLOCK))
+    _gated_kernel[grid](gate_up, y, width, ACT=act, BLOCK=GATE_BLOCK, num_warps=4, **pdl(gate_up))
+    return y
