@@ -92,7 +92,7 @@ class Checkpoint:
         """
         import torch
 
-        known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}
+        known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # its shape: _check_report
         for t in self.tensors:
             names = [f"{t.name}.weight", *(f"{t.name}.{c}" for c in COMPANIONS)] if t.scheme else [t.name]
             found = [n for n in names if n in self.source.headers]
@@ -204,7 +204,11 @@ def _packed(source: Source, name: str, scheme: Scheme) -> CheckpointTensor:
 def _check_report(source: Source, report: dict[str, Any]) -> None:
     """The weight files are those that the report describes. Raises DamagedError."""
     listed = report.get("weights", {})
-    if not isinstance(listed, dict) or not isinstance(report.get("tensors", []), list):
+    tensors = report.get("tensors", [])
+    wellformed = isinstance(tensors, list) and all(
+        isinstance(t, dict) and isinstance(t.get("name"), str) and isinstance(t.get("crc32"), list) for t in tensors
+    )
+    if not isinstance(listed, dict) or not wellformed:
         raise DamagedError(f"{source.folder}/{REPORT} is malformed; remove it, or quantize again")
     for name, facts in listed.items():
         header = source.files.get(name)
