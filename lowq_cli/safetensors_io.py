@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 
 if TYPE_CHECKING:  # a dry run and `lowq --help` read headers without importing torch
     import torch
@@ -210,18 +210,3 @@ def check_file_name(name: str, where: str) -> str:
     if not isinstance(name, str) or not name or Path(name).name != name or name in (".", ".."):
         raise DamagedError(f"{where} names the file {name!r}; only files beside it are allowed")
     return name
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from 2000000, "500MB" or "2GiB". Raises UsageError."""
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-    s = str(text).strip().lower()
-    digits = s.rstrip("abcdefghijklmnopqrstuvwxyz ")
-    unit = s[len(digits) :].strip()
-    try:
-        value = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise UsageError(f"{text!r} is not a size; write it like 2GiB or 500MB") from None
-    if value < 1:
-        raise UsageError(f"a size must be positive, not {text!r}")
-    return value

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowq_cli import source as source_module
-from lowq_cli.safetensors_io import TensorHeader, build_header, parse_header, parse_size, read_header
+from lowq_cli.safetensors_io import TensorHeader, build_header, parse_header, read_header
 from lowq_cli.source import open_source
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 
@@ -209,14 +209,3 @@ def test_hub_refusals_are_told_apart():
     assert "has no model org/x" in str(named("RepositoryNotFoundError"))
     assert named("NotASafetensorsRepoError").exit_code == 5
     assert str(named("Strange")) == "cannot fetch org/x: Strange: first line"
-
-
-@pytest.mark.parametrize(("text", "size"), [("2GiB", 2 << 30), ("500MB", 500_000_000), (7, 7), ("1.5 kib", 1536)])
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "0", "12 parsecs", "nan"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(UsageError):
-        parse_size(text)
