@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, SchemeError
 from lowq_packers.formats import Header, Headers
 from lowq_packers.qtensor import QuantizedTensor
@@ -49,6 +50,27 @@ def need(headers: Headers, name: str, shape: tuple[int, ...] | None = None, dtyp
     if header.dtype not in tuple(dtypes):
         raise DamagedError(f"{name} has dtype {header.dtype}; it must be {' or '.join(dtypes)}")
     return header
+
+
+def matrix(headers: Headers, name: str, dtypes: Iterable[str]) -> tuple[int, int]:
+    """The two dimensions of a tensor that must be there. Raises DamagedError."""
+    shape = need(headers, name, dtypes=dtypes).shape
+    if len(shape) != 2 or 0 in shape:
+        raise DamagedError(f"{name} has the shape {tuple(shape)}; a packed matrix has two dimensions")
+    return shape[0], shape[1]
+
+
+def unpack(words: torch.Tensor, bits: int, K: int) -> torch.Tensor:
+    """`bitstream.unpack` for 5, 6 and 7 bits too, which lowq reads and never writes: (R, W) int32 -> (R, K) uint8 codes."""
+    if bits in BITS:
+        return bitstream.unpack(words, bits, K)
+    R, lanes = words.shape[0], -(-K // 8)
+    stream = words.contiguous().flatten().view(torch.uint8).reshape(R, -1)
+    stream = torch.nn.functional.pad(stream, (0, max(0, lanes * bits - stream.shape[1])))
+    eight = torch.zeros(R, lanes, 8, dtype=torch.uint8)
+    eight[..., :bits] = stream[:, : lanes * bits].reshape(R, lanes, bits)
+    codes = (eight.view(torch.int64) >> (torch.arange(8) * bits)) & ((1 << bits) - 1)
+    return codes.reshape(R, -1)[:, :K].to(torch.uint8)
 
 
 def group_count(K: int, group_size: int, name: str) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
         raise UnsupportedError(f"AWQ with {bits} bits is not one that lowq reads; it reads 4")
     found = []
     for p in c.modules(headers, ".qweight"):
-        K, words = c.need(headers, f"{p}.qweight", dtypes=("I32",)).shape
+        K, words = c.matrix(headers, f"{p}.qweight", ("I32",))
         N = words * 8
         g, G = c.group_count(K, c.number(q, "group_size", "q_group_size"), p)
         c.need(headers, f"{p}.qzeros", (G, words), ("I32",))

@@ -63,7 +63,7 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
     bits = c.number(q, "bits", "w_bit")
     if not 2 <= bits <= 8 or bits in (5, 6, 7):
         raise UnsupportedError(f"{p}: GPTQ with {bits} bits is not one that lowq reads; it reads 2, 3, 4 and 8")
-    rows, N = c.need(headers, f"{p}.qweight", dtypes=("I32",)).shape
+    rows, N = c.matrix(headers, f"{p}.qweight", ("I32",))
     K = rows * 32 // bits
     if rows * 32 % bits or N * bits % 32:
         raise DamagedError(f"{p}.qweight is {rows} x {N}, which {bits}-bit codes cannot fill")

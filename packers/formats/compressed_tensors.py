@@ -1,0 +1,305 @@
+"""compressed-tensors: pack-quantized (1 to 8 bits), int-quantized (int8), float-quantized (fp8), and their "naive" form.
+
+pack-quantized: weight_packed (N, ceil(K*bits/32)) int32, codes q = signed + 2**(bits-1) as a dense bit stream along K: lowq's
+words. weight_scale (N, G); weight_shape [N, K]; asymmetric also weight_zero_point (ceil(N*bits/32), G), packed along N.
+
+Trap: before mid-2026 widths that do not divide 32 (3, 5, 6, 7) put 32 // bits codes in a word and left the rest of it empty.
+The widths of the rows tell which, and where they agree, the empty bits do.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowq_packers import bitstream
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import _common as c
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme, ZeroKind
+
+NAME = "compressed-tensors"
+INTS, FLOATS8 = ("I32",), ("F8_E4M3",)
+
+
+def _section(config: Config) -> Mapping[str, Any]:
+    return c.section(config, "quantization_config", "compression_config")
+
+
+def _group_of(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The config group of a module: the first whose targets name it, else the first that targets its class."""
+    groups = q.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise DamagedError("quantization_config has no config_groups")
+    by_class = None
+    for group in groups.values():
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        for target in targets if isinstance(targets, Sequence) else ():
+            try:
+                hit = re.match(target[3:], name) if target.startswith("re:") else target == name
+            except re.error:
+                raise DamagedError(f"quantization_config: target {target!r} is no regular expression") from None
+            if hit:
+                return group
+            if by_class is None and not target.startswith("re:") and "." not in target:
+                by_class = group
+    if by_class is None:
+        raise DamagedError(f"no config group targets {name}, though it is quantized")
+    return by_class
+
+
+def _weights(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    weights = _group_of(q, name).get("weights")
+    if not isinstance(weights, Mapping):
+        raise DamagedError(f"the config group of {name} does not say how weights are quantized")
+    return weights
+
+
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    q = _section(config)
+    found = []
+    for name in headers:
+        p, _, leaf = name.rpartition(".")
+        if leaf == "weight_packed":
+            if headers[name].dtype != "I32":
+                raise UnsupportedError(f"{name} is {headers[name].dtype}: 4-bit floats, which lowq has no kernel for")
+            found.append(_packed(p, _weights(q, p), headers, fetch))
+        elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype == "I8":
+            found.append(_int8(p, _weights(q, p), headers))
+        elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype in FLOATS8:
+            found.append(_fp8(p, _weights(q, p), headers))
+    return found
+
+
+def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None) -> Matrix:
+    bits = c.number(w, "num_bits")
+    if not 1 <= bits <= 8 or w.get("type", "int") != "int":
+        raise UnsupportedError(f"{p}: pack-quantized with {bits}-bit {w.get('type')} codes is not one that lowq reads")
+    N, words = c.matrix(headers, f"{p}.weight_packed", INTS)
+    scale = c.need(headers, f"{p}.weight_scale")
+    G = scale.shape[-1] if scale.shape else 0
+    if tuple(scale.shape) != (N, G):
+        raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; {N} rows were expected")
+    grouped = w.get("strategy") in ("group", "tensor_group")
+    K = c.number(w, "group_size") * G if grouped else words * 32 // bits
+    parts = [f"{p}.weight_packed", f"{p}.weight_scale"]
+    if f"{p}.weight_shape" in headers:
+        parts.append(f"{p}.weight_shape")
+        if fetch is not None:
+            said = [int(v) for v in fetch(f"{p}.weight_shape").flatten().tolist()]
+            if len(said) != 2 or said[0] != N or (grouped and said[1] != K) or not 0 < said[1] <= words * 32:
+                raise DamagedError(f"{p}.weight_shape says {said}; its words and scales are {N} x {words} and {N} x {G}")
+            K = said[1]
+    g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)
+    sizes = {bitstream.words_per_row(K, bits): False, -(-K // (32 // bits)): True}
+    if words not in sizes:
+        raise DamagedError(f"{p}.weight_packed has {words} words a row; {K} codes of {bits} bits fill {min(sizes)}")
+    padded = sizes[words] if len(sizes) == 2 else None  # None: the widths do not tell; the empty bits do
+    padded = False if 32 % bits == 0 else padded
+    sym = bool(w.get("symmetric", True))
+    zero: ZeroKind = "none" if sym and bits > 1 else "int"
+    if not sym:
+        c.need(headers, f"{p}.weight_zero_point", dtypes=("I32", "I8"))
+        parts.append(f"{p}.weight_zero_point")
+    index = f"{p}.weight_g_idx" if f"{p}.weight_g_idx" in headers else None
+    permuted = w.get("actorder") in ("group", "dynamic") and index is not None
+    if index:
+        parts.append(index)
+        permuted = permuted if fetch is None else not torch.equal(fetch(index).long(), torch.arange(K) // g)
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        stored = fetch(f"{p}.weight_packed")
+        codes = _unpack(stored, bits, K, _is_padded(stored, bits) if padded is None else padded)
+        scales = fetch(f"{p}.weight_scale")
+        zeros = None if sym else _zeros(fetch(f"{p}.weight_zero_point"), p, bits, N, G).to(scales.dtype)
+        if sym and bits == 1:
+            zeros = torch.ones_like(scales)
+        if permuted and index:
+            groups = fetch(index).long()
+            if int(groups.min()) < 0 or int(groups.max()) >= G:
+                raise DamagedError(f"{index} names group {int(groups.max())}; there are {G}")
+            z = float(1 << (bits - 1)) if zeros is None else zeros[:, groups].float()
+            return ((codes.float() - z) * scales[:, groups].float()).to(scales.dtype)
+        return c.decoded(codes, scales, zeros, bits, g, zero)
+
+    scheme = None if permuted else c.held(bits, g, zero, K)
+    stored = (
+        f"{bits}-bit g{g} {'sym' if sym else 'int zero'}" + (" padded" if padded else "") + (" act-order" if permuted else "")
+    )
+    return Matrix(p, (N, K), tuple(parts), read, stored, bits, scheme, scale.dtype)
+
+
+def _is_padded(words: torch.Tensor, bits: int) -> bool:
+    """Whether the bits that 32 // bits codes leave free are 0 in every word."""
+    used = 32 // bits * bits
+    return not bool((words >> used).bitwise_and((1 << (32 - used)) - 1).any())
+
+
+def _unpack(words: torch.Tensor, bits: int, K: int, padded: bool) -> torch.Tensor:
+    """(R, W) int32 -> (R, K) uint8 codes."""
+    if not padded:
+        return c.unpack(words, bits, K)
+    E = 32 // bits
+    shifts = torch.arange(E, dtype=torch.int32) * bits
+    codes = words.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and((1 << bits) - 1)
+    return codes.reshape(words.shape[0], -1)[:, :K].to(torch.uint8)
+
+
+def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int) -> torch.Tensor:
+    """(N, G) zeros in code units, from words packed along N or from plain int8."""
+    if stored.dtype == torch.int8:
+        if tuple(stored.shape) != (N, G):
+            raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(N, G)}")
+        return (stored.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+    rows = {bitstream.words_per_row(N, bits): False, -(-N // (32 // bits)): True}
+    if stored.shape[0] not in rows or stored.shape[1] != G:
+        raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(min(rows), G)}")
+    words = stored.t().contiguous()
+    padded = 32 % bits != 0 and (rows[stored.shape[0]] if len(rows) == 2 else _is_padded(words, bits))
+    return _unpack(words, bits, N, padded).t()
+
+
+def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
+    """int-quantized: codes are int8; one scale for a row, for a group, or for all."""
+    N, K = c.matrix(headers, f"{p}.weight", ("I8",))
+    bits = c.number(w, "num_bits")
+    if not 2 <= bits <= 8:
+        raise UnsupportedError(f"{p}: int-quantized with {bits} bits is not one that lowq reads")
+    scale = c.need(headers, f"{p}.weight_scale")
+    G = scale.shape[-1] if len(scale.shape) == 2 else 1
+    g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)
+    parts = [f"{p}.weight", f"{p}.weight_scale"]
+    zero: ZeroKind = "none" if f"{p}.weight_zero_point" not in headers else "int"
+    if zero == "int":
+        parts.append(f"{p}.weight_zero_point")
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        half = 1 << (bits - 1)
+        codes = fetch(f"{p}.weight").to(torch.int16) + half
+        if bits < 8 and (int(codes.min()) < 0 or int(codes.max()) >= 2 * half):
+            raise DamagedError(f"{p}.weight holds codes beyond {bits} bits")
+        scales = fetch(f"{p}.weight_scale").reshape(-1, G).expand(N, G).contiguous()
+        zeros = None
+        if zero == "int":
+            stored = fetch(f"{p}.weight_zero_point").to(torch.int16).reshape(-1, G).expand(N, G)
+            zeros = (stored + half).to(scales.dtype)
+        return c.decoded(codes.to(torch.uint8), scales, zeros, bits, g, zero)
+
+    stored = f"int{bits} g{g} {'sym' if zero == 'none' else 'int zero'}"
+    return Matrix(p, (N, K), tuple(parts), read, stored, 8, c.held(bits, g, zero, K), scale.dtype)
+
+
+def _fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
+    """float-quantized: fp8 times a scale for all, for a row, or for a block of `block_structure`."""
+    N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
+    scale = c.need(headers, f"{p}.weight_scale")
+    block: tuple[int, int] | None = None
+    if w.get("strategy") == "block":
+        structure = w.get("block_structure")
+        if not isinstance(structure, Sequence) or len(structure) != 2 or not all(type(v) is int and v > 0 for v in structure):
+            raise DamagedError(f"{p}: block_structure={structure!r} is no pair of sizes")
+        block = structure[0], structure[1]
+        c.need(headers, f"{p}.weight_scale", (-(-N // block[0]), -(-K // block[1])))
+
+    def read(fetch: Fetch) -> torch.Tensor:
+        W, scales = fetch(f"{p}.weight").float(), fetch(f"{p}.weight_scale").float()
+        if block:
+            scales = scales.repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
+        elif scales.dim() < 2:
+            scales = scales.reshape(-1, 1)
+        return (W * scales).to(torch.bfloat16 if scale.dtype == "F32" else getattr(torch, _TORCH[scale.dtype]))
+
+    parts = [n for leaf in ("weight", "weight_scale", "input_scale") if (n := f"{p}.{leaf}") in headers]
+    kind = f"fp8 {block[0]}x{block[1]} blocks" if block else "fp8"
+    return Matrix(p, (N, K), tuple(parts), read, kind, 8, None, "BF16" if scale.dtype == "F32" else scale.dtype)
+
+
+_TORCH = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+
+
+def _notes(config: Config, headers: Headers) -> list[str]:
+    q = _section(config)
+    found = []
+    for group in c.section(q, "config_groups").values():
+        w = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(w, Mapping) and w.get("num_bits") in (3, 5, 6, 7) and w.get("type", "int") == "int":
+            found.append(f"{w['num_bits']}-bit words: dense since mid-2026, padded before; each tensor's width is checked")
+        if isinstance(w, Mapping) and w.get("symmetric") is False and w.get("type", "int") == "int":
+            found.append("asymmetric: transformers 5.23 loads it only with CompressedTensorsConfig(dequantize=True)")
+        if isinstance(group, Mapping) and group.get("input_activations"):
+            found.append("activations are quantized too when other engines run it; lowq quantizes weights only")
+    return list(dict.fromkeys(found))
+
+
+def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
+    found = ["lowq", "transformers (with compressed-tensors)"]
+    kinds = {(m.bits, "int zero" in m.stored) for m in matrices}
+    if kinds <= {(4, False), (4, True), (8, False), (2, False)}:
+        found.append("vLLM")
+    if kinds <= {(4, False), (8, False)}:
+        found.append("SGLang")
+    return found
+
+
+def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if s.zero == "float":
+        return (
+            "compressed-tensors holds whole-number zeros or none; nearest: quantize with --zero none (or int), or --to humming"
+        )
+    if s.zero == "none" and s.bits == 1:
+        return "1-bit codes without a zero stand for -s/2 and +s/2, compressed-tensors' for -s and 0; nearest: --to humming"
+    return None
+
+
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+    main = c.schemes_agree(schemes)
+    groups: dict[str, Any] = {}
+    by_scheme: dict[tuple[int, int, str], list[str]] = {}
+    for name, s in schemes.items():
+        by_scheme.setdefault((s.bits, -1 if s.group_size == shapes[name][1] else s.group_size, s.zero), []).append(name)
+    named = [key for key in by_scheme if main is None or (key[0], key[2]) != (main.bits, main.zero) or len(by_scheme) > 1]
+    largest = max(by_scheme, key=lambda key: len(by_scheme[key]))
+    ordered = [key for key in named if key != largest] + [largest]
+    for i, (bits, group, zero) in enumerate(ordered):
+        targets = ["Linear"] if (bits, group, zero) == largest else by_scheme[bits, group, zero]
+        weights: dict[str, Any] = {
+            "num_bits": bits, "type": "int", "symmetric": zero == "none", "strategy": "channel" if group == -1 else "group",
+            "group_size": None if group == -1 else group, "dynamic": False,
+        }  # fmt: skip
+        groups[f"group_{i}"] = {
+            "targets": targets, "weights": weights, "input_activations": None, "output_activations": None,
+            "format": "pack-quantized",
+        }  # fmt: skip
+    q = {
+        "quant_method": NAME, "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
+        "ignore": [n for n in kept if not c.GATHERED.search(n)], "config_groups": groups,
+    }  # fmt: skip
+    return {"quantization_config": q}
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    tensors = {
+        f"{name}.weight_packed": bitstream.pack(q.W_q, q.bits),
+        f"{name}.weight_scale": q.scales,
+        f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+    }
+    if q.zeros is not None:
+        tensors[f"{name}.weight_zero_point"] = bitstream.pack(c.whole_zeros(q, name).t().contiguous(), q.bits).t().contiguous()
+    return tensors
+
+
+register(
+    Format(
+        NAME,
+        "compressed-tensors",
+        lambda config, headers: method(config) == NAME or "compression_config" in config,
+        _matrices,
+        _engines,
+        _why_not,
+        _write,
+        _config,
+        _notes,
+    )
+)

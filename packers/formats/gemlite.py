@@ -1,0 +1,123 @@
+"""GemLite state dicts: W_q (K/E, N) words, scales and zeros (G, N), metadata int32[12], orig_shape [N, K].
+
+Words hold E consecutive codes along K, least significant first: the transpose of lowq's words where they are int32. What
+`zeros` means is in metadata: raw zeros, or -zeros * scales (group mode 4, GemLite's default for float zeros), or one number for
+all. Modes 0 to 4 are: nothing, q - z, q * s, (q - z) * s, q * s + z'; channel modes 1 and 3 multiply by scales afterwards.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowq_packers import bitstream
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, register
+from lowq_packers.formats import _common as c
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+INT8 = 4
+WORDS = ("U8", "I16", "I32", "I64")
+META = 12
+
+
+def _claims(config: Config, headers: Headers) -> bool:
+    return any(n.endswith(".metadata") and h.shape == (META,) and f"{n[:-9]}.orig_shape" in headers for n, h in headers.items())
+
+
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    if fetch is None:
+        raise UnsupportedError("the settings of a GemLite state dict are in its tensors; fetch the model first (hf download)")
+    return [_matrix(p, headers, fetch) for p in c.modules(headers, ".metadata") if f"{p}.W_q" in headers]
+
+
+def _matrix(p: str, headers: Headers, fetch: Fetch) -> Matrix:
+    c.need(headers, f"{p}.orig_shape", (2,), ("I32", "I64"))
+    meta = [int(v) for v in fetch(f"{p}.metadata").tolist()]
+    bits, group, E, channel, mode = meta[1], meta[2], meta[4], meta[9], meta[10]
+    N, K = (int(v) for v in fetch(f"{p}.orig_shape").flatten().tolist())
+    word = c.need(headers, f"{p}.W_q", dtypes=(*WORDS, "I8", *c.FLOATS, "F8_E4M3"))
+    if word.dtype not in (*WORDS, "I8") or bits not in (8, 4, 2, 1) or not 0 <= mode <= 4:
+        raise UnsupportedError(
+            f"{p}: GemLite weights in {word.dtype} with {bits} bits and mode {mode} are not ones that lowq reads"
+        )
+    if tuple(word.shape) != (K // max(E, 1), N) or K % max(E, 1):
+        raise DamagedError(
+            f"{p}.W_q has the shape {tuple(word.shape)}; {N} x {K} with {E} codes a word asks for {(K // max(E, 1), N)}"
+        )
+    scaled = mode in (2, 3, 4) or channel in (1, 3)
+    G = headers[f"{p}.scales"].shape[0] if scaled and f"{p}.scales" in headers else 1
+    g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)
+    if scaled:
+        c.need(headers, f"{p}.scales", (G, N))
+    if group not in (1, g, K) and group > 0:
+        raise DamagedError(f"{p}: metadata says group_size={group}, its scales have {G} groups of K={K}")
+    signed = word.dtype == "I8"
+    parts = tuple(
+        n for leaf in ("W_q", "scales", "zeros", "metadata", "orig_shape", "meta_scale") if (n := f"{p}.{leaf}") in headers
+    )
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        words = fetch(f"{p}.W_q").t().contiguous()
+        codes = (words.to(torch.int16) + 128).to(torch.uint8) if signed else bitstream.unpack(words, bits, K)
+        scales = fetch(f"{p}.scales").t().contiguous() if scaled else torch.ones(N, 1)
+        offset = 128.0 if signed else 0.0
+        stored = fetch(f"{p}.zeros") if f"{p}.zeros" in headers and headers[f"{p}.zeros"].shape != (1, 0) else torch.empty(1, 0)
+        if mode == 4:
+            codes, scales, zeros = c.offset_to_zeros(codes, scales, stored.t().contiguous(), g)
+        elif mode in (1, 3) and stored.numel() == 1:
+            zeros = torch.full_like(scales, float(stored) + offset)
+        elif mode in (1, 3):
+            zeros = stored.t().to(scales.dtype) + offset
+        else:
+            zeros = torch.full_like(scales, offset)
+        return c.decoded(codes, scales, zeros, bits, g, "float")
+
+    dtype = headers[f"{p}.scales"].dtype if scaled else "F32"
+    return Matrix(p, (N, K), parts, read, f"{bits}-bit g{g} mode {mode}", bits, c.held(bits, g, "float", K), dtype)
+
+
+def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if s.bits == 3:
+        return "GemLite holds 8, 4, 2 and 1 bits, not 3; nearest: --bits 4 or 2"
+    if K % 32:
+        return f"GemLite takes a K that is a multiple of 32, not {K}"
+    return f"GemLite groups are at least 16, not {s.group_size}; nearest: --group 64" if s.group_size < 16 else None
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    N, K = q.shape
+    zeros = torch.full_like(q.scales, q.scheme.mid) if q.zeros is None else q.zeros
+    kind = DTYPE_CODES[q.scales.dtype]
+    channel = q.group_size == K
+    meta = [
+        0, q.bits, q.group_size, (1 << q.bits) - 1, 32 // q.bits, kind, kind, DTYPE_CODES[torch.float32], kind,
+        1 if channel else 0, 1 if channel else 3, 1,
+    ]  # fmt: skip
+    return {
+        f"{name}.W_q": bitstream.pack(q.W_q, q.bits).t().contiguous(),
+        f"{name}.scales": q.scales.t().contiguous(),
+        f"{name}.zeros": zeros.t().contiguous(),
+        f"{name}.metadata": torch.tensor(meta, dtype=torch.int32),
+        f"{name}.orig_shape": torch.tensor([N, K], dtype=torch.int32),
+    }
+
+
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+    return {}
+
+
+register(
+    Format(
+        "gemlite",
+        "GemLite",
+        _claims,
+        _matrices,
+        lambda config, matrices: ["lowq", "GemLite"],
+        _why_not,
+        _write,
+        _config,
+    )
+)

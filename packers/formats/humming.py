@@ -1,0 +1,128 @@
+"""Humming (vLLM's native low-bit format): lowq's own words, scales (N, G), and zeros as floats, whole numbers or not at all.
+
+weight (N, K*bits/32) int32; weight_scale (N, G); zero_point (N, G) floats, or int32 packed along N, or absent for the
+constant 2**(bits-1). w = (q - zero) * scale. The config names one dtype ("uint4"), with `dynamic` for exceptions.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowq_packers import bitstream
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import _common as c
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme, ZeroKind
+
+
+def _settings(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    dynamic = q.get("dynamic")
+    for pattern, values in dynamic.items() if isinstance(dynamic, Mapping) else ():
+        try:
+            if pattern.startswith("+:") and isinstance(values, Mapping) and re.match(pattern[2:], name):
+                return {**q, **values}
+        except re.error:
+            raise DamagedError(f"quantization_config: dynamic rule {pattern!r} is no regular expression") from None
+    return q
+
+
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    q = c.section(config, "quantization_config")
+    found = []
+    for p in c.modules(headers, ".weight_scale"):
+        if f"{p}.weight" not in headers or headers[f"{p}.weight"].dtype != "I32":
+            raise UnsupportedError(f"{p}: Humming weights that are not packed integers are not ones that lowq reads")
+        found.append(_matrix(p, _settings(q, p), headers))
+    return found
+
+
+def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
+    dtype = str(q.get("dtype") or q.get("weight_dtype") or q.get("b_dtype"))
+    if not re.fullmatch("uint[1-8]", dtype):
+        raise UnsupportedError(f"{p}: Humming dtype {dtype!r} is not one that lowq reads; it reads uint1 to uint8")
+    bits = int(dtype[4:])
+    N, words = c.matrix(headers, f"{p}.weight", ("I32",))
+    scale = c.need(headers, f"{p}.weight_scale")
+    K = words * 32 // bits
+    g, groups = c.group_count(K, c.number(q, "group_size", default=0), p)
+    c.need(headers, f"{p}.weight_scale", (N, groups))
+    parts = [f"{p}.weight", f"{p}.weight_scale"]
+    zero: ZeroKind = "none"
+    if q.get("has_zero_point"):
+        zero = "float" if q.get("is_fp_zero_point") else "int"
+        parts.append(f"{p}.zero_point")
+        shape = (N, groups) if zero == "float" else (bitstream.words_per_row(N, bits), groups)
+        c.need(headers, parts[-1], shape, c.FLOATS if zero == "float" else ("I32",))
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        codes, scales = c.unpack(fetch(f"{p}.weight"), bits, K), fetch(f"{p}.weight_scale")
+        zeros = None
+        if zero == "float":
+            zeros = fetch(f"{p}.zero_point")
+        elif zero == "int":
+            zeros = c.unpack(fetch(f"{p}.zero_point").t().contiguous(), bits, N).t().to(scales.dtype)
+        if zero == "none" and bits == 1:
+            return QuantizedTensor(codes, scales, torch.ones_like(scales), 1, g, "int")
+        return c.decoded(codes, scales, zeros, bits, g, zero)
+
+    kind: ZeroKind = "int" if zero == "none" and bits == 1 else zero
+    stored = f"{bits}-bit g{g} " + {"none": "sym", "int": "int zero", "float": "float zero"}[zero]
+    return Matrix(p, (N, K), tuple(parts), read, stored, bits, c.held(bits, g, kind, K), scale.dtype)
+
+
+def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if K * s.bits % 32:
+        return f"Humming rows are whole words, which K={K} at {s.bits} bits does not fill; nearest: compressed-tensors"
+    if N % 64 or K % 32:
+        return (
+            f"Humming's kernels need N a multiple of 64 and K of 32, these are {N} and {K}; nearest: keep this layer (--skip)"
+        )
+    if s.zero == "int" and N * s.bits % 32:
+        return f"Humming packs whole-number zeros along N={N}; nearest: quantize with --zero float"
+    return None
+
+
+def _fields(s: Scheme, K: int) -> dict[str, Any]:
+    """What the config says of one scheme. 1-bit codes without a zero (-s/2, +s/2) take the float zero 0.5."""
+    float_zero = s.zero == "float" or (s.zero == "none" and s.bits == 1)
+    return {
+        "dtype": f"uint{s.bits}", "group_size": 0 if s.group_size == K else s.group_size,
+        "has_zero_point": s.zero == "int" or float_zero, "is_fp_zero_point": float_zero,
+    }  # fmt: skip
+
+
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+    fields = {name: _fields(s, shapes[name][1]) for name, s in schemes.items()}
+    every = list(fields.values())
+    main = max(every, key=every.count)
+    dynamic: dict[str, Any] = {f"+:{c.exactly(name)}": f for name, f in fields.items() if f != main}
+    q = {"quant_method": "humming", **main, "ignore": [n for n in kept if not c.GATHERED.search(n)]}
+    return {"quantization_config": q | ({"dynamic": dynamic} if dynamic else {})}
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    tensors = {f"{name}.weight": bitstream.pack(q.W_q, q.bits), f"{name}.weight_scale": q.scales}
+    if q.zero == "float" and q.zeros is not None:
+        tensors[f"{name}.zero_point"] = q.zeros
+    elif q.zero == "int":
+        tensors[f"{name}.zero_point"] = bitstream.pack(c.whole_zeros(q, name).t().contiguous(), q.bits).t().contiguous()
+    elif q.bits == 1:
+        tensors[f"{name}.zero_point"] = torch.full_like(q.scales, q.scheme.mid)
+    return tensors
+
+
+register(
+    Format(
+        "humming",
+        "Humming",
+        lambda config, headers: method(config) == "humming",
+        _matrices,
+        lambda config, matrices: ["lowq", "vLLM (with humming-kernels)"],
+        _why_not,
+        _write,
+        _config,
+    )
+)

@@ -1,0 +1,87 @@
+"""MLX affine: weight (N, K*bits/32) uint32, lowq's words; scales and biases (N, G); w = q * scales + biases.
+
+biases = -zeros * scales. Without a zero (zeros = 2**(bits-1)) that is exact in any float dtype; other zeros may need more
+digits than the scales' dtype has, and are then refused unless rounding is allowed.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowq_packers import bitstream
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, register
+from lowq_packers.formats import _common as c
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
+GROUPS = (32, 64, 128)
+
+
+def _claims(config: Config, headers: Headers) -> bool:
+    q = config.get("quantization")
+    return isinstance(q, Mapping) and "group_size" in q and any(n.endswith(".biases") for n in headers)
+
+
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    q = c.section(config, "quantization")
+    return [_matrix(p, q, headers) for p in c.modules(headers, ".scales")]
+
+
+def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
+    own = q.get(p)
+    settings = {**q, **own} if isinstance(own, Mapping) else q
+    if (mode := settings.get("mode", "affine")) != "affine":
+        raise UnsupportedError(f"{p}: MLX mode {mode!r} is not one that lowq reads; it reads affine")
+    bits = c.number(settings, "bits")
+    if bits not in (2, 3, 4, 5, 6, 8):
+        raise UnsupportedError(f"{p}: MLX has no {bits}-bit affine weights")
+    if len(c.need(headers, f"{p}.weight", dtypes=("U32",)).shape) == 3:
+        raise UnsupportedError(f"{p}.weight is stacked experts, which lowq reads from other formats only")
+    N, words = c.matrix(headers, f"{p}.weight", ("U32",))
+    K = words * 32 // bits
+    g, G = c.group_count(K, c.number(settings, "group_size"), p)
+    dtype = c.need(headers, f"{p}.scales", (N, G)).dtype
+    c.need(headers, f"{p}.biases", (N, G))
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        codes = c.unpack(fetch(f"{p}.weight"), bits, K)
+        codes, scales, zeros = c.offset_to_zeros(codes, fetch(f"{p}.scales"), fetch(f"{p}.biases"), g)
+        return c.decoded(codes, scales, zeros, bits, g, "float")
+
+    parts = (f"{p}.weight", f"{p}.scales", f"{p}.biases")
+    return Matrix(p, (N, K), parts, read, f"{bits}-bit g{g} affine", bits, c.held(bits, g, "float", K), dtype)
+
+
+def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if s.bits not in WIDTHS:
+        return f"MLX holds 8, 4, 3 and 2 bits, not {s.bits}; nearest: --bits 2"
+    if s.group_size not in GROUPS:
+        return f"MLX holds groups of 32, 64 and 128, not {s.group_size}; nearest: --group 64"
+    return None
+
+
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+    main = c.schemes_agree(schemes)
+    if main is None:
+        raise DamagedError("nothing is quantized")
+    q: dict[str, Any] = {"group_size": main.group_size, "bits": main.bits, "mode": "affine"}
+    for name, s in schemes.items():
+        if (s.bits, s.group_size) != (main.bits, main.group_size):
+            q[name] = {"group_size": s.group_size, "bits": s.bits, "mode": "affine"}
+    return {"quantization": q, "quantization_config": q}
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    biases = c.zeros_to_offset(q, name, q.scales.dtype, bool(config.get("round")))
+    words = bitstream.pack(q.W_q, q.bits).view(torch.uint32)
+    return {f"{name}.weight": words, f"{name}.scales": q.scales, f"{name}.biases": biases}
+
+
+def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
+    return ["lowq", "MLX (mlx-lm)"]
+
+
+register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config))
