@@ -81,13 +81,20 @@ class QuantLinear(nn.Module):
         """A ready layer from codes, scales and zeros; scales, zeros and bias are cast to `dtype`."""
         if layout != "auto":
             get(layout)
-        lin = cls(*q.shape, q.scheme, bias is not None, dtype, "meta", layout, kernel)
         target = q.W_q.device if device is None else torch.device(device)
         zeros = None if q.zeros is None else q.zeros.to(dtype)
         cast = QuantizedTensor(q.W_q, q.scales.to(dtype), zeros, q.bits, q.group_size, q.zero)
-        lin._hold(pack(cast.to(target), DISK))
+        return cls.from_packed(pack(cast.to(target), DISK), bias, layout, kernel)
+
+    @classmethod
+    def from_packed(
+        cls, p: PackedWeight, bias: torch.Tensor | None = None, layout: str = "auto", kernel: str | None = None
+    ) -> "QuantLinear":
+        """A ready layer that takes over a packed weight, on its device; a bias (N,) is cast to the dtype of the scales."""
+        lin = cls(p.N, p.K, p.scheme, bias is not None, p.scales.dtype, "meta", layout, kernel)
+        lin._hold(p)
         if bias is not None:
-            lin.bias = nn.Parameter(bias.detach().to(target, dtype), requires_grad=False)
+            lin.bias = nn.Parameter(bias.detach().to(p.scales), requires_grad=False)
         return lin.prepare()
 
     @property

@@ -2,10 +2,19 @@
 
 from typing import Any
 
+from lowq_cli.engine import blocks
+from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.stream import Decoder
 
+KEPT = "_lowq_decoder"
+
 
 def choose(model: Any) -> Decoder:
-    """The decoder for this model on its device."""
-    return PlainDecoder(model)
+    """The decoder for this model on its device; kept with the model, and with it its cache and its graphs."""
+    kept = getattr(model, KEPT, None)
+    if kept is None or kept.device != model.device:
+        reason = blocks.why_not(model)
+        kept = FusedDecoder(model) if reason is None else PlainDecoder(model, reason)
+        object.__setattr__(model, KEPT, kept)  # not a submodule of the model
+    return kept

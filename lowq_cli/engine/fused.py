@@ -1,0 +1,191 @@
+"""The decoder for Llama-like families: static cache, joined weights, few kernels per layer; on a GPU one graph per step.
+
+The cache has a number of slots from a short list of buckets and is kept between texts, so the step captured as a CUDA
+graph for one (batch, bucket, way of sampling) is replayed for every later text that fits. Sequence b's next token sits at
+slot pos[b]; prompts of different lengths need no padding there. Sampling, the step in position and the new token's
+embedding are inside the graph: a token costs the host one launch and one asynchronous copy.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.engine.blocks import Blocks, Layer
+from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.sampling import Sampling, penalise, restrict
+from lowq_kernels.decode import ops, reference
+
+SMALLEST_BUCKET = 512
+CHUNK = 2048  # prompt tokens per pass: bounds the memory of activations
+KEPT_GRAPHS = 8
+
+
+class FusedDecoder:
+    """A transformers model of a known family, decoded from its joined weights. See `blocks.why_not` for which.
+
+    Args:
+        model: the model, which keeps working: its layers become views into the joined weights.
+        graphs: capture each step as a CUDA graph; only meaningful on a GPU.
+    """
+
+    name = "fused"
+
+    def __init__(self, model: Any, graphs: bool = True) -> None:
+        self.device, self.dtype = model.device, model.dtype
+        self.blocks = Blocks(model)
+        self.ahead = self.device.type == "cuda"
+        self.graphs = graphs and self.ahead
+        self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
+        self.ops = ops(self.device.type)
+        self.slots = self.batch = 0
+        self.captured: dict[tuple[Any, ...], Captured] = {}
+        self.run: Captured | None = None
+
+    @property
+    def linears(self) -> nn.Module:
+        """The layers that a step calls, for `--explain`."""
+        return self.blocks.linears
+
+    @torch.inference_mode()
+    def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+        """Read the prompts side by side; the first new token of each, (B,) int64 on the device."""
+        longest = max(map(len, prompts))
+        self.sampling = sampling
+        self._make_room(len(prompts), longest + room)
+        ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
+        lengths = torch.tensor([len(p) for p in prompts])
+        self.seed.fill_(sampling.seed)
+        if sampling.repetition_penalty != 1:
+            real = torch.arange(longest) < lengths[:, None]
+            rows = torch.arange(len(prompts))[:, None].expand_as(ids)
+            self._seen().zero_()
+            self._seen()[rows[real].to(self.device), ids[real].to(self.device)] = True
+        x = self._prompt(ids.to(self.device), lengths.to(self.device))
+        self.pos.copy_(lengths)
+        self._choose(self._head(x), advance=0)
+        self.run = self._graph() if self.graphs and room > 1 else None
+        return self.token
+
+    @torch.inference_mode()
+    def step(self) -> torch.Tensor:
+        """The next token of each sequence, (B,) int64 on the device; the same tensor every time."""
+        if self.run is None:
+            self._step()
+        else:
+            self.run.replay()
+        return self.token
+
+    def _make_room(self, batch: int, length: int) -> None:
+        """A cache with at least `length` slots for `batch` sequences, kept from the last text where it fits."""
+        if batch == self.batch and length <= self.slots:
+            return
+        slots = SMALLEST_BUCKET
+        while slots < length:
+            slots *= 2
+        self.captured.clear()  # graphs hold the old cache's addresses
+        self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.slots, self.batch, self.seen = slots, batch, None
+        for layer in self.blocks.layers:
+            shape = (batch, layer.heads.HKV, slots, layer.heads.D)
+            pair = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
+            self.caches.append((pair[0], pair[1]))
+        self.rope = self.blocks.rope_tables(slots, self.device, self.dtype)
+        self.token = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.pos = torch.zeros(batch, dtype=torch.int32, device=self.device)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+    def _seen(self) -> torch.Tensor:
+        """(B, V) bool: tokens that the repetition penalty knows of."""
+        if self.seen is None:
+            V = self.blocks.head.out_features
+            self.seen: torch.Tensor | None = torch.zeros(self.batch, V, dtype=torch.bool, device=self.device)
+        return self.seen
+
+    def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Fill the cache from prompts (B, T), right-padded; the normed last hidden state of each, (B, H).
+
+        What padding writes into the cache lies past the sequence's position and is overwritten before it is read.
+        """
+        B, T = ids.shape
+        last = torch.empty(B, self.blocks.norm.weight.shape[0], dtype=self.dtype, device=self.device)
+        for start in range(0, T, CHUNK):
+            piece = ids[:, start : start + CHUNK]
+            t = piece.shape[1]
+            x = self.blocks.embed(piece).reshape(B * t, -1)
+
+            def attend(qkv: torch.Tensor, i: int, layer: Layer, t: int = t, start: int = start) -> torch.Tensor:
+                out = reference.attend_prompt(
+                    qkv.reshape(B, t, -1), *self.caches[i], start, *self.rope[layer.rope], layer.heads
+                )
+                return out.reshape(B * t, -1)
+
+            hidden = self._layers(x, attend).reshape(B, t, -1)
+            at = lengths - 1 - start
+            here = (at >= 0) & (at < t)
+            rows = hidden[torch.arange(B, device=self.device), at.clamp(0, t - 1)]
+            last = torch.where(here[:, None], rows, last)
+        return last
+
+    def _layers(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
+        """The residual stream x (M, H) through every layer and the last norm."""
+        o, blocks = self.ops, self.blocks
+        x = x.contiguous()
+        delta = post = None
+        for i, layer in enumerate(blocks.layers):
+            y = o.add_norm(x, delta, layer.before_attention.weight, layer.before_attention.eps, post)
+            delta = layer.o(attend(layer.qkv(y), i, layer))
+            y = o.add_norm(x, delta, layer.before_mlp.weight, layer.before_mlp.eps, layer.post_attention)
+            delta = layer.down(o.gated(layer.gate_up(y), blocks.act))
+            post = layer.post_mlp
+        return o.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps, post)
+
+    def _step(self) -> None:
+        """One token for each sequence; everything it reads and writes stays at fixed addresses."""
+        x = self.blocks.embed(self.token)
+
+        def attend(qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
+            return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads)
+
+        self._choose(self._head(self._layers(x, attend)), advance=1)
+
+    def _head(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.blocks.head(x)
+        if self.blocks.softcap:
+            logits = self.blocks.softcap * torch.tanh(logits.float() / self.blocks.softcap)
+        return logits
+
+    def _choose(self, logits: torch.Tensor, advance: int) -> None:
+        """Sample into `token`, move `pos`. Restrictions are torch operations; the draw itself is one of the decode ops."""
+        s = self.sampling
+        temperature = s.temperature
+        if s.repetition_penalty != 1:
+            logits = penalise(logits.float(), self._seen(), s.repetition_penalty)
+        if not s.greedy and (s.top_k or s.top_p < 1):
+            logits, temperature = restrict(logits.float() / s.temperature, s.top_k, s.top_p), 1.0
+        self.ops.choose(logits.contiguous(), self.token, self.pos, self.seed, temperature, advance)
+        if s.repetition_penalty != 1:
+            self._seen().scatter_(1, self.token[:, None], True)
+
+    def _graph(self) -> Captured | None:
+        """This step as a CUDA graph, captured once per way of sampling; None, with a reason, where that fails."""
+        key = replace(self.sampling, seed=0)
+        if key not in self.captured:
+            if len(self.captured) >= KEPT_GRAPHS:
+                self.captured.clear()
+            kept = [t.clone() for t in (self.token, self.pos)]
+            seen = None if self.seen is None else self.seen.clone()
+            try:
+                found = capture(self._step)
+            except RuntimeError as e:
+                self.graphs, self.reason = False, f"no CUDA graph: {str(e).splitlines()[0]}"
+                found = None
+            self.token.copy_(kept[0])  # capturing ran the step to warm up
+            self.pos.copy_(kept[1])
+            if seen is not None and self.seen is not None:
+                self.seen.copy_(seen)
+            if found is None:
+                return None
+            self.captured[key] = found
+        return self.captured[key]
