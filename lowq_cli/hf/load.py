@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from lowq_cli.hf import register
-from lowq_cli.hf.skeleton import model_class
+from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
 from lowq_cli.quant_config import METHOD
 from lowq_cli.source import Source, open_source
@@ -62,6 +62,9 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     if quantization is not None and not packed:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedError(f"{source.name} is quantized as {method!r}; run `lowq quantize` on the original model")
+    stray = next((n for n in source.headers if n.endswith(".weight_scale")), None)
+    if stray is not None and not packed:
+        raise DamagedError(f"{source.name} holds packed weights ({stray}), but its config.json has no quantization_config")
     cls = model_class(config)
     if not cls.can_generate():
         raise UnsupportedError(f"{source.name} is a {cls.__name__}, which generates no text")
@@ -80,8 +83,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{source.name} does not fit into the memory of {chosen}; use fewer bits, or --device cpu") from e
     except Exception as e:  # transformers refuses in many ways; each one means that the folder is not what it says
-        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
-        raise DamagedError(f"{source.name} cannot be loaded as {cls.__name__}: {reason[:300]}") from e
+        raise DamagedError(f"{source.name} cannot be loaded as {cls.__name__}: {one_line(e)}") from e
     for fault in ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
         if names := found.get(fault):
             raise DamagedError(
@@ -99,8 +101,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
             raise NotFoundError(
                 f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json beside it"
             ) from e
-        reason = next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)
-        raise DamagedError(f"the tokenizer of {source.name} cannot be read: {reason[:300]}") from e
+        raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
 
 
 def _has_tokenizer(source: Source) -> bool:

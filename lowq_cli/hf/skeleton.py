@@ -38,7 +38,8 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
         raise UnsupportedError(
             f"model_type {model_type!r} is not one that transformers {version} has{code}; upgrade transformers"
         )
-    for name in config.get("architectures") or ():
+    named = config.get("architectures")
+    for name in named if isinstance(named, list) else ():
         found = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
             return found
@@ -57,10 +58,12 @@ def build(config: dict[str, Any]) -> PreTrainedModel:
         with torch.device("meta"):
             return cls(parsed)
     except Exception as e:  # each config class has its own ways of refusing a value
-        reason = str(e).strip().splitlines()
-        raise DamagedError(
-            f"config.json does not describe a {config['model_type']} model: {reason[0] if reason else e!r}"
-        ) from e
+        raise DamagedError(f"config.json does not describe a {config['model_type']} model: {one_line(e)}") from e
+
+
+def one_line(e: Exception) -> str:
+    """What an exception of another library says, on one line of at most 300 characters."""
+    return " ".join(str(e).split())[:300] or type(e).__name__
 
 
 @dataclass(frozen=True)

@@ -77,9 +77,11 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
 
 
 def check_plausible(config: Mapping[str, Any], tensors: int) -> None:
-    """Raise DamagedError for a config with more layers or experts than the checkpoint has tensors: building it never ends."""
+    """Raise DamagedError for negative sizes, and for more layers or experts than tensors: building those would not end."""
     for key, value in config.items():
-        if re.search("num_.*(layers|experts)", key) and isinstance(value, int) and value > max(tensors, 4096):
+        if re.search("^n(um)?_|_(size|dim)$", key) and isinstance(value, int) and value < 0:
+            raise DamagedError(f"config.json has {key} = {value}; it cannot be negative")
+        if re.search("num_.*(layers|experts)|^n_layer$", key) and isinstance(value, int) and value > max(tensors, 4096):
             raise DamagedError(f"config.json has {key} = {value}, but the checkpoint holds only {tensors} tensors")
         if isinstance(value, Mapping):
             check_plausible(value, tensors)

@@ -117,6 +117,8 @@ def test_what_the_model_does_not_know_is_kept_and_integers_are_not_quantized(hea
         ("llama", {"hidden_size": 128}, DamagedError, "has the shape .* asks for"),
         ("llama", {"hidden_size": "wide"}, DamagedError, "does not describe a llama model"),
         ("llama", {"num_hidden_layers": 3}, DamagedError, "lacks model.layers.2"),
+        ("gpt2", {"n_head": -1}, DamagedError, "n_head = -1; it cannot be negative"),
+        ("llama", {"architectures": 2, "model_type": "vit"}, UnsupportedError, "no language model"),
         ("llama", {"num_hidden_layers": 10**9}, DamagedError, "num_hidden_layers = 1000000000"),
         ("qwen3-moe", {"num_experts": 5, "num_local_experts": 5}, DamagedError, "rows; config.json asks for|has the shape"),
         ("mixtral", {"intermediate_size": 112}, DamagedError, "have 384 rows|rows; config.json asks for"),
