@@ -15,6 +15,7 @@ from lowq_packers.errors import UnsupportedError
 
 _CLUSTER, _SERIALIZE = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_NO_CONTEXT = 201
 _TOO_OLD = (218, 222, 35, 803)  # invalid PTX, unsupported PTX version, driver older than the runtime, system mismatch
 
 
@@ -65,6 +66,20 @@ def _check(code: int, what: str) -> None:
     raise UnsupportedError(f"CUDA driver: {what}: {detail}")
 
 
+@cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """torch's context of the device: the primary one."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuInit(0), "cuInit")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"no context on device {device}")
+    return context
+
+
+def _make_current(device: int) -> None:
+    """Give this thread torch's context: a thread that has not called the CUDA runtime yet has none."""
+    _check(_driver().cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
+
+
 class Kernel:
     """One template instance on one device, ready to launch.
 
@@ -91,7 +106,8 @@ class Kernel:
     ) -> None:
         cubin = nvrtc.compiled(file, expression, nvrtc.arch_of(torch.cuda.get_device_capability(device)))
         driver, self._module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-        with torch.cuda.device(device):  # makes torch's context current
+        with torch.cuda.device(device):
+            _make_current(device)
             _check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin.image), f"loading {expression}")
             _check(
                 driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, cubin.symbol.encode()),
@@ -132,6 +148,9 @@ class Kernel:
             config.grid[0], config.grid[1], config.smem = grid_x, grid_y, smem
             config.stream = _raw_stream(self.device)
             code = self._launch(self._config_address, self._function, self._parameters, None)
+            if code == _NO_CONTEXT:
+                _make_current(self.device)
+                code = self._launch(self._config_address, self._function, self._parameters, None)
         if code:
             _check(code, f"launching {self.name}")
         return None

@@ -25,7 +25,7 @@ from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 from lowq_packers.errors import UnsupportedError
 
 HERE = Path(__file__).parent
-OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 
 try:
     _lib = ctypes.CDLL(load_nvidia_dynamic_lib("nvrtc").abs_path)
