@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 Quantize = Callable[..., "QuantizedTensor"]
 
-# Width -> method with the lowest perplexity among the data-free ones.
-DEFAULT: dict[int, str] = {8: "rtn", 4: "hqq", 3: "hqq", 2: "hqq", 1: "rtn"}
+# Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.
+DEFAULT: dict[int, str] = {8: "lsq", 4: "lsq", 3: "lsq", 2: "lsq", 1: "lsq"}
 
 
 @cache

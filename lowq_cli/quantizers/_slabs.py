@@ -16,7 +16,7 @@ Solution = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 Solve = Callable[[torch.Tensor, Scheme, torch.dtype | None], Solution]
 
 # Weights per slab. On the CPU a slab and its temporaries should stay in cache; on a GPU it should fill the machine.
-SLAB = {"cpu": 1 << 19, "cuda": 1 << 22}
+SLAB = {"cpu": 1 << 18, "cuda": 1 << 22}
 MAX_ZERO = 1024.0  # |zero| bound: a step of max|w|/1024 is finer than bf16, and zeros and scales stay far from fp16's ends
 
 
@@ -89,7 +89,7 @@ def minmax(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
     "float" spans min .. max; "int" spans min .. max with 0 included, so that a whole zero exists; "none" spans
     -max|w| .. max|w|. |zeros| stays within MAX_ZERO, which only bites where a group is nearly constant.
     """
-    lo, hi = groups.aminmax(dim=-1)
+    lo, hi = groups.amin(-1), groups.amax(-1)  # aminmax takes 5 times as long on a CPU
     top = scheme.levels - 1
     absmax = torch.maximum(hi, -lo)
     if scheme.zero == "none":

@@ -43,24 +43,23 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, 
 
 
 def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-    """Per group: keep the best zero met in L1; stop when no group of the slab improves by more than 0.01%."""
+    """Each group walks until its L1 error no longer falls, and keeps the zero where that was least."""
     s = Settings()
     scales, zeros = minmax(groups, scheme)
     scales = store_scales(scales, dtype)
-    zeros = store_zeros(zeros, scheme, dtype)
+    zeros = best_zeros = store_zeros(zeros, scheme, dtype)
     best = torch.full_like(scales, torch.inf)
-    best_zeros = zeros
     for _ in range(s.iters):
         codes = encode(groups, scales, zeros, scheme.levels)
         error = groups - (codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
         loss = error.abs().mean(-1)
-        better = loss < best
-        gain = torch.where(best.isinf(), loss, (best - loss).clamp(min=0)).sum()
-        best, best_zeros = torch.where(better, loss, best), torch.where(better, zeros, best_zeros)
-        if not gain > 1e-4 * best.sum():
+        better = loss < best  # once false it stays false: zeros no longer move there
+        if not better.any():
             break
+        best, best_zeros = torch.where(better, loss, best), torch.where(better, zeros, best_zeros)
         target = groups - _shrink(error, s.beta, s.p)
-        zeros = store_zeros((codes - target / scales.unsqueeze(-1)).mean(-1), scheme, dtype)
+        moved = store_zeros((codes - target / scales.unsqueeze(-1)).mean(-1), scheme, dtype)
+        zeros = torch.where(better, moved, zeros)
     return encode(groups, scales, best_zeros, scheme.levels), scales, best_zeros
 
 
