@@ -167,7 +167,7 @@ def _kind(skeleton: Skeleton, param: str, module: nn.Module) -> str:
     for component in reversed(names):
         if "attn" in component or "attention" in component:
             return "attention"
-        if re.search(r"mlp|ffn|feed_forward|expert", component):
+        if re.search(r"mlp|ffn|feed_forward|expert|^fc\d*$", component):
             return "mlp"
     return "other"
 
