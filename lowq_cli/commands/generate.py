@@ -82,7 +82,7 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
 
     g = generation
     batch = len(g.prompts)
-    percent, how = explain.roofline(model, g.decode_tps, batch)
+    percent, how = explain.roofline(model, g.decoder, g.decode_tps, batch)
     several = {"texts": g.texts, "tokens_of_all": g.tokens} if batch > 1 else {}
     return {
         "text": g.text,
@@ -97,7 +97,7 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
         "roofline": how,
         "decoder": g.decoder.name,
         "decoder_reason": g.decoder.reason,
-        "kernels": [asdict(k) for k in explain.kernels_of(model, batch, model.dtype)],
+        "kernels": [asdict(k) for k in explain.kernels_of(explain.called(model, g.decoder), batch, model.dtype)],
         **several,
     }
 
@@ -118,7 +118,7 @@ def _show_kernels(model: Any, generation: "Generation") -> None:
 
     decoder = generation.decoder
     console.say(f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else ""))
-    rows = explain.kernels_of(model, len(generation.prompts), model.dtype)
+    rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
     columns = ("layers", ">count", ">N x K", "weight", "layout", "kernel")
     console.table("", columns, [(r.layers, r.count, f"{r.N} x {r.K}", r.scheme, r.layout, r.kernel) for r in rows])
     reasons: dict[tuple[str, str], list[str]] = {}

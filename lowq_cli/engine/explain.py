@@ -32,7 +32,7 @@ class LayerKernel:
 def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel]:
     """One row per distinct linear layer of `model`, for M rows of `dtype` at a time, in the model's order."""
     found: dict[tuple[Any, ...], int] = {}
-    for name, layer in linears(model):
+    for name, layer in _linears(model):
         what: tuple[Any, ...]
         if isinstance(layer, QuantLinear):
             what = (layer.out_features, layer.in_features, layer.scheme, layer.layout, layer.kernel)
@@ -50,46 +50,58 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
     return rows
 
 
-def linears(model: nn.Module) -> Iterator[tuple[str, QuantLinear | nn.Linear]]:
-    """(name, layer) of every QuantLinear and every module with a 2-D weight that multiplies: not embeddings."""
+def _linears(model: nn.Module) -> Iterator[tuple[str, QuantLinear | nn.Linear]]:
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear | nn.Linear):
             yield name, m
 
 
-def bytes_per_token(model: nn.Module, batch: int = 1) -> int:
+def called(model: Any, decoder: Any) -> nn.Module:
+    """The module whose linear layers a decode step calls: the decoder's joined ones, or the model itself."""
+    return getattr(decoder, "linears", model)
+
+
+def bytes_per_token(model: Any, decoder: Any, batch: int = 1) -> int:
     """Bytes of weights that one decode step of `batch` sequences reads.
 
     Every weight once: quantized ones as packed in memory, embeddings one row per sequence (all of them where the head
-    is tied to them), experts of a mixture only the share that `batch` tokens can choose.
+    is tied to them), experts of a mixture only the share that `batch` tokens can choose. The cache is not counted.
     """
-    config = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    chosen = min(1.0, batch * getattr(config, "num_experts_per_tok", 1) / experts) if experts else 1.0
+    chosen = min(1.0, batch * (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts else 1.0
+    embedding = model.get_input_embeddings()
     total, seen = 0.0, set()
-    for name, m in model.named_modules():
+    for name, m in (*called(model, decoder).named_modules(), *model.named_modules()):
+        if m is embedding:
+            continue
         share = chosen if re.search(r"\bexperts\b", name) else 1.0
-        if isinstance(m, QuantLinear):
-            p = m.packed
-            read = (p.words, p.aux, m.bias) if p.layout == "cpu_int4" else (p.words, p.scales, p.zeros, p.aux, m.bias)
-            total += share * sum(t.numel() * t.element_size() for t in read if t is not None)
-        elif not isinstance(m, nn.Embedding):
-            for t in m.parameters(recurse=False):
-                if t.data_ptr() not in seen:
-                    seen.add(t.data_ptr())
-                    total += share * t.numel() * t.element_size()
-    for m in model.modules():
-        if isinstance(m, nn.Embedding) and m.weight.data_ptr() not in seen:
-            total += batch * m.weight.shape[1] * m.weight.element_size()
+        for t in _read(m):
+            place = t.untyped_storage().data_ptr()  # parts of a joined weight are views of it
+            if place not in seen:
+                seen.add(place)
+                total += share * t.numel() * t.element_size()
+    rows = embedding.weight
+    if rows.untyped_storage().data_ptr() not in seen:
+        total += batch * rows[0].numel() * rows.element_size()
     return round(total)
 
 
-def roofline(model: Any, decode_tps: float, batch: int) -> tuple[float | None, str]:
+def _read(m: nn.Module) -> list[torch.Tensor]:
+    """The tensors of one module, without its children, that its product reads."""
+    if isinstance(m, QuantLinear):
+        p = m.packed
+        meta = (p.aux,) if p.layout == "cpu_int4" else (p.scales, p.zeros, p.aux)  # torch's kernel has them in aux
+        return [t for t in (p.words, *meta, m.bias) if t is not None]
+    return [*m.parameters(recurse=False)]
+
+
+def roofline(model: Any, decoder: Any, decode_tps: float, batch: int) -> tuple[float | None, str]:
     """(percent of what reading the weights at this machine's measured bandwidth would allow, or None; how, or why not)."""
     if not decode_tps:
         return None, "no token was decoded after the first"
     device = model.device
-    n = bytes_per_token(model, batch)
+    n = bytes_per_token(model, decoder, batch)
     cache = bandwidth.last_level_cache(device)
     if cache is None:
         return None, "the size of this processor's last cache is not known"

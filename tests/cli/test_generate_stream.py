@@ -187,12 +187,12 @@ def test_explain_names_the_kernel_and_the_refusals(story):
 def test_bytes_per_token_are_those_of_the_weights(story):
     model = story[0]
     held = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
-    assert explain.bytes_per_token(model) == sum(held.values())  # the head is tied, so the embedding is read whole
+    assert explain.bytes_per_token(model, None) == sum(held.values())  # the head is tied, so the embedding is read whole
 
 
 def test_roofline_says_why_it_is_none_for_a_model_inside_the_cache(story, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1 << 30)
-    percent, why = explain.roofline(story[0], 100.0, 1)
+    percent, why = explain.roofline(story[0], None, 100.0, 1)
     assert percent is None
     assert "stays in" in why
 
@@ -200,8 +200,8 @@ def test_roofline_says_why_it_is_none_for_a_model_inside_the_cache(story, monkey
 def test_roofline_is_bytes_over_measured_bandwidth(story, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1)
     monkeypatch.setattr("lowq_cli.engine.bandwidth.measured", lambda device: 1e9)
-    percent, _ = explain.roofline(story[0], 20.0, 2)
-    assert percent == pytest.approx(100 * explain.bytes_per_token(story[0], 2) * 10 / 1e9, abs=0.1)
+    percent, _ = explain.roofline(story[0], None, 20.0, 2)
+    assert percent == pytest.approx(100 * explain.bytes_per_token(story[0], None, 2) * 10 / 1e9, abs=0.1)
 
 
 def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):

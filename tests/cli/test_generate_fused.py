@@ -1,0 +1,163 @@
+"""The fused decoder: the tokens of transformers' own greedy decoding, for every family it claims, packed or not."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowq_cli.engine import blocks, explain, stream
+from lowq_cli.engine.choose import choose
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.quantizers import rtn
+from lowq_kernels.linear import QuantLinear
+from lowq_packers.scheme import Scheme
+
+SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
+FAMILIES = {
+    "llama": {},
+    "llama biases": {"attention_bias": True, "mlp_bias": True},
+    "llama tied": {"tie_word_embeddings": True},
+    "llama3 rope": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        }
+    },
+    "mistral": {"sliding_window": 8},
+    "mistral wide": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen2 windows": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gemma3_text": {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+}
+
+
+def build(name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(name.split()[0].replace("llama3", "llama"), **SMALL, **FAMILIES[name])
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for path, p in model.named_parameters():  # larger than the initialisation, so that every path matters to the tokens
+        if p.dim() == 1:
+            p.data += (0.1 if "bias" in path else 0.3) * torch.randn_like(p)
+        elif "embed" not in path:
+            p.data *= 4
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def prompts():
+    g = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 320, (n,), generator=g).tolist() for n in (11, 5)]
+
+
+def tokens(model, decoder, n=14, **kw):
+    g = stream(model, TOKENIZER, prompts(), max_new_tokens=n, decoder=decoder, **kw)
+    list(g.pieces())
+    return g.tokens
+
+
+def transformers_tokens(model, n=14, **kw):
+    out = []
+    for p in prompts():
+        ids = torch.tensor([p])
+        o = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False, pad_token_id=0, **kw)
+        out.append(o[0, len(p) :].tolist())
+    return out
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_give_the_tokens_of_transformers(name, monkeypatch):
+    model = build(name)
+    lively = {"repetition_penalty": 1.5}  # random models repeat themselves, which would test little
+    wanted = transformers_tokens(model, **lively)
+    assert len({t for row in wanted for t in row}) > 8
+    assert blocks.why_not(model) is None
+    decoder = FusedDecoder(model)
+    assert tokens(model, decoder, **lively) == wanted
+    monkeypatch.setattr("lowq_cli.engine.fused.CHUNK", 4)
+    assert tokens(model, decoder, **lively) == wanted
+    assert transformers_tokens(model, **lively) == wanted  # the model still works through its views
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_packed_models_give_the_tokens_of_the_dequantized_model(name, mixed):
+    model = build(name)
+    dense = copy.deepcopy(model)
+    for path, lin in list(model.named_modules()):
+        if isinstance(lin, torch.nn.Linear) and "lm_head" not in path:
+            q = rtn.quantize(lin.weight.data, Scheme(8 if mixed and "k_proj" in path else 4, 32))
+            new = QuantLinear.from_quantized(q, lin.bias, dtype=torch.float32, layout="rowstream")
+            model.set_submodule(path, new)
+            dense.get_submodule(path).weight.data = q.dequantize()
+    wanted = transformers_tokens(dense)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    decoder = FusedDecoder(model)
+    assert tokens(model, decoder) == wanted
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    assert transformers_tokens(model) == wanted
+    names = [k.layers for k in explain.kernels_of(explain.called(model, decoder), 1, torch.float32)]
+    assert ("layers.*.qkv" in names) == (not mixed or name == "phi3")
+
+
+def test_bytes_are_the_same_joined_or_not():
+    plain, fused = build("llama"), build("llama")
+    joined = FusedDecoder(fused)
+    assert explain.bytes_per_token(plain, None) == explain.bytes_per_token(fused, joined)
+
+
+def test_sampling_with_a_seed_repeats_and_the_cache_is_kept():
+    model = build("llama")
+    decoder = FusedDecoder(model)
+    how = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2}
+    first = tokens(model, decoder, seed=1, **how)
+    cache = decoder.caches[0][0]
+    assert tokens(model, decoder, seed=2, **how) != first
+    assert tokens(model, decoder, seed=1, **how) == first
+    assert decoder.caches[0][0] is cache
+    assert tokens(model, decoder) == transformers_tokens(model)
+
+
+def test_repetition_penalty_is_that_of_the_plain_decoder():
+    model = build("llama")
+    plain = tokens(model, PlainDecoder(model), repetition_penalty=1.5)
+    assert plain != tokens(model, PlainDecoder(model))
+    assert tokens(model, FusedDecoder(model), repetition_penalty=1.5) == plain
+
+
+def test_a_longer_text_gets_a_larger_cache(monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.fused.SMALLEST_BUCKET", 16)
+    model = build("llama")
+    decoder = FusedDecoder(model)
+    assert tokens(model, decoder, n=3) == transformers_tokens(model, n=3)
+    assert decoder.slots == 16
+    assert tokens(model, decoder, n=30) == transformers_tokens(model, n=30)
+    assert decoder.slots == 64
+
+
+def test_choose_keeps_the_decoder_and_says_why_not_fused():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = build("llama")
+    assert isinstance(choose(model), FusedDecoder)
+    assert choose(model) is choose(model)
+    gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    decoder = choose(gpt2)
+    assert isinstance(decoder, PlainDecoder)
+    assert "gpt2" in decoder.reason
+    longrope = build("llama")
+    longrope.config.rope_parameters = {"rope_type": "dynamic"}
+    assert "length of the text" in blocks.why_not(longrope)
