@@ -16,7 +16,8 @@ from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 
 COPY = 1 << 24  # bytes of a kept tensor in memory at a time
-ERROR_SLAB = 1 << 21  # weights whose error is computed at a time
+# Weights whose error is computed at a time. On one core 3.2 ns each while they stay in cache, 9.4 ns at 1 << 21.
+ERROR_SLAB = {"cpu": 1 << 17, "cuda": 1 << 22}
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -73,7 +74,7 @@ def _squares(W: torch.Tensor, q: QuantizedTensor) -> tuple[float, float]:
     """||W - dequantized||^2 and ||W||^2; row sums in fp32, rows added in fp64."""
     (N, K), g = q.shape, q.group_size
     error = norm = 0.0
-    rows = max(1, ERROR_SLAB // K)
+    rows = max(1, ERROR_SLAB[W.device.type] // K)
     for i in range(0, N, rows):
         part = slice(i, i + rows)
         codes = q.W_q[part].float().reshape(-1, K // g, g)

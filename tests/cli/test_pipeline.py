@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowq_cli import budget, pipeline
+from lowq_cli import budget, pipeline, quantizers
 from lowq_cli.checkpoint import open_checkpoint
 from lowq_cli.pipeline import Finished, Planned, ShardDone, TensorDone, run
-from lowq_cli.quantizers import _slabs, hqq
+from lowq_cli.quantizers import _slabs
 from lowq_cli.recipe import make_recipe
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
@@ -65,7 +65,7 @@ def test_the_error_on_record_is_that_of_the_bytes_written(tmp_path):
     source = load_file(pipeline.open_source("demo").folder / "model.safetensors")
     done = next(e for e in events if isinstance(e, TensorDone) and e.scheme)
     W = source[f"{done.name}.weight"]
-    q = hqq.quantize(W, Scheme(2, 64), torch.bfloat16)
+    q = quantizers.get(quantizers.default_method(2))(W, Scheme(2, 64), torch.bfloat16)
     relative = ((W.double() - q.dequantize().double()).norm() / W.double().norm()).item()
     assert done.rel_error == pytest.approx(relative, rel=1e-5)
     words = load_file(tmp_path / "out" / "model.safetensors")[f"{done.name}.weight"]
