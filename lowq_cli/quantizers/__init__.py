@@ -43,6 +43,11 @@ def get(name: str) -> Quantize:
     return importlib.import_module(f"{__name__}.{check(name)}").quantize
 
 
+def data_free() -> list[str]:
+    """The methods that look at nothing but the weight."""
+    return list(methods())
+
+
 def default_method(bits: int) -> str:
     """The method `quantize` takes at a width when none is asked for."""
     return DEFAULT[bits]
