@@ -128,7 +128,7 @@ CASES = [
     Case("fp8 weights", replace(Q, lambda t: t.to(torch.float8_e4m3fn)), 5, "holds quantized weights"),
     Case("a linear weight of one dimension", replace(Q, lambda t: t.flatten()), 3, Q),
     Case("a linear weight of no rows", replace(Q, lambda t: t[:0]), 3, Q),
-    Case("GPTQ", lambda m: config(m, quantization_config={"quant_method": "gptq"}), 5, "already quantized (gptq)"),
+    Case("a format nobody knows", lambda m: config(m, quantization_config={"quant_method": "exl9"}), 5, "exl9"),
     Case("GPTQ that the config hides", lambda m: tensors(m, lambda t: t.update({"a.qweight": t.pop(Q)})), 5, "a.qweight"),
     Case("already lowq", lambda m: config(m, quantization_config={"quant_method": "lowq"}), 2, "already a lowq checkpoint"),
     Case("values that the dtype cannot hold", set_value(NORM, 1e30), 3, "does not fit float16", {"dtype": "float16"}),

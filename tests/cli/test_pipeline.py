@@ -12,6 +12,7 @@ from lowq_cli.checkpoint import open_checkpoint
 from lowq_cli.pipeline import Finished, Planned, ShardDone, TensorDone, run
 from lowq_cli.quantizers import _slabs
 from lowq_cli.recipe import make_recipe
+from lowq_cli.source import open_source
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
@@ -62,7 +63,7 @@ def test_events_tell_the_whole_run(tmp_path):
 
 def test_the_error_on_record_is_that_of_the_bytes_written(tmp_path):
     events = list(run("demo", make_recipe(bits=2, skip=["layers.[1-5]"]), tmp_path / "out"))
-    source = load_file(pipeline.open_source("demo").folder / "model.safetensors")
+    source = load_file(open_source("demo").folder / "model.safetensors")
     done = next(e for e in events if isinstance(e, TensorDone) and e.scheme)
     W = source[f"{done.name}.weight"]
     q = quantizers.get(quantizers.default_method(2))(W, Scheme(2, 64), torch.bfloat16)
@@ -132,7 +133,7 @@ def test_the_python_function_returns_the_documented_keys(tmp_path):
 
 def test_companions_come_along(tmp_path):
     list(run("demo", make_recipe(method="rtn"), tmp_path / "out"))
-    demo = pipeline.open_source("demo").folder
+    demo = open_source("demo").folder
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (demo / name).read_bytes()
     assert "finished" in (tmp_path / "out" / "lowq.log").read_text()
