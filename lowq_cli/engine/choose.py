@@ -6,6 +6,7 @@ from lowq_cli.engine import blocks
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.stream import Decoder
+from lowq_cli.engine.unfused import UnfusedDecoder
 
 KEPT = "_lowq_decoder"
 
@@ -15,6 +16,9 @@ def choose(model: Any) -> Decoder:
     kept = getattr(model, KEPT, None)
     if kept is None or kept.device != model.device:
         reason = blocks.why_not(model)
-        kept = FusedDecoder(model) if reason is None else PlainDecoder(model, reason)
+        if reason is None:
+            kept = FusedDecoder(model)
+        else:
+            kept = (UnfusedDecoder if model.device.type == "cuda" else PlainDecoder)(model, reason)
         object.__setattr__(model, KEPT, kept)  # not a submodule of the model
     return kept

@@ -10,6 +10,7 @@ from lowq_cli.engine import blocks, explain, stream
 from lowq_cli.engine.choose import choose
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.quantizers import rtn
 from lowq_kernels.linear import QuantLinear
 from lowq_packers.scheme import Scheme
@@ -161,3 +162,15 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
     longrope = build("llama")
     longrope.config.rope_parameters = {"rope_type": "dynamic"}
     assert "length of the text" in blocks.why_not(longrope)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
+def test_the_unfused_decoder_gives_the_same_tokens(family):
+    model = build(family)
+    decoder = UnfusedDecoder(model)
+    g = stream(model, TOKENIZER, [prompts()[0]], max_new_tokens=14, decoder=decoder)
+    list(g)
+    assert decoder.name == "unfused"
+    assert g.tokens == transformers_tokens(model)[:1]
+    assert tokens(model, decoder) == transformers_tokens(model)  # different lengths: by the plain decoder
+    assert (decoder.name, decoder.reason) == ("plain", "prompts of different lengths")

@@ -1,0 +1,191 @@
+"""End-to-end decode: tokens per second of whole models with random weights, every variant in one run.
+
+    python benchmarks/e2e_decode.py --out FILE.json [--model 8b|1b|tiny] [--variants NAMES] [--batches 1,4,8] [--device cuda]
+
+A variant is `transformers` (model.generate), `transformers-static` (its forward over a static cache, as one CUDA graph),
+`16` (the lowq engine, weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the
+device from random codes. A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of
+weights a step reads, percent of the time that the measured read bandwidth allows, time to first token; with --profile
+also the microseconds that each kernel takes in a step.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lowq_cli.engine import explain, stream
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_kernels import timing
+from lowq_kernels.decode import launch
+from lowq_kernels.linear import QuantLinear
+from lowq_packers import bitstream
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.scheme import Scheme
+
+LLAMA = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "1b": LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64}
+    | {"tie_word_embeddings": True},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024},
+}
+TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
+
+
+def dense_model(shape: str, dtype: torch.dtype, device: str) -> Any:
+    """A Llama of that shape with random weights, built on the device."""
+    config = AutoConfig.for_model("llama", **SHAPES[shape], eos_token_id=None, bos_token_id=1, pad_token_id=0)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def random_packed(N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantLinear:
+    """A layer of random codes whose weights have the spread of a trained layer's, about 1 / sqrt(K)."""
+    words = torch.randint(-(1 << 31), 1 << 31, (N, bitstream.words_per_row(K, scheme.bits)), device=device).to(torch.int32)
+    G = scheme.groups(K)
+    scales = (torch.rand(N, G, device=device) + 0.5) * (3.4 / scheme.levels / K**0.5)
+    zeros = (scheme.levels - 1) / 2 + torch.rand(N, G, device=device) - 0.5
+    return QuantLinear.from_packed(PackedWeight(words, scales.to(dtype), zeros.to(dtype), scheme, N, K, "rowstream"))
+
+
+def quantized_model(shape: str, variant: str, dtype: torch.dtype, device: str) -> Any:
+    """A model whose linear layers are packed as `variant` says: bits, then g and a group size, then h and the head's bits."""
+    body, _, head = variant.partition("h")
+    bits, _, group = body.partition("g")
+    model = dense_model(shape, dtype, device)
+    for path, lin in list(model.named_modules()):
+        if isinstance(lin, torch.nn.Linear):
+            width = (int(head) if head else 0) if path == "lm_head" else int(bits)
+            if width:
+                N, K = lin.weight.shape
+                model.set_submodule(path, random_packed(N, K, Scheme(width, int(group or 128)), dtype, device))
+            del lin
+    return model
+
+
+def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """(model, decoder) of a variant."""
+    if variant.startswith("transformers") or variant == "16":
+        model = dense_model(shape, dtype, device)
+        if variant == "16":
+            return model, FusedDecoder(model)
+        return model, UnfusedDecoder(model) if variant.endswith("static") else PlainDecoder(model)
+    model = quantized_model(shape, variant, dtype, device)
+    return model, FusedDecoder(model)
+
+
+def generate_tps(model: Any, ids: torch.Tensor, new: int) -> float:
+    """Tokens per second of transformers' own generate, its time to the first token taken off."""
+    seconds = []
+    for n in (1, new):
+        start = time.perf_counter()
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return ids.shape[0] * (new - 1) / (seconds[1] - seconds[0])
+
+
+def kernel_times(decoder: Any, steps: int = 8) -> list[tuple[str, float, float]]:
+    """(kernel, microseconds a step, launches a step), the most first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            decoder.step()
+        torch.cuda.synchronize()
+    rows = [(e.key[:90], e.device_time_total / steps, e.count / steps) for e in found.key_averages()]
+    return sorted((r for r in rows if r[1] > 0), key=lambda r: -r[1])[:24]
+
+
+def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespace, gbs: float) -> list[dict[str, Any]]:
+    """The rows of one variant, one per batch size."""
+    dtype, device, rows = getattr(torch, args.dtype), args.device, []
+    model, decoder = decoder_for(variant, shape, dtype, device)
+    generator = torch.Generator().manual_seed(1)
+    for batch in batches:
+        ids = torch.randint(2, model.config.vocab_size, (batch, args.prompt), generator=generator)
+        nbytes = explain.bytes_per_token(model, decoder, batch)
+        row = {"variant": variant, "model": shape, "batch": batch, "dtype": args.dtype, "bytes_per_step": nbytes}
+        if variant == "transformers":
+            with torch.inference_mode():
+                generate_tps(model, ids.to(device), 4)
+                tps = generate_tps(model, ids.to(device), min(args.new, args.generate_new))
+            row |= {"decoder": "transformers generate"}
+        else:
+            for _ in range(2):  # the first compiles and records
+                g = stream(model, TOKENIZER, ids[0].tolist(), max_new_tokens=args.new, decoder=decoder, batch=batch)
+                list(g.pieces())
+            tps = g.decode_tps
+            row |= {"decoder": decoder.name, "reason": decoder.reason, "ttft_s": round(g.ttft_s, 4)}
+            kernels = explain.kernels_of(explain.called(model, decoder), batch, dtype)
+            row["kernels"] = {k.layers: f"{k.scheme} {k.kernel}" for k in kernels}
+        row |= {"tokens_per_s": round(tps, 2), "ms_per_step": round(1e3 * batch / tps, 4)}
+        row["roofline_pct"] = round(100 * nbytes * tps / batch / (gbs * 1e9), 1)
+        if args.profile and device == "cuda" and variant != "transformers" and batch in (1, batches[-1]):
+            row["kernel_us"] = kernel_times(decoder)
+        rows.append(row)
+        print({k: v for k, v in row.items() if k not in ("kernel_us", "kernels")}, flush=True)
+        for name, us, count in row.get("kernel_us", ()):
+            print(f"    {us:9.1f} us {count:7.1f} x  {name}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure what was asked for and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="8b", choices=sorted(SHAPES))
+    parser.add_argument("--variants", default="transformers-static,16,8,4,4h8,4h4,3,2,2h4")
+    parser.add_argument("--batches", default="1")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--generate-new", type=int, default=64, help="new tokens for transformers' own generate")
+    parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further variant after this")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-pdl", action="store_true", help="decode kernels without programmatic dependent launch")
+    args = parser.parse_args()
+    launch.enabled = not args.no_pdl
+    start, ceiling = time.time(), timing.roofline(torch.device(args.device))
+    versions = {name: version(name) for name in ("torch", "transformers", "lowq")}
+    facts = {"device": ceiling.device, "read_gbs": round(ceiling.read_gbs, 1), "threads": torch.get_num_threads()}
+    facts |= {"prompt": args.prompt, "new": args.new, "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    result: dict[str, Any] = {**facts, "host": platform.machine(), "versions": versions, "rows": []}
+    for variant in args.variants.split(","):
+        if time.time() - start > args.seconds:
+            print(f"out of time before {variant}", flush=True)
+            break
+        try:
+            result["rows"] += measure(variant, args.model, [int(b) for b in args.batches.split(",")], args, ceiling.read_gbs)
+        except Exception as e:  # one variant must not cost the others their place in the run
+            print(f"{variant} failed: {type(e).__name__}: {e}", flush=True)
+            result["rows"].append({"variant": variant, "error": f"{type(e).__name__}: {e}"[:500]})
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

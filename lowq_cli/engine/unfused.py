@@ -1,0 +1,144 @@
+"""The decoder for other families on a GPU: transformers' own forward over a static cache, recorded as a CUDA graph.
+
+Recording is checked before it is trusted: two recorded steps must give what two steps give that are not (a model that
+takes its position from the host would repeat itself). A model that fails, and prompts of different lengths, go to the
+plain decoder, with the reason.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+
+from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.sampling import Sampling, penalise, restrict
+from lowq_kernels.decode import ops
+
+SMALLEST_BUCKET = 512
+CHECKED_STEPS = 2
+AGREE = 2e-2  # relative difference of 16-bit logits between a recorded and a plain step; a stuck position gives about 1
+
+
+class UnfusedDecoder:
+    """transformers' forward with a static cache, one CUDA graph per text.
+
+    Args:
+        model: a causal transformers model.
+        reason: why the fused decoder was not taken.
+        graphs: record the step; without, every step is launched from Python.
+    """
+
+    name = "unfused"
+
+    def __init__(self, model: Any, reason: str = "", graphs: bool = True) -> None:
+        self.model, self.why, self.reason, self.device = model, reason, reason, model.device
+        self.ahead = self.device.type == "cuda"
+        self.graphs = graphs and self.ahead
+        self.ops = ops(self.device.type)
+        self.accepts = set(inspect.signature(model.forward).parameters)
+        self.plain: PlainDecoder | None = None
+        self.failed = ""
+
+    @torch.inference_mode()
+    def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+        """Read the prompts; the first new token of each, (B,) int64 on the device."""
+        fallback = self._cannot(prompts)
+        if not fallback:
+            try:
+                return self._start(prompts, sampling, room)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as e:
+                if isinstance(e, torch.OutOfMemoryError):
+                    raise
+                fallback = f"its step cannot be recorded: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
+                self.failed = fallback
+        self.plain = PlainDecoder(self.model, f"{self.why}; {fallback}" if self.why else fallback)
+        self.name, self.reason = self.plain.name, self.plain.reason
+        return self.plain.start(prompts, sampling, room)
+
+    def _cannot(self, prompts: list[list[int]]) -> str:
+        if self.failed:
+            return self.failed
+        if "past_key_values" not in self.accepts:
+            return "its cache is not one of keys and values"
+        return "prompts of different lengths" if len({len(p) for p in prompts}) > 1 else ""
+
+    def _start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+        from lowq_cli.hf.cache import static_cache
+
+        ids = torch.tensor(prompts, device=self.device)
+        B, T = ids.shape
+        slots = SMALLEST_BUCKET
+        while slots < T + room:
+            slots *= 2
+        self.sampling, self.plain, self.name, self.reason = sampling, None, "unfused", self.why
+        self.cache = static_cache(self.model, slots)
+        self.token = torch.zeros(B, dtype=torch.int64, device=self.device)
+        self.pos = torch.full((B,), T, dtype=torch.int32, device=self.device)
+        self.seed = torch.full((1,), sampling.seed, dtype=torch.int64, device=self.device)
+        logits = self._forward(ids, torch.arange(T, device=self.device).expand(B, T))
+        self.logits = torch.zeros_like(logits)
+        self.seen: torch.Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)
+        self._choose(logits, advance=0)
+        self.run = self._record() if self.graphs and room > CHECKED_STEPS else None
+        return self.token
+
+    @torch.inference_mode()
+    def step(self) -> torch.Tensor:
+        """The next token of each sequence, (B,) int64 on the device."""
+        if self.plain is not None:
+            return self.plain.step()
+        if self.run is None:
+            self._step()
+        else:
+            self.run.replay()
+        return self.token
+
+    def _forward(self, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        inputs = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
+        if "position_ids" in self.accepts:
+            inputs["position_ids"] = position
+        if "logits_to_keep" in self.accepts:
+            inputs["logits_to_keep"] = 1
+        return self.model(**inputs).logits[:, -1]
+
+    def _step(self) -> None:
+        self.logits.copy_(self._forward(self.token[:, None], self.pos[:, None].long()))
+        self._choose(self.logits, advance=1)
+
+    def _choose(self, logits: torch.Tensor, advance: int) -> None:
+        s, temperature = self.sampling, self.sampling.temperature
+        if self.seen is not None:
+            logits = penalise(logits.float(), self.seen, s.repetition_penalty)
+        if not s.greedy and (s.top_k or s.top_p < 1):
+            logits, temperature = restrict(logits.float() / s.temperature, s.top_k, s.top_p), 1.0
+        self.ops.choose(logits.contiguous(), self.token, self.pos, self.seed, temperature, advance)
+        if self.seen is not None:
+            self.seen.scatter_(1, self.token[:, None], True)
+
+    def _record(self) -> Captured:
+        """The step as a graph that was seen to follow the text. Raises RuntimeError where it does not."""
+        from lowq_cli.hf.cache import state_of
+
+        state = [self.token, self.pos, *([] if self.seen is None else [self.seen]), *state_of(self.cache)]
+        before = [t.clone() for t in state]
+
+        def back() -> None:
+            for t, kept in zip(state, before, strict=True):
+                t.copy_(kept)
+
+        for _ in range(CHECKED_STEPS):
+            self._step()
+        wanted = self.logits.float().clone()
+        back()
+        run = capture(self._step)
+        back()
+        for _ in range(CHECKED_STEPS):
+            run.replay()
+        off = ((self.logits.float() - wanted).norm() / wanted.norm()).item()
+        back()
+        if not off <= AGREE:
+            raise RuntimeError(f"recorded, it differs from its own forward by {off:.1e}")
+        return run
