@@ -93,7 +93,7 @@ def probe(plan: Plan, device: torch.device) -> Mapping[tuple[str, Scheme], float
         W = torch.randn(max(1, PROBE // scheme.group_size), scheme.group_size, generator=g).to(device, dtype)
         quantizers.get(method)(W[:1], scheme, dtype)  # first use: library start-up is no part of the rate
         start = time.perf_counter()
-        quantizers.get(method)(W, scheme, dtype)
+        quantizers.get(method)(W, scheme, dtype).scales[:1].cpu()  # waits for a GPU
         seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel()
     return seconds
 

@@ -158,7 +158,7 @@ def run(
                 yield from _write(source, plan, output, on, start)
             except BaseException as e:
                 if not isinstance(e, GeneratorExit):
-                    output.log(f"stopped: {type(e).__name__}: {e}; the same command continues")
+                    output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
                 raise
 
 

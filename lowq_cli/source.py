@@ -163,7 +163,8 @@ def _open_folder(name: str, folder: Path) -> Source:
         raise NotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(config_path)
     parsed = {file: read_header(folder / file) for file in files}
-    headers, where = {}, {}
+    headers: dict[str, TensorHeader] = {}
+    where: dict[str, str] = {}
     for file, header in parsed.items():
         for tensor, h in header.tensors.items():
             if tensor in where:
@@ -244,7 +245,9 @@ def _hub_headers(repo: str) -> Source:
         raise
     except Exception as e:
         raise _hub_error(repo, e) from e
-    headers, where, files = {}, {}, {}
+    headers: dict[str, TensorHeader] = {}
+    where: dict[str, str] = {}
+    files: dict[str, FileHeader] = {}
     for file, meta in sorted(found.files_metadata.items()):
         tensors = {}
         for tensor, info in sorted(meta.tensors.items(), key=lambda kv: kv[1].data_offsets):

@@ -49,7 +49,7 @@ def quantize(item: Item, source: Source, file: ShardFile, device: torch.device) 
                 f"{item.source}: its scales do not fit {TORCH_NAMES[item.outputs[1][1].dtype]}; use --dtype bfloat16"
             )
         for i, tensor in enumerate(t for t in (p.words, p.scales, p.zeros) if t is not None):
-            raw = memoryview(tensor.cpu().contiguous().view(torch.uint8).numpy()).cast("B")
+            raw = _bytes(tensor)
             file.write(item.outputs[i][0], at[i], raw)
             crc[i], at[i] = zlib.crc32(raw, crc[i]), at[i] + len(raw)
     assert at == [h.nbytes for _, h in item.outputs], item.name
@@ -86,6 +86,11 @@ def _squares(W: torch.Tensor, q: QuantizedTensor) -> tuple[float, float]:
     return error, norm
 
 
+def _bytes(t: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, without a copy where it is on the CPU and contiguous."""
+    return memoryview(t.cpu().contiguous().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+
+
 @torch.inference_mode()
 def copy(item: Item, source: Source, file: ShardFile) -> tuple[None, list[int]]:
     """Copy a kept tensor into `file` in pieces, checked for NaN and infinities unless it is a buffer ("other")."""
@@ -104,7 +109,7 @@ def copy(item: Item, source: Source, file: ShardFile) -> tuple[None, list[int]]:
                 t = t.to(getattr(torch, TORCH_NAMES[target.dtype]))
                 if not torch.isfinite(t).all():
                     raise DamagedError(f"{item.name} does not fit {TORCH_NAMES[target.dtype]}; use --dtype bfloat16")
-                raw = memoryview(t.view(torch.uint8).numpy()).cast("B")
+                raw = _bytes(t)
         file.write(name, at, raw)
         crc, at = zlib.crc32(raw, crc), at + len(raw)
     assert at == target.nbytes, item.name

@@ -88,6 +88,17 @@ def test_two_runs_write_the_same_bytes_and_slabs_change_nothing(tmp_path, monkey
     assert files(tmp_path / "one") == files(tmp_path / "two") == files(tmp_path / "three")
 
 
+def test_the_number_of_threads_changes_no_byte(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            list(run("demo", make_recipe(skip=["layers.[1-5]"]), tmp_path / str(threads)))
+    finally:
+        torch.set_num_threads(before)
+    assert files(tmp_path / "1") == files(tmp_path / "3")
+
+
 def test_small_and_large_files_hold_the_same_tensors(tmp_path):
     list(run("demo", make_recipe(method="rtn"), tmp_path / "one"))
     list(run("demo", make_recipe(method="rtn"), tmp_path / "many", shard_size=1_000_000))

@@ -6,7 +6,10 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +193,24 @@ def test_ctrl_c_stops_at_once_and_the_rerun_continues(tmp_path, undisturbed):
     assert files(folder) == undisturbed
 
 
+@pytest.mark.slow
+def test_the_command_exits_with_130_on_ctrl_c_and_survives_kill_9(tmp_path, undisturbed):
+    lowq = Path(sys.executable).with_name("lowq")
+    command = [lowq, "quantize", "demo", "--method", "rtn", "--shard-size", str(SHARD), "--out", tmp_path / "out"]
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    journal, done = tmp_path / "out" / writer.JOURNAL, 2
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (journal.exists() and journal.read_bytes().count(b"\n") > done):
+            time.sleep(0.001)
+        process.send_signal(number)
+        assert process.wait(60) == code
+        done = journal.read_bytes().count(b"\n") + 2
+        assert_not_whole(tmp_path / "out")
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert files(tmp_path / "out") == undisturbed
+
+
 def test_an_interrupt_inside_the_run_is_logged_and_passed_on(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -197,7 +218,7 @@ def test_an_interrupt_inside_the_run_is_logged_and_passed_on(tmp_path, monkeypat
     monkeypatch.setattr("lowq_cli.transform.quantize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(run("demo", RECIPE, tmp_path / "out"))
-    assert "stopped: KeyboardInterrupt" in (tmp_path / "out" / "lowq.log").read_text()
+    assert "stopped by KeyboardInterrupt" in (tmp_path / "out" / "lowq.log").read_text()
 
 
 @pytest.fixture
