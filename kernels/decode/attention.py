@@ -22,7 +22,7 @@ from lowq_kernels.decode.reference import Heads
 
 BLOCK_N = 32
 PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
-MOST_SPLITS = 32
+MOST_SPLITS = 16
 LOG2E = 1.4426950408889634
 
 
@@ -62,6 +62,7 @@ def _attend_kernel(
     R: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    PARTS_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     NORM: tl.constexpr,
@@ -156,16 +157,17 @@ def _attend_kernel(
     if tl.atomic_add(count_ptr + head, 1, sem="acq_rel") != live - 1:
         return
     tl.store(count_ptr + head, 0)
-    offs_s = tl.arange(0, SPLITS)
-    there = offs_s < live
-    for g in tl.static_range(G):
-        tops = tl.load(sums + offs_s * G * 2 + g, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(sums + offs_s * G * 2 + G + g, mask=there, other=0.0, cache_modifier=".cg")
-        share = tl.exp2(tops - tl.max(tops, 0))
-        rows = part + (offs_s * G + g)[:, None] * D + offs_d[None, :]
-        accs = tl.load(rows, mask=there[:, None] & mask_d[None, :], other=0.0, cache_modifier=".cg")
-        y = tl.sum(accs * share[:, None], 0) / tl.sum(totals * share, 0)
-        tl.store(out + g * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+    offs_s, offs_c = tl.arange(0, SPLITS), tl.arange(0, PARTS_G)  # everything asked for at once: one trip to memory
+    there = (offs_s < live)[:, None] & (offs_c < G)[None, :]
+    at = sums + offs_s[:, None] * G * 2 + offs_c[None, :]
+    tops = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    totals = tl.load(at + G, mask=there, other=0.0, cache_modifier=".cg")
+    rows = part + (offs_s[:, None] * G + offs_c[None, :])[:, :, None] * D + offs_d[None, None, :]
+    accs = tl.load(rows, mask=there[:, :, None] & mask_d[None, None, :], other=0.0, cache_modifier=".cg")
+    share = tl.exp2(tops - tl.max(tops, 0)[None, :])
+    y = tl.sum(accs * share[:, :, None], 0) / tl.sum(totals * share, 0)[:, None]
+    mask_cd = (offs_c < G)[:, None] & mask_d[None, :]
+    tl.store(out + offs_c[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_cd)
 
 
 @cache
@@ -219,6 +221,7 @@ def attend(
         D=h.D,
         R=cos.shape[1],
         SPLITS=splits,
+        PARTS_G=triton.next_power_of_2(G),
         BLOCK_G=max(16, triton.next_power_of_2(G)),
         BLOCK_D=max(16, triton.next_power_of_2(h.D)),
         BLOCK_N=BLOCK_N,

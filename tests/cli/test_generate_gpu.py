@@ -1,0 +1,82 @@
+"""Decoding on a GPU: recorded steps and Triton kernels give transformers' tokens, and keep giving them."""
+
+import pytest
+import torch
+
+from lowq_cli import demo
+from lowq_cli.engine import stream
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_cli.quantizers import rtn
+from lowq_kernels.linear import QuantLinear
+from lowq_packers.scheme import Scheme
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+PROMPTS = ["Once upon a time there was a", "The whale"]
+NEW = 200
+TIE = 0.05  # two logits nearer than this (of about 10) change places with the rounding of 16-bit sums
+
+
+def story(dtype):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = demo.__path__[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def agrees(model, prompt, tokens):
+    """Whether each of `tokens` is the argmax after those before it, or ties with it, by one forward in fp32."""
+    ids = torch.tensor([prompt + tokens], device="cuda")
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    got = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return bool((logits.max(-1).values - got < TIE).all())
+
+
+@pytest.mark.parametrize("kind", ["fused", "fused without graphs", "unfused"])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_tokens_are_those_of_the_model(kind, batch):
+    model, tokenizer = story(torch.float16)
+    truth = story(torch.float32)[0]
+    decoder = UnfusedDecoder(model) if kind == "unfused" else FusedDecoder(model, graphs=kind == "fused")
+    for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0]):
+        g = stream(model, tokenizer, prompt, max_new_tokens=NEW, batch=batch, decoder=decoder)
+        list(g)
+        assert decoder.reason in ("", "without CUDA graphs, as asked")
+        assert decoder.name == kind.split()[0]
+        assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
+
+
+def test_recorded_and_launched_steps_give_the_same_tokens():
+    model, tokenizer = story(torch.float16)
+    graphs, launched = FusedDecoder(model), FusedDecoder(model, graphs=False)
+    for how in (
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.1},
+    ):
+        texts = [stream(model, tokenizer, PROMPTS, max_new_tokens=60, decoder=d, **how) for d in (graphs, launched, graphs)]
+        for g in texts:
+            list(g.pieces())
+        assert texts[0].tokens == texts[1].tokens == texts[2].tokens
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_packed_models(bits):
+    model, tokenizer = story(torch.float16)
+    truth = story(torch.float32)[0]
+    for path, lin in list(model.named_modules()):
+        if isinstance(lin, torch.nn.Linear) and path != "lm_head":
+            q = rtn.quantize(lin.weight.data, Scheme(bits, 64))
+            packed = QuantLinear.from_quantized(q, dtype=torch.float16)
+            model.set_submodule(path, packed)
+            truth.get_submodule(path).weight.data = q.dequantize()
+    decoder = FusedDecoder(model)
+    g = stream(model, tokenizer, PROMPTS, max_new_tokens=100, decoder=decoder)
+    list(g.pieces())
+    assert decoder.reason == ""
+    assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
