@@ -3,22 +3,20 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lowq_cli.quant_config import METHOD, expand
+from lowq_cli.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.foreign import fetcher, foreign_matrices, open_foreign
+from lowq_cli.quant_config import METHOD
 from lowq_cli.safetensors_io import ITEMSIZE, TensorHeader, read_json
-from lowq_cli.source import Source, open_source
-from lowq_packers.bitstream import words_per_row
-from lowq_packers.errors import DamagedError
-from lowq_packers.scheme import Scheme
+from lowq_cli.source import Source
+from lowq_cli.writer import JOURNAL, REPORT
 
-if TYPE_CHECKING:
-    from lowq_packers.formats import Fetch
-
-REPORT, JOURNAL, TUNED = "lowq_report.json", "lowq-journal.jsonl", "lowq_tune.json"
+TUNED = "lowq_tune.json"
+SHOWN = 3  # traps of one kind spelled out
 KINDS = (  # by name alone, so that folders of families that transformers lacks can be looked at too
     ("embedding", r"embed|(^|\.)wte$|(^|\.)wpe$"),
     ("head", r"lm_head|(^|\.)output$"),
@@ -136,117 +134,72 @@ def inspect_model(model: str) -> Inspection:
     Raises NotFoundError, DamagedError (headers, index or config at odds with each other), UnsupportedError (pickles).
     """
     folder = Path(model).expanduser()
-    if (folder / JOURNAL).is_file() and not (folder / "config.json").is_file():
-        raise DamagedError(f"{model} is an unfinished lowq run; the same `lowq quantize` command continues it")
-    with open_source(model, headers_only=True) as source:
-        q = source.config.get("quantization_config")
-        if isinstance(q, Mapping) and q.get("quant_method") == METHOD:
-            return _lowq(source, q)
+    if is_checkpoint(folder) or ((folder / JOURNAL).is_file() and not (folder / "config.json").is_file()):
+        return _lowq(folder, model)
+    with open_foreign(model, headers_only=True) as source:
         return _foreign_or_dense(source)
 
 
-def _lowq(source: Source, config: Mapping[str, Any]) -> Inspection:
-    """A lowq checkpoint: every quantized matrix held against its scheme."""
-    report = _report(source)
-    modules = [n.removesuffix(".weight") for n in source.headers]
-    schemes = expand(config, modules)
-    rows, used = [], set()
-    for name, scheme in schemes.items():
-        known = report.get(name, {})
-        shape, parts = quantized_parts(source.headers, name, scheme, known.get("shape"))
-        used |= set(parts)
-        size = sum(source.headers[p].nbytes for p in parts)
-        rows.append(
-            Row(name, known.get("kind", kind_of(name)), shape, str(scheme), scheme.bits, size, True, known.get("rel_error"))
-        )
-    rows += [_kept(n, h, report.get(n, {})) for n, h in source.headers.items() if n not in used]
-    notes = [] if report else [f"no {REPORT}: errors of the tensors are not known"]
-    return Inspection(
-        source.name,
-        METHOD,
-        _family(source),
-        _sorted(rows, source),
-        tuple(notes),
-        ("lowq", "transformers (with import lowq)"),
-        _tuned(source),
-    )
-
-
-def quantized_parts(
-    headers: Mapping[str, TensorHeader], name: str, scheme: Scheme, shape: list[int] | None = None
-) -> tuple[tuple[int, int], tuple[str, ...]]:
-    """(N, K) and tensor names of one matrix of a lowq checkpoint. Raises DamagedError where they contradict the scheme.
-
-    shape: what the report says; needed only for the K of per-channel rows that do not fill their last word.
-    """
-    words = headers[f"{name}.weight"]
-    if words.dtype != "I32" or len(words.shape) != 2:
-        raise DamagedError(f"{name}.weight is {words.dtype} {list(words.shape)}; packed words are I32 and have two dimensions")
-    scale = headers.get(f"{name}.weight_scale")
-    if scale is None or len(scale.shape) != 2:
-        raise DamagedError(f"{name}.weight_scale is missing or no matrix; quantize the model again")
-    (N, W), G = words.shape, scale.shape[1]
-    K = scheme.group_size * G
-    parts = [f"{name}.weight", f"{name}.weight_scale"] + ([] if scheme.zero == "none" else [f"{name}.weight_zero"])
-    for part in parts[1:]:
-        if part not in headers or headers[part].shape != (N, G):
-            found = list(headers[part].shape) if part in headers else "missing"
-            raise DamagedError(f"{part} is {found}; {name}.weight asks for {[N, G]}")
-    if words_per_row(K, scheme.bits) != W or (shape is not None and list(shape) != [N, K]):
-        raise DamagedError(
-            f"{name}.weight has {W} words a row; {scheme} and {G} groups ask for {words_per_row(K, scheme.bits)}"
-        )
-    return (N, K), tuple(parts)
+def _lowq(folder: Path, name: str) -> Inspection:
+    """A lowq checkpoint, its files held against each other."""
+    found = open_checkpoint(folder)
+    known = {t["name"]: t for t in found.report.get("tensors", ())}
+    rows = []
+    for t in found.tensors:
+        own = known.get(t.name, {})
+        kind = own.get("kind", kind_of(t.name.removesuffix(".weight")))
+        if t.scheme:
+            rows.append(Row(t.name, kind, t.shape, str(t.scheme), t.scheme.bits, t.nbytes, True, own.get("rel_error")))
+        else:
+            rows.append(_kept(t.name, found.source.headers[t.name], kind))
+    notes = () if known else (f"no {REPORT}: errors of the tensors are not known",)
+    engines = ("lowq", "transformers (with import lowq)")
+    found.source.close()
+    return Inspection(name, METHOD, _family(found.source), tuple(rows), notes, engines, _tuned(found.source))
 
 
 def _foreign_or_dense(source: Source) -> Inspection:
     """A checkpoint of another tool, or plain floats."""
-    from lowq_packers import formats
-
-    fmt = formats.detect(source.config, source.headers)
-    if fmt is None:
-        rows = [_kept(n, h, {}) for n, h in source.headers.items()]
-        return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("transformers", "vLLM", "SGLang"))
-    fetch = _fetch(source)
-    matrices = fmt.matrices(source.config, source.headers, fetch)
+    found = foreign_matrices(source)
+    if found is None:
+        rows = [_kept(n, h) for n, h in source.headers.items()]
+        return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
+    fmt, matrices = found
     used = {part for m in matrices for part in m.parts}
     rows = []
     for m in matrices:
-        size = sum(source.headers[p].nbytes for p in m.parts if p in source.headers)
+        size = sum(source.headers[p].nbytes for p in m.parts)
         rows.append(Row(m.name, kind_of(m.name), m.shape, m.stored, m.bits, size, True))
-    rows += [_kept(n, h, {}) for n, h in source.headers.items() if n not in used]
+    rows += [_kept(n, h) for n, h in source.headers.items() if n not in used]
     notes = fmt.notes(source.config, source.headers)
-    if fetch is not None:
+    if source.folder is not None:
+        fetch = fetcher(source)
         traps = [line for m in matrices for line in m.check(fetch)]
-        notes += traps[:3] + ([f"and {len(traps) - 3} more such"] if len(traps) > 3 else [])
+        notes += traps[:SHOWN] + ([f"and {len(traps) - SHOWN} more such"] if len(traps) > SHOWN else [])
+    notes += _hybrid_experts(source)
     engines = fmt.engines(source.config, matrices)
     return Inspection(source.name, fmt.name, _family(source), _sorted(rows, source), tuple(notes), tuple(engines))
 
 
-def _fetch(source: Source) -> "Fetch | None":
-    """Reads tensors of any dtype; None where only headers are here."""
-    if source.folder is None:
-        return None
-    from lowq_cli.foreign import fetcher
-
-    return fetcher(source)
-
-
-def _kept(name: str, header: TensorHeader, known: Mapping[str, Any]) -> Row:
-    return Row(
-        name,
-        known.get("kind", kind_of(name.removesuffix(".weight"))),
-        header.shape,
-        header.dtype,
-        8 * ITEMSIZE[header.dtype],
-        header.nbytes,
-        False,
+def _hybrid_experts(source: Source) -> list[str]:
+    """A note where packed experts are one by one and their scales stacked, as transformers 5 may save them."""
+    stacked = [n for n in source.headers if re.search(r"experts\.(gate_up|down)_proj_(scale|zero)", n)]
+    single = any(re.search(r"experts\.\d+\.", n) for n in source.headers)
+    return (
+        [f"{stacked[0]}: scales of stacked experts beside single experts; only transformers reads this mix"]
+        if stacked and single
+        else []
     )
+
+
+def _kept(name: str, header: TensorHeader, kind: str | None = None) -> Row:
+    kind = kind or kind_of(name.removesuffix(".weight"))
+    return Row(name, kind, header.shape, header.dtype, 8 * ITEMSIZE[header.dtype], header.nbytes, False)
 
 
 def _sorted(rows: list[Row], source: Source) -> tuple[Row, ...]:
     """Rows in the order in which their first tensor lies in the files."""
-    place = {}
+    place: dict[str, int] = {}
     for i, name in enumerate(source.headers):
         place.setdefault(name, i)
         place.setdefault(name.rpartition(".")[0], i)
@@ -255,17 +208,6 @@ def _sorted(rows: list[Row], source: Source) -> tuple[Row, ...]:
 
 def _family(source: Source) -> str:
     return str(source.config.get("model_type", "unknown"))
-
-
-def _report(source: Source) -> dict[str, dict[str, Any]]:
-    """The report's line of each tensor, by name; {} where there is no report. Raises DamagedError for a malformed one."""
-    path = None if source.folder is None else source.folder / REPORT
-    if path is None or not path.is_file():
-        return {}
-    lines = read_json(path).get("tensors")
-    if not isinstance(lines, list) or not all(isinstance(t, dict) and isinstance(t.get("name"), str) for t in lines):
-        raise DamagedError(f"{path} has no list of tensors; quantize the model again")
-    return {t["name"]: t for t in lines}
 
 
 def _tuned(source: Source) -> tuple[str, ...]:

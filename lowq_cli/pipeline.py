@@ -19,10 +19,11 @@ import torch
 
 from lowq_cli import transform
 from lowq_cli.budget import Budget, make_budget, peak_rss
+from lowq_cli.foreign import open_decoded
 from lowq_cli.plan import Plan, default_out, index_json, output_config
 from lowq_cli.planner import SHARD_SIZE, make_plan
 from lowq_cli.recipe import Recipe, make_recipe
-from lowq_cli.source import INDEX, Source, open_source
+from lowq_cli.source import INDEX, Source
 from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 
@@ -140,7 +141,7 @@ def run(
     """
     start = time.monotonic()
     on = pick_device(device)
-    with open_source(model, headers_only=dry_run) as source:
+    with open_decoded(model, headers_only=dry_run) as source:
         plan = make_plan(source, recipe, shard_size)
         folder = default_out(source, recipe) if out is None else Path(out)
         budget = make_budget(plan, folder, on, written=_bytes_in(folder, plan))

@@ -164,13 +164,13 @@ def read_json(path: Path) -> dict:
         raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
 
 
-def build_header(tensors: Iterable[tuple[str, TensorHeader]]) -> tuple[bytes, dict[str, TensorHeader]]:
-    """The first bytes of a file holding these tensors, and where each will lie.
+def build_header(tensors: Iterable[tuple[str, TensorHeader]], kind: str = "pt") -> tuple[bytes, dict[str, TensorHeader]]:
+    """The first bytes of a file holding these tensors (`kind`: whose they are, in its metadata), and where each will lie.
 
     Wider elements come first, so that every tensor is aligned to its element without gaps (readers view bytes in place).
     """
     ordered = sorted(tensors, key=lambda item: -ITEMSIZE[item[1].dtype])
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    table: dict[str, object] = {"__metadata__": {"format": kind}}
     at, spans = 0, {}
     for name, t in ordered:
         table[name] = {"dtype": t.dtype, "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}

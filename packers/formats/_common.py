@@ -161,6 +161,12 @@ def schemes_agree(schemes: Mapping[str, Scheme]) -> Scheme | None:
     return max(counts, key=lambda s: counts[s]) if counts else None
 
 
+def dense_modules(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> list[str]:
+    """Linear modules that stay dense: `kept` without tables that are looked up, and the head, stored or tied."""
+    found = [n for n in kept if not GATHERED.search(n)]
+    return found if "lm_head" in schemes or "lm_head" in found else [*found, "lm_head"]
+
+
 def exactly(name: str) -> str:
     """A regular expression that matches one module name and no other."""
     return f"^{re.escape(name)}$"

@@ -43,7 +43,7 @@ def _group_of(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
                 raise DamagedError(f"quantization_config: target {target!r} is no regular expression") from None
             if hit:
                 return group
-            if by_class is None and not target.startswith("re:") and "." not in target:
+            if by_class is None and target[:1].isupper():  # a class, such as Linear; modules are in lower case
                 by_class = group
     if by_class is None:
         raise DamagedError(f"no config group targets {name}, though it is quantized")
@@ -254,14 +254,12 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
 
 
 def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
-    main = c.schemes_agree(schemes)
     groups: dict[str, Any] = {}
     by_scheme: dict[tuple[int, int, str], list[str]] = {}
     for name, s in schemes.items():
         by_scheme.setdefault((s.bits, -1 if s.group_size == shapes[name][1] else s.group_size, s.zero), []).append(name)
-    named = [key for key in by_scheme if main is None or (key[0], key[2]) != (main.bits, main.zero) or len(by_scheme) > 1]
     largest = max(by_scheme, key=lambda key: len(by_scheme[key]))
-    ordered = [key for key in named if key != largest] + [largest]
+    ordered = [key for key in by_scheme if key != largest] + [largest]
     for i, (bits, group, zero) in enumerate(ordered):
         targets = ["Linear"] if (bits, group, zero) == largest else by_scheme[bits, group, zero]
         weights: dict[str, Any] = {
@@ -274,7 +272,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
         }  # fmt: skip
     q = {
         "quant_method": NAME, "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
-        "ignore": [n for n in kept if not c.GATHERED.search(n)], "config_groups": groups,
+        "ignore": c.dense_modules(schemes, kept), "config_groups": groups,
     }  # fmt: skip
     return {"quantization_config": q}
 

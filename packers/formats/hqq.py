@@ -89,7 +89,8 @@ def flatten(qmodel: Mapping[str, Any]) -> Tensors:
     for module, state in qmodel.items():
         if not isinstance(module, str) or not isinstance(state, Mapping):
             raise DamagedError("qmodel.pt does not map module names to their tensors; it is no HQQ checkpoint")
-        meta = state.get("meta") if isinstance(state.get("meta"), Mapping) else {}
+        nested = state.get("meta")
+        meta = nested if isinstance(nested, Mapping) else {}
         for leaf, value in {**state, **meta}.items():
             if leaf != "meta" and value is not None:
                 tensors[f"{module}.{leaf}"] = encode(value)

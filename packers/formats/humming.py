@@ -99,7 +99,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     every = list(fields.values())
     main = max(every, key=every.count)
     dynamic: dict[str, Any] = {f"+:{c.exactly(name)}": f for name, f in fields.items() if f != main}
-    q = {"quant_method": "humming", **main, "ignore": [n for n in kept if not c.GATHERED.search(n)]}
+    q = {"quant_method": "humming", **main, "ignore": c.dense_modules(schemes, kept)}
     return {"quantization_config": q | ({"dynamic": dynamic} if dynamic else {})}
 
 

@@ -40,7 +40,7 @@ def lowq_folder(folder, scheme=None, N=48, K=128, **changes):
     tensors |= changes
     tensors = {name: t for name, t in tensors.items() if t is not None}
     config = {"quantization_config": compact({NAME: scheme}, ["model.embed_tokens"])}
-    report = {"tensors": [{"name": NAME, "kind": "mlp", "shape": [N, K], "rel_error": 0.125}]}
+    report = {"tensors": [{"name": NAME, "kind": "mlp", "shape": [N, K], "rel_error": 0.125, "crc32": [0]}]}
     return write(folder, tensors, config, report)
 
 
@@ -86,11 +86,11 @@ def test_tuned_gpus_are_named(tmp_path):
 
 
 BAD = {
-    "no scales": ({f"{NAME}.weight_scale": None}, "weight_scale is missing"),
-    "no zeros": ({f"{NAME}.weight_zero": None}, "weight_zero is missing"),
-    "fewer rows of zeros": ({f"{NAME}.weight_zero": torch.ones(47, 2)}, r"asks for \[48, 2\]"),
-    "too few words": ({f"{NAME}.weight": torch.zeros(48, 15, dtype=torch.int32)}, "has 15 words a row"),
-    "floats for words": ({f"{NAME}.weight": torch.zeros(48, 16)}, "packed words are I32"),
+    "no scales": ({f"{NAME}.weight_scale": None}, "lacks weight_scale"),
+    "no zeros": ({f"{NAME}.weight_zero": None}, "lacks weight_zero"),
+    "fewer rows of zeros": ({f"{NAME}.weight_zero": torch.ones(47, 2)}, "does not fit words"),
+    "too few words": ({f"{NAME}.weight": torch.zeros(48, 15, dtype=torch.int32)}, "but it has 15"),
+    "floats for words": ({f"{NAME}.weight": torch.zeros(48, 16)}, "two-dimensional I32"),
     "no weight": ({f"{NAME}.weight": None}, "which the checkpoint does not hold"),
 }
 
@@ -133,7 +133,7 @@ def _report_is_a_list(folder):
 FOLDERS = [
     (_truncate, 3, "truncated"),
     (_no_config, 3, "config.json"),
-    (_unfinished, 3, "unfinished lowq run"),
+    (_unfinished, 3, "has not finished"),
     (_newer, 5, "upgrade lowq"),
     (_pickle, 5, "pickle"),
     (_report_is_a_list, 3, "JSON object"),

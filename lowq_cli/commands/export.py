@@ -1,0 +1,38 @@
+"""lowq export: a lowq checkpoint in the format of another engine."""
+
+from typing import Annotated
+
+import typer
+
+from lowq_cli import console
+
+EXAMPLES = """Examples:  lowq export --to compressed-tensors  ·  lowq export my-lowq --to gguf --out my.gguf
+·  lowq export my-lowq --to compressed-tensors --check-tp 8"""
+
+
+def export(
+    ckpt: Annotated[str | None, typer.Argument(help="Checkpoint folder. Default: the last one written.")] = None,
+    to: Annotated[str, typer.Option(help="compressed-tensors, gptq, awq, humming, mlx, hqq or gguf.")] = "compressed-tensors",
+    out: Annotated[str | None, typer.Option(help="Folder (gguf: file) to write.  [default: ./CKPT-FORMAT]")] = None,
+    check_tp: Annotated[int | None, typer.Option(help="Refuse what N tensor-parallel ranks could not share.")] = None,
+    rounding: Annotated[
+        bool, typer.Option("--round", help="mlx, gguf: round -zero * scale to 16 bits where it is not exact.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: bit for bit the same weights, or refused."""
+    from lowq_cli import state
+
+    source = state.checkpoint_or_last(ckpt)
+
+    from lowq_cli.exporter import export as run
+
+    with console.progress("export", 100) as advance:
+        found = run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name))
+    if as_json:
+        console.out_json(found.to_json())
+        return
+    console.out(found.out)
+    console.say(f"{found.matrices} weights, {console.size(found.bytes)}; serves in: {', '.join(found.engines)}")
+    for note in found.notes:
+        console.say(f"note: {note}")

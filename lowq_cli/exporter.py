@@ -1,0 +1,284 @@
+"""A lowq checkpoint -> the same weights in another tool's format: bit for bit, or refused before anything is written.
+
+One matrix is in memory at a time, and one output file of at most `SHARD`. Every matrix is read back from the tensors made for
+it and compared before they are written. All goes into a folder beside the target, which gets its name when it is whole.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
+from lowq_cli.foreign import DTYPES
+from lowq_cli.safetensors_io import TensorHeader, build_header
+from lowq_cli.sharding import shard_problems
+from lowq_cli.source import INDEX, SINGLE
+from lowq_cli.writer import writing
+from lowq_packers import formats
+from lowq_packers.errors import LowqError, UnsupportedError, UsageError
+from lowq_packers.formats import Format, Tensors
+from lowq_packers.layouts import PackedWeight, unpack
+from lowq_packers.qtensor import QuantizedTensor
+
+TARGETS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
+SHARD = 1 << 30  # bytes of an output file, and of memory that waits to be written
+GATHERED = ("embed_tokens", "wte", "word_embeddings")
+TABLES = ("mlx", "gguf")  # formats that hold a packed embedding
+ONE_BY_ONE = ("compressed-tensors", "gptq", "awq", "hqq")  # formats that hold experts under their own names
+TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
+NAMES = {torch.uint32: "U32"} | {getattr(torch, t): s for s, t in DTYPES.items() if s != "U32"}
+
+Progress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. `engines` serve it; `bytes` are those of its weight files."""
+
+    out: str
+    format: str
+    bytes: int
+    matrices: int
+    engines: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    to: str,
+    out: str | os.PathLike[str] | None = None,
+    check_tp: int | None = None,
+    rounding: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write `checkpoint` in the format `to` into the folder `out` (by default ./NAME-FORMAT; for gguf a file).
+
+    Args:
+        to: one of TARGETS.
+        check_tp: refuse what this many tensor-parallel ranks could not share.
+        rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
+        progress: called with (percent done, name).
+    Raises:
+        UsageError: no such format; `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
+        nearest scheme that it can. NotFoundError, DamagedError: as `open_checkpoint`.
+    """
+    if to not in TARGETS:
+        raise UsageError(f"--to {to} does not exist; use one of {', '.join(TARGETS)}")
+    found = open_checkpoint(checkpoint)
+    with found.source:
+        fmt = formats.get(to)
+        check(found, fmt)
+        if check_tp is not None:
+            _check_tp(found, fmt, check_tp)
+        name = Path(checkpoint).resolve().name
+        if to == "gguf":
+            from lowq_cli.gguf_export import export_gguf
+
+            return export_gguf(found, Path(out or f"{name}.gguf"), rounding, progress)
+        target = Path(out or f"{name}-{to}")
+        with _folder(target) as folder:
+            config, written = _write(found, fmt, folder, rounding, progress)
+        matrices = len(found.schemes)
+        engines = fmt.engines(config, written)
+        return Exported(str(target), to, _weight_bytes(target), matrices, tuple(engines), tuple(fmt.notes(config, {})))
+
+
+def check(found: Checkpoint, fmt: Format) -> None:
+    """Raise UnsupportedError, naming the first weight and how many more, unless `fmt` can hold every one."""
+    family = str(found.config.get("model_type"))
+    if family in TRANSPOSED:
+        raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
+    problems = []
+    for t in found.tensors:
+        if t.scheme is None:
+            continue
+        reason = fmt.why_not(t.scheme, *t.shape)
+        if t.name.endswith(GATHERED) and fmt.name not in TABLES:
+            reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
+        if ".experts." in t.name and fmt.name not in ONE_BY_ONE:
+            reason = f"{fmt.title} stacks experts, which lowq does not write; nearest: --to compressed-tensors"
+        if reason:
+            problems.append(f"{t.name} ({t.scheme}): {reason}")
+    if problems:
+        more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
+        raise UnsupportedError(f"cannot export {problems[0]}{more}")
+
+
+def _check_tp(found: Checkpoint, fmt: Format, ranks: int) -> None:
+    if ranks < 1:
+        raise UsageError(f"--check-tp {ranks} must be at least 1")
+    shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
+    problems = shard_problems(found.config, found.schemes, shapes, ranks)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UnsupportedError(f"{ranks} tensor-parallel ranks cannot share this checkpoint: {problems[0]}{more}")
+
+
+class _folder:
+    """A folder under a temporary name beside `target`, renamed to it on success and removed on failure."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.partial = target.with_name(f"{target.name}.partial")
+
+    def __enter__(self) -> Path:
+        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
+            raise UsageError(f"{self.target} is there already; use another --out, or remove it")
+        with writing(self.target):
+            shutil.rmtree(self.partial, ignore_errors=True)  # of an export that was killed
+            self.partial.mkdir(parents=True)
+        return self.partial
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+            return
+        with writing(self.target):
+            if self.target.is_dir():
+                self.target.rmdir()
+            os.replace(self.partial, self.target)
+
+
+def _write(
+    found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None
+) -> tuple[dict[str, Any], list[formats.Matrix]]:
+    """Weights, index, companions and config of one export; the config, and how the format's reader sees the weights."""
+    shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
+    kept = [
+        t.name.removesuffix(".weight")
+        for t in found.tensors
+        if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2
+    ]
+    assert fmt.config
+    section = fmt.config(found.schemes, shapes, kept)
+    config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
+    shards = _Shards(folder, "mlx" if fmt.name == "mlx" else "pt")
+    seen: list[formats.Matrix] = []
+    done, total = 0, sum(t.params for t in found.tensors)
+    for t in found.tensors:
+        if t.scheme:
+            tensors, matrix = encoded(fmt, t.name, read_matrix(found, t), {**config, "round": rounding})
+            seen.append(matrix)
+        else:
+            tensors = {t.name: read_plain(found, t)}
+        shards.add(tensors)
+        done += t.params
+        if progress:
+            progress(100 * done // total, t.name)
+    index = shards.finish()
+    with writing(folder):
+        if index:
+            (folder / INDEX).write_bytes(_json(index))
+        for path in found.source.companions():
+            shutil.copyfile(path, folder / path.name)
+        if fmt.name == "gptq":
+            (folder / "quantize_config.json").write_bytes(_json(section["quantization_config"]))
+        (folder / "config.json").write_bytes(_json(config))
+    return config, seen
+
+
+def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> tuple[Tensors, formats.Matrix]:
+    """The tensors of one matrix, read back and compared. Raises UnsupportedError if the format does not hold its values."""
+    assert fmt.write
+    try:
+        tensors = {n: t.contiguous() for n, t in fmt.write(name, q, config).items()}
+    except LowqError as e:
+        raise UnsupportedError(f"cannot export {e}") from None
+    headers = {n: TensorHeader(tuple(t.shape), NAMES[t.dtype]) for n, t in tensors.items()}
+
+    def fetch(tensor: str) -> torch.Tensor:
+        t = tensors[tensor]
+        return t.view(torch.int32) if t.dtype == torch.uint32 else t
+
+    (matrix,) = fmt.matrices(config, headers, fetch)
+    back = matrix.read(fetch)
+    same = isinstance(back, QuantizedTensor) and torch.equal(back.W_q, q.W_q) and torch.equal(back.scales, q.scales)
+    if not same or not (config.get("round") or torch.equal(_zeros(back), _zeros(q))):  # type: ignore[arg-type]
+        raise AssertionError(f"{fmt.name} does not read back {name} ({q.scheme}) as it was written")
+    return tensors, matrix
+
+
+def _zeros(q: QuantizedTensor) -> torch.Tensor:
+    return torch.full_like(q.scales, q.scheme.mid).float() if q.zeros is None else q.zeros.float()
+
+
+def read_matrix(found: Checkpoint, t: CheckpointTensor) -> QuantizedTensor:
+    """One packed matrix of a checkpoint."""
+    assert t.scheme
+
+    def read(leaf: str) -> torch.Tensor | None:
+        name = f"{t.name}.{leaf}"
+        return found.source.read(name).reshape(found.source.headers[name].shape) if name in found.source.headers else None
+
+    words, scales, zeros = read("weight"), read("weight_scale"), read("weight_zero")
+    assert words is not None
+    assert scales is not None
+    return unpack(PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], "rowstream"))
+
+
+def read_plain(found: Checkpoint, t: CheckpointTensor) -> torch.Tensor:
+    """One tensor that is not packed, as stored."""
+    header = found.source.headers[t.name]
+    raw = found.source.read_raw(t.name, 0, header.nbytes)
+    kind = getattr(torch, DTYPES[header.dtype])
+    return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
+
+
+class _Shards:
+    """Safetensors files of at most SHARD bytes, written as they fill and numbered at the end."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+        self.waiting: Tensors = {}
+        self.files: list[tuple[Path, list[str]]] = []
+        self.size = self.total = 0
+
+    def add(self, tensors: Tensors) -> None:
+        """Take the tensors of one matrix; they stay in one file."""
+        nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
+        if self.waiting and self.size + nbytes > SHARD:
+            self._flush()
+        self.waiting |= tensors
+        self.size += nbytes
+        self.total += nbytes
+
+    def _flush(self) -> None:
+        headers = [(n, TensorHeader(tuple(t.shape), NAMES[t.dtype])) for n, t in self.waiting.items()]
+        start, placed = build_header(headers, self.kind)
+        path = self.folder / f"part-{len(self.files) + 1}.safetensors"
+        with writing(path), open(path, "wb") as f:
+            f.write(start)
+            for name in placed:  # in the order of their bytes
+                f.write(self.waiting[name].flatten().view(torch.uint8).numpy().data)
+            f.flush()
+            os.fsync(f.fileno())
+        self.files.append((path, list(self.waiting)))
+        self.waiting, self.size = {}, 0
+
+    def finish(self) -> dict[str, Any] | None:
+        """Write what waits and give the files their names; the index, None for a single file."""
+        self._flush()
+        weight_map: dict[str, str] = {}
+        for i, (path, names) in enumerate(self.files, 1):
+            final = SINGLE if len(self.files) == 1 else f"model-{i:05d}-of-{len(self.files):05d}.safetensors"
+            os.replace(path, self.folder / final)
+            weight_map |= dict.fromkeys(names, final)
+        return {"metadata": {"total_size": self.total}, "weight_map": weight_map} if len(self.files) > 1 else None
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))
