@@ -1,7 +1,7 @@
 """Memory and time of `lowq quantize` on random Llama-3.2-1B-shaped checkpoints: neither may grow with the model.
 
-    python benchmarks/quantize_memory.py                 # 16 and 32 layers, rtn and hqq, 4 bits: benchmarks/results/cpu/...
-    python benchmarks/quantize_memory.py --hidden 512 --intermediate 2048 --vocab 8192 --layers 2,4 --out -    # a small one
+    python benchmarks/quantize_memory.py                 # 16 and 32 layers, 4 bits: benchmarks/results/cpu/quantize_memory.json
+    python benchmarks/quantize_memory.py --hidden 512 --intermediate 2048 --vocab 8192 --runs 2:rtn --out -    # a small one
 
 Each run is a fresh process; `above_import` is its peak resident memory less what it had after importing the pipeline.
 """
@@ -86,12 +86,12 @@ def measure(model: Path, out: Path, options: dict) -> dict:
     from lowq_cli import pipeline
 
     baseline = status("VmRSS")
-    start = time.monotonic()
+    start, cpu = time.monotonic(), time.process_time()
     recipe = pipeline.make_recipe(**options)
     for event in pipeline.run(model, recipe, out, device="cpu"):
         if isinstance(event, pipeline.Planned):
             planned = event
-    seconds = time.monotonic() - start
+    seconds, cpu = time.monotonic() - start, time.process_time() - cpu
     peak = status("VmHWM")
     source = planned.plan.source_bytes
     return {
@@ -101,6 +101,7 @@ def measure(model: Path, out: Path, options: dict) -> dict:
         "seconds": round(seconds, 2),
         "estimated_seconds": round(planned.budget.seconds or 0, 2),
         "seconds_per_gb": round(seconds / source * 1e9, 2),
+        "cpu_seconds": round(cpu, 2),  # of all threads: what load on the machine changes least
         "import_bytes": baseline,
         "peak_bytes": peak,
         "above_import_bytes": peak - baseline,
@@ -117,8 +118,7 @@ def in_a_process(model: Path, out: Path, options: dict) -> dict:
 def main() -> None:
     """Write the models, measure, write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="16,32")
-    parser.add_argument("--methods", default="rtn,hqq")
+    parser.add_argument("--runs", default="16:rtn,16:lsq,16:hqq,32:rtn", help="LAYERS:METHOD,...")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--lm-head", type=int, help="quantize the tied head too: the largest matrix, in slabs")
     parser.add_argument("--hidden", type=int, default=2048)
@@ -132,12 +132,13 @@ def main() -> None:
         sys.stdout.write(json.dumps(measure(Path(args.measure[0]), Path(args.measure[1]), json.loads(args.measure[2]))))
         return
     rows = []
-    for layers in map(int, args.layers.split(",")):
+    runs = [(int(layers), method) for layers, _, method in (r.partition(":") for r in args.runs.split(","))]
+    for layers in dict.fromkeys(layers for layers, _ in runs):
         with tempfile.TemporaryDirectory(prefix="lowq-memory-") as scratch:
             model = Path(scratch) / "model"
             model.mkdir()
             write_model(model, llama_config(layers, args.hidden, args.intermediate, args.vocab), args.shards)
-            for method in args.methods.split(","):
+            for method in [m for n, m in runs if n == layers]:
                 options = {"bits": args.bits, "method": method, "lm_head": args.lm_head}
                 load = os.getloadavg()[0]
                 row = in_a_process(model, Path(scratch) / method, options)

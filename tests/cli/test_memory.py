@@ -14,7 +14,7 @@ MB = 1 << 20
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads peak memory from /proc")
 def test_a_deeper_model_takes_no_more_memory():
-    shape = ["--hidden", "512", "--intermediate", "2048", "--vocab", "8192", "--layers", "1,12", "--methods", "rtn"]
+    shape = ["--hidden", "512", "--intermediate", "2048", "--vocab", "8192", "--runs", "1:rtn,12:rtn"]
     done = subprocess.run([sys.executable, SCRIPT, *shape, "--out", "-"], check=True, stdout=subprocess.PIPE, text=True)
     shallow, deep = json.loads(done.stdout)["rows"]
     assert deep["source_bytes"] - shallow["source_bytes"] > 75 * MB
