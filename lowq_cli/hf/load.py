@@ -1,6 +1,9 @@
 """A model folder, hub id or "demo" as a transformers model with kernels in place, and its tokenizer."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from transformers.utils import logging
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
+from lowq_cli.hf.swap import prepare, unprepared
 from lowq_cli.quant_config import METHOD
 from lowq_cli.source import Source, open_source
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
@@ -73,11 +77,14 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     kind = pick_dtype(dtype, packed, chosen)
     loaded: Any
     found: dict[str, Any]
-    logging.disable_progress_bar()
+    # straight to a GPU where accelerate is there, which transformers needs for that; else by way of the CPU's memory
+    direct: dict[str, Any] = {"device_map": {"": chosen}} if chosen.type != "cpu" and find_spec("accelerate") else {}
     try:
-        loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
-            str(source.folder), dtype=kind, device_map={"": chosen}, local_files_only=True, output_loading_info=True
-        )
+        with unprepared(), _no_progress_bar():
+            loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
+                str(source.folder), dtype=kind, local_files_only=True, output_loading_info=True, **direct
+            )
+        prepare(loaded.to(chosen))
     except LowqError:
         raise
     except torch.OutOfMemoryError as e:
@@ -90,6 +97,18 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
                 f"{source.name} does not fill the model its config.json describes: {fault} {sorted(map(str, names))[0]}"
             )
     return loaded.eval()
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers' own bar off: it is drawn over ours."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:

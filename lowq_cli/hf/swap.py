@@ -1,7 +1,9 @@
 """Packed modules in the place of dense ones: the checkpoint is checked against config and model, then modules are swapped."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from lowq_packers.scheme import Scheme
 WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
 META_DTYPES = ("F16", "BF16", "F32")
 Packed = QuantLinear | QuantExperts | QuantEmbedding
+_PREPARE: ContextVar[bool] = ContextVar("_PREPARE", default=True)
 
 
 def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: list[str] | None) -> None:
@@ -176,7 +179,7 @@ def _share_tied(model: PreTrainedModel, skeleton: Skeleton) -> None:
 
 
 def finish(model: PreTrainedModel) -> PreTrainedModel:
-    """The loaded model, its packed modules checked, frozen and in the layouts of their devices.
+    """The loaded model, its packed modules checked, frozen and (unless `unprepared`) in the layouts of their devices.
 
     Raises DamagedError for scales or zeros that are not finite or not the kind of zero that the scheme says.
     """
@@ -194,15 +197,30 @@ def finish(model: PreTrainedModel) -> PreTrainedModel:
             f"{offloaded[0]} would be offloaded; lowq keeps packed weights on a device: use fewer bits or the CPU"
         )
     _check_values(packed)
-    for name in list(packed):
-        module = packed[name]
+    for module in packed.values():
         if isinstance(module, TiedHead):
             embedding = model.get_input_embeddings()
             assert isinstance(embedding, QuantEmbedding)  # _share_tied saw to it
             module.share(embedding)
+    return prepare(model) if _PREPARE.get() else model
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with every packed weight in the layout that its device computes in."""
+    for module in model.modules():
         if isinstance(module, QuantLinear | QuantExperts):
             module.prepare(model.dtype)
     return model
+
+
+@contextmanager
+def unprepared() -> Iterator[None]:
+    """Models that are loaded inside keep the layout of the files: they are on their way to another device."""
+    token = _PREPARE.set(False)
+    try:
+        yield
+    finally:
+        _PREPARE.reset(token)
 
 
 def _check_values(packed: dict[str, nn.Module]) -> None:
