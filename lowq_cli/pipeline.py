@@ -10,6 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from lowq_cli.planner import SHARD_SIZE, make_plan
 from lowq_cli.recipe import Recipe, make_recipe
 from lowq_cli.source import INDEX, Source
 from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
-from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError
 
 WORST = 5
 
@@ -158,13 +159,13 @@ def run(
             try:
                 yield from _write(source, plan, output, on, start)
             except BaseException as e:
-                if not isinstance(e, GeneratorExit):
+                with suppress(LowqError):  # the reason matters more than the log
                     output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
                 raise
 
 
 def pick_device(device: str) -> torch.device:
-    """ "auto" (a CUDA GPU if there is one), "cpu" or "cuda". Raises UsageError, UnsupportedError."""
+    """The device that "auto" (a CUDA GPU if there is one), "cpu" or "cuda" means. Raises UsageError, UnsupportedError."""
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device={device!r} does not exist; use one of auto, cpu, cuda")
     if device == "cuda" and not torch.cuda.is_available():

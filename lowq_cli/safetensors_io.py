@@ -94,7 +94,7 @@ def parse_header(raw: bytes, data_bytes: int, data_start: int, where: str) -> di
 
     Raises DamagedError (malformed, unknown dtype, bytes that do not tile the data) with `where` in the message.
     """
-    table = parse_json(raw, where)
+    table = parse_json(raw, where, once=True)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise DamagedError(f"{where}: __metadata__ must be a table of strings")
@@ -135,12 +135,12 @@ def _entry(name: str, entry: object, where: str) -> tuple[str, tuple[int, ...], 
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def parse_json(raw: bytes, where: str) -> dict:
-    """A JSON object. Raises DamagedError on bad UTF-8, bad JSON, a key given twice, or anything but an object."""
+def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
+    """A JSON object. Raises DamagedError on bad UTF-8, bad JSON, anything but an object, and with `once` a key given twice."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict:
         found = dict(pairs)
-        if len(found) != len(pairs):
+        if once and len(found) != len(pairs):
             twice = next(k for i, (k, _) in enumerate(pairs) if k in [p[0] for p in pairs[:i]])
             raise DamagedError(f"{where}: {twice!r} is there twice")
         return found

@@ -105,7 +105,8 @@ class OutputFolder:
 
     def _remove(self, names: set[str]) -> None:
         """Delete lowq's own files; config.json first, so that what remains never looks whole."""
-        for name in (CONFIG, *sorted(names - {CONFIG}), REPORT, JOURNAL, LOG):
+        own = {p.name for p in self.path.glob("lowq_*.json")}  # the report, and what other commands keep beside it
+        for name in (CONFIG, *sorted({*names, *own} - {CONFIG}), JOURNAL, LOG):
             for leaf in (name, name + PARTIAL):
                 if Path(leaf).name == leaf:  # a tampered list must not reach outside
                     (self.path / leaf).unlink(missing_ok=True)
@@ -127,7 +128,9 @@ class OutputFolder:
         """Note an item whose tensors are written."""
         line = {"item": item.name, "rel_error": rel_error, "crc": crc}
         with writing(self.path / JOURNAL):
-            os.write(self._journal, (json.dumps(line) + "\n").encode())
+            raw = (json.dumps(line) + "\n").encode()
+            while raw:  # a disk that fills up takes part of a line first
+                raw = raw[os.write(self._journal, raw) :]
         self.finished[item.name] = line
 
     def replace(self, name: str, content: bytes) -> None:
@@ -165,9 +168,13 @@ class ShardFile:
         self._fd = -1
         self.complete = self.is_whole(folder, shard)
         if not self.complete:
-            with writing(self.partial):
-                self.final.unlink(missing_ok=True)
-                self._open()
+            try:
+                with writing(self.partial):
+                    self.final.unlink(missing_ok=True)
+                    self._open()
+            except BaseException:
+                self.close()
+                raise
 
     @staticmethod
     def is_whole(folder: OutputFolder, shard: Shard) -> bool:
@@ -254,6 +261,8 @@ def reserve(fd: int, size: int) -> None:
     """Give a file its full size, and its disk blocks where the file system can, so that a full disk shows now."""
     try:
         os.posix_fallocate(fd, 0, size)
+    except AttributeError:  # macOS
+        os.ftruncate(fd, size)
     except OSError as e:
         if e.errno not in NO_RESERVE:
             raise

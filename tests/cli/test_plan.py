@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,22 @@ def test_a_group_that_does_not_divide_k_gives_way_and_the_plan_says_so(plan_of):
     assert schemes(plan)["model.layers.0.mlp.down_proj"] == Scheme(4, 48)
     assert plan.notes == ("group 48, because 64 does not divide K=96: model.layers.0.mlp.down_proj and 1 more",)
     assert set(schemes(plan_of(group="channel")).values()) == {Scheme(4, 64), Scheme(4, 96)}
+
+
+def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints):
+    """K = 90 is no multiple of 16."""
+    with open_source(family_checkpoints("llama").dense) as source:
+        source.config["intermediate_size"] = 90
+        for name, h in source.headers.items():
+            if ".mlp." in name:
+                source.headers[name] = replace(h, shape=tuple(90 if n == 96 else n for n in h.shape))
+        plan = make_plan(source, make_recipe())
+        assert {n.rpartition(".")[2] for n in schemes(plan)} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+        assert "K=90 is no multiple of 16, so no group divides it" in plan.notes[0]
+        channel = schemes(make_plan(source, make_recipe(group="channel")))
+        assert channel["model.layers.0.mlp.down_proj"] == Scheme(4, 90)
+        with pytest.raises(SchemeError, match="use 8:channel"):
+            make_plan(source, make_recipe(overrides=["down_proj=8"]))
 
 
 def test_an_override_that_cannot_hold_is_refused(plan_of):

@@ -287,6 +287,7 @@ def test_another_recipe_or_anothers_files_are_left_alone(half, tmp_path, undistu
         quantize("demo", half, bits=8)
     assert files(half) == before
     (half / "notes.txt").write_text("mine")
+    (half / "lowq_tune.json").write_text("{}")  # another command's, about the weights that go
     quantize("demo", half, method="rtn", shard_size=SHARD, fresh=True)
     assert (half / "notes.txt").read_text() == "mine"
     assert {n: b for n, b in files(half).items() if n != "notes.txt"} == undisturbed
