@@ -78,7 +78,30 @@ def kernels() -> str:
     return markdown(("kernel", "device", "layout", ">bits", "activations", "M", "what it is"), rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels)}
+def accuracy() -> str:
+    """Perplexity of the data-free methods beside the hqq package, one table per model and text."""
+    report = read("accuracy/data_free.json")
+    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    parts = [f"Measured {report['date']} on {report['device']} ({versions}); windows of {report['window']} tokens.\n"]
+    rows = [r for r in report["rows"] if "bits" in r]
+    columns = list(dict.fromkeys((r["method"], r["stored"]) for r in rows))
+    titles = [f">{m}" + (f" ({s})" if s != "float32" else "") for m, s in columns]
+    for dense in (r for r in report["rows"] if "bits" not in r):
+        model = dense["model"]
+        for text, ppl in dense["ppl"].items():
+            cells: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+            for r in (r for r in rows if r["model"] == model):
+                cells.setdefault((r["bits"], r["group"]), {})[r["method"], r["stored"]] = r["ppl"][text]
+            lines = []
+            for (bits, group), found in cells.items():
+                least = min(v for (_, stored), v in found.items() if stored == "float32")
+                shown = [f"**{v:,.2f}**" if (v := found[c]) == least else f"{v:,.2f}" for c in columns]
+                lines.append((f"{bits}-bit g{group}", *shown))
+            parts.append(f"### {model}, {text}: unquantized {ppl:.2f}\n\n{markdown(('', *titles), lines)}")
+    return "\n".join(parts)
+
+
+PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels, accuracy)}
 
 
 def rendered(text: str) -> str:
