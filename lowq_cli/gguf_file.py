@@ -1,0 +1,111 @@
+"""The GGUF container: magic, version 3, metadata, tensor table, then each tensor at a multiple of 32 bytes.
+
+A tensor's dimensions are written fastest first, so an (N, K) matrix is [K, N]; offsets count from the first tensor's.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, BinaryIO
+
+from lowq_packers.formats.gguf import TYPES
+
+MAGIC, VERSION, ALIGNMENT = b"GGUF", 3, 32
+UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+_PACK = {UINT32: "<I", INT32: "<i", FLOAT32: "<f", BOOL: "<?"}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One row of the tensor table: name, (N, K) or (N,) shape, and GGUF type ("Q4_0", "F32", ...)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data, without the padding behind it."""
+        block = TYPES[self.kind]
+        return prod(self.shape) // block.elements * block.nbytes
+
+
+@dataclass(frozen=True)
+class Value:
+    """A metadata value and its type; an array where `of` is set."""
+
+    kind: int
+    value: Any
+    of: int | None = None
+
+
+def u32(value: int) -> Value:
+    """A whole number."""
+    return Value(UINT32, value)
+
+
+def f32(value: float) -> Value:
+    """A float."""
+    return Value(FLOAT32, value)
+
+
+def flag(value: bool) -> Value:
+    """True or False."""
+    return Value(BOOL, value)
+
+
+def text(value: str) -> Value:
+    """A string."""
+    return Value(STRING, value)
+
+
+def array(values: Sequence[Any], of: int) -> Value:
+    """Values of one type."""
+    return Value(ARRAY, values, of)
+
+
+def head(metadata: Iterable[tuple[str, Value]], tensors: Sequence[GgufTensor]) -> bytes:
+    """Everything before the first tensor's bytes, padded to where they start."""
+    pairs = list(metadata)
+    out = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(pairs))]
+    for key, v in pairs:
+        out += [_string(key), struct.pack("<I", v.kind), _encode(v)]
+    at = 0
+    for t in tensors:
+        kind = TYPES[t.kind].number
+        out += [
+            _string(t.name),
+            struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape)),
+            struct.pack("<IQ", kind, at),
+        ]
+        at += padded(t.nbytes)
+    raw = b"".join(out)
+    return raw + bytes(padded(len(raw)) - len(raw))
+
+
+def write_tensor(file: BinaryIO, t: GgufTensor, content: memoryview | bytes) -> None:
+    """The bytes of one tensor and the padding behind it; tensors come in the order of `head`."""
+    assert len(content) == t.nbytes, t.name
+    file.write(content)
+    file.write(bytes(padded(t.nbytes) - t.nbytes))
+
+
+def padded(n: int) -> int:
+    """`n` rounded up to ALIGNMENT."""
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+def _string(s: str) -> bytes:
+    raw = s.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _encode(v: Value) -> bytes:
+    if v.kind == STRING:
+        return _string(v.value)
+    if v.kind == ARRAY:
+        assert v.of is not None
+        items = b"".join(_encode(Value(v.of, item)) for item in v.value)
+        return struct.pack("<IQ", v.of, len(v.value)) + items
+    return struct.pack(_PACK[v.kind], v.value)

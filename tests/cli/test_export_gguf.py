@@ -1,0 +1,171 @@
+"""GGUF files: read with the gguf package and, where it is installed, run by llama.cpp itself."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowq
+from lowq_cli import gguf_export
+from lowq_cli.exporter import export
+from lowq_cli.gguf_file import GgufTensor, array, head, padded, text, u32
+from lowq_cli.source import open_source
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+from lowq_packers.formats.gguf import permute_heads
+
+DEMO = Path(gguf_export.__file__).parent / "demo"
+
+
+@pytest.fixture(scope="module")
+def demo4(tmp_path_factory):
+    """The demo at 4 bits without a zero (Q4_0), its down projections at 8 (Q8_0)."""
+    out = tmp_path_factory.mktemp("demo") / "demo4"
+    lowq.quantize("demo", out=out, bits=4, group=32, method="rtn", zero="none", overrides=["down_proj=8:32"])
+    return out
+
+
+@pytest.fixture(scope="module")
+def demo_gguf(demo4):
+    out = demo4.with_name("demo.gguf")
+    export(demo4, "gguf", out)
+    return out
+
+
+def test_the_head_by_hand():
+    raw = head([("a", u32(7)), ("b", text("xy")), ("c", array([1, 2], 4))], [GgufTensor("t", (2, 64), "Q4_0")])
+    expected = b"GGUF" + bytes([3, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0])
+    expected += bytes([1]) + bytes(7) + b"a" + bytes([4, 0, 0, 0, 7, 0, 0, 0])
+    expected += bytes([1]) + bytes(7) + b"b" + bytes([8, 0, 0, 0, 2]) + bytes(7) + b"xy"
+    expected += bytes([1]) + bytes(7) + b"c" + bytes([9, 0, 0, 0, 4, 0, 0, 0, 2]) + bytes(7) + bytes([1, 0, 0, 0, 2, 0, 0, 0])
+    expected += (
+        bytes([1])
+        + bytes(7)
+        + b"t"
+        + bytes([2, 0, 0, 0, 64])
+        + bytes(7)
+        + bytes([2])
+        + bytes(7)
+        + bytes([2, 0, 0, 0])
+        + bytes(8)
+    )
+    assert raw == expected + bytes(padded(len(expected)) - len(expected))
+    assert GgufTensor("t", (2, 64), "Q4_0").nbytes == 2 * 2 * 18
+
+
+def test_the_gguf_reader_finds_our_weights(demo4, demo_gguf):
+    package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
+    reader = package.GGUFReader(demo_gguf)
+    fields = {k: f.contents() for k, f in reader.fields.items()}
+    assert fields["general.architecture"] == "llama"
+    assert fields["llama.attention.head_count_kv"] == 4
+    assert fields["llama.rope.freq_base"] == 10000.0
+    assert fields["tokenizer.ggml.pre"] == "llama-bpe"
+    assert len(fields["tokenizer.ggml.tokens"]) == 8192
+    assert not fields["tokenizer.ggml.add_bos_token"]
+    found = {t.name: t for t in reader.tensors}
+    assert len(found) == 6 * 9 + 2  # tied: no output.weight
+    from lowq_cli.checkpoint import open_checkpoint
+    from lowq_cli.exporter import read_matrix
+
+    checkpoint = open_checkpoint(demo4)
+    kinds = set()
+    for t in checkpoint.tensors:
+        if not t.scheme:
+            continue
+        _, _, layer, _, leaf = t.name.split(".")
+        names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+        ours = names.get(leaf, "ffn_" + leaf.removesuffix("_proj"))
+        theirs = found[f"blk.{layer}.{ours}.weight"]
+        kinds.add(theirs.tensor_type.name)
+        w = torch.from_numpy(package.quants.dequantize(theirs.data, theirs.tensor_type).copy())
+        if leaf in ("q_proj", "k_proj"):
+            w = permute_heads(w, 8 if leaf == "q_proj" else 4, inverse=True)
+        assert torch.equal(w, read_matrix(checkpoint, t).dequantize()), t.name
+    assert kinds == {"Q4_0", "Q8_0"}
+
+
+def test_llama_cpp_predicts_as_we_do(demo4, demo_gguf):
+    """Perplexity of one window; llama.cpp rounds activations to 8 bits, so logits agree only roughly."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        pytest.skip("needs llama-cpp-python (extra interop; builds from source)")
+    import llama_cpp
+
+    from lowq_cli.perplexity import evaluate, read_text, tokenize
+
+    model, tokenizer = lowq.load(demo4, device="cpu", dtype="float32")
+    story = read_text(None)
+    ids = tokenize(tokenizer, story)[:257]
+    theirs = llama_cpp.Llama(str(demo_gguf), n_ctx=512, logits_all=True, verbose=False, n_threads=2)
+    assert theirs.tokenize(story[:400].encode(), add_bos=False) == tokenize(tokenizer, story[:400]).tolist()
+    theirs.eval(ids.tolist())
+    log_p = torch.log_softmax(torch.tensor(theirs.scores[: len(ids) - 1]).float(), -1)
+    ppl = (-log_p.gather(1, ids[1:, None]).mean()).exp().item()
+    assert ppl == pytest.approx(evaluate(model, ids, window=257).ppl, rel=0.005)
+
+
+def test_float_zeros_go_as_q4_1_when_rounding_is_allowed(tmp_path):
+    lowq.quantize("demo", out=tmp_path / "m", bits=4, group=64, method="rtn")
+    with pytest.raises(UnsupportedError, match="--round"):
+        export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+    done = export(tmp_path / "m", "gguf", tmp_path / "m.gguf", rounding=True)
+    assert done.bytes == (tmp_path / "m.gguf").stat().st_size
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def _edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma3_text"}, "not one that lowq writes as GGUF"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
+        ({"sliding_window": 64}, "sliding window"),
+    ],
+    ids=["family", "rope", "window"],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(demo4, tmp_path, changes, message):
+    shutil.copytree(demo4, tmp_path / "m")
+    _edit(tmp_path / "m", **changes)
+    with pytest.raises((UnsupportedError, DamagedError), match=message):
+        export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_tokenizers_that_it_would_split_otherwise_are_refused(demo4, tmp_path):
+    shutil.copytree(demo4, tmp_path / "m")
+    path = tmp_path / "m" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UnsupportedError, match="no name for"):
+        export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    content["model"]["byte_fallback"] = True
+    path.write_text(json.dumps(content))
+    with pytest.raises(UnsupportedError, match="no byte-level BPE"):
+        export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+
+
+def test_an_existing_file_is_not_overwritten(demo4, tmp_path):
+    (tmp_path / "m.gguf").write_text("data")
+    with pytest.raises(UsageError, match="is there already"):
+        export(demo4, "gguf", tmp_path / "m.gguf")
+
+
+def test_llama_3_frequencies():
+    """Short waves stay, long ones are slowed by the factor, those between lie between."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = {"head_dim": 128, "rope_parameters": rope | {"original_max_position_embeddings": 8192}}
+    factors = gguf_export._rope_factors(config)
+    assert factors.shape == (64,)
+    assert (factors[0], factors[-1]) == (1, 8)
+    assert ((factors[1:] - factors[:-1]) >= 0).all()
+    assert factors[30:40].unique().numel() > 1
+    with open_source("demo") as source:
+        assert gguf_export._rope_factors(source.config) is None
