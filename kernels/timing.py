@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import counters
+
 Thunk = Callable[[], object]
 ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100
 REPLAY_US = 1500.0  # a replay shorter than this measures the launch of the graph
@@ -48,7 +50,7 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
 
     def captured(rounds: int) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with counters.serial(), torch.cuda.graph(graph, stream=side):
             for _ in range(rounds):
                 for call in calls:
                     call()

@@ -1,0 +1,67 @@
+"""Which configs of the dot kernels can run a call, and which to take where nothing was measured."""
+
+from functools import cache
+
+import torch
+import triton
+
+from lowq_kernels.registry import Call, Config
+from lowq_kernels.triton_wnax.decode import codes_per_step
+
+SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}  # the most a block may take; CUDA C++ guide, table 24
+SHARED_KIB_ELSEWHERE = 99  # sm_86, sm_89, sm_12x
+NATURAL_STEPS = (32, 128)  # codes of k a step in natural order: below, the loop costs more than the work; above, memory
+POSITION_ROWS = 16  # the depth of one tensor-core product
+MOST_CODES = 16 * 16  # decoded fp16 codes a thread can hold at once without spilling, with its sums
+
+
+def shared_bytes(call: Call, config: Config) -> int:
+    """Bytes of shared memory that a tile product's pipelined loads and operands take, rounded up a little."""
+    rows, stages = config["ROWS"], max(config["num_stages"], 2)
+    k = rows * codes_per_step(call.scheme.bits)
+    words = rows * config["BLOCK_N"] * 4 * (3 if call.scheme.bits == 3 else 1)
+    x = config["BLOCK_M"] * k * 2
+    meta = rows * config["BLOCK_N"] * 4
+    operands = config["BLOCK_N"] * k * 2 if config["NATURAL"] else x if config["BLOCK_M"] >= 64 else 0
+    return (stages - 1) * (words + x + meta) + operands
+
+
+def tile_refusal(call: Call, config: Config) -> str | None:
+    """Why a tile product cannot run this call with this config, or None."""
+    E = codes_per_step(call.scheme.bits)
+    k = config["ROWS"] * E
+    if config["NATURAL"]:
+        if not NATURAL_STEPS[0] <= k <= NATURAL_STEPS[1]:
+            return f"steps of {k} codes; natural order takes {NATURAL_STEPS[0]} to {NATURAL_STEPS[1]}"
+    elif config["ROWS"] < POSITION_ROWS:
+        return f"products of depth {config['ROWS']}; tensor cores take {POSITION_ROWS}"
+    elif config["BLOCK_N"] * k > MOST_CODES * 32 * config["num_warps"] or (config["BLOCK_M"] >= 64 and E > 8):
+        return "decoded codes do not fit the registers"
+    if call.device != "cuda":
+        return None
+    limit = SHARED_KIB.get(call.capability, SHARED_KIB_ELSEWHERE) << 10
+    need = max(shared_bytes(call, config), 4 * config["BLOCK_M"] * config["BLOCK_N"])
+    return None if need <= limit else f"needs {triton.cdiv(need, 1024)} KiB of shared memory, a block has {limit >> 10}"
+
+
+@cache
+def processors() -> int:
+    """Multiprocessors of the current GPU; 108 where there is none (the choice must not fail)."""
+    return (
+        torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        if torch.cuda.is_available()
+        else 108
+    )
+
+
+def closest_config(call: Call, legal: list[Config]) -> Config:
+    """The config whose tile fits M best and whose programs fill the GPU about twice, for a call nobody measured."""
+
+    def distance(c: Config) -> tuple[float, float]:
+        rows = triton.cdiv(call.M, c["BLOCK_M"]) * c["BLOCK_M"]  # rows multiplied, and with them decoding repeated
+        again = triton.cdiv(call.M, c["BLOCK_M"])
+        programs = again * triton.cdiv(call.N, c["BLOCK_N"]) * c.get("SPLIT_K", 1)
+        fill = programs / (2 * processors())
+        return (rows / call.M / 4 + again + (1 / fill if fill < 1 else fill / 8), 0.0)
+
+    return min(legal, key=distance)

@@ -1,0 +1,33 @@
+"""Partial sums across programs, deterministically and in one launch: whoever arrives last adds all of them up in order.
+
+Each program of a tile writes its fp32 partial to a workspace and bumps the tile's counter. The one that finds itself last
+reads every partial back (they are in the second-level cache), adds them in the order of their slots, so that the bits do
+not depend on who was last, writes y and puts the counter back to 0 (counters.py). No zero-fill launch, no atomics on y.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def arrived_last(counter_ptr, parties):
+    """Announce this program's partial; True in the last of `parties` to do so, which then may read all of them."""
+    tl.debug_barrier()  # every thread's stores happen before the release below
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == parties - 1
+    if last:
+        tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def put_partial(acc, slot_ptr, offs_m, M, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Write acc (BLOCK_M, BLOCK_N) into its slot; rows past M are skipped."""
+    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(slot_ptr + offs, acc, mask=(offs_m < M)[:, None])
+
+
+@triton.jit
+def get_partial(slot_ptr, offs_m, M, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Read a slot back, past the first-level cache, which other multiprocessors' writes do not reach."""
+    offs = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    return tl.load(slot_ptr + offs, mask=(offs_m < M)[:, None], other=0.0, cache_modifier=".cg")
