@@ -100,12 +100,15 @@ class QuantLinear(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The weight as it is held now."""
-        if self._packed is None:
-            zeros = None if self.weight_zero is None else self.weight_zero.data
-            shape = (self.out_features, self.in_features)
-            tensors = (self.weight.data, self.weight_scale.data, zeros)
-            self._packed = PackedWeight(*tensors, self.scheme, *shape, self.layout, self.aux)
-        return self._packed
+        if self._packed is not None:
+            return self._packed
+        zeros = None if self.weight_zero is None else self.weight_zero.data
+        shape = (self.out_features, self.in_features)
+        tensors = (self.weight.data, self.weight_scale.data, zeros)
+        packed = PackedWeight(*tensors, self.scheme, *shape, self.layout, self.aux)
+        if not self.weight.is_meta:  # on meta the real tensors are still to come, by assignment
+            self._packed = packed
+        return packed
 
     def _hold(self, p: PackedWeight) -> None:
         """Keep `p` as this layer's tensors."""

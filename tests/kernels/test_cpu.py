@@ -142,6 +142,18 @@ def test_a_meta_layer_says_that_it_is_empty():
         QuantLinear(16, 64, Scheme(4, 32), device="meta").prepare()
 
 
+def test_a_state_dict_taken_on_meta_does_not_go_stale():
+    q = make(16, 64, 32, 4, "float", torch.bfloat16)
+    lin = QuantLinear(16, 64, q.scheme, dtype=torch.bfloat16, device="meta")
+    lin.state_dict()
+    p = pack(q)
+    lin.weight, lin.weight_scale, lin.weight_zero = (
+        torch.nn.Parameter(t, requires_grad=False) for t in (p.words, p.scales, p.zeros)
+    )
+    x = torch.randn(2, 64).bfloat16()
+    assert error(lin.prepare()(x), truth_of(x, q)) < TOLERANCE[torch.bfloat16]
+
+
 def test_the_wrong_number_of_features_is_refused():
     lin = QuantLinear.from_quantized(make(16, 64, 32, 4, "float", torch.float16))
     with pytest.raises(SchemeError, match=r"x has 32 features, the layer takes K=64"):
