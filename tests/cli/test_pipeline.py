@@ -1,6 +1,7 @@
 """The run: the bytes it writes are those of the quantizer and the layout, for every family; the same on every run."""
 
 import json
+import shutil
 import zlib
 
 import pytest
@@ -43,6 +44,20 @@ def test_every_tensor_is_that_of_quantizer_and_layout(family, family_checkpoints
     read = json.loads((tmp_path / "out" / "config.json").read_text())
     assert read == json.loads((expected / "config.json").read_text())
     assert open_checkpoint(tmp_path / "out").check_values() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_scales_have_the_dtype_of_the_model(dtype, family_checkpoints, pack_checkpoint, tmp_path):
+    dense, stored = tmp_path / "dense", torch.float32 if dtype == torch.float64 else dtype
+    shutil.copytree(family_checkpoints("llama").dense, dense)
+    (path,) = dense.glob("*.safetensors")
+    save_file({n: t.to(dtype) for n, t in load_file(path).items()}, path)
+    schemes = dict.fromkeys(("attention", "mlp"), Scheme(4, 16, "float"))
+    expected = pack_checkpoint(dense, tmp_path / "expected", schemes, str(stored).removeprefix("torch.")).packed
+    list(run(dense, make_recipe(bits=4, group=16, method="rtn"), tmp_path / "out"))
+    scales = {n: t for n, t in all_tensors(tmp_path / "out").items() if n.endswith(("_scale", "_zero"))}
+    assert {t.dtype for t in scales.values()} == {stored}
+    same({n: t.to(stored) for n, t in all_tensors(expected).items() if n in scales}, scales)
 
 
 def test_events_tell_the_whole_run(tmp_path):
