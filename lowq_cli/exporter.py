@@ -4,7 +4,6 @@ One matrix is in memory at a time, and one output file of at most `SHARD`. Every
 it and compared before they are written. All goes into a folder beside the target, which gets its name when it is whole.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,9 +15,9 @@ import torch
 
 from lowq_cli.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
 from lowq_cli.foreign import DTYPES
-from lowq_cli.safetensors_io import TensorHeader, build_header
+from lowq_cli.safetensors_io import TensorHeader
 from lowq_cli.sharding import shard_problems
-from lowq_cli.source import INDEX, SINGLE
+from lowq_cli.shards import NAMES, ShardWriter, new_folder, to_json
 from lowq_cli.writer import writing
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
@@ -27,12 +26,10 @@ from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.qtensor import QuantizedTensor
 
 TARGETS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
-SHARD = 1 << 30  # bytes of an output file, and of memory that waits to be written
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
 TABLES = ("mlx", "gguf")  # formats that hold a packed embedding
 ONE_BY_ONE = ("compressed-tensors", "gptq", "awq", "hqq")  # formats that hold experts under their own names
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
-NAMES = {torch.uint32: "U32"} | {getattr(torch, t): s for s, t in DTYPES.items() if s != "U32"}
 
 Progress = Callable[[int, str], None]
 
@@ -86,7 +83,7 @@ def export(
 
             return export_gguf(found, Path(out or f"{name}.gguf"), rounding, progress)
         target = Path(out or f"{name}-{to}")
-        with _folder(target) as folder:
+        with new_folder(target) as folder:
             config, written = _write(found, fmt, folder, rounding, progress)
         matrices = len(found.schemes)
         engines = fmt.engines(config, written)
@@ -124,31 +121,6 @@ def _check_tp(found: Checkpoint, fmt: Format, ranks: int) -> None:
         raise UnsupportedError(f"{ranks} tensor-parallel ranks cannot share this checkpoint: {problems[0]}{more}")
 
 
-class _folder:
-    """A folder under a temporary name beside `target`, renamed to it on success and removed on failure."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        self.partial = target.with_name(f"{target.name}.partial")
-
-    def __enter__(self) -> Path:
-        if self.target.exists() and (not self.target.is_dir() or any(self.target.iterdir())):
-            raise UsageError(f"{self.target} is there already; use another --out, or remove it")
-        with writing(self.target):
-            shutil.rmtree(self.partial, ignore_errors=True)  # of an export that was killed
-            self.partial.mkdir(parents=True)
-        return self.partial
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            shutil.rmtree(self.partial, ignore_errors=True)
-            return
-        with writing(self.target):
-            if self.target.is_dir():
-                self.target.rmdir()
-            os.replace(self.partial, self.target)
-
-
 def _write(
     found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None
 ) -> tuple[dict[str, Any], list[formats.Matrix]]:
@@ -162,7 +134,7 @@ def _write(
     assert fmt.config
     section = fmt.config(found.schemes, shapes, kept)
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
-    shards = _Shards(folder, "mlx" if fmt.name == "mlx" else "pt")
+    shards = ShardWriter(folder, "mlx" if fmt.name == "mlx" else "pt")
     seen: list[formats.Matrix] = []
     done, total = 0, sum(t.params for t in found.tensors)
     for t in found.tensors:
@@ -175,15 +147,13 @@ def _write(
         done += t.params
         if progress:
             progress(100 * done // total, t.name)
-    index = shards.finish()
+    shards.finish()
     with writing(folder):
-        if index:
-            (folder / INDEX).write_bytes(_json(index))
         for path in found.source.companions():
             shutil.copyfile(path, folder / path.name)
         if fmt.name == "gptq":
-            (folder / "quantize_config.json").write_bytes(_json(section["quantization_config"]))
-        (folder / "config.json").write_bytes(_json(config))
+            (folder / "quantize_config.json").write_bytes(to_json(section["quantization_config"]))
+        (folder / "config.json").write_bytes(to_json(config))
     return config, seen
 
 
@@ -232,52 +202,6 @@ def read_plain(found: Checkpoint, t: CheckpointTensor) -> torch.Tensor:
     raw = found.source.read_raw(t.name, 0, header.nbytes)
     kind = getattr(torch, DTYPES[header.dtype])
     return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
-
-
-class _Shards:
-    """Safetensors files of at most SHARD bytes, written as they fill and numbered at the end."""
-
-    def __init__(self, folder: Path, kind: str) -> None:
-        self.folder, self.kind = folder, kind
-        self.waiting: Tensors = {}
-        self.files: list[tuple[Path, list[str]]] = []
-        self.size = self.total = 0
-
-    def add(self, tensors: Tensors) -> None:
-        """Take the tensors of one matrix; they stay in one file."""
-        nbytes = sum(t.numel() * t.element_size() for t in tensors.values())
-        if self.waiting and self.size + nbytes > SHARD:
-            self._flush()
-        self.waiting |= tensors
-        self.size += nbytes
-        self.total += nbytes
-
-    def _flush(self) -> None:
-        headers = [(n, TensorHeader(tuple(t.shape), NAMES[t.dtype])) for n, t in self.waiting.items()]
-        start, placed = build_header(headers, self.kind)
-        path = self.folder / f"part-{len(self.files) + 1}.safetensors"
-        with writing(path), open(path, "wb") as f:
-            f.write(start)
-            for name in placed:  # in the order of their bytes
-                f.write(self.waiting[name].flatten().view(torch.uint8).numpy().data)
-            f.flush()
-            os.fsync(f.fileno())
-        self.files.append((path, list(self.waiting)))
-        self.waiting, self.size = {}, 0
-
-    def finish(self) -> dict[str, Any] | None:
-        """Write what waits and give the files their names; the index, None for a single file."""
-        self._flush()
-        weight_map: dict[str, str] = {}
-        for i, (path, names) in enumerate(self.files, 1):
-            final = SINGLE if len(self.files) == 1 else f"model-{i:05d}-of-{len(self.files):05d}.safetensors"
-            os.replace(path, self.folder / final)
-            weight_map |= dict.fromkeys(names, final)
-        return {"metadata": {"total_size": self.total}, "weight_map": weight_map} if len(self.files) > 1 else None
-
-
-def _json(value: object) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -159,11 +159,11 @@ class DecodedSource(Source):
     def _tensor(self, name: str) -> "torch.Tensor":
         if self._last is None or self._last[0] != name:
             self._last = None  # before the next is made: two large ones are never held
-            self._last = name, _dense(self.dense[name], fetcher(self.raw))
+            self._last = name, dense(self.dense[name], fetcher(self.raw))
         return self._last[1]
 
 
-def _dense(m: "Matrix", fetch: "Fetch") -> "torch.Tensor":
+def dense(m: "Matrix", fetch: "Fetch") -> "torch.Tensor":
     """(N, K) in the dtype that `m` promises. Raises DamagedError if it holds NaN or infinite values."""
     import torch
 

@@ -14,6 +14,7 @@ from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
+from lowq_cli.importer import runnable
 from lowq_cli.quant_config import METHOD
 from lowq_cli.source import Source, open_source
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
@@ -25,14 +26,15 @@ def load(
     """A model ready for `generate`, and its tokenizer.
 
     Args:
-        model: a folder that lowq wrote, any other safetensors model (folder or hub id), or "demo".
+        model: a folder that lowq wrote, any other safetensors model (folder or hub id), or "demo". A checkpoint of another
+            tool (GPTQ, AWQ, ...) is imported into the cache folder first.
         device: "auto" is the GPU where there is one, otherwise the CPU.
         dtype: of activations, scales and dense weights. None is the checkpoint's own; packed weights on a CPU get
             bfloat16, the only dtype that its 4-bit kernel takes.
     Raises:
         NotFoundError, DamagedError, UnsupportedError, DoesNotFitError: in one line each.
     """
-    with open_source(model) as source:
+    with open_source(runnable(model)) as source:
         return load_model(source, device, dtype), load_tokenizer(source)
 
 

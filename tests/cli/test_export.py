@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowq_cli import exporter, main
+from lowq_cli import main, shards
 from lowq_cli.exporter import export
 from lowq_cli.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.inspection import inspect_model
@@ -86,7 +86,7 @@ def test_experts_are_exported_one_by_one(checkpoints, tmp_path, family, to):
 
 
 def test_several_files_and_an_index(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporter, "SHARD", 20_000)
+    monkeypatch.setattr(shards, "SHARD", 20_000)
     made = checkpoints("llama", SYM)
     export(made.packed, "compressed-tensors", tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
@@ -218,7 +218,7 @@ def test_a_dry_run_reads_no_weights(gptq_folder, monkeypatch):
     from lowq_cli import foreign, pipeline
     from lowq_cli.recipe import Recipe
 
-    monkeypatch.setattr(foreign, "_dense", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(foreign, "dense", lambda *_: pytest.fail("weights were read"))
     planned = next(pipeline.run(gptq_folder, Recipe(bits=4, group=32), dry_run=True))
     assert planned.plan.coverage > 0.5
 

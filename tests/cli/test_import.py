@@ -1,0 +1,160 @@
+"""Checkpoints of other tools run as they are: imported once into the cache, with the logits of the weights they stand for."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import lowq
+from lowq_cli import importer, main, state
+from lowq_cli.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.exporter import export
+from lowq_cli.importer import runnable
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.scheme import Scheme
+
+INT4 = {"attention": Scheme(4, 32, "int"), "mlp": Scheme(4, 32, "int"), "expert": Scheme(4, 16, "int")}
+SYM = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none"), "head": Scheme(8, 64, "none")}
+FLOAT = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(2, 32, "float")}
+CASES = [("gptq", SYM), ("gptq", INT4), ("awq", INT4), ("compressed-tensors", SYM), ("hqq", FLOAT), ("mlx", SYM)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write_tokenizer(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(160)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+@pytest.fixture
+def foreign(family_checkpoints, tmp_path):
+    def make(to, schemes, family="llama"):
+        made = family_checkpoints(family, "float32", schemes)
+        export(made.packed, to, tmp_path / "model")
+        write_tokenizer(tmp_path / "model")
+        return tmp_path / "model", made
+
+    return make
+
+
+@pytest.mark.parametrize(("to", "schemes"), CASES, ids=lambda v: v if isinstance(v, str) else v["mlp"].zero)
+def test_codes_scales_and_zeros_arrive_bit_for_bit(foreign, to, schemes):
+    folder, made = foreign(to, schemes)
+    found, wanted = open_checkpoint(runnable(folder)), open_checkpoint(made.packed)
+    for t in wanted.tensors:
+        for leaf in ("", ".weight", ".weight_scale", ".weight_zero"):
+            name = t.name + leaf
+            if name in wanted.source.headers and name in found.source.headers:
+                assert torch.equal(found.source.read(name), wanted.source.read(name)), name
+    kinds = {n: (s.bits, s.group_size) for n, s in wanted.schemes.items()}
+    assert {n: (s.bits, s.group_size) for n, s in found.schemes.items()} == kinds
+    if to not in ("mlx", "hqq"):
+        assert found.schemes == wanted.schemes
+
+
+def test_the_logits_are_those_of_the_dense_weights(foreign):
+    from transformers import AutoModelForCausalLM
+
+    folder, made = foreign("gptq", INT4)
+    model, _ = lowq.load(folder, device="cpu", dtype="float32")
+    dense = AutoModelForCausalLM.from_pretrained(made.dequantized).eval()
+    ids = torch.arange(3, 60).unsqueeze(0)
+    with torch.inference_mode():
+        ours, theirs = model(ids).logits, dense(ids).logits
+    assert (ours - theirs).norm() / theirs.norm() < 1e-5
+
+
+def test_it_is_imported_once(foreign, monkeypatch, capsys):
+    folder, _ = foreign("awq", INT4)
+    first = runnable(folder)
+    assert "importing it into" in capsys.readouterr().err
+    monkeypatch.setattr(importer, "import_checkpoint", lambda *_: pytest.fail("imported again"))
+    assert runnable(folder) == first
+    assert capsys.readouterr().err == ""
+
+
+def test_a_changed_checkpoint_is_another_import(foreign):
+    folder, _ = foreign("awq", INT4)
+    first = runnable(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("qweight"))
+    tensors[name][0, 0] ^= 1
+    save_file(tensors, folder / "model.safetensors", metadata={"changed": "yes"})
+    assert runnable(folder) != first
+
+
+def test_what_is_ours_or_dense_is_taken_as_it_is(family_checkpoints):
+    made = family_checkpoints("llama", "float32", SYM)
+    assert runnable(made.packed) == str(made.packed)
+    assert runnable(made.dense) == str(made.dense)
+    assert runnable("demo") == "demo"
+    assert not state.cache_dir().exists()
+
+
+def test_fp8_blocks_become_dense(family_checkpoints, tmp_path):
+    made = family_checkpoints("llama", "bfloat16", SYM)
+    folder = tmp_path / "fp8"
+    shutil.copytree(made.dequantized, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    out = runnable(folder)
+    assert not is_checkpoint(out)
+    found = load_file(f"{out}/model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(found[name], (tensors[name].float() / 2).bfloat16())
+    assert runnable(folder) == out
+
+
+def test_a_killed_import_leaves_nothing_whole_looking(foreign, cache, monkeypatch):
+    folder, _ = foreign("awq", INT4)
+    monkeypatch.setattr(importer, "pack", lambda q: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        runnable(folder)
+    assert not list((cache / "lowq" / "imports").iterdir())
+
+
+def test_bad_scales_and_unknown_formats_are_one_error(foreign):
+    folder, _ = foreign("awq", INT4)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith(".scales"))
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(DamagedError, match="NaN"):
+        runnable(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "exl2"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="'exl2'"):
+        runnable(folder)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts(foreign, family):
+    folder, made = foreign("compressed-tensors", INT4, family)
+    assert open_checkpoint(runnable(folder)).schemes == open_checkpoint(made.packed).schemes
+
+
+def test_generate_takes_a_foreign_checkpoint(foreign, monkeypatch, capsys):
+    folder, _ = foreign("gptq", SYM)
+    args = ["lowq", "generate", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "4", "--device", "cpu", "--json"]
+    monkeypatch.setattr(sys, "argv", args)
+    assert main._run() == 0
+    assert json.loads(capsys.readouterr().out)["finish_reason"] == "length"
