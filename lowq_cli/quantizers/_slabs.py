@@ -20,11 +20,14 @@ SLAB = {"cpu": 1 << 18, "cuda": 1 << 22}
 MAX_ZERO = 1024.0  # |zero| bound: a step of max|w|/1024 is finer than bf16, and zeros and scales stay far from fp16's ends
 
 
-def quantize_rows(W: torch.Tensor, scheme: Scheme, solve: Solve, dtype: torch.dtype | None) -> QuantizedTensor:
+def quantize_rows(
+    W: torch.Tensor, scheme: Scheme, solve: Solve, dtype: torch.dtype | None, slab: int | None = None
+) -> QuantizedTensor:
     """Apply `solve` to slabs of rows and join the results.
 
     Args:
         W: (N, K) weight of any float dtype on any device; not changed.
+        slab: weights at a time; None takes SLAB.
         dtype: storage dtype of scales and zeros: `solve` rounds them to it before it chooses codes, so that the codes
             are nearest for the values a kernel will read. None keeps fp32.
     Returns:
@@ -33,14 +36,11 @@ def quantize_rows(W: torch.Tensor, scheme: Scheme, solve: Solve, dtype: torch.dt
         SchemeError: W is not (N, K) float, or the group size does not divide K.
         DamagedError: W holds NaN or infinities.
     """
-    if W.dim() != 2 or not W.is_floating_point():
-        raise SchemeError(f"a weight must be (N, K) float, got {tuple(W.shape)} {W.dtype}")
-    N, K = W.shape
-    G = scheme.groups(K)
+    N, K, G = check_weight(W, scheme)
     W_q = torch.empty((N, K), dtype=torch.uint8, device=W.device)
     scales = torch.empty((N, G), device=W.device)
     zeros = None if scheme.zero == "none" else torch.empty_like(scales)
-    rows = max(1, SLAB.get(W.device.type, SLAB["cpu"]) // max(K, 1))
+    rows = max(1, (slab or SLAB.get(W.device.type, SLAB["cpu"])) // max(K, 1))
     for start in range(0, N, rows):
         part = slice(start, start + rows)
         groups = W[part].float().reshape(-1, G, scheme.group_size)
@@ -52,6 +52,14 @@ def quantize_rows(W: torch.Tensor, scheme: Scheme, solve: Solve, dtype: torch.dt
         if zeros is not None and z is not None:
             zeros[part] = z
     return QuantizedTensor(W_q, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
+
+
+def check_weight(W: torch.Tensor, scheme: Scheme) -> tuple[int, int, int]:
+    """(N, K, groups per row). Raises SchemeError: W is not (N, K) float, or the group size does not divide K."""
+    if W.dim() != 2 or not W.is_floating_point():
+        raise SchemeError(f"a weight must be (N, K) float, got {tuple(W.shape)} {W.dtype}")
+    N, K = W.shape
+    return N, K, scheme.groups(K)
 
 
 def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
