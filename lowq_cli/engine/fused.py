@@ -42,6 +42,7 @@ class FusedDecoder:
         self.slots = self.batch = 0
         self.captured: dict[tuple[Any, ...], Captured] = {}
         self.run: Captured | None = None
+        self.held: list[list[int]] = []  # token ids whose keys and values the cache holds, per sequence
 
     @property
     def linears(self) -> nn.Module:
@@ -50,10 +51,15 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
-        """Read the prompts side by side; the first new token of each, (B,) int64 on the device."""
+        """Read the prompts side by side; the first new token of each, (B,) int64 on the device.
+
+        What all of them share with `held` is in the cache already and not read again.
+        """
         longest = max(map(len, prompts))
         self.sampling = sampling
         self._make_room(len(prompts), longest + room)
+        known = min((_shared(h, p) for h, p in zip(self.held, prompts, strict=True)), default=0) if self.held else 0
+        self.held = []
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
         lengths = torch.tensor([len(p) for p in prompts])
         self.seed.fill_(sampling.seed)
@@ -62,7 +68,8 @@ class FusedDecoder:
             rows = torch.arange(len(prompts))[:, None].expand_as(ids)
             self._seen().zero_()
             self._seen()[rows[real].to(self.device), ids[real].to(self.device)] = True
-        x = self._prompt(ids.to(self.device), lengths.to(self.device))
+        x = self._prompt(ids.to(self.device), lengths.to(self.device), known)
+        self.held = [list(p) for p in prompts]
         self.pos.copy_(lengths)
         self._choose(self._head(x), advance=0)
         self.run = self._graph() if self.graphs and room > 1 else None
@@ -85,6 +92,7 @@ class FusedDecoder:
         while slots < length:
             slots *= 2
         self.captured.clear()  # graphs hold the old cache's addresses
+        self.held = []
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.slots, self.batch, self.seen = slots, batch, None
         for layer in self.blocks.layers:
@@ -103,14 +111,14 @@ class FusedDecoder:
             self.seen: torch.Tensor | None = torch.zeros(self.batch, V, dtype=torch.bool, device=self.device)
         return self.seen
 
-    def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Fill the cache from prompts (B, T), right-padded; the normed last hidden state of each, (B, H).
+    def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor, known: int) -> torch.Tensor:
+        """Fill the cache from prompts (B, T), right-padded, from token `known` on; the last normed hidden states, (B, H).
 
         What padding writes into the cache lies past the sequence's position and is overwritten before it is read.
         """
         B, T = ids.shape
         last = torch.empty(B, self.blocks.norm.weight.shape[0], dtype=self.dtype, device=self.device)
-        for start in range(0, T, CHUNK):
+        for start in range(known, T, CHUNK):
             piece = ids[:, start : start + CHUNK]
             t = piece.shape[1]
             x = self.blocks.embed(piece).reshape(B * t, -1)
@@ -189,3 +197,9 @@ class FusedDecoder:
                 return None
             self.captured[key] = found
         return self.captured[key]
+
+
+def _shared(held: list[int], prompt: list[int]) -> int:
+    """Leading tokens that both have, short of the whole prompt: its last token is always read, for its logits."""
+    most = min(len(held), len(prompt) - 1)
+    return next((i for i in range(most) if held[i] != prompt[i]), most)

@@ -174,3 +174,21 @@ def test_the_unfused_decoder_gives_the_same_tokens(family):
     assert g.tokens == transformers_tokens(model)[:1]
     assert tokens(model, decoder) == transformers_tokens(model)  # different lengths: by the plain decoder
     assert (decoder.name, decoder.reason) == ("plain", "prompts of different lengths")
+
+
+def test_a_text_that_goes_on_is_not_read_again():
+    model = build("llama")
+    decoder = FusedDecoder(model)
+    first = stream(model, TOKENIZER, prompts()[0], max_new_tokens=9, decoder=decoder)
+    list(first)
+    decoder.held = [first.prompts[0] + first.tokens[0][:-1]]
+    longer = first.prompts[0] + first.tokens[0] + [7, 8, 9]
+    read = []
+    embed = decoder.blocks.embed
+    object.__setattr__(decoder.blocks, "embed", lambda ids: read.append(ids.shape) or embed(ids))
+    again = stream(model, TOKENIZER, longer, max_new_tokens=9, decoder=decoder)
+    list(again)
+    assert read[0] == (1, 4)  # the last token of the answer and three new ones
+    fresh = stream(model, TOKENIZER, longer, max_new_tokens=9, decoder=FusedDecoder(model))
+    list(fresh)
+    assert again.tokens == fresh.tokens
