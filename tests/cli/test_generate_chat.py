@@ -1,0 +1,57 @@
+"""Conversations: each turn's prompt extends the last, the cache is told what it holds, the command talks."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from lowq_cli.engine.conversation import Conversation
+
+
+class Words:
+    """A tokenizer of one token per character, with or without a chat template."""
+
+    def __init__(self, template=None):
+        self.chat_template = template
+
+    def __call__(self, text):
+        return {"input_ids": [ord(c) for c in text]}
+
+    def apply_chat_template(self, messages, **kw):
+        assert kw == {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return [ord(c) for c in "".join(f"<{m['role'][0]}>{m['content']}" for m in messages) + "<a>"]
+
+
+def answer(prompt, text):
+    decoder = SimpleNamespace(held=[])
+    return SimpleNamespace(decoder=decoder, prompts=[prompt], tokens=[[ord(c) for c in text] + [0]], text=text)
+
+
+def text(ids):
+    return "".join(map(chr, ids))
+
+
+def test_turns_follow_the_template():
+    talk = Conversation(Words("yes"), "Be kind.")
+    first = talk.prompt("Hi")
+    assert text(first) == "<s>Be kind.<u>Hi<a>"
+    reply = answer(first, "Hello!")
+    talk.answered("Hi", reply)
+    assert text(reply.decoder.held[0]) == "<s>Be kind.<u>Hi<a>Hello!"
+    assert text(talk.prompt("Bye")) == "<s>Be kind.<u>Hi<a>Hello!<u>Bye<a>"
+
+
+def test_without_a_template_the_text_goes_on():
+    talk = Conversation(Words())
+    first = talk.prompt("Once")
+    talk.answered("Once", answer(first, " upon"))
+    assert text(talk.prompt("Then")) == "Once upon\nThen"
+
+
+def test_the_command_answers_each_line_and_ends_with_its_input():
+    said = "Once upon a time\n\n/new\nThe whale\n/quit\nnever read\n"
+    command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "chat", "demo"]
+    command += ["--max-new-tokens", "5", "--device", "cpu"]
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.strip()]) >= 2
+    assert "never" not in done.stdout
