@@ -1,14 +1,16 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console, quantizers
-from lowq_packers.errors import UsageError
+from lowq_cli import console, quantizers, targets
+from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.pipeline import Planned, Result
+    from lowq_cli.recipe import Recipe
 
 EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
 ·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --dry-run"""
@@ -27,6 +29,9 @@ def quantize(
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights as they are.")] = None,
     lm_head: Annotated[str | None, typer.Option(metavar="BITS|keep", help="Output head.  [default: keep]")] = None,
+    engine: Annotated[
+        str | None, typer.Option("--for", metavar="ENGINE", help="Only what this engine takes exactly: vllm, llama.cpp or mlx.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -38,27 +43,34 @@ def quantize(
 ) -> None:
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
     from lowq_cli import state
-    from lowq_cli.recipe import make_recipe
 
-    asked = make_recipe(
-        recipe,
-        bits=bits,
-        group=group,
-        method=method,
-        zero=zero,
-        layout=layout,
-        overrides=override,
-        skip=skip,
-        lm_head=lm_head,
-        dtype=dtype,
-    )
+    flags = {
+        "bits": bits,
+        "group": group,
+        "method": method,
+        "zero": zero,
+        "layout": layout,
+        "overrides": override,
+        "skip": skip,
+        "lm_head": lm_head,
+        "dtype": dtype,
+    }
+    asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
 
     from lowq_cli import pipeline
 
-    events = pipeline.run(model, asked, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run)
-    planned = next(events)
-    assert isinstance(planned, pipeline.Planned)  # the first event of every run
+    faults = []
+    for one in asked:
+        events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run)
+        planned = next(events)
+        assert isinstance(planned, pipeline.Planned)  # the first event of every run
+        fault = None if engine is None else targets.problem(engine, planned.plan)
+        if fault is None:
+            break
+        faults.append(fault)
+    else:
+        raise UnsupportedError(f"--for {engine}: {faults[0]}")
     _show_plan(planned)
     if dry_run:
         if as_json:
@@ -75,7 +87,17 @@ def quantize(
     if as_json:
         console.out_json({**result.to_json(), "parameters": planned.plan.params})
     else:
-        _show_result(result, planned)
+        _show_result(result, planned, engine)
+
+
+def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
+    """The recipe of the flags, or with --for those to try, best first. Raises NotFoundError, UsageError."""
+    from lowq_cli.recipe import make_recipe, read_toml
+
+    if engine is None:
+        return [make_recipe(file, **flags)]
+    given = read_toml(Path(file)) if file else {}
+    return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
 
 
 def parse_size(text: str) -> int:
@@ -128,7 +150,7 @@ def _run(events: object, planned: "Planned") -> "Result":
     raise AssertionError("a run ends with Finished")
 
 
-def _show_result(result: "Result", planned: "Planned") -> None:
+def _show_result(result: "Result", planned: "Planned", engine: str | None) -> None:
     if result.worst:
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
@@ -139,4 +161,6 @@ def _show_result(result: "Result", planned: "Planned") -> None:
         f"peak memory {console.size(result.peak_rss_bytes)}"
     )
     console.out(result.out)
+    if engine:
+        console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
     console.say("next: lowq tune, then lowq generate --prompt 'Hello'")

@@ -1,0 +1,66 @@
+"""quantize --for ENGINE: what it chooses can be exported for that engine, or it says so before work starts."""
+
+import sys
+
+import pytest
+
+from lowq_cli import main, targets
+from lowq_cli.exporter import export
+from lowq_packers.errors import UsageError
+
+
+def cli(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
+    return main._run()
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("engine", targets.TARGETS)
+def test_what_is_chosen_exports_exactly(family_checkpoints, tmp_path, monkeypatch, engine):
+    model = "demo" if engine == "llama.cpp" else family_checkpoints("llama").dense  # GGUF needs a tokenizer
+    assert cli(monkeypatch, "quantize", model, "--for", engine, "--method", "rtn", "--out", tmp_path / "m") == 0
+    done = export(tmp_path / "m", targets.get(engine).export, tmp_path / "out")
+    assert done.matrices == (42 if model == "demo" else 14)
+
+
+def test_a_group_that_does_not_divide_every_layer_gives_way_to_one_that_does(family_checkpoints, tmp_path, monkeypatch, capsys):
+    """K is 64 and 96: of 64, 32 and 128 only 32 divides both."""
+    dense = family_checkpoints("llama").dense
+    assert cli(monkeypatch, "quantize", dense, "--for", "mlx", "--dry-run", "--json") == 0
+    out = capsys.readouterr().out
+    assert '"group": 32' in out
+    assert '"4-bit g32 none zero"' in out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--for", "vllm", "--bits", "3"], 2, "takes 4, 8 and 2"),
+        (["--for", "mlx", "--group", "16"], 2, "takes 64, 32 and 128"),
+        (["--for", "mlx", "--zero", "int"], 2, "--zero none"),
+        (["--for", "tgi"], 2, "use one of vllm, llama.cpp, mlx"),
+        (["--for", "vllm", "--group", "64"], 5, "takes groups of"),
+        (["--for", "vllm", "--override", "q_proj=8"], 5, "qkv_proj is made of"),
+        (["--for", "llama.cpp", "--override", "q_proj=2"], 5, "q_proj"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_what_an_engine_does_not_take_is_one_line_before_work(
+    family_checkpoints, tmp_path, monkeypatch, capsys, args, code, message
+):
+    dense = family_checkpoints("llama").dense
+    assert cli(monkeypatch, "quantize", dense, *args, "--out", tmp_path / "m") == code
+    err = capsys.readouterr().err
+    assert message in err
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_recipe_file_is_heard_too():
+    with pytest.raises(UsageError, match="--bits 3"):
+        targets.candidates("vllm", {"bits": None}, {"bits": 3})
+    assert [c["group"] for c in targets.candidates("vllm", {"bits": None}, {"group": 64})] == [64]
+    assert targets.candidates("vllm", {"bits": 4, "group": 32}, {"bits": 3})[0]["bits"] == 4
