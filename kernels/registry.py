@@ -164,6 +164,7 @@ def forget_choices() -> None:
 
 
 def _choose(call: Call) -> Choice:
+    load_kernels()  # tuning.py, which fills TABLES, is found by it
     for table in TABLES:
         entry = table(call)
         if entry is not None:

@@ -187,7 +187,7 @@ def decoded(
 
 @triton.jit
 def positions(x, A: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
-    """x (A, R * E) -> E tensors (A, R): entry j holds x[:, j::E]. Registers only: an x tile is read once, 16 bytes at a time."""
+    """x (A, R * E) -> E tensors (A, R): entry j holds x[:, j::E]. Only registers change names."""
     parts = (tl.reshape(x, (A, R, E)),)
     STEPS: tl.constexpr = 2 if E == 4 else 3 if E == 8 else 4 if E == 16 else 5
     for step in tl.static_range(STEPS):

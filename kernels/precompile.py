@@ -1,0 +1,73 @@
+"""Compile the kernels that calls will need before they are needed, several at a time.
+
+Triton's compiler holds the interpreter lock for about half of its work, so threads gain little: worker processes compile,
+each launching its share once on rubbish, and leave the binaries in Triton's cache on disk, where the parent finds them.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowq_kernels.registry import Config, kernels
+from lowq_packers.scheme import Scheme
+
+WORKERS = 8
+WORTH_WORKERS = 4  # fewer kernels than this compile faster here than a process starts
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel to compile: what its binary depends on. Sizes matter only by what divides them."""
+
+    kernel: str
+    config: tuple[tuple[str, int], ...]
+    scheme: Scheme
+    layout: str
+    dtype: torch.dtype
+    M: int
+    N: int
+    K: int
+    bias: bool = False
+
+    @classmethod
+    def of(cls, kernel: str, config: Config, scheme: Scheme, layout: str, dtype: torch.dtype, M: int, N: int, K: int) -> "Work":
+        """The work of one launch; M is cut to 16, for no binary depends on it."""
+        return cls(kernel, tuple(sorted(config.items())), scheme, layout, dtype, min(M, 16), N, K)
+
+
+def compile_all(work: Sequence[Work], done: Callable[[int], None] | None = None, workers: int = WORKERS) -> int:
+    """Compile each distinct item once; returns how many there were. `done(n)` is told after each.
+
+    A kernel that does not compile is left for the launch to report.
+    """
+    distinct = list(dict.fromkeys(work))
+    workers = min(workers, os.cpu_count() or 1, len(distinct))
+    if workers < 2 or len(distinct) < WORTH_WORKERS:
+        for i, w in enumerate(distinct):
+            _launch_once(w)
+            if done:
+                done(i + 1)
+        return len(distinct)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(workers) as pool:
+        for i, _ in enumerate(pool.imap_unordered(_launch_once, distinct)):
+            if done:
+                done(i + 1)
+    return len(distinct)
+
+
+def _launch_once(work: Work) -> None:
+    from lowq_kernels.tuning import Shape, random_weight
+
+    device = torch.device("cuda")
+    try:
+        weight = random_weight(Shape(work.N, work.K, work.scheme, work.dtype), work.layout, device)
+        x = torch.zeros(work.M, work.K, dtype=work.dtype, device=device)
+        bias = torch.zeros(work.N, dtype=work.dtype, device=device) if work.bias else None
+        kernels()[work.kernel].launch(x, weight, bias, dict(work.config))
+        torch.cuda.synchronize()
+    except Exception:
+        return  # the timing run meets the same error and reports it

@@ -1,0 +1,85 @@
+"""lowq tune: measure every kernel for this checkpoint's shapes on this machine and keep the winners in the checkpoint."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lowq_cli import console
+
+if TYPE_CHECKING:
+    from lowq_kernels.tuning import Entry
+
+EXAMPLES = """Examples:  lowq tune  ·  lowq tune my-model-lowq-4b-g64 --batch 1,8,32  ·  lowq tune --budget 600 --exhaustive
+·  lowq generate --prompt Hi --explain   (shows the tuned kernels in use)"""
+
+
+def tune(
+    checkpoint: Annotated[str | None, typer.Argument(help="Checkpoint folder. Default: the one written last.")] = None,
+    batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows per product: sequences decoded at once.")] = (
+        "1,2,4,8,16,32,64"
+    ),
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Stop after this long, with what is known.")] = 120.0,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Time configs that the model rules out, too.")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Time all kernels on this checkpoint's shapes and write the winners to lowq_tune.json inside it. Ctrl-C keeps them."""
+    from lowq_cli import state, tuner, tuning_plan
+    from lowq_cli.checkpoint import open_checkpoint
+    from lowq_cli.pipeline import pick_device
+    from lowq_kernels import tuning
+    from lowq_packers.errors import UsageError
+
+    batches = tuner.parse_batches(batch)
+    if budget <= 0:
+        raise UsageError(f"--budget {budget:g} is not a positive number of seconds")
+    opened = open_checkpoint(state.checkpoint_or_last(checkpoint))
+    where = pick_device(device)
+    shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
+    if not shapes:
+        raise UsageError(f"{opened.folder} holds no quantized weight; quantize with --bits 4")
+    here, clock = tuning.Machine.here(where), tuning.Budget(budget)
+    total = len(batches) * sum(len(tuning.layouts_for(s, where)) for s in shapes)
+    console.say(f"tuning {len(shapes)} shapes, {total} cells, on {here.gpu}; at most {console.duration(budget)}")
+    entries: list[Entry] = []
+    stopped = ""
+    try:
+        with console.progress("compile", 1000) as advance:
+            tuner.compile_candidates(
+                shapes, batches, where, exhaustive, lambda n, of: advance(1000 * n // of, f"{n} of {of} kernels")
+            )
+        with console.progress("measure", total) as advance:
+            for shape, e in tuner.measure_all(shapes, batches, where, clock, exhaustive):
+                entries.append(e)
+                advance(len(entries), f"{shape.N}x{shape.K} M={e.M}: {e.kernel} {e.us:.1f} us")
+        if len(entries) < total and not clock.left:
+            stopped = f"the budget of {console.duration(budget)} ended"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    if not entries:
+        raise UsageError(f"nothing measured: {stopped or 'no kernel takes these shapes here'}; try --budget {2 * budget:g}")
+    path = tuner.save(opened.folder, where, entries)
+    _report(entries, as_json)
+    for line in tuner.crossovers(entries):
+        console.say(line)
+    for name, why in sorted(tuning.failed.items()):
+        console.say(f"passed over: {name}: {why.splitlines()[0][:160]}")
+    if stopped:
+        console.say(f"{stopped}; {len(entries)} of {total} cells kept")
+    console.say(f"wrote {len(entries)} entries to {path} in {console.duration(clock.spent)}")
+    if as_json:
+        result: dict[str, Any] = {"gpu": here.gpu, "entries": len(entries), "seconds": round(clock.spent, 1)}
+        console.out_json(result | {"file": str(path), "complete": not stopped})
+
+
+def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
+    """The winners of each shape, layouts side by side."""
+    rows = []
+    for e in sorted(entries, key=lambda e: (-e.N * e.K, e.layout, e.M)):
+        second = e.runners_up[0] if e.runners_up else None
+        behind = f"{second['kernel']} +{100 * (second['us'] / e.us - 1):.0f}%" if second else ""
+        config = " ".join(f"{k.removeprefix('BLOCK_').removeprefix('num_')}={v}" for k, v in e.config.items())
+        rows.append((f"{e.N}x{e.K}", f"{e.bits}-bit g{e.group}", e.layout, e.M, e.kernel, f"{e.us:.1f}", behind, config))
+    columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next", "config")
+    console.table("", columns, rows, on_stdout=not as_json)

@@ -1,0 +1,93 @@
+"""`lowq tune` without its printing: shapes -> compiled candidates -> measured entries -> lowq_tune.json in the checkpoint."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from lowq_cli.checkpoint import Checkpoint
+from lowq_kernels import tuning
+from lowq_kernels.precompile import Work, compile_all
+from lowq_kernels.tuning import Budget, Entry, Machine, Shape
+from lowq_packers.errors import UsageError
+
+
+def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype that this checkpoint's activations will have: bf16 on a CPU, the config's on a GPU (hf/load.py says so too)."""
+    if device.type == "cpu":
+        return torch.bfloat16
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    found = getattr(torch, str(named), None)
+    return found if found in (torch.float16, torch.bfloat16) else torch.float16
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """The batch sizes that "1,2,8" names, ascending. Raises UsageError."""
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1 or found[-1] > 1 << 20:
+        raise UsageError(f"--batch {text!r} is not a list of rows such as 1,2,4,8")
+    return found
+
+
+def compile_candidates(
+    shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, exhaustive: bool, done: Callable[[int, int], None]
+) -> int:
+    """Compile what will be timed, in parallel; on a CPU there is nothing to compile. Returns how many kernels."""
+    if device.type != "cuda":
+        return 0
+    work = []
+    for shape in shapes:
+        for layout in tuning.layouts_for(shape, device):
+            for M in batches:
+                for spec, config in tuning.candidates(tuning.call_for(shape, M, layout, device), exhaustive):
+                    work.append(Work.of(spec.name, config, shape.scheme, layout, shape.dtype, M, shape.N, shape.K))
+    distinct = _same_binary(work)
+    return compile_all(distinct, lambda n: done(n, len(distinct)))
+
+
+def _same_binary(work: Sequence[Work]) -> list[Work]:
+    """One item for each binary: Triton specializes on sizes only as far as 16 divides them and steps of k tile K."""
+    found: dict[object, Work] = {}
+    for w in work:
+        key = (w.kernel, w.config, w.scheme, w.layout, w.dtype, w.N % 16 == 0, w.K % 4096 == 0 or w.K)
+        found.setdefault(key, w)
+    return list(found.values())
+
+
+def measure_all(
+    shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, budget: Budget, exhaustive: bool
+) -> Iterator[tuple[Shape, Entry]]:
+    """Entries as they are found, the shapes with most weights first, until the budget ends."""
+    for shape in shapes:
+        for entry in tuning.measure(shape, batches, device, budget, exhaustive):
+            yield shape, entry
+
+
+def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
+    """Write entries into the folder's tuning file and let them decide at once. Raises UsageError where it cannot be written."""
+    path = folder / tuning.FILE
+    try:
+        tuning.write_file(path, Machine.here(device), entries)
+    except OSError as e:
+        raise UsageError(f"{path} cannot be written ({e.strerror}); tune a copy of the checkpoint that you own") from None
+    tuning.use(folder, device)
+    return path
+
+
+def crossovers(entries: Sequence[Entry]) -> list[str]:
+    """Where another layout becomes the faster one as M grows, one line a shape that has such a point."""
+    places: dict[tuple[object, ...], dict[int, list[Entry]]] = {}
+    for e in entries:
+        key = (e.bits, e.group, e.zero, e.dtype, e.N, e.K)
+        places.setdefault(key, {}).setdefault(e.M, []).append(e)
+    lines = []
+    for (bits, group, _, _, N, K), by_m in places.items():
+        best = [(M, min(found, key=lambda e: e.us)) for M, found in sorted(by_m.items())]
+        for (_, before), (M, after) in pairwise(best):
+            if before.layout != after.layout:
+                lines.append(f"{N}x{K} {bits}-bit g{group}: {before.kernel} below M = {M}, {after.kernel} from there")
+    return lines
