@@ -6,7 +6,7 @@ another stream could trip over (no allocation, no synchronisation, torch's curre
 
 import ctypes
 import threading
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -156,6 +156,7 @@ class Kernel:
         return None
 
 
+@lru_cache(4096)  # a pure function of its arguments: a map holds an address and sizes, nothing of the contents
 def tensor_map(
     address: int, element_bytes: int, inner: int, rows: int, row_bytes: int, box: tuple[int, int], swizzle: bool
 ) -> ctypes.Array:
@@ -166,7 +167,7 @@ def tensor_map(
     scratch = ctypes.create_string_buffer(192)
     aligned = (ctypes.addressof(scratch) + 63) // 64 * 64  # the driver wants 64-byte alignment
     dtype = {1: 0, 2: 1, 4: 2}[element_bytes]  # CU_TENSOR_MAP_DATA_TYPE_UINT8, UINT16, UINT32
-    code = _driver().cuTensorMapEncodeTiled(
+    arguments = (
         ctypes.c_void_p(aligned),
         dtype,
         2,
@@ -180,5 +181,9 @@ def tensor_map(
         2,  # L2 promotion: 128 bytes
         0,  # out of bounds: zeros
     )
+    code = _driver().cuTensorMapEncodeTiled(*arguments)
+    if code == _NO_CONTEXT:
+        _make_current(torch.cuda.current_device())
+        code = _driver().cuTensorMapEncodeTiled(*arguments)
     _check(code, "cuTensorMapEncodeTiled")
     return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))

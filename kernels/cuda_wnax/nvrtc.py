@@ -26,6 +26,7 @@ from lowq_packers.errors import UnsupportedError
 
 HERE = Path(__file__).parent
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+WGMMA_COLUMNS = (16, 32, 64, 96, 128, 192, 256)
 
 try:
     _lib = ctypes.CDLL(load_nvidia_dynamic_lib("nvrtc").abs_path)
@@ -73,8 +74,29 @@ def version() -> tuple[int, int]:
 
 @cache
 def sources() -> dict[str, str]:
-    """Every .cu and .cuh file of this folder by name: the include path that NVRTC sees."""
-    return {p.name: p.read_text() for p in sorted(HERE.glob("*.cu*"))}
+    """Every .cu and .cuh file of this folder by name, and the one header that is generated: what NVRTC can include."""
+    return {p.name: p.read_text() for p in sorted(HERE.glob("*.cu*"))} | {"wgmma.cuh": _wgmma_header()}
+
+
+def _wgmma_header() -> str:
+    """Wgmma<T, NB>::run(d, a, b): d[NB / 2] += a (64 x 16, registers) times b (16 x NB, shared), one instruction each.
+
+    Inline PTX wants every accumulator register named, up to 128 of them: text for a loop, not for a person.
+    """
+    lines = ["#pragma once", "template <int T, int NB> struct Wgmma;"]
+    for T, name in enumerate(("f16", "bf16")):
+        for nb in WGMMA_COLUMNS:
+            n = nb // 2
+            d = ", ".join(f"%{i}" for i in range(n))
+            a = ", ".join(f"%{n + i}" for i in range(4))
+            outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n))
+            inputs = ", ".join([*(f'"r"(a[{i}])' for i in range(4)), '"l"(b)'])
+            text = f"wgmma.mma_async.sync.aligned.m64n{nb}k16.f32.{name}.{name} {{{d}}}, {{{a}}}, %{n + 4}, 1, 1, 1, 0;"
+            lines.append(
+                f"template <> struct Wgmma<{T}, {nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], "
+                f'const unsigned (&a)[4], unsigned long long b) {{ asm volatile("{text}" : {outputs} : {inputs}); }} }};'
+            )
+    return "\n".join(lines) + "\n"
 
 
 def arch_of(capability: tuple[int, int]) -> str:

@@ -25,48 +25,47 @@ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 // ---------------------------------------------------------------------------------------------------- memory
-__device__ __forceinline__ uint4 load16_streaming(const void* p) {  // read once: keep it out of L1
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-
-__device__ __forceinline__ uint2 load8_streaming(const void* p) {
-    uint2 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-
 __device__ __forceinline__ u32 load4(const void* p) {
     u32 v;
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
 
-template <int BITS>  // `at`: the chunk's words + 4 * lane
-__device__ __forceinline__ void load_chunk(const u32* at, int lane, u32 (&w)[Tile<BITS>::REGS]) {
-    const uint4 v = load16_streaming(at);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-    if constexpr (BITS == 8) {
-        const uint4 u = load16_streaming(at + 128);
-        w[4] = u.x, w[5] = u.y, w[6] = u.z, w[7] = u.w;
-    }
-    if constexpr (BITS == 3) {
-        const uint2 u = load8_streaming(at + 128 - 2 * lane);
-        w[4] = u.x, w[5] = u.y;
-    }
-}
-
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-__device__ __forceinline__ void copy16_async(u32 shared, const void* global, int bytes) {  // bytes < 16: the rest is 0
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));
+template <int BYTES>  // 4, 8 or 16 bytes of this lane, kept in L1 for other warps
+__device__ __forceinline__ void copy_async(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES));
+}
+__device__ __forceinline__ void copy16_streaming(u32 shared, const void* global) {  // read once: keep it out of L1
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(global));
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;"); }
 template <int PENDING>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ __forceinline__ u32 read4(u32 shared) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
+    return v;
+}
+
+// A lane's words of a chunk, as they lie in global memory: 512 bytes [lane][4], then the rest of 8 and 3 bits.
+template <int BITS>
+__device__ __forceinline__ void copy_chunk(u32 shared, const u32* chunk, int lane) {
+    copy16_streaming(shared + 16 * lane, chunk + 4 * lane);
+    if constexpr (BITS == 8) copy16_streaming(shared + 512 + 16 * lane, chunk + 128 + 4 * lane);
+    if constexpr (BITS == 3) copy_async<8>(shared + 512 + 8 * lane, chunk + 128 + 2 * lane);
+}
+template <int BITS>
+__device__ __forceinline__ void read_chunk(u32 shared, int lane, u32 (&w)[Tile<BITS>::REGS]) {
+#pragma unroll
+    for (int i = 0; i < Tile<BITS>::REGS / 4; i++)
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(w[4 * i]), "=r"(w[4 * i + 1]), "=r"(w[4 * i + 2]), "=r"(w[4 * i + 3]) : "r"(shared + i * 512 + lane * 16) : "memory");
+    if constexpr (BITS == 3) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[4]), "=r"(w[5]) : "r"(shared + 512 + lane * 8) : "memory");
 }
 
 // mbarriers and bulk copies (sm_90): a thread announces the bytes, the copy engine counts them in, anyone waits.

@@ -1,24 +1,29 @@
 // y[M,N] = x[M,K] @ dequantize(W)^T + bias for small M: W is the A operand of mma.sync, x^T the B operand.
 //
-// Grid    x: (row tiles / NT) * SPLIT, y: ceil(M / (8*MT)). A block owns NT tiles of 16 rows of W and 8*MT rows of x.
-// Block   WARPS warps split K chunk by chunk; SPLIT blocks of one cluster take contiguous parts of K.
-// Warp    weights go straight from global memory to registers, STAGES chunks ahead. Raw codes go into the mma; per flush
-//         of FG fragments the fp32 partial sums are scaled by the group's scale, and sum(x), which a constant A fragment
-//         yields, by scale * zero.
-// x       in shared memory: all of it where it fits, else two panels of `panel` chunks in turn. Rows are 16 bytes longer
-//         than a multiple of 128, so ldmatrix meets no bank conflict. On sm_90 one bulk copy a row fetches a panel
-//         (copying 16 bytes a thread cost more instructions than the matrix work: 85 of 210 a chunk).
-// Sums    across warps through shared memory, across the cluster through distributed shared memory, in a fixed order.
+// Grid    x: as many blocks as the GPU holds at once (times SPLIT), each with an equal share of the units; a unit is NT
+//         row tiles of 16. y: blocks of `block_rows` rows of x.
+// Block   x lies in shared memory, once, for all its units. The chunks of all its units are one list, cut into WARPS equal
+//         runs: a warp streams through its run, STAGES chunks ahead by cp.async (each lane fetches what it will read), and
+//         stops for nobody. (Loads into registers cannot be that far ahead: a warp has six scoreboards, and waiting for one
+//         load waits for all that share its scoreboard.) A unit that one warp finishes goes straight to y; the ends of runs meet in shared memory at the end.
+// Cluster SPLIT blocks share their units and split K; one sum over distributed shared memory at the very end.
+// Warp    raw codes go into the mma; per flush of FG fragments the fp32 sums are scaled by the group's scale, and sum(x),
+//         which a constant A fragment yields, by scale * zero.
+// x       on sm_90 comes by bulk copies, a row and an eighth of K each; a warp waits only for the eighths it needs. Rows are
+//         16 bytes longer than a multiple of 128, so ldmatrix meets no bank conflict.
 // Limits  K a multiple of the chunk (the launcher pads x otherwise); GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does: with programmatic dependent launch the first STAGES chunks
-//         of weights are on their way while that kernel drains.
+//         of weights are on their way while that kernel drains. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "tile.cuh"
+
+constexpr int SEGMENTS = 8;
 
 template <int BITS, int T, int GROUP, bool ZEROS, int WARPS, int NT, int STAGES, int MT, int SPLIT, int RESIDENT>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
-         const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int groups, int panel) {
+         const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int groups,
+         int units, int block_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     // fragments between two flushes: all of one group; x of a flush is held in registers, so at most 8 / MT of them
@@ -27,113 +32,127 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int METAS = GROUP == 0 || GROUP % L::CHUNK == 0 ? 1 : L::CHUNK / gcd(GROUP, L::CHUNK);  // groups a chunk meets
     constexpr bool AHEAD = METAS <= 4;  // scales travel with the weights; finer groups fetch them at the flush
     constexpr int PER = FLUSHES / METAS ? FLUSHES / METAS : 1;  // flushes that share a group
+    constexpr int E = NT * MT * 128;  // fp32 sums of a unit: [t][m][register][lane]
     extern __shared__ float4 shared[];
-    __shared__ u64 full[2];
+    __shared__ u64 full[SEGMENTS];
     __shared__ uint4 constant[C::PLACES];  // constant A fragments: rows 0-7 yield -magic * x, rows 8-15 x
     __shared__ u32 mask[C::PLACES];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
-    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, t0 = (SPLIT > 1 ? blockIdx.x / SPLIT : blockIdx.x) * NT;
-    const int m0 = blockIdx.y * 8 * MT, rows = smaller(M - m0, 8 * MT);
-    const int chunks = K / L::CHUNK, part = (chunks + SPLIT - 1) / SPLIT;
-    const int begin = SPLIT > 1 ? smaller(rank * part, chunks) : 0, end = SPLIT > 1 ? smaller(begin + part, chunks) : chunks;
-    const int panels = (part + panel - 1) / panel;
-    const u32 row_bytes = panel * L::CHUNK * 2 + 16, panel_bytes = rows * row_bytes;
-    const u32 ring = shared_address(shared);
-    const u16* x_block = x + (size_t)m0 * K;
+    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
+    const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
+    const int chunks = K / L::CHUNK, share = (chunks + SPLIT - 1) / SPLIT;
+    const int begin = smaller(rank * share, chunks), part = smaller(share, chunks - begin);  // this block's chunks of a row
+    const int more = units % teams, unit0 = units / teams * team + smaller(team, more), my_units = units / teams + (team < more);
+    const int all = my_units * part;
+    auto run_start = [&](int w) { return (int)((u32)(w * all) / WARPS); };
+    const int q0 = run_start(warp), q1 = run_start(warp + 1);
+    const u32 row_bytes = share * L::CHUNK * 2 + 16;
+    constexpr int META_AT = L::WORDS * 4, SLOT = META_AT + (AHEAD ? METAS : 0) * (ZEROS ? 2 : 1) * 128;  // of a tile's chunk
+    float* sums_at = (float*)((char*)shared + block_rows * row_bytes + WARPS * STAGES * NT * SLOT);  // [WARPS][2][E]: the ends of runs
+    float* total_at = sums_at + WARPS * 2 * E;                          // [my_units][E], where SPLIT > 1
+    const int first_unit = part ? (u32)q0 / (u32)part : 0;
 
     // ------------------------------------------------------------------------------------------------ weights
-    u32 w[STAGES][NT][L::REGS];
-    u32 s[STAGES][NT][AHEAD ? METAS : 1], z[STAGES][NT][AHEAD ? METAS : 1];
-    const u32* w_tile = words + ((size_t)t0 * chunks + begin + warp) * L::WORDS + 4 * lane;
-    const u16* s_tile = scales + (size_t)t0 * groups * 16 + 2 * r;
-    const u16* z_tile = ZEROS ? zeros + (size_t)t0 * groups * 16 + 2 * r : s_tile;
-    asm volatile("" : "+l"(w_tile), "+l"(s_tile), "+l"(z_tile));  // else they are recomputed at every use
+    const u32 weights_at = shared_address(shared) + block_rows * row_bytes + warp * STAGES * NT * SLOT;
     const u32 tile_words = chunks * L::WORDS;
+    int load_c = part ? q0 - first_unit * part : 0;  // the chunk of the row that `load_weights` takes next
+    const u32* w_tile = words + (size_t)(unit0 + first_unit) * NT * tile_words + (begin + load_c) * L::WORDS;
+    const u16* s_tile = scales + (size_t)(unit0 + first_unit) * NT * groups * 16 + 2 * r;
+    const u16* z_tile = ZEROS ? zeros + (s_tile - scales) : s_tile;
+    const u16 *s_now = s_tile, *z_now = z_tile;  // of the unit being computed, for groups too fine to fetch ahead
+    asm volatile("" : "+l"(w_tile), "+l"(s_tile), "+l"(z_tile));  // else they are recomputed at every use
     auto meta = [&](const u16* tile, int t, int k0) {
         const int g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
-        return load4(tile + (u32)(t * groups + g) * 16);
+        return tile + (u32)(t * groups + g) * 16;
     };
-    auto load_weights = [&](int u, int c) {
+    auto load_weights = [&](int u) {
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            load_chunk<BITS>(w_tile + t * tile_words, lane, w[u][t]);
+            const u32 slot = weights_at + (u * NT + t) * SLOT;
+            copy_chunk<BITS>(slot, w_tile + t * tile_words, lane);
             if constexpr (AHEAD) {
 #pragma unroll
                 for (int i = 0; i < METAS; i++) {
-                    s[u][t][i] = meta(s_tile, t, c * L::CHUNK + i * (L::CHUNK / METAS));
-                    if (ZEROS) z[u][t][i] = meta(z_tile, t, c * L::CHUNK + i * (L::CHUNK / METAS));
+                    const int k0 = (begin + load_c) * L::CHUNK + i * (L::CHUNK / METAS);
+                    copy_async<4>(slot + META_AT + i * 128 + 4 * lane, meta(s_tile, t, k0));
+                    if (ZEROS) copy_async<4>(slot + META_AT + (METAS + i) * 128 + 4 * lane, meta(z_tile, t, k0));
                 }
             }
         }
-        w_tile += WARPS * L::WORDS;
+        w_tile += L::WORDS;
+        if (++load_c == part) {
+            load_c = 0;
+            w_tile += NT * tile_words - part * L::WORDS;
+            s_tile += NT * groups * 16, z_tile += NT * groups * 16;
+        }
     };
+#pragma unroll
+    for (int u = 0; u < STAGES; u++) {
+        if (q0 + u < q1) load_weights(u);
+        copy_commit();
+    }
 
     // ------------------------------------------------------------------------------------------------------ x
-    auto load_panel = [&](int p) {
-        const int first = begin + p * panel, count = smaller(panel, end - first);
-        const u32 to = ring + (p & 1) * panel_bytes;
-        const u16* from = x_block + (size_t)first * L::CHUNK;
-#if __CUDA_ARCH__ >= 900
-        if (warp == 0 && count > 0) {
-            const u32 bytes = count * L::CHUNK * 2;
-            if (lane == 0) barrier_expect(shared_address(&full[p & 1]), rows * bytes);
-            __syncwarp();
-            if (lane < rows) bulk_copy(to + lane * row_bytes, from + (size_t)lane * K, bytes, shared_address(&full[p & 1]));
-        }
-#else
-        for (int row = warp; row < rows; row += WARPS)
-            for (int g = lane; g < count * (L::CHUNK / 8); g += 32) copy16_async(to + row * row_bytes + g * 16, from + (size_t)row * K + g * 8, 16);
-        copy_commit();
-#endif
-    };
-    auto wait_panel = [&](int p) {
-#if __CUDA_ARCH__ >= 900
-        if (begin + p * panel < end) barrier_wait(shared_address(&full[p & 1]), (p >> 1) & 1);
-#else
-        copy_wait<1>();
-        __syncthreads();
-#endif
-    };
-    u32 x_at[MT];  // ldmatrix: this lane's row (rows past the last repeat it: those columns are never stored)
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-        x_at[m] = ring + smaller(m * 8 + (lane & 7), rows - 1) * row_bytes + (lane >> 3) * 16 + warp * L::CHUNK * 2;
-        asm volatile("" : "+r"(x_at[m]));
-    }
-    typename C::Masks masks;
-    auto load_constant = [&](u32 (&a)[4], int place) {
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(constant + place)));
-    };
-
-    // ------------------------------------------------------------------------------------------------ start
-    int c = begin + warp;
-#pragma unroll
-    for (int u = 0; u < STAGES; u++)
-        if (c + u * WARPS < end) load_weights(u, c + u * WARPS);
+    int segment_shift = 0;
+    while ((share - 1) >> segment_shift >= SEGMENTS) segment_shift++;
     if (threadIdx.x == 0) {
         C::Masks::store(mask);
 #pragma unroll
         for (int i = 0; i < C::PLACES; i++) constant[i] = make_uint4(C::minus_magic(i), Half<T>::ONE, C::minus_magic(i), Half<T>::ONE);
 #if __CUDA_ARCH__ >= 900
-        barrier_init(shared_address(&full[0]), 1), barrier_init(shared_address(&full[1]), 1);
+        for (int i = 0; i < SEGMENTS; i++) barrier_init(shared_address(full + i), 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
     __syncthreads();
+    previous_grid_wait();
+    const u32 ring = shared_address(shared);
+    const u16* x_block = x + (size_t)m0 * K + (size_t)begin * L::CHUNK;
+#if __CUDA_ARCH__ >= 900
+    if (warp < SEGMENTS) {
+        for (int i = warp; i < SEGMENTS; i += WARPS) {  // each segment is one warp's to fetch
+            const int first = i << segment_shift, count = smaller(1 << segment_shift, part - first);
+            if (count <= 0) break;
+            const u32 bytes = count * L::CHUNK * 2, barrier = shared_address(full + i);
+            if (lane == 0) barrier_expect(barrier, rows * bytes);
+            __syncwarp();
+            if (lane < rows) bulk_copy(ring + lane * row_bytes + first * L::CHUNK * 2, x_block + (size_t)lane * K + first * L::CHUNK, bytes, barrier);
+        }
+    }
+#else
+    for (int row = warp; row < rows; row += WARPS)
+        for (int g = lane; g < part * (L::CHUNK / 8); g += 32) copy_async<16>(ring + row * row_bytes + g * 16, x_block + (size_t)row * K + g * 8);
+    copy_commit();
+    copy_wait<0>();
+    __syncthreads();
+#endif
+    next_grid_launch();
+    u32 x_at[MT];  // ldmatrix: this lane's row (rows past the last repeat it: those columns are never stored)
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+        x_at[m] = ring + smaller(m * 8 + (lane & 7), rows - 1) * row_bytes + (lane >> 3) * 16;
+        asm volatile("" : "+r"(x_at[m]));
+    }
+
+    typename C::Masks masks;
     masks.load(mask);
+    auto load_constant = [&](u32 (&a)[4], int place) {
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(constant + place)));
+    };
     constexpr bool KEEP = C::PLACES <= 2 && RESIDENT * WARPS <= 16;  // registers to spare; else one load a use
     u32 kept[KEEP ? C::PLACES : 1][4];
 #pragma unroll
     for (int i = 0; i < (KEEP ? C::PLACES : 0); i++) load_constant(kept[i], i);
-    previous_grid_wait();
-    load_panel(0);
-    load_panel(1);
-    next_grid_launch();
+
     // ------------------------------------------------------------------------------------------------ one chunk
     float acc[NT][MT][4] = {};
-    auto compute = [&](int u, int c, u32 x_offset) {
+    auto compute = [&](int u, int c) {
+        const u32 x_offset = c * L::CHUNK * 2, slots = weights_at + u * NT * SLOT;
+        u32 w[NT][L::REGS];
+#pragma unroll
+        for (int t = 0; t < NT; t++) read_chunk<BITS>(slots + t * SLOT, lane, w[t]);
 #pragma unroll
         for (int i = 0; i < FLUSHES; i++) {
             if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top: 255 registers and spills
@@ -163,17 +182,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
                 for (int f = 0; f < FG; f++) {
                     u32 a[4];
-                    C::fragment(w[u][t], i * FG + f, masks, a);
+                    C::fragment(w[t], i * FG + f, masks, a);
 #pragma unroll
                     for (int m = 0; m < MT; m++) {
                         if (f == 0) mma<T>(sum[m], a, b[f][m][0], b[f][m][1], sums[m][0], sums[m][1], sums[m][0], sums[m][1]);
                         else mma<T>(sum[m], a, b[f][m][0], b[f][m][1], sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
                     }
                 }
-                const int k0 = c * L::CHUNK + i * FG * 16;
-                const float2 scale = to_floats<T>(AHEAD ? s[u][t][AHEAD ? i / PER : 0] : meta(s_tile, t, k0));
+                const int k0 = (begin + c) * L::CHUNK + i * FG * 16;
+                const u32 at_meta = slots + t * SLOT + META_AT + (i / PER) * 128 + 4 * lane;
+                const float2 scale = to_floats<T>(AHEAD ? read4(at_meta) : load4(meta(s_now, t, k0)));
                 float2 at_zero = make_float2(mid<BITS>(), mid<BITS>());
-                if (ZEROS) at_zero = to_floats<T>(AHEAD ? z[u][t][AHEAD ? i / PER : 0] : meta(z_tile, t, k0));
+                if (ZEROS) at_zero = to_floats<T>(AHEAD ? read4(at_meta + METAS * 128) : load4(meta(z_now, t, k0)));
                 const float minus_x = -at_zero.x * scale.x, minus_y = -at_zero.y * scale.y;
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
@@ -187,71 +207,84 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         }
     };
 
-    for (int p = 0; p < panels; p++) {
-        wait_panel(p);
-        u32 x_offset = (p & 1) * panel_bytes;
-        for (int i = warp; i < panel && c < end; i += STAGES * WARPS) {
+    // ---------------------------------------------------------------------------------------------- ends of units
+    // Sum number e of unit j (place [t][m][register][lane] of E) is final: to y.
+    auto store = [&](int j, int e, float v) {
+        const int l = e & 31, i = (e >> 5) & 3, m = (e >> 7) % MT, t = (e >> 7) / MT;
+        const int row = m * 8 + 2 * (l & 3) + (i & 1), column = ((unit0 + j) * NT + t) * 16 + (l >> 2) + 8 * (i >> 1);
+        if (row >= rows || column >= N) return;
+        if (bias) v += to_floats<T>(bias[column]).x;
+        y[(size_t)(m0 + row) * N + column] = (u16)from_floats<T>(v, 0.f);
+    };
+    auto finish = [&](int j) {  // the sums of a run's part of unit j: straight to y where the run holds all of it
+        const bool whole = j * part >= q0 && (j + 1) * part <= q1;
+        float* to = SPLIT > 1 && whole ? total_at + j * E : sums_at + (warp * 2 + (j != first_unit)) * E;
 #pragma unroll
-            for (int u = 0; u < STAGES; u++) {
-                if (c < end) {
-                    compute(u, c, x_offset);
-                    if (c + STAGES * WARPS < end) load_weights(u, c + STAGES * WARPS);
-                }
-                c += WARPS, x_offset += WARPS * L::CHUNK * 2;
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) to[((t * MT + m) * 4 + i) * 32 + lane] = acc[t][m][i], acc[t][m][i] = 0.f;
+        if (SPLIT == 1 && whole)
+#pragma unroll 1
+            for (int e = lane; e < E; e += 32) store(j, e, to[e]);
+        if (!AHEAD) s_now += NT * groups * 16, z_now += NT * groups * 16;
+    };
+
+    int j = first_unit, c = part ? q0 - first_unit * part : 0;
+    u32 ready = 0;  // segments of x that have arrived
+    for (int q = q0; q < q1; q += STAGES) {
+#pragma unroll
+        for (int u = 0; u < STAGES; u++) {
+            if (q + u < q1) {
+#if __CUDA_ARCH__ >= 900
+                const int segment = c >> segment_shift;
+                if (!(ready >> segment & 1)) barrier_wait(shared_address(full + segment), 0), ready |= 1u << segment;
+#endif
+                copy_wait<STAGES - 1>();
+                compute(u, c);
+                if (q + u + STAGES < q1) load_weights(u);
+                copy_commit();
+                if (++c == part || q + u + 1 == q1) finish(j), j++, c = 0;
             }
-        }
-        if (p + 1 < panels) {
-            __syncthreads();  // everyone has read this panel: its place takes the one after next
-            load_panel(p + 2);
         }
     }
 
-    // ------------------------------------------------------------- partial sums of the warps: red[warp][t][m][register][lane]
-    constexpr int E = NT * MT * 128;
-    float* red = (float*)shared;
+    // Units that several runs share: one warp each, in the order of the runs. Integer divisions are what costs here (in 64
+    // bits, and by all threads for every unit, this loop took 7 of 36 us at 28672 x 4096).
     __syncthreads();
+    for (int j = warp; j < my_units; j += WARPS) {
+        const int w0 = all ? (int)(((u32)(j * part + 1) * WARPS - 1) / (u32)all) : 0;
+        float v[E / 32] = {};
+        int w1 = w0;
+        for (int k = w0; k < WARPS && run_start(k) < (j + 1) * part; k++) {
+            w1 = k;
+            if (run_start(k) < run_start(k + 1)) {
+                const float* from = sums_at + (k * 2 + (run_start(k) < j * part)) * E + lane;
 #pragma unroll
-    for (int t = 0; t < NT; t++)
+                for (int i = 0; i < E / 32; i++) v[i] += from[i * 32];
+            }
+        }
+        if (w0 == w1 && all) continue;  // one run held it all
 #pragma unroll
-        for (int m = 0; m < MT; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) red[warp * E + ((t * MT + m) * 4 + i) * 32 + lane] = acc[t][m][i];
-    __syncthreads();
-    // output (m, n) of the block, n fastest: its place in a warp's partial sums
-    auto place = [&](int m, int n) {
-        const int i = ((n >> 3) & 1) * 2 + (m & 1), l = (n & 7) * 4 + ((m & 7) >> 1);
-        return (((n >> 4) * MT + (m >> 3)) * 4 + i) * 32 + l;
-    };
-    auto store = [&](int m, int n, float v) {
-        const int column = t0 * 16 + n;
-        if (column >= N) return;
-        if (bias) v += to_floats<T>(bias[column]).x;
-        y[(size_t)(m0 + m) * N + column] = (u16)from_floats<T>(v, 0.f);
-    };
-    const int outputs = rows * NT * 16;
-    for (int e = threadIdx.x; e < outputs; e += WARPS * 32) {
-        const int m = e / (NT * 16), n = e % (NT * 16), at = place(m, n);
-        float v = 0.f;
-#pragma unroll
-        for (int k = 0; k < WARPS; k++) v += red[k * E + at];
-        if constexpr (SPLIT == 1) store(m, n, v);
-        else red[at] = v;
+        for (int i = 0; i < E / 32; i++) {
+            if constexpr (SPLIT == 1) store(j, i * 32 + lane, v[i]);
+            else total_at[j * E + i * 32 + lane] = v[i];
+        }
     }
     if constexpr (SPLIT > 1) {
         asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-        for (int e = rank * WARPS * 32 + threadIdx.x; e < outputs; e += SPLIT * WARPS * 32) {
-            const int m = e / (NT * 16), n = e % (NT * 16);
-            const u32 here = shared_address(red + place(m, n));
+        for (int e = rank * WARPS * 32 + threadIdx.x; e < my_units * E; e += SPLIT * WARPS * 32) {
             float v = 0.f;
 #pragma unroll
             for (int k = 0; k < SPLIT; k++) {
                 u32 there;
-                float part_sum;
-                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(k));
-                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part_sum) : "r"(there) : "memory");
-                v += part_sum;
+                float one;
+                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(total_at + e)), "r"(k));
+                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(there) : "memory");
+                v += one;
             }
-            store(m, n, v);
+            store(e / E, e % E, v);
         }
         asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
     }

@@ -1,11 +1,12 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
-A config: WARPS that split K in a block, NT row tiles of 16 a block owns, STAGES chunks in flight a warp, SPLIT blocks of
-a cluster that split K further (sm_90). MT, tiles of 8 rows of x, follows from M: up to 4, then more blocks.
+A config: WARPS of a block, NT row tiles of 16 a warp works on at once, STAGES chunks in flight a warp, SPLIT blocks of a
+cluster that split K (sm_90), BLOCKS of one launch an SM is meant to hold. MT, tiles of 8 rows of x, follows from M.
 """
 
 import ctypes
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,77 +16,85 @@ from lowq_kernels.cuda_wnax.tile_operands import (
     TYPES,
     companions,
     group_argument,
+    multiprocessors,
     rows_of_x,
     shared_memory_limit,
 )
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
-from lowq_packers.layouts.tile import CHUNK, chunks
-
-MAX_TILES = 4  # NT * MT above this spills registers
+from lowq_packers.layouts.tile import CHUNK, WORDS, chunks, padded_rows
+from lowq_packers.scheme import Scheme
 
 CONFIGS: tuple[Config, ...] = tuple(
-    {"WARPS": w, "NT": nt, "STAGES": s, "SPLIT": k}
-    for w, nt, s, k in (
-        (16, 1, 2, 1),
-        (16, 2, 2, 1),
-        (8, 1, 4, 1),
-        (8, 1, 2, 1),
-        (8, 2, 2, 1),
-        (8, 2, 4, 1),
-        (4, 2, 4, 1),
-        (8, 4, 2, 1),
-        (4, 4, 2, 1),
-        (16, 1, 2, 2),
-        (8, 1, 2, 4),
-        (8, 2, 2, 2),
-        (8, 2, 2, 4),
-        (8, 4, 2, 2),
-        (8, 4, 2, 4),
+    {"WARPS": w, "NT": nt, "STAGES": s, "SPLIT": k, "BLOCKS": b}
+    for w, nt, s, k, b in (
+        (16, 1, 4, 1, 1),
+        (16, 1, 4, 1, 2),
+        (16, 1, 6, 1, 1),
+        (16, 2, 4, 1, 1),
+        (8, 2, 4, 1, 1),
+        (8, 2, 4, 1, 2),
+        (8, 2, 8, 1, 1),
+        (8, 4, 4, 1, 1),
+        (16, 1, 4, 2, 1),
+        (16, 1, 4, 2, 2),
+        (16, 2, 4, 2, 1),
+        (8, 2, 4, 2, 2),
+        (16, 1, 4, 4, 1),
+        (16, 1, 4, 4, 2),
+        (16, 2, 4, 4, 1),
+        (8, 2, 4, 4, 2),
+        (16, 1, 4, 8, 1),
+        (8, 2, 4, 8, 2),
     )
 )
-PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 5)
-
-
-def x_tiles(M: int, bits: int) -> int:
-    """MT: tiles of 8 rows of x a block owns. Blocks of at most 32 rows (16 at 1 bit: registers) share M evenly."""
-    blocks = math.ceil(M / (16 if bits == 1 else 32))
-    return math.ceil(M / blocks / 8)
-
-
-# registers an instance needs without spills, by bits: NT * MT = 1, 1 with more than two stages, 2, 2 deep or MT = 2, more
-REGISTERS = {
-    8: (80, 104, 104, 168, 168),
-    4: (64, 80, 80, 128, 168),
-    3: (84, 128, 128, 168, 255),
-    2: (80, 104, 104, 128, 168),
-    1: (104, 128, 128, 255, 255),
-}
+PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6)
+# registers an instance needs without spills, by bits: NT * MT = 1, 2, more
+REGISTERS = {8: (64, 128, 168), 4: (64, 128, 168), 3: (84, 128, 255), 2: (64, 128, 168), 1: (84, 128, 255)}
 
 
 def resident(bits: int, config: Config, MT: int) -> int:
     """Blocks that share an SM (the device code's RESIDENT), by the registers an instance needs; 0: not even one."""
-    tiles, deep = config["NT"] * MT, config["STAGES"] > 2
-    column = deep if tiles == 1 else 2 + (deep or MT > 1) if tiles == 2 else 4
+    column = 2 if MT > 1 and bits in (3, 1) else min(config["NT"] * MT, 3) - 1
     return 65536 // (32 * config["WARPS"] * REGISTERS[bits][column])
 
 
-def shared_plan(call: Call, config: Config) -> tuple[int, int]:
-    """(panel, bytes): chunks of x held at once, and a block's dynamic shared memory. panel = 0: it does not fit.
+def slot_bytes(scheme: Scheme, K: int) -> int:
+    """Shared memory of a tile's chunk in flight: its words, and 128 bytes of scales (and zeros) for each group it meets."""
+    step, group = CHUNK[scheme.bits], scheme.group_size
+    metas = 1 if group % step == 0 or group == K else step // math.gcd(group, step)
+    return 4 * WORDS[scheme.bits] + (metas if metas <= 4 else 0) * (1 if scheme.zero == "none" else 2) * 128
 
-    All of a block's x where that fits beside the other resident blocks, else two panels in turn; later the same bytes
-    hold the warps' partial sums.
-    """
-    bits, MT = call.scheme.bits, x_tiles(call.M, call.scheme.bits)
-    rows, chunk_bytes = min(call.M, 8 * MT), 2 * CHUNK[bits]
-    part, step = math.ceil(chunks(call.K, bits) / config["SPLIT"]), config["WARPS"] * config["STAGES"]
-    budget = (shared_memory_limit(call.capability) - 1024) // resident(bits, config, MT) - 1536
-    sums = config["WARPS"] * config["NT"] * MT * 512
-    panel, copies = part, 1
-    if rows * (panel * chunk_bytes + 16) > budget:
-        panel, copies = (budget // (2 * rows) - 16) // chunk_bytes // step * step, 2
-    need = max(copies * rows * (panel * chunk_bytes + 16), sums)
-    return (panel, need) if panel > 0 and need <= budget else (0, need)
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is cut: MT tiles of 8 rows, `rows` of x a block, blocks along x and y, dynamic shared memory in bytes."""
+
+    MT: int
+    rows: int
+    grid: tuple[int, int]
+    smem: int
+
+
+def plan(call: Call, config: Config) -> Plan | None:
+    """Blocks of at most 32 rows (16 at 1 bit: registers) share M evenly; fewer rows where x of a block would not fit."""
+    bits, split = call.scheme.bits, config["SPLIT"]
+    units = padded_rows(call.N) // (16 * config["NT"])
+    teams = min(units, max(1, multiprocessors() * config["BLOCKS"] // split))
+    row_bytes = math.ceil(chunks(call.K, bits) / split) * CHUNK[bits] * 2 + 16
+    budget = (shared_memory_limit(call.capability) - 1024) // config["BLOCKS"] - 1536
+    ring = config["WARPS"] * config["STAGES"] * config["NT"] * slot_bytes(call.scheme, call.K)
+    rows = math.ceil(call.M / math.ceil(call.M / (16 if bits == 1 else 32)))
+    while rows > 0:
+        MT = math.ceil(rows / 8)
+        unit_bytes = config["NT"] * MT * 512
+        smem = rows * row_bytes + ring + 2 * config["WARPS"] * unit_bytes
+        if split > 1:
+            smem += math.ceil(units / teams) * unit_bytes
+        if smem <= budget:
+            return Plan(MT, rows, (teams * split, math.ceil(call.M / rows)), smem)
+        rows = min(rows - 1, max(1, (budget - ring - 2 * config["WARPS"] * unit_bytes) // row_bytes))
+    return None
 
 
 def expression(bits: int, T: int, group: int, zeros: bool, config: Config, MT: int) -> str:
@@ -96,15 +105,15 @@ def expression(bits: int, T: int, group: int, zeros: bool, config: Config, MT: i
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
-    MT = x_tiles(call.M, call.scheme.bits)
     if config["SPLIT"] > 1 and call.capability < (9, 0):
         return "clusters need compute capability 9.0"
-    if config["NT"] * MT > MAX_TILES or not resident(call.scheme.bits, config, MT):
-        return "too many registers"
-    if config["WARPS"] * config["SPLIT"] > max(8, chunks(call.K, call.scheme.bits)):
-        return "more warps than chunks of K"
-    if not shared_plan(call, config)[0]:
+    cut = plan(call, config)
+    if cut is None:
         return "too much shared memory"
+    if config["NT"] * cut.MT > 4 or resident(call.scheme.bits, config, cut.MT) < config["BLOCKS"]:
+        return "too many registers"
+    if config["SPLIT"] > chunks(call.K, call.scheme.bits):
+        return "more blocks than chunks of K"
     return None
 
 
@@ -113,13 +122,13 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 
 @cache
-def _prepared(
-    call: Call, T: int, group: int, zeros: bool, config: tuple[int, ...], device: int
-) -> tuple[Kernel, tuple[int, int]]:
-    """The kernel of a call and its shared memory plan, resolved once."""
-    named: Config = dict(zip(("WARPS", "NT", "STAGES", "SPLIT"), config, strict=True))
-    instance = expression(call.scheme.bits, T, group, zeros, named, x_tiles(call.M, call.scheme.bits))
-    return _kernel(instance, device, named["WARPS"], named["SPLIT"]), shared_plan(call, named)
+def _prepared(call: Call, T: int, group: int, zeros: bool, config: tuple[int, ...], device: int) -> tuple[Kernel, Plan]:
+    """The kernel of a call and its plan, resolved once."""
+    named: Config = dict(zip(CONFIGS[0], config, strict=True))
+    cut = plan(call, named)
+    assert cut is not None  # config_refuse has asked
+    instance = expression(call.scheme.bits, T, group, zeros, named, cut.MT)
+    return _kernel(instance, device, named["WARPS"], named["SPLIT"]), cut
 
 
 @cache
@@ -134,7 +143,7 @@ def _kernel(instance: str, device: int, warps: int, split: int) -> Kernel:
     layouts=("tile",),
     devices=("cuda",),
     min_capability=(8, 0),
-    preferred_m=(1, 64),
+    preferred_m=(1, 16),
     rank=20,
     configs=CONFIGS,
     config_refuse=_config_refuse,
@@ -148,13 +157,11 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
         return y
     x = rows_of_x(x, CHUNK[p.scheme.bits])
     scales, zeros, bias = companions(p, bias, x.dtype)
-    c = (config["WARPS"], config["NT"], config["STAGES"], config["SPLIT"])
-    group, T = group_argument(p), TYPES[x.dtype]
-    kernel, (panel, smem) = _prepared(Call.of(x, p), T, group, zeros is not None, c, x.device.index)
+    key = tuple(config.values())
+    kernel, cut = _prepared(Call.of(x, p), TYPES[x.dtype], group_argument(p), zeros is not None, key, x.device.index)
     kernel(
-        p.words.shape[0] // c[1] * c[3],
-        math.ceil(M / (8 * x_tiles(M, p.scheme.bits))),
-        smem,
+        *cut.grid,
+        cut.smem,
         p.words.data_ptr(),
         scales.data_ptr(),
         0 if zeros is None else zeros.data_ptr(),
@@ -165,6 +172,7 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
         p.N,
         x.shape[1],
         scales.shape[1],
-        panel,
+        p.words.shape[0] // config["NT"],
+        cut.rows,
     )
     return y

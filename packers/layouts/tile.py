@@ -37,6 +37,11 @@ def chunks(K: int, bits: int) -> int:
     return -(-K // CHUNK[bits])
 
 
+def padded_rows(N: int) -> int:
+    """N': rows held, N rounded up to ROW_STEP."""
+    return -(-N // ROW_STEP) * ROW_STEP
+
+
 def _fragments(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """(N', K') codes -> (T, C, f, lane, j, e), a view."""
     T, C = codes.shape[0] // ROWS, codes.shape[1] // CHUNK[bits]
@@ -115,7 +120,7 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
 
 def expected_shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """Shapes of `words` and of `scales` (and zeros) for an (N, K) weight."""
-    T = -(-N // ROW_STEP) * ROW_STEP // ROWS
+    T = padded_rows(N) // ROWS
     return (T, chunks(K, scheme.bits) * WORDS[scheme.bits]), (T, scheme.groups(K), ROWS)
 
 
