@@ -21,6 +21,7 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.reference import Heads
 
 BLOCK_N = 32
+NUM_WARPS = 4
 PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
 MOST_SPLITS = 16
 LOG2E = 1.4426950408889634
@@ -67,14 +68,16 @@ def _attend_kernel(
     BLOCK_N: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     head, split = tl.program_id(0), tl.program_id(1)  # head: which key head of which sequence
     b, h = head // HKV, head % HKV
     offs_d, offs_g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
     mask_d, mask_g = offs_d < D, offs_g < G
     mask_gd = mask_g[:, None] & mask_d[None, :]
-    if PDL:
+    if TRIGGER:
         gdc_launch_dependents()
+    if PDL:
         gdc_wait()
     pos = tl.load(pos_ptr + b)
     n = pos + 1
@@ -226,7 +229,7 @@ def attend(
         BLOCK_D=max(16, triton.next_power_of_2(h.D)),
         BLOCK_N=BLOCK_N,
         NORM=h.q_norm is not None,
-        num_warps=4,
+        num_warps=NUM_WARPS,
         **pdl(qkv),
     )
     return y

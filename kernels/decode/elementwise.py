@@ -29,13 +29,15 @@ def _add_norm_kernel(
     HAS_POST: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     offs = tl.arange(0, BLOCK_H)
     mask = offs < H
     row = tl.program_id(0).to(tl.int64) * H + offs
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
+    if TRIGGER:
         gdc_launch_dependents()
+    if PDL:
         gdc_wait()
     x = tl.load(x_ptr + row, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
@@ -76,12 +78,13 @@ def add_norm(
 
 
 @triton.jit
-def _gated_kernel(gate_up_ptr, y_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _gated_kernel(gate_up_ptr, y_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
-    if PDL:
+    if TRIGGER:
         gdc_launch_dependents()
+    if PDL:
         gdc_wait()
     gate = tl.load(gate_up_ptr + row * 2 * width + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * width + width + offs, mask=mask, other=0.0).to(tl.float32)

@@ -30,11 +30,13 @@ def _best_kernel(
     DRAW: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     b, block = tl.program_id(0), tl.program_id(1)
     offs = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    if PDL:
+    if TRIGGER:
         gdc_launch_dependents()
+    if PDL:
         gdc_wait()
     score = tl.load(logits_ptr + b.to(tl.int64) * V + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
     if DRAW:
@@ -51,11 +53,14 @@ def _best_kernel(
 
 
 @triton.jit
-def _choose_kernel(best_ptr, where_ptr, token_ptr, pos_ptr, V, blocks, advance, BLOCKS: tl.constexpr, PDL: tl.constexpr):
+def _choose_kernel(
+    best_ptr, where_ptr, token_ptr, pos_ptr, V, blocks, advance, BLOCKS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr
+):
     b = tl.program_id(0)
     offs = tl.arange(0, BLOCKS)
-    if PDL:
+    if TRIGGER:
         gdc_launch_dependents()
+    if PDL:
         gdc_wait()
     best = tl.load(best_ptr + b * blocks + offs, mask=offs < blocks, other=float("-inf"))
     where = tl.load(where_ptr + b * blocks + offs, mask=offs < blocks, other=2147483647)
