@@ -1,7 +1,7 @@
 """Checkpoints of other tools, opened as a model source whose weights are dense: decoded as they are read, one at a time.
 
 `open_decoded` is `open_source` for whoever wants plain weights: GPTQ, AWQ, compressed-tensors, FP8, HQQ (also its qmodel.pt),
-GemLite, Humming and MLX checkpoints come with the names, shapes and dtypes of the model they stand for.
+GemLite, Humming, MLX and GGUF checkpoints come with the names, shapes and dtypes of the model they stand for.
 """
 
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lowq_packers.formats import Fetch, Format, Matrix
 
-SECTIONS = ("quantization_config", "compression_config", "quantization")  # of config.json, once the weights are plain
+SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")  # of config.json, once the weights are plain
 QMODEL = "qmodel.pt"
 SLAB = 1 << 22  # weights dequantized at a time
 DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
@@ -97,8 +97,12 @@ def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> S
 
 
 def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
-    """`open_source`, for what it does not open too: a folder with HQQ's qmodel.pt."""
+    """`open_source`, for what it does not open too: a GGUF file, a folder with HQQ's qmodel.pt."""
     folder = Path(model).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        from lowq_cli.gguf_source import open_gguf
+
+        return open_gguf(os.fspath(model), folder)
     if folder.name == QMODEL and folder.is_file():
         folder = folder.parent
     if (folder / QMODEL).is_file() and not list(folder.glob("*.safetensors")):

@@ -8,13 +8,14 @@ Byte j of a 4-bit block holds code j in its low half and code j + 16 in its high
 The file around the blocks (metadata, tokenizer, names) is `lowq_cli.gguf_file`'s; here is only what the bytes mean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lowq_packers.errors import SchemeError
-from lowq_packers.formats import Format, register
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -116,8 +117,39 @@ def permute_heads(rows: torch.Tensor, heads: int, inverse: bool = False) -> torc
     return rows.reshape(*pairs, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    """config["gguf"], made by the reader of the file, says what the bytes of each tensor are."""
+    stored = c.section(config, "gguf")
+    return [_matrix(name, facts) for name, facts in stored.items()]
+
+
+def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
+    kind, heads = facts["type"], facts["heads"]
+    shape = tuple(facts["shape"])
+    N, K = shape if len(shape) == 2 else (shape[0], 1)
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        raw = fetch(name)
+        if kind not in QUANTIZED:
+            rows = raw.view(_DENSE[kind]).reshape(shape)
+            return rows if heads is None else permute_heads(rows, heads, inverse=True).contiguous()
+        q = decode(raw, kind, N, K)
+        if heads is None:
+            return q
+        moved = [None if t is None else permute_heads(t, heads, inverse=True).contiguous() for t in (q.W_q, q.scales, q.zeros)]
+        return QuantizedTensor(moved[0], moved[1], moved[2], q.bits, BLOCK, q.zero)  # type: ignore[arg-type]
+
+    schemes = {"Q4_0": Scheme(4, BLOCK, "none"), "Q4_1": Scheme(4, BLOCK, "float"), "Q8_0": Scheme(8, BLOCK, "none")}
+    dtype = "F16" if kind in QUANTIZED else kind
+    bits = schemes[kind].bits if kind in schemes else 8 * TYPES[kind].nbytes
+    return Matrix(name.removesuffix(".weight"), (N, K), (name,), read, kind, bits, schemes.get(kind), dtype)
+
+
+_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
 def _engines(config: object, matrices: Sequence[object]) -> list[str]:
     return ["lowq", "llama.cpp", "Ollama", "LM Studio"]
 
 
-register(Format("gguf", "GGUF", lambda config, headers: False, lambda config, headers, fetch: [], _engines, why_not))
+register(Format("gguf", "GGUF", lambda config, headers: "gguf" in config, _matrices, _engines, why_not))

@@ -1,19 +1,26 @@
 """GGUF files: read with the gguf package and, where it is installed, run by llama.cpp itself."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import lowq
 from lowq_cli import gguf_export
-from lowq_cli.exporter import export
+from lowq_cli.checkpoint import open_checkpoint
+from lowq_cli.exporter import export, read_matrix
+from lowq_cli.foreign import open_decoded
 from lowq_cli.gguf_file import GgufTensor, array, head, padded, text, u32
+from lowq_cli.inspection import inspect_model
 from lowq_cli.source import open_source
-from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError
 from lowq_packers.formats.gguf import permute_heads
 
 DEMO = Path(gguf_export.__file__).parent / "demo"
@@ -67,9 +74,6 @@ def test_the_gguf_reader_finds_our_weights(demo4, demo_gguf):
     assert not fields["tokenizer.ggml.add_bos_token"]
     found = {t.name: t for t in reader.tensors}
     assert len(found) == 6 * 9 + 2  # tied: no output.weight
-    from lowq_cli.checkpoint import open_checkpoint
-    from lowq_cli.exporter import read_matrix
-
     checkpoint = open_checkpoint(demo4)
     kinds = set()
     for t in checkpoint.tensors:
@@ -114,6 +118,83 @@ def test_float_zeros_go_as_q4_1_when_rounding_is_allowed(tmp_path):
     done = export(tmp_path / "m", "gguf", tmp_path / "m.gguf", rounding=True)
     assert done.bytes == (tmp_path / "m.gguf").stat().st_size
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_gguf_file_is_a_source(demo4, demo_gguf, tmp_path):
+    """Without a config.json beside it, and in Hugging Face's order of rows."""
+    alone = tmp_path / "alone.gguf"
+    shutil.copy(demo_gguf, alone)
+    found = open_checkpoint(demo4)
+    with open_decoded(alone) as source:
+        assert source.config["model_type"] == "llama"
+        assert source.config["num_key_value_heads"] == 4
+        assert source.config["tie_word_embeddings"]
+        for t in found.tensors:
+            name = f"{t.name}.weight" if t.scheme else t.name
+            wanted = read_matrix(found, t).dequantize() if t.scheme else found.source.read(t.name).reshape(t.shape)
+            assert torch.equal(
+                source.read(name).reshape(t.shape), wanted.to(torch.float16) if t.scheme else wanted.to(source.read(name).dtype)
+            ), name
+    shown = inspect_model(str(alone))
+    assert shown.format == "gguf"
+    assert {r.scheme for r in shown.rows if r.quantized} == {"Q4_0", "Q8_0"}
+    assert "llama.cpp" in shown.engines
+    lowq.quantize(alone, out=tmp_path / "again", bits=3, group=32, method="rtn")
+
+
+def test_a_gguf_file_runs(demo_gguf, demo4, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo4 / name, demo_gguf.with_name(name))
+    ours, tokenizer = lowq.load(demo4, device="cpu", dtype="float32")
+    theirs, _ = lowq.load(demo_gguf, device="cpu", dtype="float32")
+    ids = tokenizer("Once upon a time there was", return_tensors="pt").input_ids
+    with torch.inference_mode():
+        a, b = ours(ids).logits, theirs(ids).logits
+    assert (a - b).norm() / a.norm() < 1e-4
+
+
+HEAD = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
+ROW = struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "message"),
+    [
+        (b"", DamagedError, "ends inside"),
+        (b"GGUF", DamagedError, "ends inside"),
+        (b"PK\x03\x04" + bytes(40), DamagedError, "no GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), UnsupportedError, "version 1"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), DamagedError, "1152921504606846976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 40), DamagedError, "characters"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 99),
+            DamagedError,
+            "unknown type 99",
+        ),
+        (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 14, 0), UnsupportedError, "GGUF type 14"),
+        (HEAD + ROW + struct.pack("<QQIQ", 33, 1, 2, 0), DamagedError, "whole blocks"),
+        (HEAD + ROW + struct.pack("<QQIQ", 1 << 39, 1 << 39, 0, 0), DamagedError, "beyond the end"),
+        (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 0, 1 << 50), DamagedError, "beyond the end"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), UnsupportedError, "architecture None"),
+    ],
+)
+def test_hostile_gguf_files(tmp_path, raw, error, message):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(error, match=message):
+        open_decoded(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, 3000), value=st.integers(0, 255))
+def test_any_flipped_byte_of_a_head_is_an_error_or_a_file(demo_gguf, tmp_path, at, value):
+    path = tmp_path / "m.gguf"
+    raw = bytearray(demo_gguf.read_bytes())
+    raw[at] = value
+    path.write_bytes(raw)
+    with contextlib.suppress(LowqError), open_decoded(path) as source:
+        source.read("model.layers.0.mlp.up_proj.weight")
 
 
 def _edit(folder, **changes):
