@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowq_cli.engine import bandwidth
+from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.linear import QuantLinear
 from lowq_kernels.registry import Call, capability, refusals, select
 
@@ -32,14 +33,9 @@ class LayerKernel:
 def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel]:
     """One row per distinct linear layer of `model`, for M rows of `dtype` at a time, in the model's order."""
     found: dict[tuple[Any, ...], int] = {}
-    for name, layer in _linears(model):
-        what: tuple[Any, ...]
-        if isinstance(layer, QuantLinear):
-            what = (layer.out_features, layer.in_features, layer.scheme, layer.layout, layer.kernel)
-        else:
-            what = (*layer.weight.shape, str(layer.weight.dtype).removeprefix("torch."), "dense", None)
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), *what, layer.weight.device)
-        found[key] = found.get(key, 0) + 1
+    for name, count, what in _products(model):
+        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), *what)
+        found[key] = found.get(key, 0) + count
     rows = []
     for (pattern, N, K, scheme, layout, forced, device), count in found.items():
         kernel, refused = DENSE, {}
@@ -50,10 +46,17 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
     return rows
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, QuantLinear | nn.Linear]]:
+def _products(model: nn.Module) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
+    """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device)) of every weight that multiplies."""
     for name, m in model.named_modules():
-        if isinstance(m, QuantLinear | nn.Linear):
-            yield name, m
+        if isinstance(m, QuantLinear):
+            yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device)
+        elif isinstance(m, nn.Linear):
+            yield name, 1, (*m.weight.shape, str(m.weight.dtype).removeprefix("torch."), "dense", None, m.weight.device)
+        elif isinstance(m, QuantExperts):
+            for leaf in m.schemes:
+                s = m.stack(leaf)
+                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, None, s.words.device)
 
 
 def called(model: Any, decoder: Any) -> nn.Module:
@@ -89,11 +92,14 @@ def bytes_per_token(model: Any, decoder: Any, batch: int = 1) -> int:
 
 def _read(m: nn.Module) -> list[torch.Tensor]:
     """The tensors of one module, without its children, that its product reads."""
-    if isinstance(m, QuantLinear):
-        p = m.packed
-        meta = (p.aux,) if p.layout == "cpu_int4" else (p.scales, p.zeros, p.aux)  # torch's kernel has them in aux
-        return [t for t in (p.words, *meta, m.bias) if t is not None]
-    return [*m.parameters(recurse=False)]
+    if not isinstance(m, QuantLinear | QuantExperts):
+        return [*m.parameters(recurse=False)]
+    held: list[Any] = [m.packed] if isinstance(m, QuantLinear) else [m.stack(name) for name in m.shapes]
+    found = [m.bias] if isinstance(m, QuantLinear) else []
+    for p in held:
+        # torch's CPU kernel has the scales and zeros once more, in aux, and reads them there
+        found += [p.words, p.aux] if p.layout == "cpu_int4" else [p.words, p.scales, p.zeros, p.aux]
+    return [t for t in found if t is not None]
 
 
 def roofline(model: Any, decoder: Any, decode_tps: float, batch: int) -> tuple[float | None, str]:
