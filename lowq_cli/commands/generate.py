@@ -1,24 +1,29 @@
 """lowq generate: a checkpoint and a prompt -> text on stdout as it comes, numbers on stderr."""
 
+import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowq_cli import console
-from lowq_packers.errors import UsageError
+from lowq_packers.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
 
 EXAMPLES = """Examples:  lowq generate --prompt 'Once upon a time'  ·  lowq generate ./my-model-lowq --prompt 'Hi!' --chat
-·  echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8  ·  lowq generate --prompt Hello --explain --json"""
+·  echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8  ·  lowq generate --prompts questions.jsonl --batch 8"""
 EXIT_INTERRUPTED = 130
 
 
 def generate(
     checkpoint: Annotated[str | None, typer.Argument(metavar="[CKPT]", help="Folder or hub id; default: the last one.")] = None,
-    prompt: Annotated[str, typer.Option(help="The text to go on from; - reads it from stdin.")] = ...,  # type: ignore[assignment]
+    prompt: Annotated[str | None, typer.Option(help="The text to go on from; - reads it from stdin.")] = None,
+    prompts: Annotated[
+        str | None, typer.Option(help='Many: a JSONL file (- is stdin) of texts or {"prompt": text}; JSONL comes out.')
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after this many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 draws as the model says.")] = 0.0,
@@ -26,7 +31,7 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="Continue the prompt this many times, side by side.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Texts side by side: of --prompts, or copies of the prompt.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
@@ -34,6 +39,9 @@ def generate(
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
     from lowq_cli import state
 
+    if (prompt is None) == (prompts is None):
+        raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
+    many = None if prompts is None else _read_prompts(prompts)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text:
         raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
@@ -43,8 +51,11 @@ def generate(
 
     model, tokenizer = load(folder, device=device)
     settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "batch": batch, "max_new_tokens": max_new_tokens}
-    generation = stream(model, tokenizer, text, **settings)  # type: ignore[arg-type]
+    settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens}
+    if many is not None:
+        _answer_all(model, tokenizer, many, batch, settings)
+        return
+    generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
     if explain:
         _show_kernels(model, generation)
     interrupted = _write_text(generation, live=not as_json, batch=batch)
@@ -55,6 +66,48 @@ def generate(
         _show_numbers(numbers, generation)
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _read_prompts(where: str) -> list[str]:
+    """The prompts of a JSONL file or stdin. Raises NotFoundError, or UsageError naming the line that is not a prompt."""
+    try:
+        lines = (sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")).splitlines()
+    except OSError as e:
+        raise NotFoundError(f"cannot read the prompts in {where}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{where} is not UTF-8 text; --prompts takes JSONL") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError:
+            raise UsageError(f'line {number} of {where} is not JSON; write a text as "text" or {{"prompt": "text"}}') from None
+        text = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
+        found.append(text)
+    if not found:
+        raise UsageError(f"{where} holds no prompts")
+    return found
+
+
+def _answer_all(model: Any, tokenizer: Any, prompts: list[str], batch: int, settings: dict[str, Any]) -> None:
+    """One JSON line per prompt on stdout, in order, `batch` of them decoded side by side; the totals on stderr."""
+    from lowq_cli.engine import stream
+
+    tokens = seconds = 0.0
+    for start in range(0, len(prompts), batch):
+        some = prompts[start : start + batch]
+        g = stream(model, tokenizer, some, **settings)
+        for _ in g.pieces():
+            pass
+        for i, text in enumerate(some):
+            line = {"prompt": text, "text": g.texts[i], "tokens": g.tokens[i], "finish_reason": g.finish_reasons[i]}
+            console.out_json(line)
+        tokens, seconds = tokens + sum(map(len, g.tokens)), seconds + g.ttft_s + g.decode_s
+    console.say(f"{len(prompts)} prompts, {int(tokens)} new tokens at {tokens / max(seconds, 1e-9):.1f}/s, prefill included")
 
 
 def _write_text(generation: "Generation", live: bool, batch: int) -> bool:
