@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowq_cli import quantizers
+from lowq_cli.calibrate import working_bytes
 from lowq_cli.plan import Item, Plan
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
 from lowq_cli.safetensors_io import ITEMSIZE, TORCH_NAMES
@@ -56,8 +57,9 @@ class Budget:
 def make_budget(plan: Plan, out: Path, device: torch.device, written: int = 0) -> Budget:
     """What `plan` will take, of which `written` bytes are on disk already."""
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
-    peak = current_rss() + WORKING + max(slab_bytes(i) for i in plan.items)
-    seconds = sum(probe(plan, device).values())
+    calibrating = working_bytes(plan)
+    peak = current_rss() + WORKING + max(slab_bytes(i) for i in plan.items) + (calibrating if device.type == "cpu" else 0)
+    seconds = None if calibrating else sum(probe(plan, device).values())  # a sample says little of a walk through the model
     return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
 
 

@@ -165,7 +165,7 @@ def _device(model: torch.nn.Module) -> torch.device:
 
 def _vocabulary(model: Any) -> int:
     config = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     return getattr(config, "vocab_size", 1 << 15)
 
 

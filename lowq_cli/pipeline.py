@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli import transform
+from lowq_cli import calibrate, transform
 from lowq_cli.budget import Budget, make_budget, peak_rss
 from lowq_cli.foreign import open_decoded
 from lowq_cli.plan import Plan, default_out, index_json, output_config
@@ -99,7 +99,8 @@ class Finished:
     result: Result
 
 
-Event = Planned | TensorDone | ShardDone | Finished
+LayerDone = calibrate.LayerDone
+Event = Planned | LayerDone | TensorDone | ShardDone | Finished
 
 
 def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, **options: Any) -> dict[str, Any]:
@@ -151,13 +152,20 @@ def run(
             return
         budget.check(folder)
         companions = [p.name for p in source.companions()]
-        with OutputFolder(folder, run_hash(source, plan, on), output_names(plan, companions), fresh) as output:
+        name = run_hash(source, plan, on)
+        calibration = calibrate.Calibration(source, plan, folder, name, on) if calibrate.is_calibrated(plan) else None
+        with OutputFolder(folder, name, output_names(plan, companions), fresh) as output:
             if output.already_done:
                 yield Finished(_known_result(plan, output, time.monotonic() - start))
                 return
             output.log(f"lowq {version('lowq')}: {source.name} -> {folder}, {json.dumps(recipe.to_json())}, {on}")
             try:
-                yield from _write(source, plan, output, on, start)
+                for layer in calibration.run() if calibration else ():
+                    output.log(f"layer {layer.index} of {layer.total}: error {layer.error:.4g}, {layer.seconds:.1f} s")
+                    yield layer
+                yield from _write(source, plan, output, on, start, calibration)
+                if calibration:
+                    calibration.close()
             except BaseException as e:
                 with suppress(LowqError):  # the reason matters more than the log
                     output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
@@ -176,6 +184,7 @@ def pick_device(device: str) -> torch.device:
 def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
     """What names a run: two runs share it only if they write the same bytes."""
     facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
+    facts += [text] if (text := calibrate.identity(plan)) else []
     return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
 
 
@@ -189,7 +198,14 @@ def _bytes_in(folder: Path, plan: Plan) -> int:
     return found
 
 
-def _write(source: Source, plan: Plan, output: OutputFolder, device: torch.device, start: float) -> Iterator[Event]:
+def _write(
+    source: Source,
+    plan: Plan,
+    output: OutputFolder,
+    device: torch.device,
+    start: float,
+    calibration: calibrate.Calibration | None = None,
+) -> Iterator[Event]:
     """All shards, then index, companions, report and, last, config.json."""
     done = params = resumed = 0
     for number, shard in enumerate(plan.shards, 1):
@@ -203,7 +219,7 @@ def _write(source: Source, plan: Plan, output: OutputFolder, device: torch.devic
                     error, crc = (
                         transform.copy(item, source, file)
                         if item.scheme is None
-                        else transform.quantize(item, source, file, device)
+                        else transform.quantize(item, source, file, device, calibration and calibration.quantizer(item))
                     )
                     output.record(item, error, crc)
                 error = output.finished[item.name]["rel_error"]

@@ -32,6 +32,7 @@ Keep = Literal["keep"]
 DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
 Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+NOT_CALIBRATED = ("head", "embedding", "expert", "router")
 LAYOUTS = ("auto", "rowstream")  # what files may hold
 
 
@@ -88,6 +89,8 @@ class Recipe:
         layout: order of the words in the files; "auto" = rowstream.
         lm_head: bits of the output head, or "keep".
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
+        calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.
+        calib_tokens: how many tokens of it, at most.
         overrides, skip: exceptions by tensor name.
     """
 
@@ -98,6 +101,8 @@ class Recipe:
     layout: str = "auto"
     lm_head: int | Keep = "keep"
     dtype: Dtype = "source"
+    calib: str | None = None
+    calib_tokens: int = 65536
     overrides: tuple[Override, ...] = ()
     skip: tuple[str, ...] = ()
 
@@ -116,6 +121,10 @@ class Recipe:
         ):
             if value not in known:
                 raise UsageError(f"{name}={value!r} does not exist; use one of {', '.join(known)}")
+        if type(self.calib_tokens) is not int or self.calib_tokens < 4096:
+            raise UsageError(f"calib_tokens={self.calib_tokens!r} must be a whole number of at least 4096")
+        if self.calib is not None and self.method != "auto" and not quantizers.needs_text(self.method):
+            raise UsageError(f"--calib is for methods that read a text; {self.method} does not, leave it out or use gptq")
         if self.lm_head != "keep":
             check_bits(self.lm_head, "lm_head")
         if not all(isinstance(s, str) and s for s in self.skip):
@@ -125,9 +134,9 @@ class Recipe:
         """The group size at a width."""
         return DEFAULT_GROUP[bits] if self.group is None else self.group
 
-    def method_for(self, bits: int) -> str:
-        """The quantizer at a width."""
-        if self.method != "auto":
+    def method_for(self, bits: int, kind: str = "") -> str:
+        """The quantizer at a width. Calibrated methods take linears of decoder layers only; other kinds get the default."""
+        if self.method != "auto" and not (kind in NOT_CALIBRATED and quantizers.needs_text(self.method)):
             return self.method
         method = quantizers.default_method(bits)
         return "rtn" if method == "hqq" and self.zero == "none" else method  # hqq moves the zero, and here is none

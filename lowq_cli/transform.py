@@ -22,11 +22,16 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @torch.inference_mode()
-def quantize(item: Item, source: Source, file: ShardFile, device: torch.device) -> tuple[float, list[int]]:
-    """Quantize one matrix into `file`, slab by slab; its relative error and the CRC-32 of each tensor written."""
+def quantize(
+    item: Item, source: Source, file: ShardFile, device: torch.device, quantizer: quantizers.Quantize | None = None
+) -> tuple[float, list[int]]:
+    """Quantize one matrix into `file`, slab by slab; its relative error and the CRC-32 of each tensor written.
+
+    quantizer: given the matrix's rows in order; None takes the item's method.
+    """
     assert item.scheme
     assert item.method
-    quantizer = quantizers.get(item.method)
+    quantizer = quantizer or quantizers.get(item.method)
     dtype = getattr(torch, TORCH_NAMES[item.outputs[1][1].dtype])
     N, K = item.shape
     step = slab_rows(K, device.type)

@@ -32,6 +32,10 @@ def quantize(
     engine: Annotated[
         str | None, typer.Option("--for", metavar="ENGINE", help="Only what this engine takes exactly: vllm, llama.cpp or mlx.")
     ] = None,
+    calib: Annotated[
+        str | None, typer.Option(metavar="FILE|DIR", help="Text for calibrated methods (.txt, .jsonl).  [default: bundled]")
+    ] = None,
+    calib_tokens: Annotated[int | None, typer.Option(help="How many tokens of it to read.  [default: 65536]")] = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -54,6 +58,8 @@ def quantize(
         "skip": skip,
         "lm_head": lm_head,
         "dtype": dtype,
+        "calib": calib,
+        "calib_tokens": calib_tokens,
     }
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
@@ -142,7 +148,9 @@ def _run(events: object, planned: "Planned") -> "Result":
 
     with console.progress("quantize", planned.plan.params) as advance:
         for event in events:  # type: ignore[attr-defined]
-            if isinstance(event, pipeline.TensorDone):
+            if isinstance(event, pipeline.LayerDone):
+                console.say(f"calibrated layer {event.index} of {event.total}: output error {event.error:.4f}")
+            elif isinstance(event, pipeline.TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
                 advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
             elif isinstance(event, pipeline.Finished):

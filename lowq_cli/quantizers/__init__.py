@@ -15,6 +15,7 @@ from lowq_packers.errors import UsageError
 if TYPE_CHECKING:
     from lowq_packers.qtensor import QuantizedTensor
 
+NEEDS_TEXT = "Needs a calibration text"  # how the summary of a calibrated method ends
 Quantize = Callable[..., "QuantizedTensor"]
 
 # Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.
@@ -43,9 +44,14 @@ def get(name: str) -> Quantize:
     return importlib.import_module(f"{__name__}.{check(name)}").quantize
 
 
+def needs_text(name: str) -> bool:
+    """Whether a method reads a calibration text: its summary says so, and its `quantize` takes `moments`."""
+    return methods()[check(name)].endswith(NEEDS_TEXT)
+
+
 def data_free() -> list[str]:
     """The methods that look at nothing but the weight."""
-    return list(methods())
+    return [name for name in methods() if not needs_text(name)]
 
 
 def default_method(bits: int) -> str:

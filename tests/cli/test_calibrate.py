@@ -1,0 +1,205 @@
+"""Calibration: the walk sees what the model sees, its bytes are the same on every run and after a kill."""
+
+import json
+
+import pytest
+import torch
+
+from lowq_cli import calibrate, pipeline, quantizers
+from lowq_cli.hf.blocks import Blocks, run
+from lowq_cli.quantizers import gptq, lsq
+from lowq_cli.quantizers.gptq import Moments
+from lowq_cli.recipe import make_recipe
+from lowq_cli.source import open_source
+from lowq_packers.errors import NotFoundError, SchemeError, UnsupportedError, UsageError
+from lowq_packers.scheme import ZERO_KINDS, Scheme
+
+WALKED = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
+    monkeypatch.setattr(calibrate, "WINDOW", 32)
+    monkeypatch.setattr(calibrate, "BATCH", 2)
+    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
+    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 12)
+    return str(path)
+
+
+def files(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lowq.log"}
+
+
+def correlated(N=48, K=128, seed=0):
+    """A weight and the second moments of inputs of which a few directions carry most."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(512, 12, generator=g) @ torch.randn(12, K, generator=g) + 0.3 * torch.randn(512, K, generator=g)
+    return torch.randn(N, K, generator=g) * 0.02, x.T @ x
+
+
+def output_error(q, W, second):
+    E = W - q.dequantize()
+    return float(((E @ second) * E).sum() / ((W @ second) * W).sum())
+
+
+@pytest.mark.parametrize("zero", ZERO_KINDS)
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize("group_size", [16, 64, 128])
+def test_gptq_halves_the_output_error_of_lsq(bits, zero, group_size):
+    W, second = correlated()
+    scheme = Scheme(bits, group_size, zero)
+    free = output_error(lsq.quantize(W, scheme), W, second)
+    assert output_error(gptq.quantize(W, scheme, torch.bfloat16, Moments(second)), W, second) < 0.5 * free
+
+
+def test_gptq_without_moments_is_near_lsq():
+    W, _ = correlated()
+    q = gptq.quantize(W, Scheme(3, 32))
+    assert float((q.dequantize() - W).norm()) <= 1.001 * float((lsq.quantize(W, Scheme(3, 32)).dequantize() - W).norm())
+
+
+def test_gptq_slabs_of_rows_change_nothing(monkeypatch):
+    W, second = correlated()
+    whole = gptq.quantize(W, Scheme(3, 32), torch.float16, Moments(second))
+    monkeypatch.setattr(gptq, "SLAB", 7 * 128)
+    parts = gptq.quantize(W, Scheme(3, 32), torch.float16, Moments(second))
+    assert torch.equal(whole.scales, parts.scales)
+    assert float((whole.W_q != parts.W_q).float().mean()) < 0.01  # a product's rounding may differ with its number of rows
+
+
+def test_gptq_makes_up_for_the_drift_of_earlier_layers():
+    """Inputs x' = A x: the target is W x, so a full correction would be W A^-1."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4096, 64, generator=g)
+    seen = x * (1 + 0.2 * torch.rand(64, generator=g))
+    W = torch.randn(32, 64, generator=g)
+    moments = Moments(seen.T @ seen, (x - seen).T @ seen)
+    loss = [
+        float((x @ W.T - seen @ gptq.quantize(W, Scheme(8, 16), None, m).dequantize().T).norm())
+        for m in (Moments(moments.second), moments)
+    ]
+    assert loss[1] < 0.6 * loss[0]
+
+
+def test_gptq_survives_dead_and_repeated_inputs():
+    W, second = correlated()
+    second[5], second[:, 5] = 0, 0
+    second[9], second[:, 9] = second[8].clone(), second[:, 8].clone()
+    q = gptq.quantize(W, Scheme(2, 32), torch.float16, Moments(second))
+    assert torch.isfinite(q.dequantize()).all()
+    assert torch.isfinite(gptq.quantize(W, Scheme(2, 32), None, Moments(torch.zeros(128, 128))).dequantize()).all()
+    with pytest.raises(SchemeError, match="moments are of 64 inputs"):
+        gptq.quantize(W, Scheme(2, 32), None, Moments(torch.eye(64)))
+
+
+@pytest.mark.parametrize("family", WALKED)
+def test_layer_by_layer_gives_the_model_output(family, family_checkpoints):
+    from transformers import AutoModelForCausalLM
+
+    folder = family_checkpoints(family).dense
+    ids = torch.arange(96).reshape(3, 32)
+    with open_source(folder) as source, torch.no_grad():
+        blocks = Blocks(source, torch.device("cpu"))
+        hidden, others = blocks.start(ids, 3)
+        for i in range(len(blocks)):
+            with blocks.layer(i) as layer:
+                hidden = [run(layer, h, others[i]) for h in hidden]
+        assert all(p.is_meta for p in blocks.model.parameters())  # nothing stays in memory
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        seen = []
+        last = next(m for m in model.base_model.children() if isinstance(m, torch.nn.ModuleList))[-1]
+        last.register_forward_hook(lambda m, a, out: seen.append(out[0] if isinstance(out, tuple) else out))
+        model(input_ids=ids)
+    assert torch.allclose(hidden[0], seen[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", WALKED)
+def test_families_are_calibrated_whole(family, family_checkpoints, text, tmp_path):
+    dense = family_checkpoints(family).dense
+    recipe = make_recipe(bits=2, group=16, method="gptq", calib=text)
+    *events, finished = pipeline.run(dense, recipe, tmp_path / "out")
+    layers = [e for e in events if isinstance(e, calibrate.LayerDone)]
+    assert [e.index for e in layers] == [1, 2]
+    assert all(0 < e.error < 0.5 for e in layers)
+    assert not list((tmp_path / "out").glob("lowq-calibrated-*"))
+    report = json.loads((tmp_path / "out" / "lowq_report.json").read_text())
+    assert {t["method"] for t in report["tensors"] if "method" in t} == {"gptq"}
+    free = pipeline.quantize(dense, tmp_path / "free", bits=2, group=16)
+    assert finished.result.bytes == free["bytes"]
+
+
+def test_a_rerun_continues_behind_the_finished_layers(family_checkpoints, text, tmp_path):
+    dense = family_checkpoints("llama").dense
+    recipe = make_recipe(bits=3, group=16, method="gptq", calib=text)
+    list(pipeline.run(dense, recipe, tmp_path / "whole"))
+    for stop in (calibrate.LayerDone, pipeline.TensorDone):
+        out = tmp_path / stop.__name__
+        events = pipeline.run(dense, recipe, out)
+        while not isinstance(next(events), stop):
+            pass
+        events.close()
+        again = list(pipeline.run(dense, recipe, out))
+        assert next(e for e in again if isinstance(e, calibrate.LayerDone)).resumed
+        assert files(out) == files(tmp_path / "whole")
+
+
+def test_another_text_is_another_run(family_checkpoints, text, tmp_path):
+    dense = family_checkpoints("llama").dense
+    other = tmp_path / "other.jsonl"
+    other.write_text(
+        "\n".join(json.dumps({"text": "Call me Ishmael. Some years ago, never mind how long."}) for _ in range(20))
+    )
+    list(pipeline.run(dense, make_recipe(bits=3, group=16, method="gptq", calib=text), tmp_path / "out"))
+    with pytest.raises(UsageError, match="another lowq run"):
+        list(pipeline.run(dense, make_recipe(bits=3, group=16, method="gptq", calib=str(other)), tmp_path / "out"))
+
+
+def test_mixtures_are_refused_before_anything_is_written(family_checkpoints, text, tmp_path):
+    with pytest.raises(UnsupportedError, match="--method lsq"):
+        list(
+            pipeline.run(
+                family_checkpoints("mixtral", schemes={}).dense,
+                make_recipe(group=16, method="gptq", calib=text),
+                tmp_path / "out",
+            )
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_heads_and_embeddings_fall_back_to_the_default(family_checkpoints, text, tmp_path):
+    recipe = make_recipe(bits=4, group=16, method="gptq", calib=text, lm_head=8)
+    assert recipe.method_for(8, "head") == quantizers.default_method(8)
+    list(pipeline.run(family_checkpoints("llama").dense, recipe, tmp_path / "out"))
+    report = json.loads((tmp_path / "out" / "lowq_report.json").read_text())
+    methods = {t["name"]: t["method"] for t in report["tensors"] if "method" in t}
+    assert methods["lm_head"] == quantizers.default_method(8)
+    assert methods["model.layers.0.mlp.up_proj"] == "gptq"
+
+
+def test_text_errors(tmp_path):
+    with pytest.raises(NotFoundError, match="cannot read the calibration text"):
+        calibrate.read_text(str(tmp_path / "none.txt"))
+    with pytest.raises(NotFoundError, match="holds no"):
+        calibrate.read_text(str(tmp_path))
+    for name, content, why in (
+        ("a.txt", b" ", "is empty"),
+        ("b.txt", b"\xff", "not UTF-8"),
+        ("c.jsonl", b"{}", "one JSON object"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match=why):
+            calibrate.read_text(str(tmp_path / name))
+    with pytest.raises(UsageError, match="calibration needs 64 tokens"):
+        calibrate.choose_windows(lambda text, **_: {"input_ids": list(range(40))}, "x", 4096)
+    with pytest.raises(UsageError, match="at least 4096"):
+        make_recipe(method="gptq", calib_tokens=5)
+    with pytest.raises(UsageError, match="rtn does not"):
+        make_recipe(method="rtn", calib="x.txt")
+    assert len(calibrate.read_text(None)) > 200_000
