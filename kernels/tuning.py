@@ -242,12 +242,13 @@ def measure(
         for M in batches:
             if not budget.left:
                 return
-            if entry := _best(shape, M, weights, device, exhaustive):
+            if entry := best(shape, M, weights, device, exhaustive):
                 yield entry
         del weights
 
 
-def _best(shape: Shape, M: int, weights: list[PackedWeight], device: torch.device, exhaustive: bool) -> Entry | None:
+def best(shape: Shape, M: int, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False) -> Entry | None:
+    """The fastest kernel and config for M rows of these copies of one weight; None where none runs."""
     call = call_for(shape, M, weights[0].layout, device)
     x = torch.randn(M, shape.K, device=device).to(shape.dtype)
     coarse = []

@@ -22,7 +22,9 @@ def shared_bytes(call: Call, config: Config) -> int:
     words = rows * config["BLOCK_N"] * 4 * (3 if call.scheme.bits == 3 else 1)
     x = config["BLOCK_M"] * k * 2
     meta = rows * config["BLOCK_N"] * 4
-    operands = config["BLOCK_N"] * k * 2 if config["NATURAL"] else x if config["BLOCK_M"] >= 64 else 0
+    operands = x if config["BLOCK_M"] >= 64 else 0  # wgmma reads x while the next stage is already being filled
+    if config["NATURAL"]:
+        operands += config["BLOCK_N"] * k * 2
     return (stages - 1) * (words + x + meta) + operands
 
 

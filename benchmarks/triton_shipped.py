@@ -1,0 +1,58 @@
+"""Measure the table that ships with lowq for this GPU: `python3 benchmarks/triton_shipped.py --out kernels/tuned/h100.json`.
+
+The shapes are those of Llama-3 8B and 70B, Qwen 2.5 7B and Qwen 3 8B, as their decoder multiplies them (query, key and value
+side by side, gate and up side by side). All layouts and kernels compete; batch sizes up to prefill's.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from lowq_cli import tuner
+from lowq_kernels import tuning
+from lowq_kernels.tuning import Budget, Machine, Shape
+from lowq_packers.scheme import Scheme
+
+SHAPES = {  # (N, K), most used first: a budget that ends early leaves the rest to the nearest shape
+    "llama3-8b": ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)),
+    "llama3-70b": ((57344, 8192), (8192, 28672), (10240, 8192), (8192, 8192)),
+    "qwen2.5-7b": ((37888, 3584), (3584, 18944), (4608, 3584), (3584, 3584)),
+    "qwen3-8b": ((24576, 4096), (4096, 12288)),
+}
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
+
+
+def main() -> None:
+    """Parse, compile, measure, write after every shape."""
+    ap = argparse.ArgumentParser()
+    ap.add_argument("--out", required=True)
+    ap.add_argument("--schemes", default="4:128,4:64,8:128,3:128,2:128,1:128", help="BITS:GROUP,...")
+    ap.add_argument("--models", default=",".join(SHAPES))
+    ap.add_argument("--batch", default=",".join(map(str, BATCHES)))
+    ap.add_argument("--seconds", type=float, default=1e9)
+    a = ap.parse_args()
+    device, budget = torch.device("cuda"), Budget(a.seconds)
+    batches = tuner.parse_batches(a.batch)
+    schemes = [Scheme(*map(int, s.split(":"))) for s in a.schemes.split(",")]
+    sizes = [size for model in a.models.split(",") for size in SHAPES[model]]
+    shapes = [Shape(N, K, s, torch.float16) for s in schemes for N, K in sizes]
+    started = time.monotonic()
+    compiled = tuner.compile_candidates(shapes, batches, device, False, lambda n, of: None)
+    print(f"compiled {compiled} kernels in {time.monotonic() - started:.0f} s", flush=True)
+    found: list[tuning.Entry] = []
+    for i, shape in enumerate(shapes):
+        found += list(tuning.measure(shape, batches, device, budget))
+        tuning.write_file(Path(a.out), Machine.here(device), found)
+        print(
+            f"{i + 1}/{len(shapes)} {shape.N}x{shape.K} {shape.scheme}: {len(found)} entries, {budget.spent:.0f} s", flush=True
+        )
+        if not budget.left:
+            break
+    for name, why in sorted(tuning.failed.items()):
+        print("FAILED", name, why.splitlines()[0][:200])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""`lowq bench` without its printing: rows of measured products, and the plot of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from lowq_kernels.registry import kernels, select
+from lowq_kernels.timing import Roofline, call_bytes, rotation, timed
+from lowq_kernels.tuning import Shape, call_for, copies, layouts_for, random_weight
+from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured product. gbs counts the stored weight, x and y once; roofline_pct is the floor's share of the time."""
+
+    N: int
+    K: int
+    M: int
+    bits: int
+    group: int
+    kernel: str
+    layout: str
+    us: float
+    gbs: float
+    tflops: float
+    roofline_pct: float
+    cublas_us: float | None  # the dense product in 16 bits: cuBLAS on a GPU, the CPU library's on a CPU
+
+    def to_json(self) -> dict[str, Any]:
+        """The row of `lowq bench --json`."""
+        return asdict(self)
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """The (N, K) that "4096x14336" names. Raises UsageError."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(p.isdecimal() and int(p) > 0 for p in parts):
+        raise UsageError(f"--shape {text!r} is not NxK, out by in features, such as 4096x14336")
+    return int(parts[0]), int(parts[1])
+
+
+def shape_for(text: str, bits: int, group: str, dtype: torch.dtype) -> Shape:
+    """A shape from the flags. Raises UsageError for one that no group divides."""
+    N, K = parse_shape(text)
+    if group != "channel" and not group.isdecimal():
+        raise UsageError(f"--group {group!r} is neither a number nor channel")
+    scheme = Scheme(bits, K if group == "channel" else int(group))
+    scheme.groups(K)
+    return Shape(N, K, scheme, dtype)
+
+
+def measure(
+    shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, ceiling: Roofline, kernel: str | None
+) -> Iterator[Row]:
+    """Rows in order: per shape and M, the kernel that dispatch takes in its best layout; `kernel` names one, or "all".
+
+    Raises UnsupportedError where the named kernel takes none of it.
+    """
+    names = list(kernels()) if kernel == "all" else [kernel]
+    if kernel and kernel != "all" and kernel not in kernels():
+        raise UnsupportedError(f"no kernel is called {kernel!r}; there are {', '.join(sorted(kernels()))}")
+    for shape in shapes:
+        dense = _dense_times(shape, batches, device)
+        weights = {layout: copies(random_weight(shape, layout, device)) for layout in _layouts(shape, device, kernel)}
+        for M in batches:
+            found = [row for name in names if (row := _row(shape, M, name, weights, device, ceiling, dense[M]))]
+            if kernel and kernel != "all" and not found:
+                call = call_for(shape, M, next(iter(weights), "strided"), device)
+                why = kernels()[kernel].why_not(call)
+                raise UnsupportedError(f"{kernel} cannot take {shape.N}x{shape.K} {shape.scheme}, M={M}: {why}")
+            yield from found
+
+
+def _layouts(shape: Shape, device: torch.device, kernel: str | None) -> list[str]:
+    from lowq_kernels.linear import best_layout
+
+    if kernel is None:
+        return [best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device)]
+    if kernel == "all":
+        return layouts_for(shape, device)
+    fits = [n for n in kernels()[kernel].layouts if kernels()[kernel].why_not(call_for(shape, 1, n, device)) is None]
+    return fits[:1] or list(kernels()[kernel].layouts[:1])
+
+
+def _row(
+    shape: Shape, M: int, name: str | None, weights: dict[str, Any], device: torch.device, ceiling: Roofline, dense: float
+) -> Row | None:
+    x = torch.randn(M, shape.K, device=device).to(shape.dtype)
+    best: tuple[float, str, str] | None = None
+    for layout, held in weights.items():
+        call = call_for(shape, M, layout, device)
+        if name is not None and kernels()[name].why_not(call):
+            continue
+        spec, config = select(call, name)
+        us = timed([lambda w=w, s=spec, c=config: s.launch(x, w, None, c) for w in held], device)
+        if best is None or us < best[0]:
+            best = us, spec.name, layout
+    if best is None:
+        return None
+    us, kernel, layout = best
+    flops, moved = 2.0 * M * shape.N * shape.K, call_bytes(M, shape.N, shape.K, shape.scheme.bits_per_weight())
+    place = (shape.N, shape.K, M, shape.scheme.bits, shape.scheme.group_size, kernel, layout)
+    percent = 100 * ceiling.floor_us(moved, flops) / us
+    return Row(*place, round(us, 2), round(moved / us / 1e3, 1), round(flops / us / 1e6, 3), round(percent, 1), round(dense, 2))
+
+
+def _dense_times(shape: Shape, batches: Sequence[int], device: torch.device) -> dict[int, float]:
+    n = rotation(2 * shape.N * shape.K, device)
+    dense = [torch.randn(shape.N, shape.K, device=device, dtype=shape.dtype) / 64 for _ in range(n)]
+    times = {}
+    for M in batches:
+        x = torch.randn(M, shape.K, device=device).to(shape.dtype)
+        times[M] = timed([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense], device)
+    return times
+
+
+def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
+    """Two panels: speed-up over the dense 16-bit product against M, and the roofline with every row on it.
+
+    Raises UsageError where matplotlib is missing or the file cannot be written.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        raise UsageError("--plot needs matplotlib; install it with: pip install 'lowq[plot]'") from None
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), constrained_layout=True)
+    series: dict[str, list[Row]] = {}
+    for r in rows:
+        series.setdefault(f"{r.N}x{r.K} {r.bits}-bit", []).append(r)
+    for label, found in series.items():
+        best = {m: min((r for r in found if m == r.M), key=lambda r: r.us) for m in sorted({r.M for r in found})}
+        ms = list(best)
+        left.plot(ms, [(r.cublas_us or r.us) / r.us for r in best.values()], marker="o", markersize=4, label=label)
+        intensity = [2.0 * r.M * r.N * r.K / (r.gbs * r.us * 1e3) for r in best.values()]
+        right.plot(intensity, [r.tflops for r in best.values()], marker="o", markersize=4, label=label)
+    left.axhline(1.0, color="grey", linewidth=1)
+    left.set(xscale="log", yscale="log", xlabel="M (rows of x)", ylabel="speed-up over the dense 16-bit product")
+    batches = sorted({r.M for r in rows})
+    left.set_xticks(batches, [str(m) for m in batches])
+    left.set_yticks([0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8], ["0.5", "0.75", "1", "1.5", "2", "3", "4", "6", "8"])
+    left.minorticks_off()
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    left.set_title(ceiling.device)
+    ridge = ceiling.tflops * 1e3 / ceiling.read_gbs
+    ends = (0.5, ridge, 16 * ridge)
+    right.plot(ends, [min(i * ceiling.read_gbs / 1e3, ceiling.tflops) for i in ends], color="black", linewidth=1)
+    right.annotate(f"{ceiling.read_gbs:.0f} GB/s", (ends[0], ends[0] * ceiling.read_gbs / 1e3), fontsize=8)
+    right.annotate(f"{ceiling.tflops:.3g} TFLOP/s", (ridge, ceiling.tflops), fontsize=8)
+    right.set(xscale="log", yscale="log", xlabel="floating-point operations per byte moved", ylabel="TFLOP/s")
+    right.grid(alpha=0.3)
+    right.set_title("roofline, both ceilings measured")
+    try:
+        figure.savefig(path, dpi=140)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"--plot {path} cannot be written: {e}") from None
+    finally:
+        plt.close(figure)

@@ -1,0 +1,83 @@
+"""lowq bench: how fast this machine multiplies by quantized weights, against its measured ceilings and the dense product."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowq_cli import console
+
+EXAMPLES = """Examples:  lowq bench  ·  lowq bench --shape 4096x14336 --bits 4 --batch 1,16,256 --plot speed.png
+·  lowq bench --shape 4096x4096 --kernel all --json"""
+BATCHES = "1,2,4,8,16,32,64,128,256"
+
+
+def bench(
+    checkpoint: Annotated[str | None, typer.Argument(help="Checkpoint folder. Default: the one written last.")] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="NxK", help="A shape instead of a checkpoint's; repeatable.")
+    ] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Widths for --shape; repeatable.  [default: 4]")] = None,
+    group: Annotated[str, typer.Option(help="Group size for --shape, or channel.")] = "128",
+    batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
+    kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or each.  [default: as dispatch]")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw speed-up against M and the roofline.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Time products by shape and batch: us, GB/s, TFLOP/s, share of the measured roofline, ratio to the dense product."""
+    import torch
+
+    from lowq_cli import benching, state, tuner, tuning_plan
+    from lowq_cli.checkpoint import open_checkpoint
+    from lowq_cli.pipeline import pick_device
+    from lowq_kernels import tuning
+    from lowq_kernels.timing import roofline
+    from lowq_packers.errors import UsageError
+
+    batches, where = tuner.parse_batches(batch), pick_device(device)
+    if plot and not Path(plot).absolute().parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no folder {Path(plot).absolute().parent}")
+    dtype = torch.bfloat16 if where.type == "cpu" else torch.float16
+    if shape:
+        if checkpoint is not None:
+            raise UsageError("give a checkpoint or --shape, not both")
+        shapes = [benching.shape_for(s, b, group, dtype) for s in shape for b in bits or [4]]
+    else:
+        if bits:
+            raise UsageError("--bits goes with --shape; a checkpoint has its own")
+        opened = open_checkpoint(state.checkpoint_or_last(checkpoint))
+        shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
+        tuned = tuning.use(opened.folder, where, console.warn)
+        console.say(f"{opened.folder}: {len(shapes)} shapes, {tuned or 'no'} tuned entries for this machine")
+    ceiling = roofline(where)
+    console.say(f"{ceiling.device}: reads {ceiling.read_gbs:.0f} GB/s, multiplies {ceiling.tflops:.3g} TFLOP/s (measured)")
+    rows = []
+    with console.progress("bench", len(shapes) * len(batches)) as advance:
+        for row in benching.measure(shapes, batches, where, ceiling, kernel):
+            rows.append(row)
+            advance(len({(r.N, r.K, r.bits, r.group, r.M) for r in rows}), f"{row.N}x{row.K} M={row.M}: {row.us:.1f} us")
+    if plot:
+        benching.plot(rows, ceiling, plot)
+        console.say(f"drew {plot}")
+    if as_json:
+        facts = {"read_gbs": round(ceiling.read_gbs), "tflops": round(ceiling.tflops, 3)}
+        console.out_json({"gpu": ceiling.device, **facts, "rows": [r.to_json() for r in rows]})
+        return
+    columns = ("shape", "scheme", ">M", "kernel", ">us", ">GB/s", ">TFLOP/s", ">roofline", ">dense us", ">x dense")
+    table = [
+        (
+            f"{r.N}x{r.K}",
+            f"{r.bits}-bit g{r.group}",
+            r.M,
+            r.kernel,
+            f"{r.us:.1f}",
+            f"{r.gbs:.0f}",
+            f"{r.tflops:.2f}",
+            f"{r.roofline_pct:.0f}%",
+            f"{r.cublas_us:.1f}",
+            f"{r.cublas_us / r.us:.2f}",
+        )
+        for r in rows
+    ]
+    console.table("", columns, table, on_stdout=True)
