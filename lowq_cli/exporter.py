@@ -16,7 +16,7 @@ import torch
 from lowq_cli.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
 from lowq_cli.foreign import DTYPES
 from lowq_cli.safetensors_io import TensorHeader
-from lowq_cli.sharding import shard_problems
+from lowq_cli.sharding import fusion_problems, shard_problems
 from lowq_cli.shards import NAMES, ShardWriter, new_folder, to_json
 from lowq_cli.writer import writing
 from lowq_packers import formats
@@ -85,9 +85,11 @@ def export(
         target = Path(out or f"{name}-{to}")
         with new_folder(target) as folder:
             config, written = _write(found, fmt, folder, rounding, progress)
-        matrices = len(found.schemes)
-        engines = fmt.engines(config, written)
-        return Exported(str(target), to, _weight_bytes(target), matrices, tuple(engines), tuple(fmt.notes(config, {})))
+        engines, notes = fmt.engines(config, written), fmt.notes(config, {})
+        if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes)):
+            engines = [e for e in engines if not e.startswith("vLLM")]
+            notes.append(f"vLLM would refuse it: {fused[0]}")
+        return Exported(str(target), to, _weight_bytes(target), len(found.schemes), tuple(engines), tuple(notes))
 
 
 def check(found: Checkpoint, fmt: Format) -> None:
@@ -109,6 +111,19 @@ def check(found: Checkpoint, fmt: Format) -> None:
     if problems:
         more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
         raise UnsupportedError(f"cannot export {problems[0]}{more}")
+
+
+def exportable(found: Checkpoint) -> list[str]:
+    """The targets whose schemes and shapes hold every weight (values are only known once they are read)."""
+
+    def holds(to: str) -> bool:
+        try:
+            check(found, formats.get(to))
+        except LowqError:
+            return False
+        return True
+
+    return [to for to in TARGETS if holds(to)]
 
 
 def _check_tp(found: Checkpoint, fmt: Format, ranks: int) -> None:

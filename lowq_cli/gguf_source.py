@@ -138,10 +138,10 @@ def _row(r: _Reader) -> tuple[str, tuple[int, ...], str, int]:
 def open_gguf(name: str, path: Path) -> Source:
     """The source of a GGUF file. Raises as `read_gguf`, and UnsupportedError for architectures that it does not know."""
     metadata, tensors, crc = read_gguf(path)
-    arch = metadata.get("general.architecture")
+    arch = str(metadata.get("general.architecture"))
     if arch not in ARCHITECTURES.values():
         known = ", ".join(sorted(set(ARCHITECTURES.values())))
-        raise UnsupportedError(f"{path} holds the architecture {arch!r}; lowq reads {known}")
+        raise UnsupportedError(f"{path} holds the architecture {arch}; lowq reads {known}")
     beside = path.with_name("config.json")
     config = read_json(beside) if beside.is_file() else _config(path, arch, metadata, tensors)
     heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
@@ -180,7 +180,7 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
     """A config.json from metadata. Raises UnsupportedError where it would be a guess."""
     if "rope_freqs.weight" in tensors or metadata.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         raise UnsupportedError(f"{path} scales its rotary frequencies; put the model's config.json beside it")
-    found = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items()}
+    found: dict[str, Any] = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items()}
     if missing := [FIELDS[f] for f, v in found.items() if v is None]:
         raise DamagedError(f"{path} lacks the metadata {arch}.{missing[0]}; put the model's config.json beside it")
     embedding = tensors.get("token_embd.weight")

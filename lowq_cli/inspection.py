@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.exporter import exportable
 from lowq_cli.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.quant_config import METHOD
 from lowq_cli.safetensors_io import ITEMSIZE, TensorHeader, read_json
@@ -153,7 +154,8 @@ def _lowq(folder: Path, name: str) -> Inspection:
         else:
             rows.append(_kept(t.name, found.source.headers[t.name], kind))
     notes = () if known else (f"no {REPORT}: errors of the tensors are not known",)
-    engines = ("lowq", "transformers (with import lowq)")
+    targets = exportable(found)
+    engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export)" for t in targets))
     found.source.close()
     return Inspection(name, METHOD, _family(found.source), tuple(rows), notes, engines, _tuned(found.source))
 

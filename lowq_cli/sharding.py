@@ -13,11 +13,6 @@ from lowq_cli.shapes import text_config, whole
 from lowq_packers.scheme import Scheme, fit_group
 
 ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
-FUSED = {  # leaf -> the weight that it becomes a part of
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
-    **dict.fromkeys(("w1", "w3"), "w13"),
-}
 
 
 def shard_problems(
@@ -39,6 +34,8 @@ def shard_problems(
 
 def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
     """A line for each set of weights that engines fuse but that have different schemes."""
+    from lowq_packers.formats import FUSED  # imports torch
+
     members: dict[str, dict[str, Scheme]] = defaultdict(dict)
     for name, scheme in schemes.items():
         stem, _, leaf = name.rpartition(".")

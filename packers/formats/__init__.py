@@ -81,6 +81,11 @@ class Format:
 
 
 FORMATS: dict[str, Format] = {}
+FUSED = {  # leaf of a module -> the module that engines make of it and its neighbours, whose name their rules see
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("w1", "w3"), "w13"),
+}
 
 
 def register(fmt: Format) -> Format:

@@ -8,7 +8,7 @@ import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, SchemeError
-from lowq_packers.formats import Header, Headers
+from lowq_packers.formats import FUSED, Header, Headers
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, GROUP_STEP, Scheme, ZeroKind
 
@@ -168,5 +168,7 @@ def dense_modules(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> list[st
 
 
 def exactly(name: str) -> str:
-    """A regular expression that matches one module name and no other."""
-    return f"^{re.escape(name)}$"
+    """A regular expression that matches one module, by its own name or that of the fused one that vLLM makes of it."""
+    stem, dot, leaf = name.rpartition(".")
+    own = f"({re.escape(leaf)}|{FUSED[leaf]})" if leaf in FUSED else re.escape(leaf)
+    return f"^{re.escape(stem + dot)}{own}$"

@@ -4,7 +4,7 @@ pack-quantized: weight_packed (N, ceil(K*bits/32)) int32, codes q = signed + 2**
 words. weight_scale (N, G); weight_shape [N, K]; asymmetric also weight_zero_point (ceil(N*bits/32), G), packed along N.
 
 Trap: before mid-2026 widths that do not divide 32 (3, 5, 6, 7) put 32 // bits codes in a word and left the rest of it empty.
-The widths of the rows tell which, and where they agree, the empty bits do.
+The widths of the rows tell which, and where they agree, the bits behind a dense stream do.
 """
 
 import re
@@ -96,7 +96,7 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
     sizes = {bitstream.words_per_row(K, bits): False, -(-K // (32 // bits)): True}
     if words not in sizes:
         raise DamagedError(f"{p}.weight_packed has {words} words a row; {K} codes of {bits} bits fill {min(sizes)}")
-    padded = sizes[words] if len(sizes) == 2 else None  # None: the widths do not tell; the empty bits do
+    padded = sizes[words] if len(sizes) == 2 else None  # None: the widths do not tell
     padded = False if 32 % bits == 0 else padded
     sym = bool(w.get("symmetric", True))
     zero: ZeroKind = "none" if sym and bits > 1 else "int"
@@ -111,7 +111,7 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
 
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         stored = fetch(f"{p}.weight_packed")
-        codes = _unpack(stored, bits, K, _is_padded(stored, bits) if padded is None else padded)
+        codes = _unpack(stored, bits, K, _is_padded(stored, bits, K) if padded is None else padded)
         scales = fetch(f"{p}.weight_scale")
         zeros = None if sym else _zeros(fetch(f"{p}.weight_zero_point"), p, bits, N, G).to(scales.dtype)
         if sym and bits == 1:
@@ -131,10 +131,14 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
     return Matrix(p, (N, K), tuple(parts), read, stored, bits, scheme, scale.dtype)
 
 
-def _is_padded(words: torch.Tensor, bits: int) -> bool:
-    """Whether the bits that 32 // bits codes leave free are 0 in every word."""
-    used = 32 // bits * bits
-    return not bool((words >> used).bitwise_and((1 << (32 - used)) - 1).any())
+def _is_padded(words: torch.Tensor, bits: int, K: int) -> bool:
+    """Whether a row's last word holds more than what a dense stream of K codes leaves for it.
+
+    Asked only where both layouts take as many words, so that a dense stream leaves some of its last word empty. In padded
+    words those bits hold the end of the last codes: all rows would have to be 0 there to be mistaken.
+    """
+    used = K * bits % 32
+    return bool((words[:, -1] >> used).bitwise_and((1 << (32 - used)) - 1).any())
 
 
 def _unpack(words: torch.Tensor, bits: int, K: int, padded: bool) -> torch.Tensor:
@@ -157,7 +161,7 @@ def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int) -> torch.Ten
     if stored.shape[0] not in rows or stored.shape[1] != G:
         raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(min(rows), G)}")
     words = stored.t().contiguous()
-    padded = 32 % bits != 0 and (rows[stored.shape[0]] if len(rows) == 2 else _is_padded(words, bits))
+    padded = 32 % bits != 0 and (rows[stored.shape[0]] if len(rows) == 2 else _is_padded(words, bits, N))
     return _unpack(words, bits, N, padded).t()
 
 

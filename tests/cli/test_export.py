@@ -1,6 +1,7 @@
 """lowq export: what it writes reads back as the same weights, with our reader and with the real ones; or nothing is written."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import lowq
 from lowq_cli import main, shards
 from lowq_cli.exporter import export
 from lowq_cli.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
@@ -180,6 +182,18 @@ def test_fused_weights_must_agree():
     assert "a.qkv_proj" in line
 
 
+def test_a_checkpoint_that_vllm_would_refuse_is_exported_with_a_note(checkpoints, tmp_path):
+    made = checkpoints("llama", SYM)
+    assert "vLLM" in export(made.packed, "gptq", tmp_path / "good").engines
+    folder = tmp_path / "mixed"
+    lowq.quantize(made.dense, out=folder, bits=4, group=32, zero="none", overrides=["q_proj=8"])
+    done = export(folder, "gptq", tmp_path / "out")
+    assert "vLLM" not in done.engines
+    assert any("qkv_proj is made of" in note for note in done.notes)
+    rules = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["dynamic"]
+    assert any(re.match(rule.removeprefix("+:"), "model.layers.0.self_attn.qkv_proj") for rule in rules)
+
+
 def test_check_tp_refuses_before_writing(checkpoints, tmp_path):
     made = checkpoints("llama", SYM)
     with pytest.raises(UnsupportedError, match="8 tensor-parallel ranks"):
@@ -201,8 +215,6 @@ def gptq_folder(checkpoints, tmp_path_factory):
 
 def test_quantize_takes_a_foreign_checkpoint(gptq_folder, checkpoints, tmp_path):
     """The same recipe on the foreign checkpoint and on the dense weights it stands for gives the same bytes."""
-    import lowq
-
     made = checkpoints("llama", SYM | HEAD)
     for name, model in (("foreign", gptq_folder), ("dense", made.dequantized)):
         lowq.quantize(model, out=tmp_path / name, bits=3, group=32, skip=["layers.1.mlp.up_proj"])
