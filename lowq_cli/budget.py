@@ -17,6 +17,7 @@ from lowq_cli.calibrate import working_bytes
 from lowq_cli.plan import Item, Plan
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
 from lowq_cli.safetensors_io import ITEMSIZE, TORCH_NAMES
+from lowq_cli.workers import shared_threads
 from lowq_packers.errors import DoesNotFitError
 from lowq_packers.scheme import Scheme
 
@@ -54,12 +55,19 @@ class Budget:
             )
 
 
-def make_budget(plan: Plan, out: Path, device: torch.device, written: int = 0) -> Budget:
-    """What `plan` will take, of which `written` bytes are on disk already."""
+def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, written: int = 0) -> Budget:
+    """What `plan` will take with so many `workers`, of which `written` bytes are on disk already."""
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     calibrating = working_bytes(plan)
-    peak = current_rss() + WORKING + max(slab_bytes(i) for i in plan.items) + (calibrating if device.type == "cpu" else 0)
-    seconds = None if calibrating else sum(probe(plan, device).values())  # a sample says little of a walk through the model
+    peak = (
+        current_rss()
+        + WORKING
+        + workers * max(slab_bytes(i) for i in plan.items)
+        + (calibrating if device.type == "cpu" else 0)
+    )
+    seconds = (
+        None if calibrating else sum(probe(plan, device, workers).values())
+    )  # a sample says little of a walk through the model
     return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
 
 
@@ -79,8 +87,8 @@ def slab_rows(K: int, device: str = "cpu") -> int:
     return max(1, SLAB // (inner * K)) * inner
 
 
-def probe(plan: Plan, device: torch.device) -> Mapping[tuple[str, Scheme], float]:
-    """Seconds that each method and scheme of the plan will take, from timing a sample of random weights.
+def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str, Scheme], float]:
+    """Seconds that each method and scheme of the plan will take `workers`, from timing one on a random sample.
 
     Also the check that the method takes the scheme: a SchemeError surfaces here, not at the first tensor.
     """
@@ -93,10 +101,11 @@ def probe(plan: Plan, device: torch.device) -> Mapping[tuple[str, Scheme], float
     for (method, scheme), params in work.items():
         g = torch.Generator().manual_seed(0)
         W = torch.randn(max(1, PROBE // scheme.group_size), scheme.group_size, generator=g).to(device, dtype)
-        quantizers.get(method)(W[:1], scheme, dtype)  # first use: library start-up is no part of the rate
-        start = time.perf_counter()
-        quantizers.get(method)(W, scheme, dtype).scales[:1].cpu()  # waits for a GPU
-        seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel()
+        with shared_threads(workers):
+            quantizers.get(method)(W[:1], scheme, dtype)  # first use: library start-up is no part of the rate
+            start = time.perf_counter()
+            quantizers.get(method)(W, scheme, dtype).scales[:1].cpu()  # waits for a GPU
+            seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel() / workers
     return seconds
 
 

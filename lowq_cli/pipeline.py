@@ -21,10 +21,11 @@ import torch
 from lowq_cli import calibrate, transform
 from lowq_cli.budget import Budget, make_budget, peak_rss
 from lowq_cli.foreign import open_decoded
-from lowq_cli.plan import Plan, default_out, index_json, output_config
+from lowq_cli.plan import Item, Plan, default_out, index_json, output_config
 from lowq_cli.planner import SHARD_SIZE, make_plan
 from lowq_cli.recipe import Recipe, make_recipe
 from lowq_cli.source import INDEX, Source
+from lowq_cli.workers import in_order, worker_count
 from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError
 
@@ -146,7 +147,7 @@ def run(
     with open_decoded(model, headers_only=dry_run) as source:
         plan = make_plan(source, recipe, shard_size)
         folder = default_out(source, recipe) if out is None else Path(out)
-        budget = make_budget(plan, folder, on, written=_bytes_in(folder, plan))
+        budget = make_budget(plan, folder, on, worker_count(on), written=_bytes_in(folder, plan))
         yield Planned(plan, folder, str(on), budget)
         if dry_run:
             return
@@ -208,39 +209,35 @@ def _write(
 ) -> Iterator[Event]:
     """All shards, then index, companions, report and, last, config.json."""
     done = params = resumed = 0
+    workers = worker_count(
+        device, independent=type(source) is Source and calibration is None
+    )  # others decode as they read, one at a time
     for number, shard in enumerate(plan.shards, 1):
         with ShardFile(output, shard) as file:
-            for item in shard.items:
+
+            def work(item: Item, file: ShardFile = file) -> tuple[float | None, list[int], float]:
                 began = time.monotonic()
-                before = item.name in output.finished
-                if before:
-                    resumed += 1
-                else:
-                    error, crc = (
-                        transform.copy(item, source, file)
-                        if item.scheme is None
-                        else transform.quantize(item, source, file, device, calibration and calibration.quantizer(item))
-                    )
-                    output.record(item, error, crc)
-                error = output.finished[item.name]["rel_error"]
-                done, params = done + 1, params + item.params
-                scheme = str(item.scheme) if item.scheme else None
-                seconds = time.monotonic() - began
-                if not before:
-                    output.log(f"{item.name}: {scheme or 'kept'}" + (f", error {error:.4g}, {seconds:.2f} s" if scheme else ""))
-                yield TensorDone(
-                    item.name,
-                    item.kind,
-                    scheme,
-                    error,
-                    seconds,
-                    item.nbytes,
-                    done,
-                    len(plan.items),
-                    params,
-                    plan.params,
-                    before,
-                )
+                if item.scheme is None:
+                    return *transform.copy(item, source, file), time.monotonic() - began
+                outcome = transform.quantize(item, source, file, device, calibration and calibration.quantizer(item))
+                return *outcome, time.monotonic() - began
+
+            missing = [i for i in shard.items if i.name not in output.finished]
+            with in_order(missing, work, workers) as outcomes:
+                for item in shard.items:
+                    before, seconds = item.name in output.finished, 0.0
+                    scheme = str(item.scheme) if item.scheme else None
+                    if before:
+                        resumed += 1
+                    else:
+                        error, crc, seconds = next(outcomes)
+                        output.record(item, error, crc)
+                        told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
+                        output.log(f"{item.name}: {scheme or 'kept'}{told}")
+                    error = output.finished[item.name]["rel_error"]
+                    done, params = done + 1, params + item.params
+                    progress = done, len(plan.items), params, plan.params
+                    yield TensorDone(item.name, item.kind, scheme, error, seconds, item.nbytes, *progress, before)
             if not file.complete:
                 file.finish()
         yield ShardDone(shard.name, shard.size, number, len(plan.shards))

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli.safetensors_io import (
@@ -53,6 +54,7 @@ class Source:
     files: dict[str, FileHeader]
     where: dict[str, str]  # tensor -> file name
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
+    _opening: Lock = field(default_factory=Lock, repr=False)  # tensors are read by several threads
 
     @property
     def nbytes(self) -> int:
@@ -98,12 +100,13 @@ class Source:
     def _fd(self, file: str) -> int:
         if self.folder is None:
             raise UsageError(f"only the headers of {self.name} were fetched (dry run)")
-        if file not in self._fds:
-            try:
-                self._fds[file] = os.open(self.files[file].path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            except OSError as e:
-                raise NotFoundError(f"cannot read {self.files[file].path}: {e.strerror}") from None
-        return self._fds[file]
+        with self._opening:
+            if file not in self._fds:
+                try:
+                    self._fds[file] = os.open(self.files[file].path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                except OSError as e:
+                    raise NotFoundError(f"cannot read {self.files[file].path}: {e.strerror}") from None
+            return self._fds[file]
 
     def close(self) -> None:
         """Close the files."""
