@@ -59,15 +59,10 @@ def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, w
     """What `plan` will take with so many `workers`, of which `written` bytes are on disk already."""
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     calibrating = working_bytes(plan)
-    peak = (
-        current_rss()
-        + WORKING
-        + workers * max(slab_bytes(i) for i in plan.items)
-        + (calibrating if device.type == "cpu" else 0)
-    )
-    seconds = (
-        None if calibrating else sum(probe(plan, device, workers).values())
-    )  # a sample says little of a walk through the model
+    peak = current_rss() + WORKING + workers * max(slab_bytes(i) for i in plan.items)
+    peak += calibrating if device.type == "cpu" else 0
+    # a sample says little of a walk through the model
+    seconds = None if calibrating else sum(probe(plan, device, workers).values())
     return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
 
 

@@ -209,9 +209,8 @@ def _write(
 ) -> Iterator[Event]:
     """All shards, then index, companions, report and, last, config.json."""
     done = params = resumed = 0
-    workers = worker_count(
-        device, independent=type(source) is Source and calibration is None
-    )  # others decode as they read, one at a time
+    independent = type(source) is Source and calibration is None  # other sources decode as they read, one tensor at a time
+    workers = worker_count(device, independent)
     for number, shard in enumerate(plan.shards, 1):
         with ShardFile(output, shard) as file:
 
@@ -219,7 +218,8 @@ def _write(
                 began = time.monotonic()
                 if item.scheme is None:
                     return *transform.copy(item, source, file), time.monotonic() - began
-                outcome = transform.quantize(item, source, file, device, calibration and calibration.quantizer(item))
+                quantizer = calibration.quantizer(item) if calibration else None
+                outcome = transform.quantize(item, source, file, device, quantizer)
                 return *outcome, time.monotonic() - began
 
             missing = [i for i in shard.items if i.name not in output.finished]
