@@ -46,10 +46,8 @@ def test_an_error_comes_with_its_result_and_what_runs_is_waited_for():
         finished.append(i)
         return i
 
-    results = None
     with pytest.raises(ValueError, match="one"), in_order(range(100), work, 2) as results:
-        assert next(results) == 0
-        next(results)
+        list(results)
     count = len(finished)
     time.sleep(0.05)
     assert len(finished) == count < 5
