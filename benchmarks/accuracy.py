@@ -121,6 +121,10 @@ def main() -> None:
         "tokens": args.tokens or TEXTS,
         "rows": [],
     }
+    before = json.loads(args.out.read_text()) if args.out.is_file() else {}
+    if all(before.get(k) == report[k] for k in ("device", "versions", "tokens")):  # --only adds to a run of the same kind
+        again = {f.name for f in args.models.iterdir() if args.only in (None, f.name)}
+        report["rows"] = [r for r in before["rows"] if r["model"] not in again]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for folder in folders:
         report["rows"] += measure(folder, args, device)
