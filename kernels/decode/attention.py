@@ -6,6 +6,9 @@ Grid    (B * HKV, SPLITS): each program takes an equal chunk of the live slots, 
         long ones keep them all busy; the last of a sequence-head to finish adds the parts up, in split order, so the
         result does not depend on who came last
 New     the token's own k and v go from registers into the tile as well as into the cache: no program reads slot `pos`
+Early   with dependent launch, the position and the slots before it are read before the previous kernel has ended: they were
+        written in an earlier step, and every step begins with a kernel that waits for all before it (torch's embedding
+        look-up is not launched dependently)
 Limits  D <= 256, S * D < 2^31 per head; counters start at zero and are left at zero
 Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
 """
@@ -20,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.reference import Heads
 
-BLOCK_N = 32
+BLOCK_N = 64
 NUM_WARPS = 4
 PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
 MOST_SPLITS = 16
@@ -77,8 +80,6 @@ def _attend_kernel(
     mask_gd = mask_g[:, None] & mask_d[None, :]
     if TRIGGER:
         gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
     pos = tl.load(pos_ptr + b)
     n = pos + 1
     first = tl.maximum(n - window, 0)
@@ -88,21 +89,26 @@ def _attend_kernel(
         return
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, n)
-
+    old_end = tl.minimum(end, pos)
+    slots = head.to(tl.int64) * S * D
+    dtype = k_ptr.dtype.element_ty
+    tile = slots + (begin + tl.arange(0, BLOCK_N))[:, None] * D + offs_d[None, :]
+    old = (begin + tl.arange(0, BLOCK_N) < old_end)[:, None] & mask_d[None, :]
+    k = tl.load(k_ptr + tile, mask=old, other=0.0)
+    v = tl.load(v_ptr + tile, mask=old, other=0.0)
     partner = tl.where(offs_d < R // 2, offs_d + R // 2, tl.where(offs_d < R, offs_d - R // 2, offs_d))
     rotated = offs_d < R
     cos = tl.load(cos_ptr + pos * R + offs_d, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + pos * R + offs_d, mask=rotated, other=0.0).to(tl.float32)
     sin = tl.where(offs_d < R // 2, -sin, sin)
+    if PDL:
+        gdc_wait()
+
     token = qkv_ptr + b.to(tl.int64) * (G + 2) * HKV * D
     q_row = token + (h * G + offs_g)[:, None] * D
     q = _head(
         q_row + offs_d[None, :], q_row + partner[None, :], q_norm_ptr, offs_d, partner, cos, sin, mask_gd, mask_d, eps, D, NORM
-    )
-    dtype = k_ptr.dtype.element_ty
-    q = q.to(dtype)
-
-    own = (begin <= pos) & (pos < end)  # this program's chunk holds the new token
+    ).to(dtype)
     k_row = token + (HKV * G + h) * D + tl.zeros((1, 1), tl.int32)
     new_k = _head(
         k_row + offs_d[None, :],
@@ -119,8 +125,7 @@ def _attend_kernel(
         NORM,
     ).to(dtype)
     new_v = tl.load(token + (HKV * G + HKV + h) * D + offs_d, mask=mask_d, other=0.0)[None, :]
-    slots = head.to(tl.int64) * S * D
-    if own:
+    if (begin <= pos) & (pos < end):  # this program's chunk holds the new token
         here = slots + pos * D + offs_d[None, :]
         tl.store(k_ptr + here, new_k, mask=mask_d[None, :])
         tl.store(v_ptr + here, new_v, mask=mask_d[None, :])
@@ -130,20 +135,21 @@ def _attend_kernel(
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for start in range(begin, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        tile = slots + offs_n[:, None] * D + offs_d[None, :]
-        old = (offs_n < tl.minimum(end, pos))[:, None] & mask_d[None, :]
+        is_new = (offs_n == pos)[:, None]
+        k_now = tl.where(is_new, new_k, k)
+        v_now = tl.where(is_new, new_v, v)
+        ahead = offs_n + BLOCK_N  # the next tile is on its way while this one is used
+        tile = slots + ahead[:, None] * D + offs_d[None, :]
+        old = (ahead < old_end)[:, None] & mask_d[None, :]
         k = tl.load(k_ptr + tile, mask=old, other=0.0)
         v = tl.load(v_ptr + tile, mask=old, other=0.0)
-        is_new = (offs_n == pos)[:, None]
-        k = tl.where(is_new, new_k, k)
-        v = tl.where(is_new, new_v, v)
-        score = tl.dot(q, tl.trans(k)) * scale
+        score = tl.dot(q, tl.trans(k_now)) * scale
         score = tl.where((offs_n < end)[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(dtype), v, acc * fade[:, None])
+        acc = tl.dot(p.to(dtype), v_now, acc * fade[:, None])
         top = higher
 
     out = y_ptr + (b.to(tl.int64) * HKV + h) * G * D
@@ -230,6 +236,7 @@ def attend(
         BLOCK_N=BLOCK_N,
         NORM=h.q_norm is not None,
         num_warps=NUM_WARPS,
+        num_stages=1,
         **pdl(qkv),
     )
     return y
