@@ -676,6 +676,19 @@ def test_compressed_tensors_unpacks_what_we_write(bits, zero):
         assert torch.equal((z.int() + half).float(), q.zeros.float())
 
 
+@pytest.mark.parametrize("zero", ["float", "int", "none"])
+@pytest.mark.parametrize("group", [32, 128])
+def test_humming_takes_our_config_and_expects_our_tensors(zero, group):
+    schema = pytest.importorskip("humming.schema", reason="needs humming-kernels and cuda-bindings", exc_type=ImportError)
+    for bits in BITS:
+        q = random_q(bits, group, zero, 64, 128)
+        tensors, config = written(formats.get("humming"), q)
+        expected = schema.BaseWeightSchema.from_config(config["quantization_config"]).get_tensors_attrs(64, 128, torch.float16)
+        assert {f"{NAME}.{leaf}": (tuple(e["shape"]), e["dtype"]) for leaf, e in expected.items()} == {
+            n: (tuple(t.shape), t.dtype) for n, t in tensors.items()
+        }
+
+
 def test_autoawq_unpacks_what_we_write():
     package = importlib.util.find_spec("awq")  # not imported: it wants data sets and models
     if package is None:
