@@ -23,14 +23,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowq_cli.engine import explain, stream
+from lowq_cli.engine import Generation, explain, stream
 from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.graph import capture
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
-from lowq_kernels import timing
+from lowq_kernels import registry, timing
 from lowq_kernels.decode import launch
 from lowq_kernels.linear import QuantLinear
 from lowq_packers import bitstream
+from lowq_packers.errors import LowqError
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
 
@@ -43,6 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
     | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024},
 }
+SEARCHED: dict[registry.Call, tuple[str, registry.Config]] = {}  # what --search found: asked before every other table
+registry.TABLES.insert(0, SEARCHED.get)
 TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
 
 
@@ -104,11 +108,68 @@ def generate_tps(model: Any, ids: torch.Tensor, new: int) -> float:
     return ids.shape[0] * (new - 1) / (seconds[1] - seconds[0])
 
 
+def step_ms(decoder: Any, replays: int = 30) -> float:
+    """Milliseconds of one recorded step at the decoder's present position, kernels chosen anew."""
+    registry.forget_choices()
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.inference_mode():
+        at = decoder.pos.clone()
+        run = capture(decoder._step)
+        run.replay()
+        start.record()
+        for _ in range(replays):
+            run.replay()
+        stop.record()
+        stop.synchronize()
+        decoder.pos.copy_(at)
+    return start.elapsed_time(stop) / replays
+
+
+def search_configs(decoder: Any, batch: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Choose each shape's config by the time of the whole step, where neighbours overlap and alone they do not.
+
+    First every config for all shapes at once, then shape by shape among the five best. Fills SEARCHED.
+    """
+    calls = {}
+    for m in decoder.linears.modules():
+        if isinstance(m, QuantLinear):
+            p, device = m.packed, m.weight.device
+            call = registry.Call(batch, p.N, p.K, p.scheme, p.layout, dtype, device.type, registry.capability(device))
+            calls[call] = registry.select(call)
+    if not calls:
+        return {}
+    default = best = step_ms(decoder)
+    legal = {call: spec.legal_configs(call) for call, (spec, _) in calls.items()}
+    chosen = {call: config for call, (_, config) in calls.items()}
+    ranked = []
+
+    def tried(configs: dict[Any, Any]) -> float:
+        SEARCHED.update({call: (calls[call][0].name, c) for call, c in configs.items()})
+        try:
+            return step_ms(decoder)
+        except (RuntimeError, LowqError):
+            return float("inf")
+
+    for config in {tuple(c.items()): c for configs in legal.values() for c in configs}.values():
+        trial = {call: config if config in legal[call] else chosen[call] for call in calls}
+        ranked.append((tried(trial), len(ranked), config, trial))
+    ranked.sort(key=lambda r: r[:2])
+    if ranked[0][0] < best:
+        best, chosen = ranked[0][0], ranked[0][3]
+    for call in calls:
+        for _, _, config, _ in ranked[:5]:
+            if config in legal[call] and config != chosen[call] and (ms := tried(chosen | {call: config})) < best:
+                best, chosen = ms, chosen | {call: config}
+    tried(chosen)
+    named = {f"{c.N}x{c.K}": config for c, config in chosen.items()}
+    return {"step_ms_default_configs": round(default, 4), "step_ms_searched": round(best, 4), "configs": named}
+
+
 def kernel_times(decoder: Any, steps: int = 8) -> list[tuple[str, float, float]]:
     """(kernel, microseconds a step, launches a step), the most first."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
         for _ in range(steps):
             decoder.step()
         torch.cuda.synchronize()
@@ -121,7 +182,8 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
     dtype, device, rows = getattr(torch, args.dtype), args.device, []
     model, decoder = decoder_for(variant, shape, dtype, device)
     generator = torch.Generator().manual_seed(1)
-    for batch in batches:
+    batched = args.batched.split(",") if args.batched else [variant]
+    for batch in batches if variant in batched else batches[:1]:
         ids = torch.randint(2, model.config.vocab_size, (batch, args.prompt), generator=generator)
         nbytes = explain.bytes_per_token(model, decoder, batch)
         row = {"variant": variant, "model": shape, "batch": batch, "dtype": args.dtype, "bytes_per_step": nbytes}
@@ -131,16 +193,26 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
                 tps = generate_tps(model, ids.to(device), min(args.new, args.generate_new))
             row |= {"decoder": "transformers generate"}
         else:
-            for _ in range(2):  # the first compiles and records
-                g = stream(model, TOKENIZER, ids[0].tolist(), max_new_tokens=args.new, decoder=decoder, batch=batch)
+            new = args.new if batch == 1 else min(args.new, args.new_batched)
+
+            def decode(n: int, ids: torch.Tensor = ids, batch: int = batch) -> Generation:
+                g = stream(model, TOKENIZER, ids[0].tolist(), max_new_tokens=n, decoder=decoder, batch=batch)
                 list(g.pieces())
+                return g
+
+            decode(8)  # compiles and records
+            if args.search and isinstance(decoder, FusedDecoder) and decoder.graphs and batch == 1:
+                row |= search_configs(decoder, batch, dtype)
+                decoder.captured.clear()
+            decode(new)
+            g = decode(new)
             tps = g.decode_tps
             row |= {"decoder": decoder.name, "reason": decoder.reason, "ttft_s": round(g.ttft_s, 4)}
             kernels = explain.kernels_of(explain.called(model, decoder), batch, dtype)
             row["kernels"] = {k.layers: f"{k.scheme} {k.kernel}" for k in kernels}
         row |= {"tokens_per_s": round(tps, 2), "ms_per_step": round(1e3 * batch / tps, 4)}
         row["roofline_pct"] = round(100 * nbytes * tps / batch / (gbs * 1e9), 1)
-        if args.profile and device == "cuda" and variant != "transformers" and batch in (1, batches[-1]):
+        if args.profile and device == "cuda" and variant != "transformers" and batch == 1:
             row["kernel_us"] = kernel_times(decoder)
         rows.append(row)
         print({k: v for k, v in row.items() if k not in ("kernel_us", "kernels")}, flush=True)
@@ -158,6 +230,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--new-batched", type=int, default=128, help="new tokens at batches above 1")
+    parser.add_argument("--batched", default="", help="variants that are measured at every batch; default all")
+    parser.add_argument("--search", action="store_true", help="choose kernel configs by the time of the whole step, at batch 1")
     parser.add_argument("--generate-new", type=int, default=64, help="new tokens for transformers' own generate")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
