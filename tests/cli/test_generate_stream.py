@@ -10,6 +10,7 @@ from lowq_cli.engine import explain, stream
 from lowq_cli.engine.bandwidth import last_level_cache, measured
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.ready import threads
 from lowq_kernels.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
@@ -211,3 +212,17 @@ def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.bandwidth.measure", lambda device: 0.0)
     assert measured(torch.device("cpu")) == first > 0
     assert last_level_cache(torch.device("cpu")) is None or last_level_cache(torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize(("quota", "wanted"), [("100000 100000", 1), ("max 100000", 3), ("250000 100000", 2), (None, 3)])
+def test_threads_are_those_the_container_grants(quota, wanted, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
+    file = tmp_path / "cpu.max"
+    if quota:
+        file.write_text(quota + "\n")
+    monkeypatch.setattr("lowq_cli.engine.ready.CGROUP_QUOTA", file)
+    assert threads() == wanted
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads() == 3
