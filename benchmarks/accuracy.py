@@ -68,7 +68,7 @@ def texts(folder: Path, tokenizer: object, tokens: int | None) -> dict[str, torc
     return {name: t[: tokens or TEXTS[name]] for name, t in ids.items()}
 
 
-def measure(folder: Path, args: argparse.Namespace, device: str) -> list[dict]:
+def measure(folder: Path, args: argparse.Namespace, device: str) -> Iterator[dict]:
     """One row per bits, group and method, and one for the unquantized model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     data = texts(args.data, AutoTokenizer.from_pretrained(folder), args.tokens)
@@ -81,7 +81,7 @@ def measure(folder: Path, args: argparse.Namespace, device: str) -> list[dict]:
         print(json.dumps(row), flush=True)
         return row
 
-    rows = [scored(method="fp32")]
+    yield scored(method="fp32")
     for bits in args.bits:
         for group in args.group:
             scheme = Scheme(bits, group)
@@ -94,8 +94,7 @@ def measure(folder: Path, args: argparse.Namespace, device: str) -> list[dict]:
                     squared += float((m.weight.data - original[n]).double().square().sum())
                     total += float(original[n].double().square().sum())
                 facts = {"bits": bits, "group": group, "bpw": scheme.bits_per_weight(), "method": name, "stored": stored}
-                rows.append(scored(**facts, rel_error=round(math.sqrt(squared / total), 5), seconds=round(seconds, 2)))
-    return rows
+                yield scored(**facts, rel_error=round(math.sqrt(squared / total), 5), seconds=round(seconds, 2))
 
 
 def main() -> None:
@@ -127,8 +126,9 @@ def main() -> None:
         report["rows"] = [r for r in before["rows"] if r["model"] not in again]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for folder in folders:
-        report["rows"] += measure(folder, args, device)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        for row in measure(folder, args, device):
+            report["rows"].append(row)
+            args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

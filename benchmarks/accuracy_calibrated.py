@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -47,16 +48,15 @@ def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def measure(folder: Path, args: argparse.Namespace, device: str) -> list[dict]:
-    """One row per method, bits and group."""
+def measure(folder: Path, args: argparse.Namespace, device: str) -> Iterator[dict]:
+    """One row per method, group and bits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     data = {name: perplexity.tokenize(tokenizer, (args.data / f"{name}.txt").read_text())[:n] for name, n in TEXTS.items()}
     parameters = dict(model.named_parameters())
-    rows = []
     for method in args.method:
-        for bits in args.bits:
-            for group in args.group:
+        for group in args.group:
+            for bits in args.bits:
                 with tempfile.TemporaryDirectory() as out:
                     recipe = make_recipe(
                         bits=bits, group=group, method=method, calib=args.calib, calib_tokens=args.calib_tokens
@@ -72,8 +72,7 @@ def measure(folder: Path, args: argparse.Namespace, device: str) -> list[dict]:
                     "output_error": round(sum(e.error for e in layers) / max(len(layers), 1), 5),
                 }  # fmt: skip
                 print(json.dumps(row), flush=True)
-                rows.append(row)
-    return rows
+                yield row
 
 
 def main() -> None:
@@ -109,8 +108,9 @@ def main() -> None:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for folder in sorted(args.models.iterdir()):
         if (folder / "config.json").is_file() and args.only in (None, folder.name):
-            report["rows"] += measure(folder, args, device)
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+            for row in measure(folder, args, device):
+                report["rows"].append(row)
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
