@@ -46,7 +46,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024},
 }
 SEARCHED: dict[registry.Call, tuple[str, registry.Config]] = {}  # what --search found: asked before every other table
-registry.TABLES.insert(0, SEARCHED.get)
 TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
 
 
@@ -130,6 +129,9 @@ def search_configs(decoder: Any, batch: int, dtype: torch.dtype) -> dict[str, An
 
     First every config for all shapes at once, then shape by shape among the five best. Fills SEARCHED.
     """
+    registry.load_kernels()
+    if SEARCHED.get not in registry.TABLES:
+        registry.TABLES.insert(0, SEARCHED.get)
     calls = {}
     for m in decoder.linears.modules():
         if isinstance(m, QuantLinear):
