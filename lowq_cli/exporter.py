@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowq_cli.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
-from lowq_cli.foreign import DTYPES
+from lowq_cli.foreign import DTYPES, slabs
 from lowq_cli.safetensors_io import TensorHeader
 from lowq_cli.sharding import fusion_problems, shard_problems
 from lowq_cli.shards import NAMES, ShardWriter, new_folder, to_json
@@ -186,15 +186,18 @@ def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any
         return t.view(torch.int32) if t.dtype == torch.uint32 else t
 
     (matrix,) = fmt.matrices(config, headers, fetch)
-    back = matrix.read(fetch)
-    same = isinstance(back, QuantizedTensor) and torch.equal(back.W_q, q.W_q) and torch.equal(back.scales, q.scales)
-    if not same or not (config.get("round") or torch.equal(_zeros(back), _zeros(q))):  # type: ignore[arg-type]
-        raise AssertionError(f"{fmt.name} does not read back {name} ({q.scheme}) as it was written")
+    check_same(matrix.read(fetch), q, name, bool(config.get("round")))
     return tensors, matrix
 
 
-def _zeros(q: QuantizedTensor) -> torch.Tensor:
-    return torch.full_like(q.scales, q.scheme.mid).float() if q.zeros is None else q.zeros.float()
+def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: str, rounding: bool) -> None:
+    """Raise AssertionError unless `back` stands for the weights of `q`: all equal, or within half a step if `rounding`."""
+    if isinstance(back, torch.Tensor) or back.shape != q.shape:
+        raise AssertionError(f"{name} ({q.scheme}) does not read back as a quantized matrix")
+    for (_, theirs), (_, ours) in zip(slabs(back), slabs(q), strict=True):
+        a, b = theirs.dequantize(), ours.dequantize()
+        if not (((a - b).abs() <= ours.scales.float().abs().max() / 2).all() if rounding else torch.equal(a, b)):
+            raise AssertionError(f"{name} ({q.scheme}) does not read back as it was written")
 
 
 def read_matrix(found: Checkpoint, t: CheckpointTensor) -> QuantizedTensor:

@@ -5,7 +5,7 @@ GemLite, Humming, MLX and GGUF checkpoints come with the names, shapes and dtype
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from lowq_packers.formats import Fetch, Format, Matrix
+    from lowq_packers.qtensor import QuantizedTensor
 
 SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")  # of config.json, once the weights are plain
 QMODEL = "qmodel.pt"
@@ -171,23 +172,27 @@ def dense(m: "Matrix", fetch: "Fetch") -> "torch.Tensor":
     """(N, K) in the dtype that `m` promises. Raises DamagedError if it holds NaN or infinite values."""
     import torch
 
-    from lowq_packers.qtensor import QuantizedTensor
-
     dtype = getattr(torch, TORCH_NAMES[m.dtype])
     with torch.inference_mode():
         found = m.read(fetch)
-        if isinstance(found, QuantizedTensor):
-            q, step = found, max(1, SLAB // found.shape[1])
-            out = torch.empty(q.shape, dtype=dtype)
-            for i in range(0, q.shape[0], step):
-                rows = slice(i, i + step)
-                zeros = None if q.zeros is None else q.zeros[rows]
-                out[rows] = QuantizedTensor(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero).dequantize(dtype)
+        if not isinstance(found, torch.Tensor):
+            out = torch.empty(found.shape, dtype=dtype)
+            for rows, part in slabs(found):
+                out[rows] = part.dequantize(dtype)
         else:
             out = found.to(dtype).contiguous()
         if not torch.isfinite(out).all():
             raise DamagedError(f"{m.name} holds NaN or infinite values; the model file is damaged")
     return out
+
+
+def slabs(q: "QuantizedTensor") -> "Iterator[tuple[slice, QuantizedTensor]]":
+    """A quantized matrix in runs of rows, few enough that their fp32 copies stay small."""
+    step = max(1, SLAB // q.shape[1])
+    for i in range(0, q.shape[0], step):
+        rows = slice(i, i + step)
+        zeros = None if q.zeros is None else q.zeros[rows]
+        yield rows, type(q)(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero)
 
 
 @dataclass

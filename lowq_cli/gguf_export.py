@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowq_cli.checkpoint import Checkpoint, CheckpointTensor
-from lowq_cli.exporter import Exported, Progress, read_matrix, read_plain
+from lowq_cli.exporter import Exported, Progress, check_same, read_matrix, read_plain
 from lowq_cli.gguf_file import BOOL, INT32, STRING, GgufTensor, Value, array, f32, flag, head, text, u32, write_tensor
 from lowq_cli.safetensors_io import read_json
 from lowq_cli.writer import writing
@@ -119,9 +119,7 @@ def _bytes(found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int |
         raw = gguf.encode(q, t.name, rounding)
     except LowqError as e:
         raise UnsupportedError(f"cannot export {e}") from None
-    back = gguf.decode(raw, row.kind, *t.shape)
-    if not torch.equal(back.W_q, q.W_q) or not (rounding or torch.equal(back.dequantize(), q.dequantize())):
-        raise AssertionError(f"GGUF does not read back {t.name} as it was written")
+    check_same(gguf.decode(raw, row.kind, *t.shape), q, t.name, rounding)
     return raw
 
 

@@ -17,6 +17,7 @@ from lowq_cli.foreign import fetcher, foreign_matrices, open_decoded, open_forei
 from lowq_cli.inspection import inspect_model
 from lowq_cli.sharding import fusion_problems, shard_problems
 from lowq_cli.source import open_source
+from lowq_packers import formats
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 
@@ -147,6 +148,35 @@ def test_the_command(checkpoints, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*args[:4], "awq", *args[5:-1]])
     assert main._run() == 5
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("to", ["mlx", "gptq", "hqq"])
+def test_groups_of_scale_zero(checkpoints, tmp_path, to):
+    """All weights of such a group are 0, whatever their codes; formats with offsets keep other codes for it."""
+    made = checkpoints("llama", SYM)
+    folder = tmp_path / "m"
+    shutil.copytree(made.packed, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    tensors[f"{name}.weight_scale"][3] = 0
+    save_file(tensors, folder / "model.safetensors")
+    export(folder, to, tmp_path / "out")
+    with open_decoded(tmp_path / "out") as source:
+        assert not source.read(f"{name}.weight").reshape(96, 64)[3].any()
+
+
+def test_a_format_that_lies_is_caught(checkpoints, tmp_path, monkeypatch):
+    fmt = formats.get("awq")
+
+    def write(name, q, config):
+        tensors = fmt.write(name, q, config)
+        tensors[f"{name}.qweight"][0, 0] ^= 1
+        return tensors
+
+    monkeypatch.setitem(formats.FORMATS, "awq", replace(fmt, write=write))
+    with pytest.raises(AssertionError, match="does not read back"):
+        export(checkpoints("llama", INT4).packed, "awq", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
