@@ -144,6 +144,11 @@ def main() -> None:
                 row = in_a_process(model, Path(scratch) / method, options)
                 rows.append({"layers": layers, "method": method, "lm_head": args.lm_head or "keep", "load_before": load, **row})
                 sys.stderr.write(f"{rows[-1]}\n")
+                save(args, rows)
+
+
+def save(args: argparse.Namespace, rows: list[dict]) -> None:
+    """Write what is measured so far: a run of an hour may be cut off."""
     import torch
 
     result = {
@@ -160,7 +165,8 @@ def main() -> None:
     }
     text = json.dumps(result, indent=1) + "\n"
     if args.out == "-":
-        sys.stdout.write(text)
+        if len(rows) == len(args.runs.split(",")):
+            sys.stdout.write(text)
     else:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(text)
