@@ -8,7 +8,7 @@ device's kernels read, and `state_dict` brings them back, bit for bit.
 import torch
 from torch import nn
 
-from lowq_kernels import ops
+from lowq_kernels import ops, tuning
 from lowq_kernels.registry import Call, capability, kernels, matmul
 from lowq_packers import bitstream
 from lowq_packers.errors import SchemeError
@@ -20,7 +20,12 @@ DISK = "rowstream"
 
 
 def best_layout(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1) -> str:
-    """The layout whose best kernel the rule ranks first for M rows on this device; DISK if only `reference` can."""
+    """The layout that measurements prefer here, else the one whose best kernel the rule ranks first for M rows.
+
+    DISK if only `reference` can take the call.
+    """
+    if tuned := tuning.best_layout(tuning.Shape(N, K, scheme, dtype), device):
+        return tuned
     found = []
     for name, layout in LAYOUTS.items():
         if layout.why_not(scheme, N, K) is None:

@@ -290,13 +290,16 @@ def _time(
 
 
 class Table:
-    """Entries of one machine, found by place and M. `sources` False takes entries whatever sources they were timed with."""
+    """Entries of one machine, found by place and M. `sources` False takes entries whatever sources they were timed with.
+
+    Entries of kernels that cannot be imported here, and otherwise those of changed sources, are counted as stale.
+    """
 
     def __init__(self, entries: Iterable[Entry] = (), sources: bool = True) -> None:
         self.entries: dict[tuple[Any, ...], dict[int, Entry]] = {}
         self.stale = 0
         for e in entries:
-            if sources and (e.kernel not in kernels() or e.source != source_hash(e.kernel)):
+            if e.kernel not in kernels() or (sources and e.source != source_hash(e.kernel)):
                 self.stale += 1
             else:
                 self.add(e)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from lowq_cli import console
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
@@ -17,6 +18,7 @@ from lowq_cli.hf.swap import prepare, unprepared
 from lowq_cli.importer import runnable
 from lowq_cli.quant_config import METHOD
 from lowq_cli.source import Source, open_source
+from lowq_kernels import tuning
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
 
 
@@ -86,6 +88,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
             loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
                 str(source.folder), dtype=kind, local_files_only=True, output_loading_info=True, **direct
             )
+        if source.folder is not None:
+            tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded.to(chosen))
     except LowqError:
         raise

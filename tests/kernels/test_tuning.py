@@ -1,0 +1,148 @@
+"""Tables: what an entry answers for, when it is stale, how files survive, and that dispatch listens."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from lowq_kernels import registry, tuning
+from lowq_kernels.registry import Call, select
+from lowq_kernels.tuning import Budget, Entry, Machine, Shape, Table, source_hash
+from lowq_packers.errors import DamagedError
+from lowq_packers.scheme import Scheme
+
+CPU = torch.device("cpu")
+HERE = Machine.here(CPU)
+
+
+@pytest.fixture(autouse=True)
+def no_tables_left():
+    yield
+    tuning.forget()
+
+
+def entry(M: int, kernel: str = "dequant", layout: str = "rowstream", us: float = 10.0, **changed: object) -> Entry:
+    facts = Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, source_hash(kernel))
+    return dataclasses.replace(facts, **changed)
+
+
+def call(M: int, layout: str = "rowstream", N: int = 256, K: int = 512) -> Call:
+    return Call(M, N, K, Scheme(4, 64), layout, torch.bfloat16, "cpu")
+
+
+def test_lookup_takes_the_next_larger_M_and_else_the_largest():
+    table = Table([entry(1, "reference"), entry(16, "dequant")])
+    assert table.lookup(call(1)) == ("reference", {})
+    assert table.lookup(call(2)) == ("dequant", {})
+    assert table.lookup(call(4096)) == ("dequant", {})
+
+
+def test_another_shape_scheme_or_layout_is_no_answer():
+    table = Table([entry(1)])
+    assert table.lookup(call(1, N=128)) is None
+    assert table.lookup(call(1, layout="strided")) is None
+    assert table.lookup(dataclasses.replace(call(1), scheme=Scheme(4, 32))) is None
+    assert table.lookup(dataclasses.replace(call(1), dtype=torch.float16)) is None
+
+
+def test_a_near_shape_answers_only_where_asked_and_only_within_reach():
+    table = Table([entry(1)])
+    assert table.lookup(call(1, N=512), near=True) == ("dequant", {})
+    assert table.lookup(call(1, N=256 * 64), near=True) is None
+
+
+def test_entries_of_changed_sources_and_unknown_kernels_are_stale():
+    table = Table([entry(1, source="0" * 12), entry(2), entry(4, source="x", kernel="dequant")])
+    assert (len(table), table.stale) == (1, 2)
+    gone = dataclasses.replace(entry(1), kernel="triton/of_last_year")
+    assert Table([gone], sources=False).stale == 1
+
+
+def test_a_file_keeps_other_machines_and_replaces_its_own_entries(tmp_path):
+    path = tmp_path / tuning.FILE
+    other = dataclasses.replace(HERE, gpu="some other GPU")
+    tuning.write_file(path, other, [entry(1)])
+    tuning.write_file(path, HERE, [entry(1, us=10.0), entry(2)])
+    tuning.write_file(path, HERE, [entry(1, us=5.0)])
+    machines = {m["gpu"]: m["entries"] for m in tuning.read_file(path)}
+    assert [e["us"] for e in machines[HERE.gpu]] == [5.0, 10.0]
+    assert len(machines["some other GPU"]) == 1
+    assert [p.name for p in tmp_path.iterdir()] == [tuning.FILE]
+
+
+def test_using_a_folder_decides_and_deleting_its_file_undoes_it(tmp_path):
+    rule = select(call(1, "cpu_int4"))[0].name
+    assert rule == "cpu/int4"
+    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1, "reference", "cpu_int4")])
+    assert tuning.use(tmp_path, CPU) == 1
+    assert select(call(1, "cpu_int4"))[0].name == "reference"
+    (tmp_path / tuning.FILE).unlink()
+    tuning.forget()
+    assert tuning.use(tmp_path, CPU) == 0
+    assert select(call(1, "cpu_int4"))[0].name == rule
+
+
+def test_an_entry_that_no_longer_fits_its_kernel_falls_back_to_the_rule(tmp_path):
+    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1, "cpu/int4", config={"BLOCK_N": 7}, layout="cpu_int4")])
+    tuning.use(tmp_path, CPU)
+    assert select(call(1, "cpu_int4"))[1] == {}
+
+
+def test_other_versions_are_ignored_with_a_notice(tmp_path):
+    tuning.write_file(tmp_path / tuning.FILE, dataclasses.replace(HERE, torch="1.0"), [entry(1)])
+    said: list[str] = []
+    assert tuning.use(tmp_path, CPU, said.append) == 0
+    assert "1 entries" in said[0]
+    assert "lowq tune" in said[0]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 9, "machines": []}', '{"format": 1, "machines": [{"gpu": 3}]}'])
+def test_a_damaged_file_is_ignored_with_a_notice_and_refused_by_the_reader(tmp_path, text):
+    (tmp_path / tuning.FILE).write_text(text)
+    said: list[str] = []
+    assert tuning.use(tmp_path, CPU, said.append) == 0
+    assert tuning.FILE in said[0]
+    with pytest.raises(DamagedError, match="lowq tune"):
+        tuning.read_file(tmp_path / tuning.FILE)
+
+
+def test_the_preferred_layout_is_the_faster_one_over_the_batches_that_all_have():
+    shape = Shape(256, 512, Scheme(4, 64), torch.bfloat16)
+    slow_at_one = [entry(1, us=20), entry(64, us=20), entry(512, us=1)]
+    fast_at_one = [entry(m, "reference", "cpu_int4", us) for m, us in ((1, 5), (64, 30))]
+    assert tuning.preferred_layout(Table([*slow_at_one, *fast_at_one]), shape, ("rowstream", "cpu_int4")) == "cpu_int4"
+    assert tuning.preferred_layout(Table(slow_at_one), shape, ("rowstream", "cpu_int4")) is None
+
+
+def test_measuring_a_shape_gives_a_winner_per_layout_and_M_that_dispatch_accepts():
+    shape = Shape(32, 64, Scheme(4, 32), torch.bfloat16)
+    found = list(tuning.measure(shape, (1, 4), CPU, Budget(30)))
+    assert {(e.layout, e.M) for e in found} >= {("rowstream", 1), ("rowstream", 4), ("cpu_int4", 1)}
+    for e in found:
+        assert e.us > 0
+        assert e.kernel != "reference"
+        spec = registry.kernels()[e.kernel]
+        assert spec.why_not(tuning.call_for(shape, e.M, e.layout, CPU)) is None
+
+
+def test_no_budget_measures_nothing():
+    assert list(tuning.measure(Shape(32, 64, Scheme(4, 32), torch.bfloat16), (1,), CPU, Budget(0))) == []
+
+
+def test_the_shipped_tables_read_and_name_kernels_and_configs_that_exist():
+    """Every shipped entry is one that dispatch would accept on the GPU it was measured on."""
+    from importlib import resources
+
+    files = [f for f in resources.files("lowq_kernels.tuned").iterdir() if f.name.endswith(".json")]
+    assert files, "no table is shipped"
+    for f in files:
+        for m in json.loads(f.read_text())["machines"]:
+            for e in m["entries"]:
+                spec = registry.kernels().get(e["kernel"])
+                if spec is None:  # a CUDA kernel, where cuda-core is not installed
+                    continue
+                scheme, dtype = Scheme(e["bits"], e["group"], e["zero"]), getattr(torch, e["dtype"])
+                asked = Call(e["M"], e["N"], e["K"], scheme, e["layout"], dtype, "cuda", tuple(m["capability"]))
+                assert spec.why_not(asked) is None, (f.name, e)
+                assert e["config"] in spec.legal_configs(asked), (f.name, e)
