@@ -45,10 +45,10 @@ def runnable(model: str | os.PathLike[str]) -> str:
     return str(target)
 
 
-def cached(source: Source) -> Path:
-    """Where the import of a checkpoint is kept: one folder for each checkpoint and version of lowq."""
+def cached(source: Source, kind: str = "imports") -> Path:
+    """Where what is made from a checkpoint is kept: one folder for each checkpoint and version of lowq."""
     stem = re.sub(r"[^\w.-]+", "-", Path(source.name).name) or "model"
-    return state.cache_dir() / "imports" / f"{stem}-{source.identity}-{version('lowq')}"
+    return state.cache_dir() / kind / f"{stem}-{source.identity}-{version('lowq')}"
 
 
 def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> None:

@@ -1,0 +1,84 @@
+"""lowq serve: the right export, the right command line, a clear word where vLLM is missing or cannot."""
+
+import json
+import sys
+
+import pytest
+
+from lowq_cli import main, serving
+from lowq_cli.foreign import open_foreign
+from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.scheme import Scheme
+
+SYM = {"attention": Scheme(4, 16, "none"), "mlp": Scheme(4, 16, "none")}
+INT = {"attention": Scheme(4, 32, "int"), "mlp": Scheme(4, 32, "int")}
+FLOAT = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(4, 32, "float")}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def vllm(tmp_path, monkeypatch):
+    """A program of that name which writes down how it was called, and exits with 7."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "vllm"
+    script.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/called\nexit 7\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return tmp_path / "called"
+
+
+def cli(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["lowq", "serve", *map(str, args)])
+    return main._run()
+
+
+def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, monkeypatch, capsys):
+    made = family_checkpoints("llama", "bfloat16", SYM)
+    assert cli(monkeypatch, made.packed, "--tp", 2, "--args", "--max-model-len 64") == 7
+    called = vllm.read_text().split("\n")
+    assert called[0] == "serve"
+    assert " ".join(called[2:]) == "--served-model-name packed --port 8000 --tensor-parallel-size 2 --max-model-len 64 "
+    with open_foreign(called[1]) as source:
+        assert source.config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert "exporting to" in capsys.readouterr().err
+    assert cli(monkeypatch, made.packed) == 7
+    assert "exporting to" not in capsys.readouterr().err
+
+
+def test_dry_run_writes_nothing_and_needs_no_vllm(family_checkpoints, tmp_path, monkeypatch, capsys):
+    made = family_checkpoints("llama", "bfloat16", INT)
+    assert cli(monkeypatch, made.packed, "--dry-run", "--json") == 0
+    line = json.loads(capsys.readouterr().out)["command"]
+    assert line[:2] == ["vllm", "serve"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_other_models_are_served_as_they_are():
+    assert serving.command("org/model", 1, 80)[2] == "org/model"
+
+
+def test_without_vllm_it_says_what_to_install(family_checkpoints, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert cli(monkeypatch, family_checkpoints("llama", "bfloat16", SYM).packed) == 5
+    assert "pip install vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("schemes", "ranks", "message"),
+    [
+        (FLOAT, 1, "--for vllm"),
+        (SYM, 8, "on 8 GPU"),
+        ({"attention": Scheme(4, 32, "none"), "mlp": Scheme(3, 32, "none")}, 1, "--for vllm"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused(family_checkpoints, schemes, ranks, message):
+    made = family_checkpoints("llama", "bfloat16", schemes)
+    with pytest.raises(UnsupportedError, match=message):
+        serving.command(str(made.packed), ranks)
+    with pytest.raises(UsageError):
+        serving.command(str(made.packed), 0)
