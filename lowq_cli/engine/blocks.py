@@ -1,7 +1,7 @@
 """A transformers model as the few tensors that decoding needs: per layer one q/k/v weight, o, one gate/up weight, down.
 
-q, k, v (and gate, up) of one scheme become one weight along N: one launch instead of three, and N large enough to fill a
-GPU. The model keeps working: its own modules become views into the joined weights, so nothing is held twice.
+q, k, v (and gate, up) are joined (`lowq_kernels.joined`): one launch instead of three, and N large enough to fill a GPU.
+The model keeps working: its own modules become views into the joined weights, so nothing is held twice.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.linear import QuantLinear
-from lowq_packers.layouts import PackedWeight, repack
+from lowq_kernels.joined import join
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
 ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -144,91 +143,3 @@ def _layer(layer: Any, index: int, config: Any, gemma: bool) -> Layer:
 
 def _named(layer: Layer) -> nn.ModuleDict:
     return nn.ModuleDict({"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down})
-
-
-def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
-    """One module for the products of `names` side by side; those modules become views into it."""
-    parts = [getattr(parent, name) for name in names]
-    if isinstance(parts[0], Part):  # joined before, by an earlier decoder of this model
-        return parts[0].whole
-    if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
-        return _join_dense(parts)
-    if all(type(p) is QuantLinear for p in parts) and len({(p.scheme, p.kernel, p.weight_scale.dtype) for p in parts}) == 1:
-        whole = _join_packed(parts)
-        at = 0
-        for name, p in zip(names, parts, strict=True):
-            setattr(parent, name, Part(whole, at, at + p.out_features))
-            at += p.out_features
-        return whole
-    return SideBySide(parts)
-
-
-def _join_dense(parts: list[nn.Linear]) -> nn.Linear:
-    weight = torch.cat([p.weight.detach() for p in parts])
-    bias = None if parts[0].bias is None else torch.cat([p.bias.detach() for p in parts])
-    whole = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta", weight.dtype)
-    whole.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        whole.bias = nn.Parameter(bias, requires_grad=False)
-    at = 0
-    for p in parts:
-        rows = slice(at, at + p.out_features)
-        p.weight = nn.Parameter(weight[rows], requires_grad=False)
-        if bias is not None:
-            p.bias = nn.Parameter(bias[rows], requires_grad=False)
-        at += p.out_features
-    return whole
-
-
-def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
-    rows = [repack(p.packed, "rowstream") for p in parts]
-    N, first = sum(p.N for p in rows), rows[0]
-    words, scales = torch.cat([p.words for p in rows]), torch.cat([p.scales for p in rows])
-    zeros = None if first.zeros is None else torch.cat([p.zeros for p in rows if p.zeros is not None])
-    bias = None
-    if any(p.bias is not None for p in parts):
-        like = scales.new_zeros
-        bias = torch.cat([like(p.out_features) if p.bias is None else p.bias.data.to(scales.dtype) for p in parts])
-    packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, "rowstream")
-    return QuantLinear.from_packed(packed, bias, layout=parts[0].wanted_layout, kernel=parts[0].kernel)
-
-
-class Part(nn.Module):
-    """Rows begin .. end of a joined layer, in the place of the layer that held them.
-
-    It computes the whole and cuts, so it is right but not fast; the decoder does not go through it.
-    """
-
-    def __init__(self, whole: QuantLinear, begin: int, end: int) -> None:
-        super().__init__()
-        object.__setattr__(self, "whole", whole)  # no submodule: the first layer's part must not own the others' weight
-        self.begin, self.end = begin, end
-        self.in_features, self.out_features, self.scheme = whole.in_features, end - begin, whole.scheme
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The whole's words: for code that asks a layer for its device or dtype."""
-        return self.whole.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) -> (..., end - begin)."""
-        return self.whole(x)[..., self.begin : self.end]
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        p, rows = repack(self.whole.packed, "rowstream"), slice(self.begin, self.end)
-        tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.whole.bias}
-        for name, t in tensors.items():
-            if t is not None:
-                destination[prefix + name] = t[rows].detach()
-
-
-class SideBySide(nn.Module):
-    """Layers that cannot be one weight (different widths, or some packed and some not), called one after the other."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) -> (..., sum of N)."""
-        return torch.cat([p(x) for p in self.parts], -1)

@@ -19,6 +19,7 @@ from lowq_cli.hf.skeleton import Skeleton
 from lowq_cli.hf.structure import FLOATS, check_complete
 from lowq_cli.quant_config import compact, expand
 from lowq_cli.safetensors_io import TensorHeader, read_header
+from lowq_kernels.joined import Part
 from lowq_kernels.linear import QuantLinear
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
@@ -258,7 +259,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, str]:
         if isinstance(module, QuantExperts):
             for stack, scheme in module.schemes.items():
                 schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.{stack}", module.shapes[stack][:2]), scheme)
-        elif isinstance(module, QuantLinear | QuantEmbedding) and not isinstance(module, TiedHead):
+        elif isinstance(module, QuantLinear | QuantEmbedding | Part) and not isinstance(module, TiedHead):
             shape = (module.weight.shape[0],) if isinstance(module, QuantEmbedding) else (module.out_features,)
             schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
     found = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}

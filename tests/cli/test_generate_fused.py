@@ -192,3 +192,17 @@ def test_a_text_that_goes_on_is_not_read_again():
     fresh = stream(model, TOKENIZER, longer, max_new_tokens=9, decoder=FusedDecoder(model))
     list(fresh)
     assert again.tokens == fresh.tokens
+
+
+def test_a_model_that_has_generated_still_saves_and_loads(tmp_path):
+    import lowq
+
+    lowq.quantize("demo", out=str(tmp_path / "packed"), bits=4, group=64, device="cpu")
+    model, tokenizer = lowq.load(str(tmp_path / "packed"), device="cpu")
+    first = lowq.stream(model, tokenizer, "Once upon a time", max_new_tokens=6)
+    assert first.decoder.name == "fused"
+    text = "".join(first)
+    model.save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "again")
+    again, _ = lowq.load(str(tmp_path / "again"), device="cpu")
+    assert "".join(lowq.stream(again, tokenizer, "Once upon a time", max_new_tokens=6)) == text
