@@ -20,6 +20,7 @@ import torch
 
 from lowq_cli import calibrate, transform
 from lowq_cli.budget import Budget, make_budget, peak_rss
+from lowq_cli.devices import pick_device
 from lowq_cli.foreign import open_decoded
 from lowq_cli.plan import Item, Plan, default_out, index_json, output_config
 from lowq_cli.planner import SHARD_SIZE, make_plan
@@ -27,7 +28,7 @@ from lowq_cli.recipe import Recipe, make_recipe
 from lowq_cli.source import INDEX, Source
 from lowq_cli.workers import in_order, worker_count
 from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
-from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, UsageError
 
 WORST = 5
 
@@ -171,15 +172,6 @@ def run(
                 with suppress(LowqError):  # the reason matters more than the log
                     output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
                 raise
-
-
-def pick_device(device: str) -> torch.device:
-    """The device that "auto" (a CUDA GPU if there is one), "cpu" or "cuda" means. Raises UsageError, UnsupportedError."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"device={device!r} does not exist; use one of auto, cpu, cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError("this machine has no CUDA GPU that torch can use; use --device cpu")
-    return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device) -> str:

@@ -30,7 +30,8 @@ def bench(
 
     from lowq_cli import benching, state, tuner, tuning_plan
     from lowq_cli.checkpoint import open_checkpoint
-    from lowq_cli.pipeline import pick_device
+    from lowq_cli.devices import pick_device
+    from lowq_cli.importer import runnable
     from lowq_kernels import tuning
     from lowq_kernels.timing import roofline
     from lowq_packers.errors import UsageError
@@ -46,7 +47,7 @@ def bench(
     else:
         if bits:
             raise UsageError("--bits goes with --shape; a checkpoint has its own")
-        opened = open_checkpoint(state.checkpoint_or_last(checkpoint))
+        opened = open_checkpoint(runnable(state.checkpoint_or_last(checkpoint)))
         shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
         tuned = tuning.use(opened.folder, where, console.warn)
         console.say(f"{opened.folder}: {len(shapes)} shapes, {tuned or 'no'} tuned entries for this machine")

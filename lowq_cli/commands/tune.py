@@ -27,14 +27,15 @@ def tune(
     """Time all kernels on this checkpoint's shapes and write the winners to lowq_tune.json inside it. Ctrl-C keeps them."""
     from lowq_cli import state, tuner, tuning_plan
     from lowq_cli.checkpoint import open_checkpoint
-    from lowq_cli.pipeline import pick_device
+    from lowq_cli.devices import pick_device
+    from lowq_cli.importer import runnable
     from lowq_kernels import tuning
     from lowq_packers.errors import UsageError
 
     batches = tuner.parse_batches(batch)
     if budget <= 0:
         raise UsageError(f"--budget {budget:g} is not a positive number of seconds")
-    opened = open_checkpoint(state.checkpoint_or_last(checkpoint))
+    opened = open_checkpoint(runnable(state.checkpoint_or_last(checkpoint)))
     where = pick_device(device)
     shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
     if not shapes:

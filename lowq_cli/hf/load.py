@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from lowq_cli import console
+from lowq_cli.devices import pick_device
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
@@ -38,17 +39,6 @@ def load(
     """
     with open_source(runnable(model)) as source:
         return load_model(source, device, dtype), load_tokenizer(source)
-
-
-def pick_device(device: str | torch.device) -> torch.device:
-    """The torch device a person means. Raises UsageError for one that is not there."""
-    try:
-        chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    except (RuntimeError, TypeError) as e:
-        raise UsageError(f"device {device!r} is not one torch knows; use auto, cpu or cuda") from e
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"device {device} was asked for, but torch sees no GPU; use auto or cpu")
-    return chosen
 
 
 def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.device) -> torch.dtype | str:

@@ -145,7 +145,7 @@ CASES = [
     Case("recipe key misspelt", recipe("bitts = 4"), 2, "did you mean 'bits'", {"recipe": "{m}/r.toml"}),
     Case("option misspelt", nothing, 2, "no option 'shards'", {"shards": 4}),
     Case("shard size of nothing", nothing, 2, "must be positive", {"shard_size": 0}),
-    Case("device unknown", nothing, 2, "use one of auto, cpu, cuda", {"device": "tpu"}),
+    Case("device unknown", nothing, 2, "use auto, cpu or cuda", {"device": "tpu"}),
     Case("output a file", lambda m: (m.parent / "out").write_text(""), 2, "cannot write to"),
     Case("output full of other files", fill_out, 2, "lowq did not write, such as thesis.tex"),
     Case("output the source", nothing, 2, "lowq did not write", {"out": "{m}"}),

@@ -88,7 +88,7 @@ def test_bad_folders_give_one_line(case, packed):
 def test_nothing_there_and_bad_arguments(packed, tmp_path):
     with pytest.raises(NotFoundError, match="no folder"):
         lowq.load(tmp_path / "absent")
-    with pytest.raises(UsageError, match="not one torch knows"):
+    with pytest.raises(UsageError, match="does not exist; use auto"):
         lowq.load(packed, device="abacus")
     with pytest.raises(UsageError, match="dtype 'int8' is not one"):
         lowq.load(packed, device="cpu", dtype="int8")
@@ -96,5 +96,5 @@ def test_nothing_there_and_bad_arguments(packed, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there(packed):
-    with pytest.raises(UsageError, match="torch sees no GPU"):
+    with pytest.raises(UnsupportedError, match="can use 0 CUDA GPU"):
         lowq.load(packed, device="cuda")
