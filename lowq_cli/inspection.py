@@ -171,7 +171,7 @@ def _foreign_or_dense(source: Source) -> Inspection:
     rows = []
     for m in matrices:
         size = sum(source.headers[p].nbytes for p in m.parts)
-        rows.append(Row(m.name, kind_of(m.name), m.shape, m.stored, m.bits, size, True))
+        rows.append(Row(m.name, kind_of(m.name), m.shape, m.stored, m.bits, size, m.bits < 16))
     rows += [_kept(n, h) for n, h in source.headers.items() if n not in used]
     notes = fmt.notes(source.config, source.headers)
     if source.folder is not None:

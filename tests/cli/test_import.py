@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,3 +159,13 @@ def test_generate_takes_a_foreign_checkpoint(foreign, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", args)
     assert main._run() == 0
     assert json.loads(capsys.readouterr().out)["finish_reason"] == "length"
+
+
+def test_tune_measures_a_foreign_checkpoint_into_its_import(foreign, monkeypatch, capsys):
+    folder, _ = foreign("awq", INT4)
+    args = ["lowq", "tune", str(folder), "--device", "cpu", "--batch", "1", "--budget", "3", "--json"]
+    monkeypatch.setattr(sys, "argv", args)
+    assert main._run() == 0
+    assert json.loads(capsys.readouterr().out)["entries"]
+    assert (Path(runnable(folder)) / "lowq_tune.json").is_file()
+    assert not (folder / "lowq_tune.json").exists()

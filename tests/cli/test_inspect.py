@@ -81,7 +81,7 @@ def test_the_demo_is_dense(monkeypatch, capsys):
 
 def test_tuned_gpus_are_named(tmp_path):
     folder = lowq_folder(tmp_path / "m")
-    (folder / "lowq_tune.json").write_text(json.dumps({"entries": [{"gpu": "NVIDIA H100"}, {"gpu": "NVIDIA H100"}]}))
+    (folder / "lowq_tune.json").write_text(json.dumps({"format": 1, "machines": [{"gpu": "NVIDIA H100", "entries": []}]}))
     assert inspect_model(str(folder)).tuned == ("NVIDIA H100",)
 
 
