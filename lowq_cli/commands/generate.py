@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 EXAMPLES = """Examples:  lowq generate --prompt 'Once upon a time'  ·  lowq generate ./my-model-lowq --prompt 'Hi!' --chat
 ·  echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8  ·  lowq generate --prompts questions.jsonl --batch 8"""
 EXIT_INTERRUPTED = 130
+PROFILE_ROWS = 12
 
 
 def generate(
@@ -34,6 +35,9 @@ def generate(
     batch: Annotated[int, typer.Option(min=1, help="Texts side by side: of --prompts, or copies of the prompt.")] = 1,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
+    profile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write a timeline of a few steps, for ui.perfetto.dev.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
@@ -64,6 +68,8 @@ def generate(
         console.out_json(numbers)
     else:
         _show_numbers(numbers, generation)
+    if profile is not None and not interrupted:
+        _show_profile(generation, Path(profile))
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -163,6 +169,16 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}")
+
+
+def _show_profile(generation: "Generation", timeline: Path) -> None:
+    """--profile: the timeline into a file, what took longest on stderr."""
+    from lowq_cli.engine.profiling import profile_steps
+
+    rows = profile_steps(generation.decoder, generation.prompts, generation.sampling, timeline)
+    shown = [*rows[:-1][:PROFILE_ROWS], rows[-1]]
+    console.table("one step", ("", ">us", ">calls"), [(name[:80], f"{us:.1f}", f"{calls:g}") for name, us, calls in shown])
+    console.say(f"timeline: {timeline} (open it in ui.perfetto.dev)")
 
 
 def _show_kernels(model: Any, generation: "Generation") -> None:

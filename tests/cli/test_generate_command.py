@@ -80,6 +80,15 @@ def test_mistakes_are_one_line(run, args, stdin, code, message):
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_profile_writes_a_timeline_and_says_what_took_longest(run, tmp_path):
+    timeline = tmp_path / "deep" / "steps.json"
+    done = run(*SHORT, "--prompt", "Once upon a time", "--profile", str(timeline))
+    assert done.returncode == 0, done.stderr
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert any("mm" in e.get("name", "") or "linear" in e.get("name", "") for e in events)
+    assert "a step, by the clock" in done.stderr
+
+
 def test_ctrl_c_keeps_what_was_said(monkeypatch, run):
     from lowq_cli.engine.fused import FusedDecoder
 
