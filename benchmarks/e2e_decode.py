@@ -94,17 +94,18 @@ def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str) -> tu
     return model, FusedDecoder(model)
 
 
-def generate_tps(model: Any, ids: torch.Tensor, new: int) -> float:
-    """Tokens per second of transformers' own generate, its time to the first token taken off."""
-    seconds = []
+def generate_tps(model: Any, ids: torch.Tensor, new: int) -> tuple[float, float]:
+    """Tokens per second of transformers' own generate, its time to the first token taken off, and CPU seconds per step."""
+    seconds, cpu = [], []
     for n in (1, new):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         mask = torch.ones_like(ids)
         model.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
         if ids.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return ids.shape[0] * (new - 1) / (seconds[1] - seconds[0])
+        cpu.append(time.process_time() - cpu_start)
+    return ids.shape[0] * (new - 1) / (seconds[1] - seconds[0]), (cpu[1] - cpu[0]) / (new - 1)
 
 
 def step_ms(decoder: Any, replays: int = 30) -> float:
@@ -192,27 +193,31 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
         if variant == "transformers":
             with torch.inference_mode():
                 generate_tps(model, ids.to(device), 4)
-                tps = generate_tps(model, ids.to(device), min(args.new, args.generate_new))
+                tps, cpu_s = generate_tps(model, ids.to(device), min(args.new, args.generate_new))
             row |= {"decoder": "transformers generate"}
         else:
             new = args.new if batch == 1 else min(args.new, args.new_batched)
 
-            def decode(n: int, ids: torch.Tensor = ids, batch: int = batch) -> Generation:
+            def decode(n: int, ids: torch.Tensor = ids, batch: int = batch) -> tuple[Generation, float]:
                 g = stream(model, TOKENIZER, ids[0].tolist(), max_new_tokens=n, decoder=decoder, batch=batch)
-                list(g.pieces())
-                return g
+                pieces, first = g.pieces(), 0.0
+                for _ in pieces:
+                    first = first or time.process_time()
+                return g, (time.process_time() - first) / max(g.steps, 1)
 
             decode(8)  # compiles and records
             if args.search and isinstance(decoder, FusedDecoder) and decoder.graphs and batch == 1:
                 row |= search_configs(decoder, batch, dtype)
                 decoder.captured.clear()
             decode(new)
-            g = decode(new)
+            g, cpu_s = decode(new)
             tps = g.decode_tps
             row |= {"decoder": decoder.name, "reason": decoder.reason, "ttft_s": round(g.ttft_s, 4)}
             kernels = explain.kernels_of(explain.called(model, decoder), batch, dtype)
             row["kernels"] = {k.layers: f"{k.scheme} {k.kernel}" for k in kernels}
         row |= {"tokens_per_s": round(tps, 2), "ms_per_step": round(1e3 * batch / tps, 4)}
+        if device == "cpu":
+            row["cpu_ms_per_step"] = round(1e3 * cpu_s, 2)  # of all threads together: what a busy machine leaves unchanged
         row["roofline_pct"] = round(100 * nbytes * tps / batch / (gbs * 1e9), 1)
         if args.profile and device == "cuda" and variant != "transformers" and batch == 1:
             row["kernel_us"] = kernel_times(decoder)
