@@ -1,0 +1,35 @@
+"""lowq push: a checkpoint on the Hugging Face hub, with a model card made from its report."""
+
+from typing import Annotated
+
+import typer
+
+from lowq_cli import console
+
+EXAMPLES = "Examples:  lowq push me/my-model-4bit --dry-run  ·  lowq push me/my-model-4bit --against org/my-model"
+
+
+def push(
+    repo: Annotated[str, typer.Argument(help="Where to, as name/model.")],
+    ckpt: Annotated[str | None, typer.Option(help="Checkpoint folder. Default: the last one written.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The original: its perplexity and the difference are measured for the card.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files, and send nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Upload a checkpoint with a model card: recipe, size, measured perplexity change, how to load it."""
+    from lowq_cli import state
+    from lowq_cli.publish import publish
+
+    with console.progress("eval", 100) as advance:
+        found = publish(state.checkpoint_or_last(ckpt), repo, against, private, dry_run, advance)
+    if as_json:
+        console.out_json(found)
+    elif dry_run:
+        console.out(found["card"])
+        for name in found["files"]:
+            console.say(f"would send {name}")
+    else:
+        console.out(found["url"])

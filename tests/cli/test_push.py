@@ -1,0 +1,97 @@
+"""lowq push: the card says what the report says; nothing is sent on a dry run; a refusal is one line."""
+
+import json
+import shutil
+import sys
+
+import huggingface_hub
+import pytest
+
+from lowq_cli import main
+from lowq_cli.card import model_card
+from lowq_cli.checkpoint import open_checkpoint
+from lowq_packers.scheme import Scheme
+
+SYM = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none")}
+
+
+@pytest.fixture
+def folder(family_checkpoints, tmp_path):
+    shutil.copytree(family_checkpoints("llama", "bfloat16", SYM).packed, tmp_path / "m")
+    report = {
+        "lowq": "0.1.0",
+        "source": "org/original",
+        "source_bytes": 123_000_000_000,
+        "recipe": {"bits": 4, "group": 32, "zero": "none"},
+        "tensors": [{"name": "model.layers.0.mlp.up_proj", "crc32": [0], "method": "rtn"}],
+    }
+    (tmp_path / "m" / "lowq_report.json").write_text(json.dumps(report))
+    (tmp_path / "m" / "lowq.log").write_text("private paths")
+    return tmp_path / "m"
+
+
+def cli(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["lowq", "push", *map(str, args)])
+    return main._run()
+
+
+def test_the_card_is_made_from_the_report(folder):
+    found = open_checkpoint(folder)
+    card = model_card(found, "me/small", measured={"ppl": 11.0, "base_ppl": 10.0, "tokens": 99, "window": 9, "kl": 0.5})
+    front = card.split("---")[1]
+    assert "base_model: org/original\nbase_model_relation: quantized" in front
+    assert f"{found.bpw:.2f}" in card
+    assert "before: 123.00 GB" in card
+    assert "4-bit g32 none zero, 8-bit g32 none zero" in card
+    assert "11.000, +10.00% of 10.000" in card
+    assert 'from_pretrained("me/small"' in card
+    assert "lowq export DIR --to compressed-tensors" in card
+    assert "base_model" not in model_card(found, "me/small", base="a-folder")
+    assert "perplexity" not in model_card(found, "me/small")
+
+
+def test_a_dry_run_sends_nothing(folder, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: pytest.fail("the hub was asked"))
+    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["url"] is None
+    assert "model.safetensors" in found["files"]
+    assert "lowq.log" not in found["files"]
+
+
+def test_what_is_sent(folder, monkeypatch, capsys):
+    calls = []
+
+    class Hub:
+        def create_repo(self, repo, **how):
+            calls.append(("create", repo, how))
+            return f"https://huggingface.co/{repo}"
+
+        def upload_folder(self, **how):
+            calls.append(("folder", how["folder_path"], how["ignore_patterns"]))
+
+        def upload_file(self, **how):
+            calls.append(("card", how["path_in_repo"], how["path_or_fileobj"]))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--private") == 0
+    assert capsys.readouterr().out == "https://huggingface.co/me/small\n"
+    assert [c[0] for c in calls] == ["create", "folder", "card"]
+    assert calls[0][2]["private"]
+    assert "lowq.log" in calls[1][2]
+    assert calls[2][2].startswith(b"---\n")
+
+
+def test_refusals_are_one_line(folder, monkeypatch, capsys):
+    assert cli(monkeypatch, "no-owner", "--ckpt", folder) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+    class Hub:
+        def create_repo(self, repo, **how):
+            raise OSError("401 Client Error\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert cli(monkeypatch, "me/small", "--ckpt", folder) == 3
+    err = capsys.readouterr().err
+    assert "hf auth login" in err
+    assert err.count("\n") == 1
