@@ -1,6 +1,6 @@
 """Perplexity of every data-free method beside the hqq package: benchmarks/results/accuracy/data_free.json.
 
-    python benchmarks/accuracy.py --models MODELS --data DATA [--only base] [--bits 4,2] [--group 64] [--tokens 131072]
+    python benchmarks/accuracy.py --models MODELS --data DATA [--only base] [--bits 4,2] [--group 64] [--methods lsq]
 
 MODELS holds one folder per model, DATA the texts wikitext2_test.txt and mix_valid_sample.txt. Every linear layer but
 lm_head is replaced by its dequantized self, in fp32 with TF32 off, and the model read in windows of 512 tokens; scales and
@@ -49,12 +49,13 @@ def ours(method: str, dtype: torch.dtype | None = None) -> Replace:
     return lambda W, scheme: quantizers.get(method)(W, scheme, dtype).dequantize()
 
 
-def methods(bits: int) -> Iterator[tuple[str, str, Replace]]:
-    """(name, dtype of the companions, replacement) of what is compared at a width."""
+def methods(bits: int, group: int) -> Iterator[tuple[str, str, Replace]]:
+    """(name, dtype of the companions, replacement) of what is compared at a width and group size."""
     yield "hqq package", "float32", hqq_package
     for name in quantizers.data_free():
         yield name, "float32", ours(name)
-    yield quantizers.default_method(bits), "bfloat16", ours(quantizers.default_method(bits), torch.bfloat16)
+    default = quantizers.default_method(bits, group)
+    yield default, "bfloat16", ours(default, torch.bfloat16)
 
 
 def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
@@ -69,7 +70,7 @@ def texts(folder: Path, tokenizer: object, tokens: int | None) -> dict[str, torc
 
 
 def measure(folder: Path, args: argparse.Namespace, device: str) -> Iterator[dict]:
-    """One row per bits, group and method, and one for the unquantized model."""
+    """One row per bits, group and method, and one for the unquantized model unless only some methods are asked for."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     data = texts(args.data, AutoTokenizer.from_pretrained(folder), args.tokens)
     layers = linears(model)
@@ -81,11 +82,14 @@ def measure(folder: Path, args: argparse.Namespace, device: str) -> Iterator[dic
         print(json.dumps(row), flush=True)
         return row
 
-    yield scored(method="fp32")
+    if not args.methods:
+        yield scored(method="fp32")
     for bits in args.bits:
         for group in args.group:
             scheme = Scheme(bits, group)
-            for name, stored, replace in methods(bits):
+            for name, stored, replace in methods(bits, group):
+                if args.methods and name not in args.methods:
+                    continue
                 start, squared, total = time.perf_counter(), 0.0, 0.0
                 for n, m in layers.items():
                     m.weight.data.copy_(replace(original[n], scheme))
@@ -104,6 +108,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", help="one model's folder name")
+    parser.add_argument("--methods", type=lambda text: text.split(","), help='only these ("hqq package", rtn, hqq, lsq)')
     parser.add_argument("--bits", type=ints, default=list(BITS))
     parser.add_argument("--group", type=ints, default=[32, 64, 128])
     parser.add_argument("--tokens", type=int, help="read fewer tokens of each text")
@@ -112,23 +117,28 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     folders = [f for f in sorted(args.models.iterdir()) if (f / "config.json").is_file() and args.only in (None, f.name)]
-    report = {
+    run = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "versions": {p: importlib.metadata.version(p) for p in ("lowq", "torch", "transformers", "hqq")},
         "window": perplexity.WINDOW,
         "tokens": args.tokens or TEXTS,
-        "rows": [],
     }
-    before = json.loads(args.out.read_text()) if args.out.is_file() else {}
-    if all(before.get(k) == report[k] for k in ("device", "versions", "tokens")):  # --only adds to a run of the same kind
-        again = {f.name for f in args.models.iterdir() if args.only in (None, f.name)}
-        report["rows"] = [r for r in before["rows"] if r["model"] not in again]
+    report = json.loads(args.out.read_text()) if args.out.is_file() else {"runs": [], "rows": []}
+    if run not in report["runs"]:
+        report["runs"].append(run)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for folder in folders:
         for row in measure(folder, args, device):
-            report["rows"].append(row)
+            report["rows"] = [r for r in report["rows"] if key(r) != key(row)]  # a cell measured again replaces the old one
+            report["rows"].append(row | {"run": report["runs"].index(run)})
+            report["rows"].sort(key=key)
             args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def key(row: dict) -> tuple:
+    """What a row is about, in the order of the file."""
+    return (row["model"], -row.get("bits", 99), row.get("group", 0), row.get("stored", ""), row["method"])
 
 
 if __name__ == "__main__":

@@ -92,25 +92,32 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
-    report = {
+    run = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "versions": {p: importlib.metadata.version(p) for p in ("lowq", "torch", "transformers")},
         "window": perplexity.WINDOW,
         "tokens": args.tokens or TEXTS,
-        "calibration": {"text": Path(args.calib).name if args.calib else "bundled", "tokens": args.calib_tokens},
-        "rows": [],
     }
-    before = json.loads(args.out.read_text()) if args.out.is_file() else {}
-    if all(before.get(k) == report[k] for k in ("device", "versions", "tokens")):  # --only adds to a run of the same kind
-        again = {f.name for f in args.models.iterdir() if args.only in (None, f.name)}
-        report["rows"] = [r for r in before["rows"] if r["model"] not in again]
+    calibration = {"text": Path(args.calib).name if args.calib else "bundled", "tokens": args.calib_tokens}
+    report = json.loads(args.out.read_text()) if args.out.is_file() else {"calibration": calibration, "runs": [], "rows": []}
+    if report["calibration"] != calibration:
+        raise SystemExit(f"{args.out} holds results of {report['calibration']}; use another --out")
+    if run not in report["runs"]:
+        report["runs"].append(run)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for folder in sorted(args.models.iterdir()):
         if (folder / "config.json").is_file() and args.only in (None, folder.name):
             for row in measure(folder, args, device):
-                report["rows"].append(row)
+                report["rows"] = [r for r in report["rows"] if key(r) != key(row)]  # a cell measured again replaces the old one
+                report["rows"].append(row | {"run": report["runs"].index(run)})
+                report["rows"].sort(key=key)
                 args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def key(row: dict) -> tuple:
+    """What a row is about, in the order of the file."""
+    return (row["model"], -row["bits"], row["group"], row["method"])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ No number in a document is typed by hand.
 """
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -80,28 +81,66 @@ def kernels() -> str:
 
 def accuracy() -> str:
     """Perplexity of the data-free methods beside the hqq package, one table per model and text."""
+    from lowq_cli import quantizers
+
     report = read("accuracy/data_free.json")
-    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items())
-    parts = [f"Measured {report['date']} on {report['device']} ({versions}); windows of {report['window']} tokens.\n"]
+    parts = [_measured(report)]
     rows = [r for r in report["rows"] if "bits" in r]
-    columns = list(dict.fromkeys((r["method"], r["stored"]) for r in rows))
-    titles = [f">{m}" + (f" ({s})" if s != "float32" else "") for m, s in columns]
+    methods = list(dict.fromkeys(r["method"] for r in sorted(rows, key=lambda r: (r["method"] != "hqq package", r["method"]))))
     for dense in (r for r in report["rows"] if "bits" not in r):
-        model = dense["model"]
         for text, ppl in dense["ppl"].items():
-            cells: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
-            for r in (r for r in rows if r["model"] == model):
-                cells.setdefault((r["bits"], r["group"]), {})[r["method"], r["stored"]] = r["ppl"][text]
+            cells = _cells(rows, dense["model"], text)
             lines = []
             for (bits, group), found in cells.items():
-                least = min(v for (_, stored), v in found.items() if stored == "float32")
-                shown = [f"**{v:,.2f}**" if (v := found[c]) == least else f"{v:,.2f}" for c in columns]
-                lines.append((f"{bits}-bit g{group}", *shown))
-            parts.append(f"### {model}, {text}: unquantized {ppl:.2f}\n\n{markdown(('', *titles), lines)}")
+                values = [found.get((m, "float32")) for m in methods]
+                least = min(v for v in values if v is not None)
+                shown = ["" if v is None else f"**{v:,.2f}**" if v == least else f"{v:,.2f}" for v in values]
+                default = quantizers.default_method(bits, group)
+                stored = found.get((default, "bfloat16"))
+                lines.append((f"{bits}-bit g{group}", *shown, default, "" if stored is None else f"{stored:,.2f}"))
+            columns = ("", *(f">{m}" for m in methods), "default", ">as stored")
+            parts.append(f"### {dense['model']}, {text}: unquantized {ppl:.2f}\n\n{markdown(columns, lines)}")
     return "\n".join(parts)
 
 
-PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels, accuracy)}
+def calibrated() -> str:
+    """What calibration gains: ln(perplexity / unquantized perplexity) of gptq beside the hqq package and lsq."""
+    report, free = read("accuracy/calibrated.json"), read("accuracy/data_free.json")
+    text = report["calibration"]
+    parts = [_measured(report), f"Calibration text: {text['text']}, at most {text['tokens']:,} tokens.\n"]
+    dense = {r["model"]: r["ppl"] for r in free["rows"] if "bits" not in r}
+    for model in dict.fromkeys(r["model"] for r in report["rows"]):
+        for name, floor in dense[model].items():
+            others = _cells([r for r in free["rows"] if "bits" in r], model, name)
+            lines = []
+            for (bits, group), found in _cells(report["rows"], model, name).items():
+                cell = others[bits, group]
+                ppl = [cell["hqq package", "float32"], cell["lsq", "bfloat16" if ("lsq", "bfloat16") in cell else "float32"]]
+                ppl.append(found["gptq", "bfloat16"])
+                logs = [math.log(p / floor) for p in ppl]
+                shown = [f"{p:,.2f} ({x:.4f})" for p, x in zip(ppl, logs, strict=True)]
+                lines.append((f"{bits}-bit g{group}", *shown, f"{logs[1] / logs[0]:.2f}", f"{logs[2] / logs[0]:.2f}"))
+            columns = ("", ">hqq package", ">lsq", ">gptq", ">lsq / hqq", ">gptq / hqq")
+            parts.append(f"### {model}, {name}: unquantized {floor:.2f}\n\n{markdown(columns, lines)}")
+    return "\n".join(parts)
+
+
+def _measured(report: dict[str, Any]) -> str:
+    """Date, device and versions of the runs that a report's rows come from."""
+    runs = [report["runs"][i] for i in sorted({r["run"] for r in report["rows"]})]
+    told = [f"{r['date']} on {r['device']} ({', '.join(f'{k} {v}' for k, v in r['versions'].items())})" for r in runs]
+    return f"Measured {'; '.join(told)}; windows of {runs[0]['window']} tokens.\n"
+
+
+def _cells(rows: Iterable[dict[str, Any]], model: str, text: str) -> dict[tuple[int, int], dict[tuple[str, str], float]]:
+    """(bits, group) -> (method, dtype of its companions) -> perplexity, widest first."""
+    cells: dict[tuple[int, int], dict[tuple[str, str], float]] = {}
+    for r in sorted((r for r in rows if r["model"] == model), key=lambda r: (-r["bits"], r["group"])):
+        cells.setdefault((r["bits"], r["group"]), {})[r["method"], r["stored"]] = r["ppl"][text]
+    return cells
+
+
+PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels, accuracy, calibrated)}
 
 
 def rendered(text: str) -> str:

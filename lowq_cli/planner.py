@@ -270,7 +270,7 @@ def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str) -> I
     ]
     if scheme.zero != "none":
         outputs.append((f"{c.name}.weight_zero", TensorHeader((N, G), scales)))
-    method = recipe.method_for(scheme.bits, c.kind)
+    method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
     return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, verdict.note, c.cut, tuple(outputs))
 
 

@@ -134,12 +134,11 @@ class Recipe:
         """The group size at a width."""
         return DEFAULT_GROUP[bits] if self.group is None else self.group
 
-    def method_for(self, bits: int, kind: str = "") -> str:
-        """The quantizer at a width. Calibrated methods take linears of decoder layers only; other kinds get the default."""
+    def method_for(self, bits: int, group_size: int | None = None, kind: str = "") -> str:
+        """The quantizer at a width and group size. Calibrated methods take linears of decoder layers only; other kinds get the default."""
         if self.method != "auto" and not (kind in NOT_CALIBRATED and quantizers.needs_text(self.method)):
             return self.method
-        method = quantizers.default_method(bits)
-        return "rtn" if method == "hqq" and self.zero == "none" else method  # hqq moves the zero, and here is none
+        return quantizers.default_method(bits, group_size, self.zero)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the keys of the TOML file. `make_recipe(**plain)` gives an equal recipe."""

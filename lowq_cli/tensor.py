@@ -27,4 +27,5 @@ def quantize_tensor(
     """
     scheme = Scheme(bits, group_size, zero)
     scheme.groups(W.shape[-1])
-    return quantizers.get(quantizers.default_method(bits) if method == "auto" else method)(W, scheme, dtype)
+    chosen = quantizers.default_method(bits, group_size, zero) if method == "auto" else method
+    return quantizers.get(chosen)(W, scheme, dtype)

@@ -19,7 +19,8 @@ NEEDS_TEXT = "Needs a calibration text"  # how the summary of a calibrated metho
 Quantize = Callable[..., "QuantizedTensor"]
 
 # Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.
-DEFAULT: dict[int, str] = {8: "lsq", 4: "lsq", 3: "lsq", 2: "lsq", 1: "lsq"}
+DEFAULT: dict[int, str] = {8: "rtn", 4: "lsq", 3: "lsq", 2: "lsq", 1: "lsq"}
+DEFAULT_SMALL: dict[tuple[int, int], str] = {(4, 32): "hqq"}  # (width, group size up to which) -> what wins there
 
 
 @cache
@@ -54,6 +55,7 @@ def data_free() -> list[str]:
     return [name for name in methods() if not needs_text(name)]
 
 
-def default_method(bits: int) -> str:
-    """The method `quantize` takes at a width when none is asked for."""
-    return DEFAULT[bits]
+def default_method(bits: int, group_size: int | None = None, zero: str = "float") -> str:
+    """The method `quantize` takes at a width and group size when none is asked for."""
+    small = (m for (b, largest), m in DEFAULT_SMALL.items() if group_size and b == bits and group_size <= largest)
+    return next(small, DEFAULT[bits]) if zero == "float" else DEFAULT[bits]

@@ -9,6 +9,10 @@ from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+# At this width the walk starts from whole zeros, as the package's does, so that 0 stays 0 in many groups. Perplexity on
+# WikiText-2, 4 bits g32, start whole / not: base 36.09 / 36.74, story 38.97 / 39.71; on the held-out mix no difference.
+ROUND_START = 4
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -47,6 +51,8 @@ def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> S
     s = Settings()
     scales, zeros = minmax(groups, scheme)
     scales = store_scales(scales, dtype)
+    if scheme.bits == ROUND_START:
+        zeros = zeros.round()
     zeros = best_zeros = store_zeros(zeros, scheme, dtype)
     best = torch.full_like(scales, torch.inf)
     for _ in range(s.iters):
@@ -79,7 +85,7 @@ def _quantize_exact(W: torch.Tensor, scheme: Scheme, s: Settings) -> QuantizedTe
     width = hi - lo
     scale = torch.where(width.abs() <= 1e-4, 1.0, top / width).clamp(max=2e4)
     zero = -lo * scale
-    if scheme.bits == 4:  # its default there; elsewhere the start stays float
+    if scheme.bits == ROUND_START:
         zero = torch.round(zero)
     best = torch.tensor(torch.inf, device=W.device)
     for _ in range(s.iters):

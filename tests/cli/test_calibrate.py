@@ -175,7 +175,7 @@ def test_mixtures_are_refused_before_anything_is_written(family_checkpoints, tex
 
 def test_heads_and_embeddings_fall_back_to_the_default(family_checkpoints, text, tmp_path):
     recipe = make_recipe(bits=4, group=16, method="gptq", calib=text, lm_head=8)
-    assert recipe.method_for(8, "head") == quantizers.default_method(8)
+    assert recipe.method_for(8, 16, "head") == quantizers.default_method(8)
     list(pipeline.run(family_checkpoints("llama").dense, recipe, tmp_path / "out"))
     report = json.loads((tmp_path / "out" / "lowq_report.json").read_text())
     methods = {t["name"]: t["method"] for t in report["tensors"] if "method" in t}

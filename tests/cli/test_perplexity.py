@@ -87,11 +87,11 @@ def test_text_errors(tmp_path):
 @pytest.fixture
 def two_models(monkeypatch):
     """`lowq eval` with models that need no disk: "sure" and "uniform", a tokenizer that yields 0 1 2 3 0 1 ..."""
-    from lowq_cli import hf, state
+    from lowq_cli import state
 
     tokenizer = lambda text, **_: {"input_ids": [i % 4 for i in range(64)]}  # noqa: E731
     models = {"sure": SURE, "uniform": UNIFORM}
-    monkeypatch.setattr(hf, "load", lambda name, device="auto": (models[name], tokenizer), raising=False)
+    monkeypatch.setattr("lowq_cli.hf.load.load", lambda name, device="auto": (models[name], tokenizer))
     monkeypatch.setattr(state, "checkpoint_or_last", lambda given: given or "uniform")
 
 

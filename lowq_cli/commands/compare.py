@@ -1,0 +1,59 @@
+"""lowq compare: models side by side."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowq_cli import console
+
+EXAMPLES = "Examples:  lowq compare demo demo-lowq-4b-g64 demo-lowq-2b-g64  ·  lowq compare my-model a b c --plot size.png"
+
+
+def compare(
+    models: Annotated[list[str], typer.Argument(help="Two or more models; the first is what the others are held against.")],
+    text: Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for the speed.")] = 64,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw perplexity against size.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Show size, bits per weight, perplexity, KL divergence, agreement and decode speed of several models."""
+    from lowq_packers.errors import UsageError
+
+    if len(models) < 2:
+        raise UsageError("compare takes two or more models; for one there is: lowq eval")
+    if plot and not Path(plot).absolute().parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no folder {Path(plot).absolute().parent}")
+
+    from lowq_cli import comparison
+    from lowq_cli.perplexity import read_text
+
+    contents = read_text(text)
+    rows = []
+    with console.progress("compare", len(models)) as advance:
+        for row in comparison.compare(models, contents, device, max_tokens, new_tokens):
+            rows.append(row)
+            advance(len(rows), row.model)
+    if plot:
+        comparison.plot(rows, Path(plot))
+        console.say(f"drew {plot}")
+    if as_json:
+        console.out_json({"rows": [vars(r) for r in rows]})
+        return
+    shown = [
+        (
+            r.model,
+            console.size(r.bytes),
+            f"{r.bpw:.2f}",
+            f"{r.ppl:.3f}",
+            "" if r.ppl_increase_pct is None else f"{r.ppl_increase_pct:+.2f}%",
+            "" if r.kl is None else f"{r.kl:.5f}",
+            "" if r.top1_agreement is None else f"{r.top1_agreement:.2%}",
+            f"{r.decode_tps:,.0f}",
+        )
+        for r in rows
+    ]
+    columns = ("model", ">size", ">bits/weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
+    console.table(f"on {rows[0].tokens} tokens, against {models[0]}", columns, shown, on_stdout=True)
