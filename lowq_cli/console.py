@@ -113,6 +113,16 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
         yield lambda done, note: bar.update(task, completed=done, note=note)
 
 
+@contextmanager
+def status(doing: str) -> Iterator[None]:
+    """A spinner while nothing else can be shown (imports, reading headers, loading); only on a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with stderr().status(doing):
+        yield
+
+
 def _plain_progress(label: str, total: int) -> Callable[[int, str], None]:
     start, shown = time.monotonic(), -1
 

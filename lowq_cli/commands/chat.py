@@ -29,11 +29,12 @@ def chat(
     from lowq_cli import state
 
     folder = state.checkpoint_or_last(checkpoint)
-    from lowq_cli.engine import stream
-    from lowq_cli.engine.conversation import Conversation
-    from lowq_cli.engine.ready import ready
+    with console.status(f"loading {folder}"):
+        from lowq_cli.engine import stream
+        from lowq_cli.engine.conversation import Conversation
+        from lowq_cli.engine.ready import ready
 
-    model, tokenizer = ready(folder, device, console.warn)
+        model, tokenizer = ready(folder, device, console.warn)
     talk = Conversation(tokenizer, system)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     turn = 0

@@ -30,7 +30,8 @@ def eval(
         raise UsageError("--max-ppl-increase compares with another model; add --against MODEL")
     name = state.checkpoint_or_last(ckpt)
 
-    from lowq_cli.perplexity import measure, read_text
+    with console.status("starting"):
+        from lowq_cli.perplexity import measure, read_text
 
     contents = read_text(text)
     with console.progress("eval", 100) as advance:

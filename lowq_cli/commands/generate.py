@@ -50,10 +50,11 @@ def generate(
     if prompt == "-" and not text:
         raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
     folder = state.checkpoint_or_last(checkpoint)
-    from lowq_cli.engine import stream
-    from lowq_cli.engine.ready import ready
+    with console.status(f"loading {folder}"):
+        from lowq_cli.engine import stream
+        from lowq_cli.engine.ready import ready
 
-    model, tokenizer = ready(folder, device, console.warn)
+        model, tokenizer = ready(folder, device, console.warn)
     settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens}
     if many is not None:

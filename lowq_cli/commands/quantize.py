@@ -64,19 +64,20 @@ def quantize(
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
 
-    from lowq_cli import pipeline
+    with console.status(f"reading {model}"):
+        from lowq_cli import pipeline
 
-    faults = []
-    for one in asked:
-        events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run)
-        planned = next(events)
-        assert isinstance(planned, pipeline.Planned)  # the first event of every run
-        fault = None if engine is None else targets.problem(engine, planned.plan)
-        if fault is None:
-            break
-        faults.append(fault)
-    else:
-        raise UnsupportedError(f"--for {engine}: {faults[0]}")
+        faults = []
+        for one in asked:
+            events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run)
+            planned = next(events)
+            assert isinstance(planned, pipeline.Planned)  # the first event of every run
+            fault = None if engine is None else targets.problem(engine, planned.plan)
+            if fault is None:
+                break
+            faults.append(fault)
+        else:
+            raise UnsupportedError(f"--for {engine}: {faults[0]}")
     _show_plan(planned)
     if dry_run:
         if as_json:
