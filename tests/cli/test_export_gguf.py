@@ -110,6 +110,64 @@ def test_llama_cpp_predicts_as_we_do(demo4, demo_gguf):
     assert ppl == pytest.approx(evaluate(model, ids, window=257).ppl, rel=0.005)
 
 
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+GRAPHS = {
+    "llama": {"tie_word_embeddings": False},
+    "llama-3": {"rope_parameters": LLAMA_3},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 64},
+}
+
+
+@pytest.mark.parametrize("family", GRAPHS)
+def test_llama_cpp_computes_the_same_graph(family, tmp_path):
+    """Random weights, so that a row, a bias or a frequency in the wrong place changes every logit."""
+    if importlib.util.find_spec("llama_cpp") is None:
+        pytest.skip("needs llama-cpp-python (extra interop; builds from source)")
+    import llama_cpp
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    small = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 8192,
+        "max_position_embeddings": 512,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[family.split("-")[0]](**(small | GRAPHS[family]))
+    model = AutoModelForCausalLM.from_config(config).float()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 1.0 if p.dim() == 1 and p.mean() == 1 else 0.0, 0.3 if p.dim() == 1 else 0.1)
+    model.save_pretrained(tmp_path / "dense")
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "dense" / path.name)
+    lowq.quantize(tmp_path / "dense", out=tmp_path / "m", bits=8, group=32, method="rtn", zero="none", dtype="float16")
+    export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    ours, _ = lowq.load(tmp_path / "m", device="cpu", dtype="float32")
+    ids = torch.arange(7, 7 + 96 * 31, 31)
+    theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=128, logits_all=True, verbose=False, n_threads=2)
+    theirs.eval(ids.tolist())
+    with torch.inference_mode():
+        expected = ours(ids[None]).logits[0]
+    found = torch.from_numpy(theirs.scores[: len(ids)].copy())
+    assert (found - expected).norm() / expected.norm() < 0.03
+
+
 def test_float_zeros_go_as_q4_1_when_rounding_is_allowed(tmp_path):
     lowq.quantize("demo", out=tmp_path / "m", bits=4, group=64, method="rtn")
     with pytest.raises(UnsupportedError, match="--round"):
