@@ -1,7 +1,7 @@
 """The experiment of arXiv:2402.00025 (SplitK for W4A16) on this GPU, and RevSplitK against GEMV and SplitK at M = 1.
 
-`python3 benchmarks/splitk_paper.py --out FILE.json` times, at one fixed tile, SPLIT_K = 1 (data parallel) .. 16 for M = 1 and 16
-and N = K = 512 .. 16384, weights 4-bit in groups of 128. `--profile SPLIT_K` launches M = 16, N = K = 4096 a few times and
+`python3 benchmarks/splitk_paper.py --out FILE.json` times one fixed tile with SPLIT_K = 1 (data parallel) .. 16, M = 1 and 16,
+N = K = 512 .. 16384, weights 4-bit in groups of 128. `--profile SPLIT_K` launches M = 16, N = K = 4096 a few times and
 exits: run it under `ncu -k regex:_gemm_kernel` for occupancy and memory throughput (the paper's Table 7).
 """
 
@@ -12,9 +12,10 @@ import math
 
 import torch
 
+from lowq_kernels.measure import call_for, copies, random_weight
 from lowq_kernels.registry import Config, kernels
 from lowq_kernels.timing import graph_time, roofline
-from lowq_kernels.tuning import Machine, Shape, call_for, copies, random_weight
+from lowq_kernels.tuning import Machine, Shape
 from lowq_packers.layouts import unpack
 from lowq_packers.scheme import Scheme
 

@@ -2,17 +2,20 @@
 
 The shapes are those of Llama-3 8B and 70B, Qwen 2.5 7B and Qwen 3 8B, as their decoder multiplies them (query, key and value
 side by side, gate and up side by side). All layouts and kernels compete; batch sizes up to prefill's.
+`--from FILE` takes what triton_vs_gemlite.py or `lowq tune` measured on such a GPU, and measures nothing itself.
 """
 
 import argparse
+import json
 import time
 from pathlib import Path
 
 import torch
 
 from lowq_cli import tuner
-from lowq_kernels import tuning
-from lowq_kernels.tuning import Budget, Machine, Shape
+from lowq_kernels import measure, tuning
+from lowq_kernels.measure import Budget
+from lowq_kernels.tuning import Entry, Machine, Shape
 from lowq_packers.scheme import Scheme
 
 SHAPES = {  # (N, K), most used first: a budget that ends early leaves the rest to the nearest shape
@@ -24,6 +27,25 @@ SHAPES = {  # (N, K), most used first: a budget that ends early leaves the rest 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 
 
+def measured_before(path: Path) -> dict[Machine, list[Entry]]:
+    """Entries out of a result file of triton_vs_gemlite.py or a lowq_tune.json, by machine."""
+    data = json.loads(path.read_text())
+    if "machines" in data:
+        return {
+            Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"]): [
+                Entry(**{**e, "runners_up": tuple(e["runners_up"])}) for e in m["entries"]
+            ]
+            for m in data["machines"]
+        }
+    here = Machine(data["gpu"], tuple(data["capability"]), data["torch"], data["triton"])
+    entries = []
+    for r in data["rows"]:
+        if "kernel" in r:
+            place = (r["bits"], r["group"], "float", "float16", "strided", r["N"], r["K"], r["M"])
+            entries.append(Entry(*place, r["kernel"], r["config"], r["us"], tuning.source_hash(r["kernel"])))
+    return {here: entries}
+
+
 def main() -> None:
     """Parse, compile, measure, write after every shape."""
     ap = argparse.ArgumentParser()
@@ -32,7 +54,15 @@ def main() -> None:
     ap.add_argument("--models", default=",".join(SHAPES))
     ap.add_argument("--batch", default=",".join(map(str, BATCHES)))
     ap.add_argument("--seconds", type=float, default=1e9)
+    ap.add_argument("--kernels", default="", help="with --from: keep kernels whose name starts so")
+    ap.add_argument("--from", dest="sources", type=Path, nargs="*", default=[])
     a = ap.parse_args()
+    for path in a.sources:
+        for machine, entries in measured_before(path).items():
+            kept = [e for e in entries if e.kernel.startswith(a.kernels)]
+            tuning.write_file(Path(a.out), machine, kept)
+    if a.sources:
+        return
     device, budget = torch.device("cuda"), Budget(a.seconds)
     batches = tuner.parse_batches(a.batch)
     schemes = [Scheme(*map(int, s.split(":"))) for s in a.schemes.split(",")]
@@ -41,16 +71,16 @@ def main() -> None:
     started = time.monotonic()
     compiled = tuner.compile_candidates(shapes, batches, device, False, lambda n, of: None)
     print(f"compiled {compiled} kernels in {time.monotonic() - started:.0f} s", flush=True)
-    found: list[tuning.Entry] = []
+    found: list[Entry] = []
     for i, shape in enumerate(shapes):
-        found += list(tuning.measure(shape, batches, device, budget))
+        found += list(measure.measure(shape, batches, device, budget))
         tuning.write_file(Path(a.out), Machine.here(device), found)
         print(
             f"{i + 1}/{len(shapes)} {shape.N}x{shape.K} {shape.scheme}: {len(found)} entries, {budget.spent:.0f} s", flush=True
         )
         if not budget.left:
             break
-    for name, why in sorted(tuning.failed.items()):
+    for name, why in sorted(measure.failed.items()):
         print("FAILED", name, why.splitlines()[0][:200])
 
 

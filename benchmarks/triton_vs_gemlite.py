@@ -19,9 +19,11 @@ import time
 import torch
 
 from lowq_cli import tuner
-from lowq_kernels import tuning
+from lowq_kernels import measure
+from lowq_kernels.measure import Budget
+from lowq_kernels.registry import kernels
 from lowq_kernels.timing import graph_time, rotation
-from lowq_kernels.tuning import Budget, Machine, Shape
+from lowq_kernels.tuning import Machine, Shape
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -82,7 +84,7 @@ def cells(scheme: tuple[int, int], N: int, K: int, batches: tuple[int, ...]) -> 
     q = quantized(N, K, *scheme)
     dense = q.dequantize()
     shape = Shape(N, K, Scheme(*scheme), torch.float16)
-    weights = tuning.copies(pack(q, "strided"))
+    weights = measure.copies(pack(q, "strided"))
     layers = gemlite_layers(q, len(weights))
     fp16 = [dense.half() for _ in range(rotation(2 * N * K))]
     rows: list[dict[str, object]] = []
@@ -91,10 +93,10 @@ def cells(scheme: tuple[int, int], N: int, K: int, batches: tuple[int, ...]) -> 
             continue
         x = torch.randn(M, K, device=DEVICE, dtype=torch.float16) / 8
         ref = x.float() @ dense.t()
-        best = tuning.best(shape, M, weights, DEVICE)
+        best = measure.best(shape, M, weights, DEVICE)
         row: dict[str, object] = {"bits": scheme[0], "group": scheme[1], "N": N, "K": K, "M": M}
         if best is not None:
-            spec, config = tuning.kernels()[best.kernel], best.config
+            spec, config = kernels()[best.kernel], best.config
             row |= {"kernel": best.kernel, "config": config, "us": best.us}
             row["rel_err"] = relative_error(spec.launch(x, weights[0], None, config), ref)
         try:
@@ -139,7 +141,13 @@ def main() -> None:
     print(f"compiled in {budget.spent:.0f} s", flush=True)
     quick_autotuner()
     here = Machine.here(DEVICE)
-    facts = {"gpu": here.gpu, "torch": here.torch, "triton": here.triton, "gemlite": "0.6.0.post2"}
+    facts = {
+        "gpu": here.gpu,
+        "capability": here.capability,
+        "torch": here.torch,
+        "triton": here.triton,
+        "gemlite": "0.6.0.post2",
+    }
     rows: list[dict[str, object]] = []
     for i, (N, K) in enumerate(SHAPES):
         for scheme in SCHEMES:

@@ -60,7 +60,8 @@ def compile_all(work: Sequence[Work], done: Callable[[int], None] | None = None,
 
 
 def _launch_once(work: Work) -> None:
-    from lowq_kernels.tuning import Shape, random_weight
+    from lowq_kernels.measure import random_weight
+    from lowq_kernels.tuning import Shape
 
     device = torch.device("cuda")
     try:

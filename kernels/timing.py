@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -118,7 +118,7 @@ def roofline(device: torch.device) -> Roofline:
         data = torch.ones(64 << 20, dtype=torch.uint8).view(torch.int64)
         squares = [torch.randn(512, 512, dtype=d) for d in (torch.bfloat16, torch.float32)]
         read_us = wall_time([lambda: data.sum()])
-        dot_us = min(wall_time([lambda a=a: a @ a]) for a in squares)
+        dot_us = min(wall_time([partial(torch.matmul, a, a)]) for a in squares)
         return Roofline("cpu", data.nbytes / read_us / 1e3, 2 * 512**3 / dot_us / 1e6)
     data = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_().view(torch.int32)
     a = torch.randn(8192, 8192, dtype=torch.float16, device=device)
@@ -136,4 +136,4 @@ def _readers(data: torch.Tensor) -> list[Thunk]:
             raise
         half = torch.empty(data.numel() // 2, dtype=data.dtype, device=data.device)
         return [lambda: half.copy_(data[: half.numel()])]  # moves data.nbytes in all
-    return [lambda c=c: read_all(data, c) for c in READ_CONFIGS]
+    return [partial(read_all, data, c) for c in READ_CONFIGS]

@@ -1,18 +1,16 @@
-"""What was measured decides: time every kernel and config that may take a call, keep the best, look them up at dispatch.
+"""What was measured decides: tables of the fastest kernel and config per call, on disk and at dispatch.
 
-`measure` times one shape over a list of batch sizes; `Table` holds the results of many, reads and writes them as JSON,
-and answers `registry.select` through `registry.TABLES`. A checkpoint's own table (`lowq_tune.json`, written by `lowq tune`)
-is asked first, then those shipped in tuned/, then the registry's rule. Entries bind to what they were measured with:
-GPU, torch and triton versions, a hash of the kernel's sources. Stale ones are skipped, and `stale` counts them.
+`Table` answers `registry.select` through `registry.TABLES`: a checkpoint's own (`lowq_tune.json`, written by `lowq tune`)
+first, then those shipped in tuned/, then the registry's rule. Entries bind to what they were measured with: GPU, torch and
+triton versions, a hash of the kernel's sources. Stale ones are skipped, and `stale` counts them. measure.py makes entries.
 """
 
 import datetime
 import hashlib
 import json
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
@@ -22,20 +20,14 @@ from typing import Any
 import torch
 
 from lowq_kernels import registry
-from lowq_kernels.registry import Call, Config, KernelSpec, capability, kernels
-from lowq_kernels.timing import graph_time, rotation, wall_time
+from lowq_kernels.registry import Call, Config, capability, kernels
 from lowq_packers.errors import DamagedError
-from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.layouts import LAYOUTS
 from lowq_packers.scheme import Scheme
 
 FILE = "lowq_tune.json"
+Device = torch.device  # by another name in Machine, which has a field called torch
 FORMAT = 1
-RUNNERS_UP = 2
-BATCHES = (1, 2, 4, 8, 16, 32, 64)
-NEVER_TUNED = {"cpu": ("reference",), "cuda": ("reference", "dequant")}  # truth, and a fallback that triton's outruns
-COARSE_REPLAYS, COARSE_US = 3, 200.0  # the first look at a config; the best few are then timed by the full protocol
-FINALISTS = 3
 REACH = 4.0  # a shipped entry answers for shapes up to this factor away in N * K, where none is nearer
 
 
@@ -89,7 +81,7 @@ class Machine:
     triton: str
 
     @classmethod
-    def here(cls, device: torch.device) -> "Machine":
+    def here(cls, device: Device) -> "Machine":
         """This device, with the versions installed."""
         if device.type == "cuda":
             return cls(torch.cuda.get_device_name(device), capability(device), torch.__version__, _version("triton"))
@@ -117,173 +109,6 @@ def source_hash(kernel: str) -> str:
     for f in files:
         digest.update(f.read_bytes())
     return digest.hexdigest()[:12]
-
-
-# ---- measuring ----
-
-failed: dict[str, str] = {}  # "kernel config" -> why it could not be compiled or launched: reported, then passed over
-
-
-def random_weight(shape: Shape, layout: str, device: torch.device) -> PackedWeight:
-    """A weight of this shape with all codes drawn, to time on: real data takes as long (zeros would not)."""
-    gen = torch.Generator(device).manual_seed(shape.N * 31 + shape.K)
-    s, G = shape.scheme, shape.scheme.groups(shape.K)
-    W_q = torch.randint(0, s.levels, (shape.N, shape.K), dtype=torch.uint8, device=device, generator=gen)
-    scales = (torch.rand(shape.N, G, device=device, generator=gen) * 0.009 + 0.001).to(shape.dtype)
-    zeros = None
-    if s.zero != "none":
-        zeros = torch.randint(0, s.levels, (shape.N, G), device=device, generator=gen).to(shape.dtype)
-    return pack(QuantizedTensor(W_q, scales, zeros, s.bits, s.group_size, s.zero), layout)
-
-
-def copies(p: PackedWeight) -> list[PackedWeight]:
-    """p and enough clones of it that no cache holds them all."""
-    rest = (p.scheme, p.N, p.K, p.layout)
-    found = [p]
-    for _ in range(rotation(p.nbytes, p.words.device) - 1):
-        words, scales, zeros, aux = (None if t is None else t.clone() for t in (p.words, p.scales, p.zeros, p.aux))
-        assert words is not None
-        assert scales is not None
-        found.append(PackedWeight(words, scales, zeros, *rest, aux))
-    return found
-
-
-def call_for(shape: Shape, M: int, layout: str, device: torch.device) -> Call:
-    """The dispatch question for M rows of this shape."""
-    return Call(M, shape.N, shape.K, shape.scheme, layout, shape.dtype, device.type, capability(device))
-
-
-def layouts_for(shape: Shape, device: torch.device) -> list[str]:
-    """Layouts worth measuring for this shape here: each offers a kernel that the ones before it do not. rowstream first."""
-    found: list[str] = []
-    offered: set[str] = set()
-    for name, layout in sorted(LAYOUTS.items(), key=lambda item: (item[0] != "rowstream", item[0])):
-        if layout.why_not(shape.scheme, shape.N, shape.K) is None:
-            call = call_for(shape, 1, name, device)
-            never = NEVER_TUNED.get(device.type, ())
-            legal = {s.name for s in kernels().values() if s.name not in never and s.why_not(call) is None}
-            if legal - offered:
-                found.append(name)
-                offered |= legal
-    return found
-
-
-def candidates(call: Call, exhaustive: bool = False) -> list[tuple[KernelSpec, Config]]:
-    """Kernels and configs to time for a call, those that a model gives no chance left out unless `exhaustive`.
-
-    The model counts, per config, the rows it multiplies beyond M, how often it decodes each weight, and how much of the GPU
-    its programs fill; a config worse than another of its kernel by PRUNE in their product is not timed.
-    """
-    found = []
-    for spec in kernels().values():
-        if spec.name in NEVER_TUNED.get(call.device, ()) or spec.why_not(call):
-            continue
-        legal = spec.legal_configs(call)
-        if exhaustive or len(legal) < 4:
-            found += [(spec, c) for c in legal]
-            continue
-        cost = [_cost(call, c) for c in legal]
-        limit = PRUNE * min(cost)
-        found += [(spec, c) for c, t in zip(legal, cost, strict=True) if t <= limit]
-    return found
-
-
-PRUNE = 2.5
-
-
-def _cost(call: Call, c: Config) -> float:
-    """Relative time of a tiled config by the model of `candidates`; 1 for configs without tiles."""
-    if "BLOCK_N" not in c or "BLOCK_M" not in c:
-        return 1.0
-    tiles_m = math.ceil(call.M / c["BLOCK_M"])
-    programs = tiles_m * math.ceil(call.N / c["BLOCK_N"]) * c.get("SPLIT_K", 1)
-    slots = _processors() * max(1, 8 // c.get("num_warps", 4))
-    fill = min(1.0, programs / _processors()) * programs / (math.ceil(programs / slots) * slots) ** 0.5 / programs**0.5
-    padded = tiles_m * c["BLOCK_M"]
-    work = tiles_m + padded / 128  # decoding once per tile of rows, multiplying once per padded row
-    least = 1 + call.M / 128
-    return work / least / max(fill, 1e-3)
-
-
-@cache
-def _processors() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 1
-
-
-@dataclass
-class Budget:
-    """Seconds that may be spent; infinite by default."""
-
-    seconds: float = math.inf
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def spent(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self.started
-
-    @property
-    def left(self) -> bool:
-        """Whether there is any."""
-        return self.spent < self.seconds
-
-
-def measure(
-    shape: Shape, batches: Sequence[int], device: torch.device, budget: Budget, exhaustive: bool = False
-) -> Iterator[Entry]:
-    """Time one shape in every layout and batch size; yields an Entry per (layout, M) as soon as it is known.
-
-    A kernel that fails to compile or launch is passed over. Stops where the budget ends.
-    """
-    for layout in layouts_for(shape, device):
-        if not budget.left:
-            return
-        weights = copies(random_weight(shape, layout, device))
-        for M in batches:
-            if not budget.left:
-                return
-            if entry := best(shape, M, weights, device, exhaustive):
-                yield entry
-        del weights
-
-
-def best(shape: Shape, M: int, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False) -> Entry | None:
-    """The fastest kernel and config for M rows of these copies of one weight; None where none runs."""
-    call = call_for(shape, M, weights[0].layout, device)
-    x = torch.randn(M, shape.K, device=device).to(shape.dtype)
-    coarse = []
-    for spec, config in candidates(call, exhaustive):
-        us = _time(spec, config, x, weights, COARSE_REPLAYS, COARSE_US)
-        if us is not None:
-            coarse.append((us, spec, config))
-    coarse.sort(key=lambda t: t[0])
-    final = []
-    for us, spec, config in coarse[:FINALISTS]:
-        precise = _time(spec, config, x, weights, 12, 1500.0) if device.type == "cuda" else us
-        if precise is not None:
-            final.append((precise, spec, config))
-    if not final:
-        return None
-    final.sort(key=lambda t: t[0])
-    (us, spec, config), s = final[0], shape.scheme
-    others = tuple({"kernel": k.name, "config": c, "us": round(t, 2)} for t, k, c in final[1 : 1 + RUNNERS_UP])
-    dtype = str(shape.dtype).removeprefix("torch.")
-    place = (s.bits, s.group_size, s.zero, dtype, weights[0].layout, shape.N, shape.K, M)
-    return Entry(*place, spec.name, config, round(us, 2), source_hash(spec.name), others)
-
-
-def _time(
-    spec: KernelSpec, config: Config, x: torch.Tensor, weights: list[PackedWeight], replays: int, replay_us: float
-) -> float | None:
-    """Microseconds of one kernel and config, or None where it cannot run."""
-    calls = [lambda w=w: spec.launch(x, w, None, config) for w in weights]
-    try:
-        return graph_time(calls, replays, replay_us) if x.is_cuda else wall_time(calls)
-    except Exception as e:
-        if "illegal memory access" in str(e) or "misaligned" in str(e):
-            raise  # the device is lost: no later time would mean anything
-        failed[f"{spec.name} {config}"] = f"{type(e).__name__}: {e}"
-        return None
 
 
 # ---- tables ----
@@ -354,10 +179,12 @@ def preferred_layout(table: Table, shape: Shape, layouts: Iterable[str]) -> str 
         by_m = table.entries.get((s.bits, s.group_size, s.zero, dtype, layout, shape.N, shape.K))
         if by_m:
             times[layout] = {m: e.us for m, e in by_m.items()}
-    common = set.intersection(*(set(t) for t in times.values())) if len(times) > 1 else set()
+    most = max((len(t) for t in times.values()), default=0)
+    finished = {name: t for name, t in times.items() if len(t) == most}  # the others dropped out of the race, or time did
+    common = set.intersection(*(set(t) for t in finished.values())) if len(times) > 1 else set()
     if not common:
         return None
-    return min(times, key=lambda name: (sum(math.log(times[name][m]) for m in common), name))
+    return min(finished, key=lambda name: (sum(math.log(finished[name][m]) for m in common), name))
 
 
 # ---- files ----
@@ -446,8 +273,8 @@ def use(folder: str | Path, device: torch.device | None = None, notice: Callable
             continue
         fresh = Table(entries)
         stale += fresh.stale
-        for e in fresh:
-            table.add(e)
+        for entry in fresh:
+            table.add(entry)
     if stale:
         say(f"{stale} entries of {path} were measured with other versions of torch, triton or lowq; run lowq tune again")
     _active[str(folder)] = table

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 
 from lowq_cli.checkpoint import Checkpoint
-from lowq_kernels import tuning
+from lowq_kernels import measure, tuning
+from lowq_kernels.measure import Budget
 from lowq_kernels.precompile import Work, compile_all
-from lowq_kernels.tuning import Budget, Entry, Machine, Shape
+from lowq_kernels.tuning import Entry, Machine, Shape
 from lowq_packers.errors import UsageError
 
 
@@ -41,9 +42,9 @@ def compile_candidates(
         return 0
     work = []
     for shape in shapes:
-        for layout in tuning.layouts_for(shape, device):
+        for layout in measure.layouts_for(shape, device):
             for M in batches:
-                for spec, config in tuning.candidates(tuning.call_for(shape, M, layout, device), exhaustive):
+                for spec, config in measure.candidates(measure.call_for(shape, M, layout, device), exhaustive):
                     work.append(Work.of(spec.name, config, shape.scheme, layout, shape.dtype, M, shape.N, shape.K))
     distinct = _same_binary(work)
     return compile_all(distinct, lambda n: done(n, len(distinct)))
@@ -63,7 +64,7 @@ def measure_all(
 ) -> Iterator[tuple[Shape, Entry]]:
     """Entries as they are found, the shapes with most weights first, until the budget ends."""
     for shape in shapes:
-        for entry in tuning.measure(shape, batches, device, budget, exhaustive):
+        for entry in measure.measure(shape, batches, device, budget, exhaustive):
             yield shape, entry
 
 

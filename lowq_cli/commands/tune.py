@@ -29,7 +29,7 @@ def tune(
     from lowq_cli.checkpoint import open_checkpoint
     from lowq_cli.devices import pick_device
     from lowq_cli.importer import runnable
-    from lowq_kernels import tuning
+    from lowq_kernels import measure, tuning
     from lowq_packers.errors import UsageError
 
     batches = tuner.parse_batches(batch)
@@ -40,9 +40,9 @@ def tune(
     shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
     if not shapes:
         raise UsageError(f"{opened.folder} holds no quantized weight; quantize with --bits 4")
-    here, clock = tuning.Machine.here(where), tuning.Budget(budget)
-    total = len(batches) * sum(len(tuning.layouts_for(s, where)) for s in shapes)
-    console.say(f"tuning {len(shapes)} shapes, {total} cells, on {here.gpu}; at most {console.duration(budget)}")
+    here, clock = tuning.Machine.here(where), measure.Budget(budget)
+    per_shape = len(batches)
+    console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")
     entries: list[Entry] = []
     stopped = ""
     try:
@@ -50,11 +50,12 @@ def tune(
             tuner.compile_candidates(
                 shapes, batches, where, exhaustive, lambda n, of: advance(1000 * n // of, f"{n} of {of} kernels")
             )
-        with console.progress("measure", total) as advance:
+        with console.progress("measure", len(shapes) * per_shape) as advance:
             for shape, e in tuner.measure_all(shapes, batches, where, clock, exhaustive):
                 entries.append(e)
-                advance(len(entries), f"{shape.N}x{shape.K} M={e.M}: {e.kernel} {e.us:.1f} us")
-        if len(entries) < total and not clock.left:
+                position = shapes.index(shape) * per_shape + batches.index(e.M) + 1
+                advance(position, f"{shape.N}x{shape.K} M={e.M}: {e.kernel} {e.us:.1f} us")
+        if not clock.left:
             stopped = f"the budget of {console.duration(budget)} ended"
     except KeyboardInterrupt:
         stopped = "interrupted"
@@ -64,10 +65,10 @@ def tune(
     _report(entries, as_json)
     for line in tuner.crossovers(entries):
         console.say(line)
-    for name, why in sorted(tuning.failed.items()):
+    for name, why in sorted(measure.failed.items()):
         console.say(f"passed over: {name}: {why.splitlines()[0][:160]}")
     if stopped:
-        console.say(f"{stopped}; {len(entries)} of {total} cells kept")
+        console.say(f"{stopped}; what was measured until then is kept")
     console.say(f"wrote {len(entries)} entries to {path} in {console.duration(clock.spent)}")
     if as_json:
         result: dict[str, Any] = {"gpu": here.gpu, "entries": len(entries), "seconds": round(clock.spent, 1)}
@@ -80,7 +81,6 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
     for e in sorted(entries, key=lambda e: (-e.N * e.K, e.layout, e.M)):
         second = e.runners_up[0] if e.runners_up else None
         behind = f"{second['kernel']} +{100 * (second['us'] / e.us - 1):.0f}%" if second else ""
-        config = " ".join(f"{k.removeprefix('BLOCK_').removeprefix('num_')}={v}" for k, v in e.config.items())
-        rows.append((f"{e.N}x{e.K}", f"{e.bits}-bit g{e.group}", e.layout, e.M, e.kernel, f"{e.us:.1f}", behind, config))
-    columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next", "config")
+        rows.append((f"{e.N}x{e.K}", f"{e.bits}-bit g{e.group}", e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
+    columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
     console.table("", columns, rows, on_stdout=not as_json)

@@ -6,9 +6,10 @@ import json
 import pytest
 import torch
 
-from lowq_kernels import registry, tuning
+from lowq_kernels import measure, registry, tuning
+from lowq_kernels.measure import Budget
 from lowq_kernels.registry import Call, select
-from lowq_kernels.tuning import Budget, Entry, Machine, Shape, Table, source_hash
+from lowq_kernels.tuning import Entry, Machine, Shape, Table, source_hash
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
 
@@ -109,25 +110,28 @@ def test_a_damaged_file_is_ignored_with_a_notice_and_refused_by_the_reader(tmp_p
 
 def test_the_preferred_layout_is_the_faster_one_over_the_batches_that_all_have():
     shape = Shape(256, 512, Scheme(4, 64), torch.bfloat16)
-    slow_at_one = [entry(1, us=20), entry(64, us=20), entry(512, us=1)]
+    both = ("rowstream", "cpu_int4")
+    slow_at_one = [entry(1, us=20), entry(64, us=20)]
     fast_at_one = [entry(m, "reference", "cpu_int4", us) for m, us in ((1, 5), (64, 30))]
-    assert tuning.preferred_layout(Table([*slow_at_one, *fast_at_one]), shape, ("rowstream", "cpu_int4")) == "cpu_int4"
-    assert tuning.preferred_layout(Table(slow_at_one), shape, ("rowstream", "cpu_int4")) is None
+    assert tuning.preferred_layout(Table([*slow_at_one, *fast_at_one]), shape, both) == "cpu_int4"
+    dropped_out = fast_at_one[:1]
+    assert tuning.preferred_layout(Table([*slow_at_one, *dropped_out]), shape, both) == "rowstream"
+    assert tuning.preferred_layout(Table(slow_at_one), shape, both) is None
 
 
 def test_measuring_a_shape_gives_a_winner_per_layout_and_M_that_dispatch_accepts():
     shape = Shape(32, 64, Scheme(4, 32), torch.bfloat16)
-    found = list(tuning.measure(shape, (1, 4), CPU, Budget(30)))
+    found = list(measure.measure(shape, (1, 4), CPU, Budget(30)))
     assert {(e.layout, e.M) for e in found} >= {("rowstream", 1), ("rowstream", 4), ("cpu_int4", 1)}
     for e in found:
         assert e.us > 0
         assert e.kernel != "reference"
         spec = registry.kernels()[e.kernel]
-        assert spec.why_not(tuning.call_for(shape, e.M, e.layout, CPU)) is None
+        assert spec.why_not(measure.call_for(shape, e.M, e.layout, CPU)) is None
 
 
 def test_no_budget_measures_nothing():
-    assert list(tuning.measure(Shape(32, 64, Scheme(4, 32), torch.bfloat16), (1,), CPU, Budget(0))) == []
+    assert list(measure.measure(Shape(32, 64, Scheme(4, 32), torch.bfloat16), (1,), CPU, Budget(0))) == []
 
 
 def test_the_shipped_tables_read_and_name_kernels_and_configs_that_exist():
