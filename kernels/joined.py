@@ -4,6 +4,8 @@ The layers that were joined are replaced by views into the joined weight, so tha
 owns them still works, saves and loads.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,7 +15,7 @@ from lowq_packers.layouts import PackedWeight, repack
 
 def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
     """One module for the products of `names` side by side; those modules become views into it."""
-    parts = [getattr(parent, name) for name in names]
+    parts: list[Any] = [getattr(parent, name) for name in names]
     if isinstance(parts[0], Part):  # joined before, by an earlier decoder of this model
         return parts[0].whole
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
@@ -64,9 +66,11 @@ class Part(nn.Module):
     It computes the whole and cuts, so it is right but not fast; the decoder does not go through it.
     """
 
+    whole: QuantLinear
+
     def __init__(self, whole: QuantLinear, begin: int, end: int) -> None:
         super().__init__()
-        object.__setattr__(self, "whole", whole)  # no submodule: the first layer's part must not own the others' weight
+        self.__dict__["whole"] = whole  # no submodule: the first layer's part must not own the others' weight
         self.begin, self.end = begin, end
         self.in_features, self.out_features, self.scheme = whole.in_features, end - begin, whole.scheme
 

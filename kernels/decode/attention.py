@@ -13,6 +13,9 @@ Limits  D <= 256, S * D < 2^31 per head; counters start at zero and are left at 
 Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
 """
 
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
 from functools import cache
 
 import torch

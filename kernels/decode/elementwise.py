@@ -6,6 +6,9 @@ Launch  with programmatic dependent launch on Hopper: the next kernel may start 
 Source  own
 """
 
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
 import torch
 import triton
 import triton.language as tl

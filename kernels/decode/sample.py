@@ -7,6 +7,9 @@ Ties    the lowest token id
 Source  own; the Gumbel-max trick
 """
 
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
 import torch
 import triton
 import triton.language as tl

@@ -42,15 +42,13 @@ class Layer:
     post_mlp: torch.Tensor | None
 
 
-class Blocks(nn.Module):
+class Blocks:
     """What `FusedDecoder` reads. `linears` holds the weights under short names, for `--explain`."""
 
     def __init__(self, model: Any) -> None:
-        super().__init__()
         self.config = config = model.config.get_text_config()
         base = model.model
-        object.__setattr__(self, "embed", base.embed_tokens)
-        object.__setattr__(self, "rotary", base.rotary_emb)
+        self.embed, self.rotary = base.embed_tokens, base.rotary_emb
         gemma = config.model_type.startswith("gemma")
         self.layers = [_layer(layer, i, config, gemma) for i, layer in enumerate(base.layers)]
         self.norm = _norm(base.norm, gemma)
@@ -96,7 +94,7 @@ def why_not(model: Any) -> str | None:
 
 
 def _act_name(config: Any) -> str:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", "")
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
 
 
 def _norm(module: nn.Module, gemma: bool) -> Norm:
@@ -133,7 +131,7 @@ def _layer(layer: Any, index: int, config: Any, gemma: bool) -> Layer:
         gate_up=mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else join(mlp, ("gate_proj", "up_proj")),
         down=mlp.down_proj,
         heads=heads,
-        rope=kinds[index] if gemma else "",
+        rope=kinds[index] if gemma and kinds else "",
         before_attention=_norm(layer.input_layernorm, gemma),
         before_mlp=_norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm, gemma),
         post_attention=_norm_weight(post[0], gemma) if gemma else None,

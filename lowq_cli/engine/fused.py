@@ -40,7 +40,8 @@ class FusedDecoder:
         self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
         self.ops = ops(self.device.type)
         self.slots = self.batch = 0
-        self.captured: dict[tuple[Any, ...], Captured] = {}
+        self.captured: dict[Sampling, Captured] = {}
+        self.seen: torch.Tensor | None = None  # (B, V) bool: tokens that the repetition penalty knows of
         self.run: Captured | None = None
         self.held: list[list[int]] = []  # token ids whose keys and values the cache holds, per sequence
 
@@ -105,10 +106,9 @@ class FusedDecoder:
         self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
 
     def _seen(self) -> torch.Tensor:
-        """(B, V) bool: tokens that the repetition penalty knows of."""
+        """`seen`, made on first use."""
         if self.seen is None:
-            V = self.blocks.head.out_features
-            self.seen: torch.Tensor | None = torch.zeros(self.batch, V, dtype=torch.bool, device=self.device)
+            self.seen = torch.zeros(self.batch, self.blocks.head.out_features, dtype=torch.bool, device=self.device)
         return self.seen
 
     def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor, known: int) -> torch.Tensor:
