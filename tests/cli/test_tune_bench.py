@@ -1,0 +1,141 @@
+"""lowq tune and lowq bench on a small checkpoint, as a person runs them."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowq_cli import tuner, tuning_plan
+from lowq_cli.checkpoint import open_checkpoint
+from lowq_cli.main import app
+from lowq_kernels import tuning
+from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.scheme import Scheme
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The demo model, quantized with the fastest method."""
+    out = tmp_path_factory.mktemp("tune") / "demo"
+    done = CliRunner().invoke(app, ["quantize", "demo", "--method", "rtn", "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    return out
+
+
+@pytest.fixture(autouse=True)
+def no_tables_left(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    yield
+    tuning.forget()
+
+
+def lowq(*args):
+    """stdout as an object, stderr as text."""
+    done = CliRunner().invoke(app, [*map(str, args), "--json"], catch_exceptions=True)
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return json.loads(done.stdout), done.stderr
+
+
+def test_shapes_are_those_the_decoder_multiplies(folder):
+    shapes = {(s.N, s.K): s.count for s in tuning_plan.shapes_of(open_checkpoint(folder), torch.bfloat16)}
+    assert shapes == {(512, 256): 6, (256, 256): 6, (1536, 256): 6, (256, 768): 6}
+
+
+def test_tune_writes_winners_into_the_checkpoint_and_says_what_it_did(folder):
+    result, said = lowq("tune", folder, "--batch", "1,16", "--device", "cpu")
+    assert {"gpu", "entries", "seconds"} <= set(result)
+    assert result["complete"]
+    machines = tuning.read_file(folder / tuning.FILE)
+    assert [m["gpu"] for m in machines] == [result["gpu"]]
+    assert len(machines[0]["entries"]) == result["entries"] == 4 * 2 * 2  # shapes, batch sizes, layouts
+    assert "wrote 16 entries" in said
+    assert tuning.use(folder, torch.device("cpu")) == 16
+
+
+def test_an_interruption_keeps_what_was_measured(folder, monkeypatch):
+    (folder / tuning.FILE).unlink(missing_ok=True)
+    real = tuner.measure_all
+
+    def interrupted(*args):
+        found = real(*args)
+        yield next(found)
+        yield next(found)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "measure_all", interrupted)
+    result, said = lowq("tune", folder, "--batch", "1", "--device", "cpu")
+    assert result["entries"] == 2
+    assert not result["complete"]
+    assert "interrupted" in said
+    assert len(tuning.read_file(folder / tuning.FILE)[0]["entries"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--batch", "0"], "--batch"),
+        (["--batch", "one"], "--batch"),
+        (["--batch", ""], "--batch"),
+        (["--budget", "0"], "--budget"),
+        (["--device", "tpu"], "device"),
+    ],
+)
+def test_tune_refuses_nonsense_in_one_line(folder, args, error):
+    with pytest.raises(LowqError, match=error):
+        lowq("tune", folder, *args)
+
+
+def test_the_crossover_between_layouts_is_named():
+    def entry(M, layout, kernel, us):
+        return tuning.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, "")
+
+    found = [entry(1, "cpu_int4", "cpu/int4", 5), entry(1, "rowstream", "dequant", 9)]
+    found += [entry(16, "cpu_int4", "cpu/int4", 50), entry(16, "rowstream", "dequant", 20)]
+    assert tuner.crossovers(found) == ["256x512 4-bit g64: cpu/int4 below M = 16, dequant from there"]
+    assert tuner.crossovers(found[:2]) == []
+
+
+def test_bench_gives_a_row_per_shape_and_batch(tmp_path):
+    picture = tmp_path / "speed.png"
+    shape = ("--shape", "64x128", "--shape", "32x64", "--bits", "4", "--bits", "2", "--group", "32")
+    result, _ = lowq("bench", *shape, "--batch", "1,4", "--device", "cpu", "--plot", picture)
+    keys = {"N", "K", "M", "bits", "group", "kernel", "us", "gbs", "tflops", "roofline_pct", "cublas_us"}
+    assert [(r["N"], r["bits"], r["M"]) for r in result["rows"]] == [
+        (n, b, m) for n in (64, 32) for b in (4, 2) for m in (1, 4)
+    ]
+    assert all(keys <= set(r) and r["us"] > 0 for r in result["rows"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_takes_a_checkpoint_and_any_kernel(folder):
+    result, said = lowq("bench", folder, "--batch", "1", "--device", "cpu", "--kernel", "all")
+    assert {r["kernel"] for r in result["rows"]} >= {"cpu/int4", "dequant", "reference"}
+    assert "shapes" in said
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--shape", "64"], "NxK"),
+        (["--shape", "64x0"], "NxK"),
+        (["--shape", "64x100"], "group"),
+        (["--shape", "64x64", "--group", "many"], "--group"),
+        (["--shape", "64x64", "--bits", "5", "--group", "32"], "bits=5"),
+        (["--shape", "64x64", "--group", "32", "--kernel", "fastest"], "fastest"),
+        (["--shape", "64x64", "--group", "32", "--plot", "no/such/folder/a.png"], "folder"),
+        (["--bits", "4"], "--shape"),
+    ],
+)
+def test_bench_refuses_nonsense_in_one_line(args, error):
+    with pytest.raises(LowqError, match=error):
+        lowq("bench", *args, "--device", "cpu")
+
+
+def test_a_shape_for_a_channel_has_one_group():
+    from lowq_cli.benching import parse_shape, shape_for
+
+    assert shape_for("8x100", 4, "channel", torch.float16).scheme == Scheme(4, 100)
+    with pytest.raises(UsageError, match="NxK"):
+        parse_shape("8xx9")
