@@ -25,17 +25,14 @@ constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 
 // ---------------------------------------------------------------------------------------------------- memory
-__device__ __forceinline__ u32 load4(const void* p) {
-    u32 v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 template <int BYTES>  // 4, 8 or 16 bytes of this lane, kept in L1 for other warps
 __device__ __forceinline__ void copy_async(u32 shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(BYTES));
+}
+__device__ __forceinline__ void copy_async_or_zero(u32 shared, const void* global, int bytes) {  // 16 bytes, or 16 zeros
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));
 }
 __device__ __forceinline__ void copy16_streaming(u32 shared, const void* global) {  // read once: keep it out of L1
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared), "l"(global));
@@ -84,11 +81,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;}" ::"r"(barrier), "r"(parity) : "memory");
 }
-__device__ __forceinline__ void bulk_copy(u32 shared, const void* global, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-                 "l"(global), "r"(bytes), "r"(barrier) : "memory");
-}
-
 __device__ __forceinline__ void load_matrix4(u32 (&b)[4], u32 shared) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(shared) : "memory");

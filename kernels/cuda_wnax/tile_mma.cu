@@ -2,139 +2,131 @@
 //
 // Grid    x: as many blocks as the GPU holds at once (times SPLIT), each with an equal share of the units; a unit is NT
 //         row tiles of 16. y: blocks of `block_rows` rows of x.
-// Block   x lies in shared memory, once, for all its units. The chunks of all its units are one list, cut into WARPS equal
-//         runs: a warp streams through its run, STAGES chunks ahead by cp.async (each lane fetches what it will read), and
-//         stops for nobody. (Loads into registers cannot be that far ahead: a warp has six scoreboards, and waiting for one
-//         load waits for all that share its scoreboard.) A unit that one warp finishes goes straight to y; the ends of runs meet in shared memory at the end.
+// Block   the steps (STEP k of a unit) of all its units are one list, cut into WARPS equal runs: a warp streams through its
+//         run, STAGES steps ahead by cp.async into its own ring, and stops for nobody. (Loads into registers cannot be that
+//         far ahead: a warp has six scoreboards, and waiting for one load waits for all that share its scoreboard.) A unit
+//         that one warp finishes goes straight to y; the ends of runs meet in shared memory at the end.
 // Cluster SPLIT blocks share their units and split K; one sum over distributed shared memory at the very end.
 // Warp    raw codes go into the mma; per flush of FG fragments the fp32 sums are scaled by the group's scale, and sum(x),
 //         which a constant A fragment yields, by scale * zero.
-// x       on sm_90 comes by bulk copies, a row and an eighth of K each; a warp waits only for the eighths it needs. Rows are
-//         16 bytes longer than a multiple of 128, so ldmatrix meets no bank conflict.
-// Limits  K a multiple of the chunk (the launcher pads x otherwise); GROUP a multiple of 16, or 0: one group.
-// Launch  weights do not depend on the kernel before, x does: with programmatic dependent launch the first STAGES chunks
-//         of weights are on their way while that kernel drains. Every sum has a fixed order: equal bits on every run.
+// x       travels with the weights, a step at a time, through L1: a block meets all of x again with every unit. Fetched
+//         whole at the start instead, it delayed the first product by 1 to 3 us. Rows of a step are 16 bytes longer than a
+//         multiple of 128, so ldmatrix meets no bank conflict.
+// Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
+// Launch  weights do not depend on the kernel before, x does: with programmatic dependent launch the first weights are on
+//         their way while that kernel drains. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "tile.cuh"
-
-constexpr int SEGMENTS = 8;
 
 template <int BITS, int T, int GROUP, bool ZEROS, int WARPS, int NT, int STAGES, int MT, int SPLIT, int RESIDENT>
 __global__ void __launch_bounds__(WARPS * 32, RESIDENT)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
-         const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int groups,
-         int units, int block_rows) {
+         const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
+         int groups, int units, int block_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
+    constexpr int STEP = L::CHUNK < 128 ? 128 : L::CHUNK, CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
     // fragments between two flushes: all of one group; x of a flush is held in registers, so at most 8 / MT of them
-    constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : L::FRAGS, L::FRAGS), MT == 1 ? 8 : MT == 2 ? 4 : 2);
-    constexpr int FLUSHES = L::FRAGS / FG;
-    constexpr int METAS = GROUP == 0 || GROUP % L::CHUNK == 0 ? 1 : L::CHUNK / gcd(GROUP, L::CHUNK);  // groups a chunk meets
-    constexpr bool AHEAD = METAS <= 4;  // scales travel with the weights; finer groups fetch them at the flush
-    constexpr int PER = FLUSHES / METAS ? FLUSHES / METAS : 1;  // flushes that share a group
+    constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), MT == 1 ? 8 : MT == 2 ? 4 : 2);
+    constexpr int FLUSHES = FRAGS / FG;
+    constexpr int METAS = GROUP == 0 || GROUP % STEP == 0 ? 1 : STEP / gcd(GROUP, STEP);  // groups a step meets
+    constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;                            // flushes that share a group
+    constexpr int KINDS = ZEROS ? 2 : 1;
+    constexpr int META_AT = CHUNKS * L::WORDS * 4, SLOT = META_AT + METAS * KINDS * 32;  // bytes of a tile's step
+    constexpr int X_ROW = STEP * 2 + 16;
     constexpr int E = NT * MT * 128;  // fp32 sums of a unit: [t][m][register][lane]
     extern __shared__ float4 shared[];
-    __shared__ u64 full[SEGMENTS];
     __shared__ uint4 constant[C::PLACES];  // constant A fragments: rows 0-7 yield -magic * x, rows 8-15 x
     __shared__ u32 mask[C::PLACES];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
-    const int chunks = K / L::CHUNK, share = (chunks + SPLIT - 1) / SPLIT;
-    const int begin = smaller(rank * share, chunks), part = smaller(share, chunks - begin);  // this block's chunks of a row
+    const int steps = (chunks + CHUNKS - 1) / CHUNKS, share = (steps + SPLIT - 1) / SPLIT;
+    const int begin = smaller(rank * share, steps), part = smaller(share, steps - begin);  // this block's steps of a row
     const int more = units % teams, unit0 = units / teams * team + smaller(team, more), my_units = units / teams + (team < more);
     const int all = my_units * part;
     auto run_start = [&](int w) { return (int)((u32)(w * all) / WARPS); };
     const int q0 = run_start(warp), q1 = run_start(warp + 1);
-    const u32 row_bytes = share * L::CHUNK * 2 + 16;
-    constexpr int META_AT = L::WORDS * 4, SLOT = META_AT + (AHEAD ? METAS : 0) * (ZEROS ? 2 : 1) * 128;  // of a tile's chunk
-    float* sums_at = (float*)((char*)shared + block_rows * row_bytes + WARPS * STAGES * NT * SLOT);  // [WARPS][2][E]: the ends of runs
-    float* total_at = sums_at + WARPS * 2 * E;                          // [my_units][E], where SPLIT > 1
     const int first_unit = part ? (u32)q0 / (u32)part : 0;
+    const int slot_bytes = NT * SLOT + block_rows * X_ROW;
+    const u32 ring = shared_address(shared) + warp * STAGES * slot_bytes;
+    float* sums_at = (float*)((char*)shared + WARPS * STAGES * slot_bytes);  // [WARPS][2][E]: the ends of runs
+    float* total_at = sums_at + WARPS * 2 * E;                               // [my_units][E], where SPLIT > 1
 
-    // ------------------------------------------------------------------------------------------------ weights
-    const u32 weights_at = shared_address(shared) + block_rows * row_bytes + warp * STAGES * NT * SLOT;
-    const u32 tile_words = chunks * L::WORDS;
-    int load_c = part ? q0 - first_unit * part : 0;  // the chunk of the row that `load_weights` takes next
-    const u32* w_tile = words + (size_t)(unit0 + first_unit) * NT * tile_words + (begin + load_c) * L::WORDS;
-    const u16* s_tile = scales + (size_t)(unit0 + first_unit) * NT * groups * 16 + 2 * r;
-    const u16* z_tile = ZEROS ? zeros + (s_tile - scales) : s_tile;
-    const u16 *s_now = s_tile, *z_now = z_tile;  // of the unit being computed, for groups too fine to fetch ahead
-    asm volatile("" : "+l"(w_tile), "+l"(s_tile), "+l"(z_tile));  // else they are recomputed at every use
-    auto meta = [&](const u16* tile, int t, int k0) {
-        const int g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
-        return tile + (u32)(t * groups + g) * 16;
-    };
-    auto load_weights = [&](int u) {
+    // ------------------------------------------------------------------------------------------- copies of a step
+    const int tile_words = chunks * L::WORDS;
+    int next_w = part ? q0 - first_unit * part : 0, next_x = next_w;  // steps of the row that the copies take next
+    const u32* w_tile = words + (size_t)(unit0 + first_unit) * NT * tile_words + (begin + next_w) * CHUNKS * L::WORDS;
+    // scales and zeros: 32 bytes for each tile, group and kind, two lanes each
+    const int entry = lane >> 1;
+    const u16* meta_tile = (ZEROS && entry % KINDS ? zeros : scales) + (size_t)(unit0 + first_unit) * NT * groups * 16 + lane % 2 * 8;
+    constexpr int GRANULES = STEP / 8, ROWS_AT_ONCE = 32 / GRANULES;  // of x: 16 bytes each; rows that a warp copies at once
+    const int x_k = lane % GRANULES * 8, x_row = lane / GRANULES;
+    const u16* x_lane = x + (size_t)(m0 + x_row) * K + x_k;
+    asm volatile("" : "+l"(w_tile), "+l"(meta_tile), "+l"(x_lane));  // else they are recomputed at every use
+    auto copy_weights = [&](int u) {
+        const u32 slot = ring + u * slot_bytes;
+        const int c = (begin + next_w) * CHUNKS;
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            const u32 slot = weights_at + (u * NT + t) * SLOT;
-            copy_chunk<BITS>(slot, w_tile + t * tile_words, lane);
-            if constexpr (AHEAD) {
 #pragma unroll
-                for (int i = 0; i < METAS; i++) {
-                    const int k0 = (begin + load_c) * L::CHUNK + i * (L::CHUNK / METAS);
-                    copy_async<4>(slot + META_AT + i * 128 + 4 * lane, meta(s_tile, t, k0));
-                    if (ZEROS) copy_async<4>(slot + META_AT + (METAS + i) * 128 + 4 * lane, meta(z_tile, t, k0));
+            for (int i = 0; i < CHUNKS; i++)
+                if (i == 0 || c + i < chunks) copy_chunk<BITS>(slot + t * SLOT + i * L::WORDS * 4, w_tile + t * tile_words + i * L::WORDS, lane);
+#pragma unroll
+            for (int i = 0; i < METAS * KINDS; i += 16)
+                if (entry + i < METAS * KINDS) {
+                    const int k0 = c * L::CHUNK + (entry + i) / KINDS * (STEP / METAS);
+                    const int g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
+                    copy_async<16>(slot + t * SLOT + META_AT + (entry + i) * 32 + lane % 2 * 16, meta_tile + (t * groups + g) * 16);
                 }
-            }
         }
-        w_tile += L::WORDS;
-        if (++load_c == part) {
-            load_c = 0;
-            w_tile += NT * tile_words - part * L::WORDS;
-            s_tile += NT * groups * 16, z_tile += NT * groups * 16;
+        w_tile += CHUNKS * L::WORDS;
+        if (++next_w == part) {
+            next_w = 0;
+            w_tile += (NT * chunks - part * CHUNKS) * L::WORDS;
+            meta_tile += NT * groups * 16;
         }
     };
+    auto copy_x = [&](int u) {
+        const u32 to = ring + u * slot_bytes + NT * SLOT + x_row * X_ROW + x_k * 2;
+        const int k = (begin + next_x) * STEP;
+        const int bytes = k + x_k < K ? 16 : 0;  // past K: zeros
+        const u16* from = bytes ? x_lane + k : x;
 #pragma unroll
-    for (int u = 0; u < STAGES; u++) {
-        if (q0 + u < q1) load_weights(u);
-        copy_commit();
-    }
+        for (int i = 0; i < MT * 8 / ROWS_AT_ONCE; i++) {
+            if (i * ROWS_AT_ONCE >= rows) break;
+            if (x_row + i * ROWS_AT_ONCE < rows) copy_async_or_zero(to + i * ROWS_AT_ONCE * X_ROW, bytes ? from + (size_t)(i * ROWS_AT_ONCE) * K : x, bytes);
+        }
+        if (++next_x == part) next_x = 0;
+    };
 
-    // ------------------------------------------------------------------------------------------------------ x
-    int segment_shift = 0;
-    while ((share - 1) >> segment_shift >= SEGMENTS) segment_shift++;
     if (threadIdx.x == 0) {
         C::Masks::store(mask);
 #pragma unroll
         for (int i = 0; i < C::PLACES; i++) constant[i] = make_uint4(C::minus_magic(i), Half<T>::ONE, C::minus_magic(i), Half<T>::ONE);
-#if __CUDA_ARCH__ >= 900
-        for (int i = 0; i < SEGMENTS; i++) barrier_init(shared_address(full + i), 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
     }
-    __syncthreads();
+    constexpr int EARLY = (STAGES + 1) / 2;  // copies complete in order: what is asked for before x delays the first x
+#pragma unroll
+    for (int u = 0; u < EARLY; u++)
+        if (q0 + u < q1) copy_weights(u);
     previous_grid_wait();
-    const u32 ring = shared_address(shared);
-    const u16* x_block = x + (size_t)m0 * K + (size_t)begin * L::CHUNK;
-#if __CUDA_ARCH__ >= 900
-    if (warp < SEGMENTS) {
-        for (int i = warp; i < SEGMENTS; i += WARPS) {  // each segment is one warp's to fetch
-            const int first = i << segment_shift, count = smaller(1 << segment_shift, part - first);
-            if (count <= 0) break;
-            const u32 bytes = count * L::CHUNK * 2, barrier = shared_address(full + i);
-            if (lane == 0) barrier_expect(barrier, rows * bytes);
-            __syncwarp();
-            if (lane < rows) bulk_copy(ring + lane * row_bytes + first * L::CHUNK * 2, x_block + (size_t)lane * K + first * L::CHUNK, bytes, barrier);
-        }
+#pragma unroll
+    for (int u = 0; u < STAGES; u++) {
+        if (u >= EARLY && q0 + u < q1) copy_weights(u);
+        if (q0 + u < q1) copy_x(u);
+        copy_commit();
     }
-#else
-    for (int row = warp; row < rows; row += WARPS)
-        for (int g = lane; g < part * (L::CHUNK / 8); g += 32) copy_async<16>(ring + row * row_bytes + g * 16, x_block + (size_t)row * K + g * 8);
-    copy_commit();
-    copy_wait<0>();
     __syncthreads();
-#endif
     next_grid_launch();
+
+    // ------------------------------------------------------------------------------------------------- one step
     u32 x_at[MT];  // ldmatrix: this lane's row (rows past the last repeat it: those columns are never stored)
 #pragma unroll
     for (int m = 0; m < MT; m++) {
-        x_at[m] = ring + smaller(m * 8 + (lane & 7), rows - 1) * row_bytes + (lane >> 3) * 16;
+        x_at[m] = ring + NT * SLOT + smaller(m * 8 + (lane & 7), rows - 1) * X_ROW + (lane >> 3) * 16;
         asm volatile("" : "+r"(x_at[m]));
     }
-
     typename C::Masks masks;
     masks.load(mask);
     auto load_constant = [&](u32 (&a)[4], int place) {
@@ -146,13 +138,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
     for (int i = 0; i < (KEEP ? C::PLACES : 0); i++) load_constant(kept[i], i);
 
-    // ------------------------------------------------------------------------------------------------ one chunk
     float acc[NT][MT][4] = {};
-    auto compute = [&](int u, int c) {
-        const u32 x_offset = c * L::CHUNK * 2, slots = weights_at + u * NT * SLOT;
-        u32 w[NT][L::REGS];
+    auto compute = [&](int u) {
+        const u32 slot = ring + u * slot_bytes;
+        u32 w[NT][CHUNKS][L::REGS];
 #pragma unroll
-        for (int t = 0; t < NT; t++) read_chunk<BITS>(slots + t * SLOT, lane, w[t]);
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i++) read_chunk<BITS>(slot + t * SLOT + i * L::WORDS * 4, lane, w[t][i]);
 #pragma unroll
         for (int i = 0; i < FLUSHES; i++) {
             if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top: 255 registers and spills
@@ -160,7 +153,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             float sums[MT][4];  // 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)
 #pragma unroll
             for (int f = 0; f < FG; f++) {
-                const int at = i * FG + f, place = C::p(at) / C::FIELD;
+                const int at = i * FG + f, place = C::p(at % L::FRAGS) / C::FIELD;
                 u32 a[4];
                 if constexpr (!KEEP) load_constant(a, place);
                 else a[0] = kept[place][0], a[1] = kept[place][1], a[2] = kept[place][2], a[3] = kept[place][3];
@@ -168,7 +161,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 for (int m = 0; m < MT; m++) {
                     if (FG == 1 || f % 2 == 0) {
                         u32 four[4];
-                        load_matrix4(four, x_at[m] + x_offset + (at >> 1) * 64);
+                        load_matrix4(four, x_at[m] + u * slot_bytes + (at >> 1) * 64);
                         b[f][m][0] = four[FG == 1 ? at % 2 * 2 : 0], b[f][m][1] = four[FG == 1 ? at % 2 * 2 + 1 : 1];
                         if (FG > 1) b[f + (FG > 1)][m][0] = four[2], b[f + (FG > 1)][m][1] = four[3];
                     }
@@ -181,20 +174,20 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 float sum[MT][4];
 #pragma unroll
                 for (int f = 0; f < FG; f++) {
+                    const int at = i * FG + f;
                     u32 a[4];
-                    C::fragment(w[t], i * FG + f, masks, a);
+                    C::fragment(w[t][at / L::FRAGS], at % L::FRAGS, masks, a);
 #pragma unroll
                     for (int m = 0; m < MT; m++) {
                         if (f == 0) mma<T>(sum[m], a, b[f][m][0], b[f][m][1], sums[m][0], sums[m][1], sums[m][0], sums[m][1]);
                         else mma<T>(sum[m], a, b[f][m][0], b[f][m][1], sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
                     }
                 }
-                const int k0 = (begin + c) * L::CHUNK + i * FG * 16;
-                const u32 at_meta = slots + t * SLOT + META_AT + (i / PER) * 128 + 4 * lane;
-                const float2 scale = to_floats<T>(AHEAD ? read4(at_meta) : load4(meta(s_now, t, k0)));
-                float2 at_zero = make_float2(mid<BITS>(), mid<BITS>());
-                if (ZEROS) at_zero = to_floats<T>(AHEAD ? read4(at_meta + METAS * 128) : load4(meta(z_now, t, k0)));
-                const float minus_x = -at_zero.x * scale.x, minus_y = -at_zero.y * scale.y;
+                const u32 meta = slot + t * SLOT + META_AT + (i / PER) * KINDS * 32 + 4 * r;
+                const float2 scale = to_floats<T>(read4(meta));
+                float2 zero = make_float2(mid<BITS>(), mid<BITS>());
+                if (ZEROS) zero = to_floats<T>(read4(meta + 32));
+                const float minus_x = -zero.x * scale.x, minus_y = -zero.y * scale.y;
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
 #pragma unroll
@@ -228,22 +221,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         if (SPLIT == 1 && whole)
 #pragma unroll 1
             for (int e = lane; e < E; e += 32) store(j, e, to[e]);
-        if (!AHEAD) s_now += NT * groups * 16, z_now += NT * groups * 16;
     };
 
     int j = first_unit, c = part ? q0 - first_unit * part : 0;
-    u32 ready = 0;  // segments of x that have arrived
     for (int q = q0; q < q1; q += STAGES) {
 #pragma unroll
         for (int u = 0; u < STAGES; u++) {
             if (q + u < q1) {
-#if __CUDA_ARCH__ >= 900
-                const int segment = c >> segment_shift;
-                if (!(ready >> segment & 1)) barrier_wait(shared_address(full + segment), 0), ready |= 1u << segment;
-#endif
                 copy_wait<STAGES - 1>();
-                compute(u, c);
-                if (q + u + STAGES < q1) load_weights(u);
+                __syncwarp();
+                compute(u);
+                __syncwarp();  // everyone has read this slot
+                if (q + u + STAGES < q1) copy_weights(u), copy_x(u);
                 copy_commit();
                 if (++c == part || q + u + 1 == q1) finish(j), j++, c = 0;
             }

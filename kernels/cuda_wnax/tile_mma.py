@@ -28,42 +28,46 @@ from lowq_packers.scheme import Scheme
 CONFIGS: tuple[Config, ...] = tuple(
     {"WARPS": w, "NT": nt, "STAGES": s, "SPLIT": k, "BLOCKS": b}
     for w, nt, s, k, b in (
-        (16, 1, 4, 1, 1),
-        (16, 1, 4, 1, 2),
-        (16, 1, 6, 1, 1),
-        (16, 2, 4, 1, 1),
+        (8, 2, 3, 1, 1),
         (8, 2, 4, 1, 1),
-        (8, 2, 4, 1, 2),
-        (8, 2, 8, 1, 1),
-        (8, 4, 4, 1, 1),
-        (16, 1, 4, 2, 1),
-        (16, 1, 4, 2, 2),
-        (16, 2, 4, 2, 1),
-        (8, 2, 4, 2, 2),
-        (16, 1, 4, 4, 1),
-        (16, 1, 4, 4, 2),
-        (16, 2, 4, 4, 1),
-        (8, 2, 4, 4, 2),
-        (16, 1, 4, 8, 1),
-        (8, 2, 4, 8, 2),
+        (8, 2, 2, 1, 2),
+        (8, 2, 3, 1, 2),
+        (16, 1, 2, 1, 1),
+        (16, 1, 3, 1, 1),
+        (16, 1, 2, 1, 2),
+        (16, 2, 2, 1, 1),
+        (16, 2, 3, 1, 1),
+        (8, 4, 2, 1, 1),
+        (8, 4, 3, 1, 1),
+        (8, 1, 3, 1, 2),
+        (8, 2, 2, 1, 1),
+        (8, 1, 3, 1, 1),
+        (8, 1, 2, 1, 1),
+        (4, 2, 2, 1, 1),
+        (4, 1, 2, 1, 1),
+        (8, 2, 3, 2, 1),
+        (8, 2, 2, 2, 2),
+        (8, 2, 3, 4, 1),
+        (8, 2, 3, 8, 1),
     )
 )
-PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6)
+STEP = 128  # k of a step of the device code, or a chunk where that is longer
+PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 7)
 # registers an instance needs without spills, by bits: NT * MT = 1, 2, more
-REGISTERS = {8: (64, 128, 168), 4: (64, 128, 168), 3: (84, 128, 255), 2: (64, 128, 168), 1: (84, 128, 255)}
+REGISTERS = {8: (64, 128, 168), 4: (64, 128, 168), 3: (84, 168, 255), 2: (64, 128, 168), 1: (104, 168, 255)}
 
 
 def resident(bits: int, config: Config, MT: int) -> int:
     """Blocks that share an SM (the device code's RESIDENT), by the registers an instance needs; 0: not even one."""
-    column = 2 if MT > 1 and bits in (3, 1) else min(config["NT"] * MT, 3) - 1
+    column = 2 if MT > 1 and bits != 2 else min(config["NT"] * MT, 3) - 1
     return 65536 // (32 * config["WARPS"] * REGISTERS[bits][column])
 
 
 def slot_bytes(scheme: Scheme, K: int) -> int:
-    """Shared memory of a tile's chunk in flight: its words, and 128 bytes of scales (and zeros) for each group it meets."""
-    step, group = CHUNK[scheme.bits], scheme.group_size
+    """Shared memory of a tile's step in flight: its words, and 32 bytes of scales (and zeros) for each group it meets."""
+    step, group = max(STEP, CHUNK[scheme.bits]), scheme.group_size
     metas = 1 if group % step == 0 or group == K else step // math.gcd(group, step)
-    return 4 * WORDS[scheme.bits] + (metas if metas <= 4 else 0) * (1 if scheme.zero == "none" else 2) * 128
+    return step // CHUNK[scheme.bits] * WORDS[scheme.bits] * 4 + metas * (1 if scheme.zero == "none" else 2) * 32
 
 
 @dataclass(frozen=True)
@@ -77,23 +81,23 @@ class Plan:
 
 
 def plan(call: Call, config: Config) -> Plan | None:
-    """Blocks of at most 32 rows (16 at 1 bit: registers) share M evenly; fewer rows where x of a block would not fit."""
+    """Blocks of at most 32 rows (16 at 1 bit: registers) share M evenly; more blocks where the rings would not fit."""
     bits, split = call.scheme.bits, config["SPLIT"]
     units = padded_rows(call.N) // (16 * config["NT"])
     teams = min(units, max(1, multiprocessors() * config["BLOCKS"] // split))
-    row_bytes = math.ceil(chunks(call.K, bits) / split) * CHUNK[bits] * 2 + 16
     budget = (shared_memory_limit(call.capability) - 1024) // config["BLOCKS"] - 1536
-    ring = config["WARPS"] * config["STAGES"] * config["NT"] * slot_bytes(call.scheme, call.K)
-    rows = math.ceil(call.M / math.ceil(call.M / (16 if bits == 1 else 32)))
-    while rows > 0:
+    for blocks in range(math.ceil(call.M / (16 if bits == 1 else 32)), call.M + 1):
+        rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
+        slot = config["NT"] * slot_bytes(call.scheme, call.K) + rows * (2 * max(STEP, CHUNK[bits]) + 16)
         unit_bytes = config["NT"] * MT * 512
-        smem = rows * row_bytes + ring + 2 * config["WARPS"] * unit_bytes
+        smem = config["WARPS"] * (config["STAGES"] * slot + 2 * unit_bytes)
         if split > 1:
             smem += math.ceil(units / teams) * unit_bytes
         if smem <= budget:
             return Plan(MT, rows, (teams * split, math.ceil(call.M / rows)), smem)
-        rows = min(rows - 1, max(1, (budget - ring - 2 * config["WARPS"] * unit_bytes) // row_bytes))
+        if rows == 1:
+            return None
     return None
 
 
@@ -117,8 +121,29 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
+# (WARPS, NT, STAGES, BLOCKS) in order of preference, by rows of x and size of the layer; the first legal one is taken.
+# From the sweep of the design before this one (benchmarks/NOTES.md): 16 warps, two row tiles each on large layers, one on
+# small ones; from two tiles of x rows up, registers leave 8 warps.
+PREFERRED = {
+    ("few", "small"): ((16, 1, 3, 1), (16, 1, 2, 1), (8, 2, 4, 1), (8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
+    ("few", "large"): ((16, 2, 3, 1), (16, 2, 2, 1), (8, 4, 3, 1), (8, 4, 2, 1), (8, 2, 3, 1), (8, 2, 2, 1), (4, 2, 2, 1)),
+    ("more", "small"): ((8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 3, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
+    ("more", "large"): ((8, 2, 4, 1), (8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 3, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
+}
+LARGE = 24 << 20  # weights; 4096 x 4096 is small, 4096 x 14336 large
+
+
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    return legal[0]
+    """The first of PREFERRED that is legal; else the legal config with the fewest blocks of x, hence passes over W."""
+    cuts = {tuple(c.values()): plan(call, c) for c in legal}
+    fewest = min(cut.grid[1] for cut in cuts.values() if cut)
+    kind = ("few" if call.M <= 8 else "more", "large" if call.N * call.K > LARGE else "small")
+    for warps, nt, stages, blocks in PREFERRED[kind]:
+        wanted: Config = {"WARPS": warps, "NT": nt, "STAGES": stages, "SPLIT": 1, "BLOCKS": blocks}
+        cut = cuts.get(tuple(wanted.values()))
+        if cut is not None and cut.grid[1] == fewest:
+            return wanted
+    return next(c for c in legal if (cut := cuts[tuple(c.values())]) and cut.grid[1] == fewest)
 
 
 @cache
@@ -143,7 +168,7 @@ def _kernel(instance: str, device: int, warps: int, split: int) -> Kernel:
     layouts=("tile",),
     devices=("cuda",),
     min_capability=(8, 0),
-    preferred_m=(1, 16),
+    preferred_m=(1, 128),
     rank=20,
     configs=CONFIGS,
     config_refuse=_config_refuse,
@@ -155,7 +180,7 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
-    x = rows_of_x(x, CHUNK[p.scheme.bits])
+    x = rows_of_x(x, 8)
     scales, zeros, bias = companions(p, bias, x.dtype)
     key = tuple(config.values())
     kernel, cut = _prepared(Call.of(x, p), TYPES[x.dtype], group_argument(p), zeros is not None, key, x.device.index)
@@ -171,6 +196,7 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
         M,
         p.N,
         x.shape[1],
+        chunks(p.K, p.scheme.bits),
         scales.shape[1],
         p.words.shape[0] // config["NT"],
         cut.rows,

@@ -30,7 +30,7 @@ CONFIGS: tuple[Config, ...] = tuple(
     for k in splits
 )
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 3
-BAND = 8  # tiles of n that run side by side
+BAND = 4096  # rows of W whose tiles run side by side: with 4 x tiles of 256 rows they fill 132 SMs, and x and W cost L2 alike
 MAX_STAGES = 8
 SHARED = 226 << 10  # what a block may ask for besides its 1 KB of barriers and masks
 
@@ -64,7 +64,7 @@ def plan(bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
 def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
     """The template instance of tile_wgmma.cu."""
     stages = plan(bits, group, zeros, config)[0]
-    tail = f"{config['MH']}, {config['NB']}, {stages}, {config['SPLIT']}, {BAND}"
+    tail = f"{config['MH']}, {config['NB']}, {stages}, {config['SPLIT']}, {BAND // (128 * config['MH'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tail}>"
 
 
@@ -87,11 +87,21 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
+def estimate(call: Call, config: Config, sms: int) -> float:
+    """Microseconds of a call by a model fitted to an H100 (it picks the measured best in all cells of
+    benchmarks/results/h100/cuda_tile.json at 4 bits that it was fitted to): rounds of tiles, each as long as the slower of
+    tensor cores and dequantisation, plus what a tile and a split cost besides."""
+    MH, NB, split = config["MH"], config["NB"], config["SPLIT"]
+    # clusters live within a group of at most 18 SMs: of 132 SMs, clusters of four find room on some 112
+    capacity = sms // split * split if split <= 2 else sms // 18 * (18 // split * split)
+    rounds = math.ceil(_tiles(call, config) * split / max(capacity, split))
+    cycles = max(3.9 * MH * NB, 300 + 355 * MH)  # of 64 k: wgmma, or reading and dequantising
+    tile = math.ceil(call.K / 64 / split) * cycles / 1700 + 1.3 + 2.8 * MH * NB / 256
+    return rounds * tile + (1.9 + 3 * MH * NB / 128 if split > 1 else 0)
+
+
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    NB = 32 if call.M <= 32 else 64 if call.M <= 64 else 128
-    same = [c for c in legal if c["NB"] == NB and c["MH"] == 2] or legal
-    fitting = [c for c in same if _tiles(call, c) * c["SPLIT"] <= multiprocessors()]
-    return max(fitting, key=lambda c: c["SPLIT"]) if fitting else min(same, key=lambda c: c["SPLIT"])
+    return min(legal, key=lambda c: estimate(call, c, multiprocessors()))
 
 
 @cache
@@ -109,7 +119,7 @@ def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...
     devices=("cuda",),
     min_capability=(9, 0),
     preferred_m=(17, 1 << 62),
-    rank=25,
+    rank=18,  # before tile_mma from M = 17
     configs=CONFIGS,
     refuse=_refuse,
     config_refuse=_config_refuse,

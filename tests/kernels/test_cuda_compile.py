@@ -1,0 +1,154 @@
+"""CUDA instances compiled here, without a GPU, for every architecture: no spills, no local memory; and the cubin cache.
+
+A sample of the shipped instances, chosen so that every kernel, width, dtype and config is met for some architecture; the
+cache makes a second run take seconds.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+
+nvrtc = pytest.importorskip("lowq_kernels.cuda_wnax.nvrtc", reason="NVRTC is not installed")
+
+from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, tile_dequant, tile_mma, tile_wgmma  # noqa: E402
+from lowq_packers.scheme import BITS  # noqa: E402
+
+ARCHS = ("sm_80", "sm_89", "sm_90a")
+
+
+def clean(file, expression, arch):
+    used = nvrtc.compiled(file, expression, arch).resources
+    assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, f"{expression} {arch}: {used}"
+    return used
+
+
+def mma_instances(bits):
+    """Every config with an MT it takes, over architectures, dtypes, groups and zeros in turn."""
+    for i, config in enumerate(tile_mma.CONFIGS):
+        legal = [
+            MT for MT in (1, 2, 3, 4) if config["NT"] * MT <= 4 and tile_mma.resident(bits, config, MT) >= config["BLOCKS"]
+        ]
+        if not legal:
+            continue
+        group, zeros, T = (128, 0, 32)[i % 3], i % 2 == 0, i // 2 % 2
+        arch = "sm_90a" if config["SPLIT"] > 1 else ARCHS[(i + bits) % 3]
+        yield tile_mma.expression(bits, T, group, zeros, config, legal[i % len(legal)]), arch
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_tile_mma(bits):
+    for expression, arch in list(mma_instances(bits))[bits % 2 :: 2]:
+        clean("tile_mma.cu", expression, arch)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_tile_wgmma(bits):
+    """The largest tiles, a split, an irregular group; registers are what the entry allows: 65536 / 384 threads."""
+    for i, (config, group) in enumerate(((0, 128), (7, 48), (13, 0))):
+        c = tile_wgmma.CONFIGS[(config + bits) % len(tile_wgmma.CONFIGS)]
+        if tile_wgmma.plan(bits, group, True, c)[0] >= 2:
+            used = clean("tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, True, c), "sm_90a")
+            assert used["registers"] <= 168
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_others(bits):
+    arch = ARCHS[bits % 3]
+    clean("tile_dequant.cu", tile_dequant.expression(bits, bits % 2, 128, True), arch)
+    for SUM in (gemv_warp32.FP32X4, gemv_warp32.HALF2, gemv_warp32.INT32 if bits == 3 else gemv_warp32.DP4A):
+        clean("gemv_warp32.cu", gemv_warp32.expression(bits, 0, (128, 48)[SUM % 2], True, SUM, 8), arch)
+    if bits != 3:
+        clean("gemv_rows.cu", gemv_rows.expression(bits, 1, 128, True, gemv_rows.CONFIGS[bits % 6]), arch)
+
+
+def test_dense_rows():
+    clean("gemv_rows.cu", gemv_rows.expression(gemv_rows.DENSE, 0, 0, False, gemv_rows.CONFIGS[2]), "sm_80")
+
+
+def test_a_spill_would_show():
+    """The log is really read: an array indexed at run time lies in local memory, and the parser says so."""
+    body = "int a[64]; for (int i = 0; i < n; i++) a[p[i] & 63] = i; p[0] = a[p[1] & 63];"
+    source = f'extern "C" __global__ void f(int* p, int n) {{ {body} }}'
+    nvrtc.sources()["_probe.cu"] = source
+    try:
+        assert nvrtc._compile("_probe.cu", "f", "sm_80").resources["stack"] >= 256
+    finally:
+        del nvrtc.sources()["_probe.cu"]
+
+
+@pytest.fixture
+def fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    nvrtc.compiled.cache_clear()
+    yield tmp_path / "lowq" / "cubin"
+    nvrtc.compiled.cache_clear()
+
+
+PROBE = ("tile_dequant.cu", "tile_dequant<4, 0, 0, false>", "sm_80")
+
+
+def test_cache_is_read_back_and_damage_is_noticed(fresh_cache, monkeypatch):
+    first = nvrtc.compiled(*PROBE)
+    (file,) = fresh_cache.iterdir()
+    nvrtc.compiled.cache_clear()
+    monkeypatch.setattr(nvrtc, "_compile", lambda *a: pytest.fail("compiled again"))
+    assert nvrtc.compiled(*PROBE) == first
+    file.write_bytes(file.read_bytes()[:-7])
+    nvrtc.compiled.cache_clear()
+    monkeypatch.undo()
+    assert nvrtc._read(file) is None
+
+
+def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path, monkeypatch):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    nvrtc.compiled.cache_clear()
+    assert nvrtc.compiled(*PROBE).image
+    nvrtc.compiled.cache_clear()
+
+
+def test_two_processes_may_start_at_once(tmp_path):
+    code = f"from lowq_kernels.cuda_wnax import nvrtc; print(len(nvrtc.compiled{PROBE!r}.image))"
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    sizes = {p.communicate()[0].strip() for p in both}
+    assert len(sizes) == 1
+    assert sizes != {""}
+    assert len(list((tmp_path / "lowq" / "cubin").iterdir())) == 1
+
+
+def test_a_source_that_does_not_compile_says_so():
+    with pytest.raises(nvrtc.CompileError, match="tile_dequant<4>"):
+        nvrtc._compile("tile_dequant.cu", "tile_dequant<4>", "sm_80")
+
+
+def test_without_a_driver_the_launcher_says_what_is_missing(monkeypatch):
+    from lowq_kernels.cuda_wnax import driver
+    from lowq_packers.errors import UnsupportedError
+
+    driver._driver.cache_clear()
+
+    def absent(*args):
+        raise OSError("cannot open shared object")
+
+    monkeypatch.setattr(driver.ctypes, "PyDLL", absent)
+    with pytest.raises(UnsupportedError, match="no CUDA driver"):
+        driver._driver()
+
+
+def test_every_call_on_the_tile_layout_finds_a_kernel():
+    """Whatever the width, dtype, group, zero and M: a CUDA GPU from 8.0 up never falls back to `reference`."""
+    import torch
+
+    from lowq_kernels.registry import Call, select
+    from lowq_packers.scheme import Scheme
+
+    calls = itertools.product(((8, 0), (8, 9), (9, 0), (12, 0)), BITS, (16, 48, 3840), (1, 16, 33, 5000))
+    for i, (capability, bits, group, M) in enumerate(calls):
+        scheme = Scheme(bits, group, ("float", "none")[i % 2])
+        call = Call(M, 1000, 3840, scheme, "tile", (torch.float16, torch.bfloat16)[i // 2 % 2], "cuda", capability)
+        assert select(call)[0].name.startswith("cuda/tile_"), call
