@@ -10,6 +10,7 @@ Early   with dependent launch, the position and the slots before it are read bef
         written in an earlier step, and every step begins with a kernel that waits for all before it (torch's embedding
         look-up is not launched dependently)
 Limits  D <= 256, S * D < 2^31 per head; counters start at zero and are left at zero
+Dtypes  fp16, bf16, fp32 (not by way of tf32)
 Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
 """
 
@@ -146,13 +147,13 @@ def _attend_kernel(
         old = (ahead < old_end)[:, None] & mask_d[None, :]
         k = tl.load(k_ptr + tile, mask=old, other=0.0)
         v = tl.load(v_ptr + tile, mask=old, other=0.0)
-        score = tl.dot(q, tl.trans(k_now)) * scale
+        score = tl.dot(q, tl.trans(k_now), input_precision="ieee") * scale
         score = tl.where((offs_n < end)[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(dtype), v_now, acc * fade[:, None])
+        acc = tl.dot(p.to(dtype), v_now, acc * fade[:, None], input_precision="ieee")
         top = higher
 
     out = y_ptr + (b.to(tl.int64) * HKV + h) * G * D

@@ -67,19 +67,19 @@ ATTENTION = {
 }
 
 
-def attention_case(name):
+def attention_case(name, dtype=DTYPE):
     HQ, HKV, D, R, window, norm, places = ATTENTION[name]
     B, S = len(places), 100
-    q_norm, k_norm = (randn(D), randn(D)) if norm else (None, None)
+    q_norm, k_norm = (randn(D, dtype=dtype), randn(D, dtype=dtype)) if norm else (None, None)
     h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, q_norm, k_norm)
     angles = torch.rand(S, R // 2).repeat(1, 2) * 6
-    caches = [randn(B, HKV, S, D) for _ in range(2)]
+    caches = [randn(B, HKV, S, D, dtype=dtype) for _ in range(2)]
     pos = torch.tensor(places, dtype=torch.int32, device=DEVICE)
     for b, p in enumerate(places):  # what no text has reached yet must not be read
         for cache in caches:
             cache[b, :, p:] = float("nan")
-    tables = (angles.cos().to(DEVICE, DTYPE), angles.sin().to(DEVICE, DTYPE))
-    return randn(B, (HQ + 2 * HKV) * D), caches, pos, tables, h
+    tables = (angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype))
+    return randn(B, (HQ + 2 * HKV) * D, dtype=dtype), caches, pos, tables, h
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -97,6 +97,19 @@ def test_attend(name, monkeypatch):
             assert error(cache[b, :, p], truth[b, :, p]) < TOLERANCE
             assert torch.equal(cache[b, :, :p], before[b, :, :p])
             assert cache[b, :, p + 1 :].isnan().all()
+
+
+INTERPRETED_BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bf16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param(torch.bfloat16, 1.2e-2, marks=INTERPRETED_BF16), (torch.float32, 1e-5)]
+)
+def test_attend_in_other_dtypes(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(attention, "splits_for", lambda heads: 2)
+    qkv, caches, pos, tables, h = attention_case("qwen3", dtype)
+    y = attention.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < tolerance
 
 
 @pytest.mark.parametrize("splits", [1, 32])
