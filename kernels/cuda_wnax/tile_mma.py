@@ -122,13 +122,12 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 # (WARPS, NT, STAGES, BLOCKS) in order of preference, by rows of x and size of the layer; the first legal one is taken.
-# From the sweep of the design before this one (benchmarks/NOTES.md): 16 warps, two row tiles each on large layers, one on
-# small ones; from two tiles of x rows up, registers leave 8 warps.
+# From benchmarks/results/h100/tune_llama3_8b.json (4 bits): within 3% of the best config in all its cells of M <= 16.
 PREFERRED = {
-    ("few", "small"): ((16, 1, 3, 1), (16, 1, 2, 1), (8, 2, 4, 1), (8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
-    ("few", "large"): ((16, 2, 3, 1), (16, 2, 2, 1), (8, 4, 3, 1), (8, 4, 2, 1), (8, 2, 3, 1), (8, 2, 2, 1), (4, 2, 2, 1)),
+    ("few", "small"): ((8, 2, 3, 2), (8, 2, 3, 1), (16, 2, 2, 1), (8, 2, 2, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
+    ("few", "large"): ((16, 2, 3, 1), (16, 2, 2, 1), (8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
     ("more", "small"): ((8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 3, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
-    ("more", "large"): ((8, 2, 4, 1), (8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 3, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
+    ("more", "large"): ((8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 3, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
 }
 LARGE = 24 << 20  # weights; 4096 x 4096 is small, 4096 x 14336 large
 
@@ -138,7 +137,13 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     cuts = {tuple(c.values()): plan(call, c) for c in legal}
     fewest = min(cut.grid[1] for cut in cuts.values() if cut)
     kind = ("few" if call.M <= 8 else "more", "large" if call.N * call.K > LARGE else "small")
-    for warps, nt, stages, blocks in PREFERRED[kind]:
+    if kind == ("few", "large") and call.scheme.bits <= 2:  # instructions, not memory: more rows a fragment of x
+        order: tuple[tuple[int, int, int, int], ...] = ((8, 4, 3, 1), (8, 4, 2, 1), *PREFERRED[kind])
+    else:
+        order = PREFERRED[kind]
+    for warps, nt, stages, blocks in order:
+        if blocks == 2 and padded_rows(call.N) // (16 * nt) <= multiprocessors():
+            continue  # one block an SM has them all
         wanted: Config = {"WARPS": warps, "NT": nt, "STAGES": stages, "SPLIT": 1, "BLOCKS": blocks}
         cut = cuts.get(tuple(wanted.values()))
         if cut is not None and cut.grid[1] == fewest:
