@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import nn
 
 from lowq_cli import quantizers
@@ -26,7 +27,8 @@ from lowq_cli.plan import Item, Plan
 from lowq_cli.quantizers.gptq import SLAB, Moments
 from lowq_cli.safetensors_io import TORCH_NAMES
 from lowq_cli.source import Source
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_cli.writer import writing
+from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
 
 WINDOW = 512
@@ -143,7 +145,8 @@ class Calibration:
         for old in self.folder.parent.glob(STAGED + "*"):
             if old != self.folder:
                 shutil.rmtree(old)
-        self.folder.mkdir(exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
         original, others = blocks.start(self.ids, BATCH)
         behind = [x.clone() for x in original]
         for number in range(len(blocks)):
@@ -156,9 +159,8 @@ class Calibration:
             with torch.no_grad(), blocks.layer(number) as layer:
                 walk = _Layer(layer, others[number], {n: layer.get_submodule(m) for n, m in mine.items()})
                 if done:
-                    saved = load_file(path)
                     for name in mine:
-                        walk.set(name, _load(saved, self.items[name]).dequantize().to(self.device))
+                        walk.set(name, _load(path, self.items[name]).dequantize().to(self.device))
                 else:
                     error = self._quantize(walk, original, behind, path)
                 if number + 1 < len(blocks):
@@ -182,15 +184,16 @@ class Calibration:
                 walk.set(name, restored)
                 results |= _save(q, name, dtype)
         partial = path.with_suffix(".partial")
-        save_file(results, partial)
-        partial.replace(path)
+        with writing(path):
+            partial.write_bytes(save(results))
+            partial.replace(path)
         return sum(errors) / max(len(errors), 1)
 
     def quantizer(self, item: Item) -> Callable[..., QuantizedTensor]:
         """The quantizer of one item: rows of what `run` made, in order; a data-free method for what it did not see."""
         if item.name not in self.layer_of:
             return quantizers.get(str(item.method))
-        q = _load(load_file(self.layer_of[item.name]), item)
+        q = _load(self.layer_of[item.name], item)
         at = 0
 
         def next_rows(W: torch.Tensor, *_: object) -> QuantizedTensor:
@@ -311,9 +314,14 @@ def _save(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.
     return {k: t.cpu().contiguous() for k, t in found.items()}
 
 
-def _load(saved: Mapping[str, torch.Tensor], item: Item) -> QuantizedTensor:
-    assert item.scheme is not None
-    zeros = saved.get(f"{item.name}.zeros")
+def _load(path: Path, item: Item) -> QuantizedTensor:
+    """One item out of a finished layer. Raises DamagedError if the file is no longer what was written."""
     scheme = item.scheme
-    codes, scales = saved[f"{item.name}.codes"], saved[f"{item.name}.scales"].float()
-    return QuantizedTensor(codes, scales, None if zeros is None else zeros.float(), scheme.bits, scheme.group_size, scheme.zero)
+    assert scheme is not None
+    try:
+        with safe_open(path, framework="pt") as saved:
+            codes, scales = saved.get_tensor(f"{item.name}.codes"), saved.get_tensor(f"{item.name}.scales").float()
+            zeros = None if scheme.zero == "none" else saved.get_tensor(f"{item.name}.zeros").float()
+    except (SafetensorError, OSError) as e:
+        raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None
+    return QuantizedTensor(codes, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)

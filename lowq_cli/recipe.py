@@ -123,8 +123,8 @@ class Recipe:
                 raise UsageError(f"{name}={value!r} does not exist; use one of {', '.join(known)}")
         if type(self.calib_tokens) is not int or self.calib_tokens < 4096:
             raise UsageError(f"calib_tokens={self.calib_tokens!r} must be a whole number of at least 4096")
-        if self.calib is not None and self.method != "auto" and not quantizers.needs_text(self.method):
-            raise UsageError(f"--calib is for methods that read a text; {self.method} does not, leave it out or use gptq")
+        if self.calib is not None and (self.method == "auto" or not quantizers.needs_text(self.method)):
+            raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
         if self.lm_head != "keep":
             check_bits(self.lm_head, "lm_head")
         if not all(isinstance(s, str) and s for s in self.skip):
@@ -135,7 +135,7 @@ class Recipe:
         return DEFAULT_GROUP[bits] if self.group is None else self.group
 
     def method_for(self, bits: int, group_size: int | None = None, kind: str = "") -> str:
-        """The quantizer at a width and group size. Calibrated methods take linears of decoder layers only; other kinds get the default."""
+        """The quantizer of a matrix. Calibrated methods take linears of decoder layers only; other kinds get the default."""
         if self.method != "auto" and not (kind in NOT_CALIBRATED and quantizers.needs_text(self.method)):
             return self.method
         return quantizers.default_method(bits, group_size, self.zero)

@@ -11,7 +11,7 @@ from lowq_cli.quantizers import gptq, lsq
 from lowq_cli.quantizers.gptq import Moments
 from lowq_cli.recipe import make_recipe
 from lowq_cli.source import open_source
-from lowq_packers.errors import NotFoundError, SchemeError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, NotFoundError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 
 WALKED = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2"]
@@ -150,6 +150,20 @@ def test_a_rerun_continues_behind_the_finished_layers(family_checkpoints, text, 
         assert files(out) == files(tmp_path / "whole")
 
 
+def test_a_damaged_finished_layer_is_named(family_checkpoints, text, tmp_path):
+    dense, recipe = family_checkpoints("llama").dense, make_recipe(bits=3, group=16, method="gptq", calib=text)
+    events = pipeline.run(dense, recipe, tmp_path / "out")
+    while not isinstance(next(events), calibrate.LayerDone):
+        pass
+    events.close()
+    (layer,) = (tmp_path / "out").glob("lowq-calibrated-*/*.safetensors")
+    layer.write_bytes(layer.read_bytes()[:100])
+    with pytest.raises(DamagedError, match="layer-00000"):
+        list(pipeline.run(dense, recipe, tmp_path / "out"))
+    layer.unlink()
+    assert isinstance(list(pipeline.run(dense, recipe, tmp_path / "out"))[-1], pipeline.Finished)
+
+
 def test_another_text_is_another_run(family_checkpoints, text, tmp_path):
     dense = family_checkpoints("llama").dense
     other = tmp_path / "other.jsonl"
@@ -200,6 +214,7 @@ def test_text_errors(tmp_path):
         calibrate.choose_windows(lambda text, **_: {"input_ids": list(range(40))}, "x", 4096)
     with pytest.raises(UsageError, match="at least 4096"):
         make_recipe(method="gptq", calib_tokens=5)
-    with pytest.raises(UsageError, match="rtn does not"):
-        make_recipe(method="rtn", calib="x.txt")
+    for method in ("rtn", "auto"):
+        with pytest.raises(UsageError, match=f"{method} does not"):
+            make_recipe(method=method, calib="x.txt")
     assert len(calibrate.read_text(None)) > 200_000
