@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.registry import Call, Config, register
-from lowq_kernels.triton_wnax.decode import decoded
+from lowq_kernels.triton_wnax.decode import codes_per_step, decoded
 from lowq_kernels.triton_wnax.product import block_k, constants, native_ptx
 from lowq_packers.layouts import PackedWeight
 
@@ -70,7 +70,7 @@ def dequantize_columns(p: PackedWeight, n0: int, n1: int, out: torch.Tensor, con
     """Columns n0 .. n1 of W^T as (K, n1 - n0), written to the front of `out`, in its dtype."""
     out = out[: p.K * (n1 - n0)].view(p.K, n1 - n0)
     facts = constants(p.scheme, out.dtype, p.K, config["ROWS"], ALWAYS_SCALE_CODES, native_ptx(p.words))
-    E = 32 if p.scheme.bits == 3 else 32 // p.scheme.bits
+    E = codes_per_step(p.scheme.bits)
     grid = (triton.cdiv(p.K, config["ROWS"] * E) * triton.cdiv(n1 - n0, config["BLOCK_N"]),)
     zeros = p.scales if p.zeros is None else p.zeros
     settings = {k: v for k, v in config.items() if k != "SLAB_MIB"}
@@ -92,7 +92,7 @@ CONFIGS: tuple[Config, ...] = tuple(
     "triton/dequant_matmul",
     layouts=("strided",),
     devices=("cuda",),
-    preferred_m=(513, 1 << 62),
+    preferred_m=(192, 1 << 62),
     rank=55,
     configs=CONFIGS,
     config_refuse=_refuse,

@@ -12,7 +12,7 @@ SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}  # the most a
 SHARED_KIB_ELSEWHERE = 99  # sm_86, sm_89, sm_12x
 NATURAL_STEPS = (32, 128)  # codes of k a step in natural order: below, the loop costs more than the work; above, memory
 POSITION_ROWS = 16  # the depth of one tensor-core product
-MOST_CODES = 16 * 16  # decoded fp16 codes a thread can hold at once without spilling, with its sums
+MOST_CODES = 512  # decoded codes a thread and step; 2 warps of 512 were twice as fast as 4 of 256 at 1 and 3 bits
 
 
 def shared_bytes(call: Call, config: Config) -> int:
@@ -56,14 +56,24 @@ def processors() -> int:
     )
 
 
+def imbalance(call: Call, config: Config, wanted: int = 3) -> float:
+    """How far a config's programs are from `wanted` a multiprocessor, fewer weighing more; least 1/4."""
+    tiles = triton.cdiv(call.M, config.get("BLOCK_M", 1)) * triton.cdiv(call.N, config["BLOCK_N"])
+    fill = tiles * max(config.get("SPLIT_K", 1), 1) / (wanted * processors())
+    return 1 / fill if fill < 1 else fill / 4
+
+
 def closest_config(call: Call, legal: list[Config]) -> Config:
-    """The config whose tile fits M best and whose programs fill the GPU about twice, for a call nobody measured."""
+    """A config for a call that nobody measured: tiles that fit M, programs that fill the GPU, and what the H100 taught.
 
-    def distance(c: Config) -> tuple[float, float]:
-        rows = triton.cdiv(call.M, c["BLOCK_M"]) * c["BLOCK_M"]  # rows multiplied, and with them decoding repeated
-        again = triton.cdiv(call.M, c["BLOCK_M"])
-        programs = again * triton.cdiv(call.N, c["BLOCK_N"]) * c.get("SPLIT_K", 1)
-        fill = programs / (2 * processors())
-        return (rows / call.M / 4 + again + (1 / fill if fill < 1 else fill / 8), 0.0)
+    There, 8-row tiles lost to 16-row ones, and 32 codes a word (1 and 3 bits) were decoded fastest by few warps.
+    """
+    wide = codes_per_step(call.scheme.bits) == 32
 
-    return min(legal, key=distance)
+    def cost(c: Config) -> float:
+        tiles_m = triton.cdiv(call.M, c["BLOCK_M"])
+        padding = tiles_m * c["BLOCK_M"] / max(call.M, 16)
+        lesson = 0.5 * (c["BLOCK_M"] == 8) + 0.7 * (wide and not c["NATURAL"] and c["num_warps"] > 2)
+        return 2 * tiles_m + padding / 2 + imbalance(call, c) + lesson
+
+    return min(legal, key=cost)

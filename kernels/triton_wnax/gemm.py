@@ -113,4 +113,4 @@ GEMM_CONFIGS = _configs(
 )  # fmt: skip
 _FACTS = {"layouts": ("strided",), "devices": ("cuda",), "config_refuse": _refuse, "default_config": closest_config}
 register("triton/gemm_splitk", preferred_m=(1, 64), rank=40, configs=SPLITK_CONFIGS, **_FACTS)(_launch)
-register("triton/gemm", preferred_m=(65, 512), rank=50, configs=GEMM_CONFIGS, **_FACTS)(_launch)
+register("triton/gemm", preferred_m=(65, 191), rank=50, configs=GEMM_CONFIGS, **_FACTS)(_launch)

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from lowq_kernels.counters import counters
 from lowq_kernels.registry import Config, register
+from lowq_kernels.triton_wnax.decode import codes_per_step
 from lowq_kernels.triton_wnax.fit import closest_config, tile_refusal
 from lowq_kernels.triton_wnax.overlap import overlap_previous
 from lowq_kernels.triton_wnax.partial import arrived_last, get_partial, put_partial
@@ -85,7 +86,7 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
     facts = constants(p.scheme, x.dtype, p.K, config["ROWS"], BLOCK_M, native_ptx(x))
     tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(p.N, BLOCK_N)
-    E = 32 if p.scheme.bits == 3 else 32 // p.scheme.bits
+    E = codes_per_step(p.scheme.bits)
     programs = min(_processors(x.device) * config["PROGRAMS"], tiles * triton.cdiv(p.K, config["ROWS"] * E))
     partials = torch.empty(2 * programs * BLOCK_M * BLOCK_N, dtype=torch.float32, device=x.device)
     settings = {k: v for k, v in config.items() if k != "PROGRAMS"}
@@ -103,7 +104,8 @@ register(
     "triton/gemm_streamk",
     layouts=("strided",),
     devices=("cuda",),
-    rank=52,
+    preferred_m=(0, 0),  # by the rule never: tuning finds the shapes where its balance wins
+    rank=70,
     configs=_configs(
         (16, 64, 16, 4, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 4, 3), (16, 128, 16, 2, 0, 0, 4, 3), (8, 64, 16, 4, 1, 0, 4, 3),
         (16, 64, 4, 4, 0, 1, 4, 3), (64, 64, 8, 2, 0, 1, 4, 3), (64, 64, 4, 2, 0, 1, 4, 3), (64, 128, 16, 1, 1, 0, 8, 3),

@@ -19,14 +19,16 @@ import triton.language as tl
 
 from lowq_kernels.counters import counters
 from lowq_kernels.registry import Call, Config, register
-from lowq_kernels.triton_wnax.decode import decode_ptx, decoded
+from lowq_kernels.triton_wnax.decode import codes_per_step, decode_ptx, decoded
+from lowq_kernels.triton_wnax.fit import imbalance
 from lowq_kernels.triton_wnax.overlap import overlap_previous
 from lowq_kernels.triton_wnax.partial import arrived_last
 from lowq_kernels.triton_wnax.product import block_k, launch_facts, native_ptx, operands
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
 
-MOST_CODES = 512  # decoded codes a thread may hold: 1024 spilled, and took 10 to 80 s to compile
+MOST_CODES = 1024  # decoded codes a thread may hold between two loads of scales: 2048 spilled, and took 80 s to compile
+PROGRAMS = 6  # a multiprocessor, where nothing was measured: what the winners on an H100 came to
 M_MAX = 4  # GemLite's range: above it the dot kernels, which read W once for all rows, are faster
 
 
@@ -132,7 +134,7 @@ def _gemv_kernel(
 
 @cache
 def _constants(scheme: Scheme, dtype: torch.dtype, K: int, rows: int, share: int, ptx: bool) -> dict[str, object]:
-    E = 32 if scheme.bits == 3 else 32 // scheme.bits
+    E = codes_per_step(scheme.bits)
     uniform = scheme.group_size == K or scheme.group_size % (rows * E * share) == 0
     asm, constraints = decode_ptx(scheme.bits, dtype, "raw", False) if ptx else ("", "")
     return {
@@ -152,8 +154,7 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     M = x.shape[0]
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
     facts = _constants(p.scheme, x.dtype, p.K, config["ROWS"], config["SHARE"], native_ptx(x))
-    E = 32 if p.scheme.bits == 3 else 32 // p.scheme.bits
-    splits = config["SPLIT_K"] or triton.cdiv(p.K, config["ROWS"] * E * config["SHARE"])
+    splits = config["SPLIT_K"] or triton.cdiv(p.K, config["ROWS"] * codes_per_step(p.scheme.bits) * config["SHARE"])
     tiles = triton.cdiv(p.N, config["BLOCK_N"])
     if splits == 1:
         partials = slots = y  # neither is touched
@@ -168,7 +169,7 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
 
 
 def _refuse(call: Call, config: Config) -> str | None:
-    codes = config["BLOCK_N"] * block_k(call, config)
+    codes = config["BLOCK_N"] * block_k(call, config) * config["SHARE"]
     if codes > MOST_CODES * 32 * config["num_warps"]:
         return f"{codes // (32 * config['num_warps'])} codes a thread and step; registers hold {MOST_CODES}"
     steps = triton.cdiv(call.K, block_k(call, config) * config["SHARE"])
@@ -200,7 +201,8 @@ register("triton/gemv", rank=60, configs=_configs(_NAMES, *_ONE_STEP, SHARE=1, S
 register("triton/gemv_revsplitk", rank=61, configs=_configs(_NAMES, *_ONE_STEP, SHARE=2, SPLIT_K=0), **_FACTS)(_launch)
 register(
     "triton/gemv_splitk",
-    rank=62,
+    default_config=lambda call, legal: min(legal, key=lambda c: imbalance(call, c, PROGRAMS)),
+    rank=38,  # before gemm_splitk where both are preferred, at M = 1: it won there at 4, 3, 2 and 1 bits
     configs=_configs(("BLOCK_N", "ROWS", "SPLIT_K", "num_warps", "num_stages"), *_LOOPED, SHARE=1),
     **_FACTS,
 )(_launch)
