@@ -1,0 +1,75 @@
+"""Dispatch: every kernel is well formed, refusals say why, and forcing one by name works or fails aloud."""
+
+import itertools
+
+import pytest
+import torch
+
+from lowq_kernels import registry
+from lowq_kernels.registry import Call, kernels, refusals, select
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.layouts import LAYOUTS
+from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
+
+CPU = Call(1, 64, 128, Scheme(4, 32), "rowstream", torch.bfloat16, "cpu")
+H100 = Call(1, 4096, 4096, Scheme(4, 128), "strided", torch.float16, "cuda", (9, 0))
+
+
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_a_kernel_is_well_formed(name):
+    spec = kernels()[name]
+    assert spec.name == name
+    assert set(spec.layouts) <= set(LAYOUTS)
+    assert set(spec.bits) <= set(BITS)
+    assert set(spec.zeros) <= set(ZERO_KINDS)
+    assert spec.devices
+    assert spec.m_range[0] <= spec.m_range[1]
+    described = [tuple(sorted(c.items())) for c in spec.configs]
+    assert len(set(described)) == len(described), "a config is listed twice"
+    assert spec.launch.__doc__, "a launcher says what it returns"
+
+
+@pytest.mark.parametrize(("bits", "group", "zero"), list(itertools.product(BITS, (16, 48, 128, 3072), ZERO_KINDS)))
+@pytest.mark.parametrize("M", [1, 3, 16, 100, 5000])
+def test_every_legal_strided_weight_has_a_fused_kernel_on_a_gpu(bits, group, zero, M):
+    pytest.importorskip("triton")
+    for dtype, cap in itertools.product((torch.float16, torch.bfloat16), ((8, 0), (8, 9), (9, 0))):
+        spec, config = select(Call(M, 1001, 3072, Scheme(bits, group, zero), "strided", dtype, "cuda", cap))
+        assert spec.name.startswith("triton/")
+        assert config in spec.configs
+
+
+def test_refusals_name_the_value_and_what_would_do():
+    why = refusals(CPU)
+    assert why["cpu/int4"] == "reads layout cpu_int4, the weight is rowstream"
+    pytest.importorskip("triton")
+    assert why["triton/gemm"] == "runs on cuda, not on cpu"
+    many_rows = Call(64, 4096, 4096, Scheme(4, 128), "strided", torch.float16, "cuda", (9, 0))
+    assert refusals(many_rows)["triton/gemv"] == "takes M 1 .. 4, not 64"
+
+
+def test_a_kernel_can_be_forced_and_a_wrong_name_lists_the_right_ones(monkeypatch):
+    assert select(CPU, "reference")[0].name == "reference"
+    monkeypatch.setenv("LOWQ_KERNEL", "reference")
+    assert select(CPU)[0].name == "reference"
+    with pytest.raises(UnsupportedError, match=r"no kernel is called 'fast'.*reference"):
+        select(CPU, "fast")
+    with pytest.raises(UnsupportedError, match="asked for by name but reads layout"):
+        select(CPU, "cpu/int4")
+
+
+def test_no_kernel_gives_every_reason():
+    nobody = Call(1, 64, 128, Scheme(4, 32), "rowstream", torch.float64, "cpu")
+    with pytest.raises(UnsupportedError, match=r"reference: takes .*not torch.float64"):
+        select(nobody)
+
+
+def test_tables_are_asked_before_the_rule_and_an_illegal_answer_is_passed_over(monkeypatch):
+    pytest.importorskip("triton")
+    answers = iter([("triton/gemm", {"BLOCK_M": 3}), ("reference", {})])
+    monkeypatch.setattr(registry, "TABLES", [lambda call: next(answers), lambda call: next(answers)])
+    registry.forget_choices()
+    try:
+        assert select(H100)[0].name == "reference"
+    finally:
+        registry.forget_choices()
