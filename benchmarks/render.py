@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder import each other by name
+import summary
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MARK = re.compile(r"(<!-- lowq:(\w+) -->\n).*?(<!-- /lowq:\2 -->)", re.DOTALL)
@@ -77,6 +80,11 @@ def kernels() -> str:
         m = "any" if top >= 1 << 60 else f"{spec.m_range[0]} .. {top}"
         rows.append((f"`{spec.name}`", "/".join(spec.devices), "/".join(spec.layouts), widths, dtypes, m, first))
     return markdown(("kernel", "device", "layout", ">bits", "activations", "M", "what it is"), rows)
+
+
+def measured() -> str:
+    """The README's tables."""
+    return summary.measured(markdown)
 
 
 def accuracy() -> str:
@@ -140,7 +148,7 @@ def _cells(rows: Iterable[dict[str, Any]], model: str, text: str) -> dict[tuple[
     return cells
 
 
-PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels, accuracy, calibrated)}
+PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels, measured, accuracy, calibrated)}
 
 
 def rendered(text: str) -> str:

@@ -1,0 +1,94 @@
+"""The README's part `measured`: one short table per question a newcomer asks, out of benchmarks/results/."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
+DECODERS = {  # variants of benchmarks/e2e_decode.py, as a reader would name them
+    "transformers": "transformers `generate`, 16-bit",
+    "transformers-static": "transformers, static cache, one CUDA graph, 16-bit",
+    "16": "lowq, 16-bit",
+    "8": "lowq, 8-bit g128",
+    "4": "lowq, 4-bit g128",
+    "4g64": "lowq, 4-bit g64",
+    "4h8": "lowq, 4-bit g128, 8-bit head",
+    "3": "lowq, 3-bit g128",
+    "2": "lowq, 2-bit g128",
+    "2h4": "lowq, 2-bit g128, 4-bit head",
+}
+
+
+def read(name: str) -> Any:
+    """A result file."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def measured(table: Table) -> str:
+    """All of them; `table` makes Markdown of columns and rows."""
+    return "\n".join((_accuracy(table), _decode(table, "h100/decode_8b.json", 1), _products(table), _cpu(table)))
+
+
+def _accuracy(table: Table) -> str:
+    """Perplexity at group 64 of the base model, WikiText-2."""
+    free, calibrated = read("accuracy/data_free.json"), read("accuracy/calibrated.json")
+    text = "wikitext2_test"
+    dense = next(r["ppl"][text] for r in free["rows"] if r["model"] == "base" and "bits" not in r)
+    cells = {
+        (r["bits"], r["method"], r["stored"]): r["ppl"][text]
+        for r in [*free["rows"], *calibrated["rows"]]
+        if r["model"] == "base" and r.get("group") == 64
+    }
+    methods = (("hqq package", "float32"), ("rtn", "float32"), ("lsq", "bfloat16"), ("gptq", "bfloat16"))
+    rows = []
+    for bits in sorted({b for b, _, _ in cells}, reverse=True):
+        values = [cells.get((bits, *m)) for m in methods]
+        rows.append((f"{bits}-bit g64", *("" if v is None else f"{v:,.1f}" for v in values)))
+    columns = ("", ">hqq package", ">rounding", ">lowq without data (lsq)", ">lowq calibrated (gptq)")
+    head = f"**Perplexity** on WikiText-2 of a 21.9M-parameter Llama ({dense:.1f} in 16 bits; small models quantize badly):\n"
+    return f"{head}\n{table(columns, rows)}"
+
+
+def _decode(table: Table, name: str, batch: int) -> str:
+    """Tokens per second of a whole model."""
+    report = read(name)
+    found = {r["variant"]: r for r in report["rows"] if r["batch"] == batch}
+    rows = [
+        (label, f"{found[v]['tokens_per_s']:.0f}", f"{found[v]['ms_per_step']:.2f}", f"{found[v]['roofline_pct']:.0f}%")
+        for v, label in DECODERS.items()
+        if v in found
+    ]
+    head = f"**Decoding** an 8B Llama-3.1-shaped model on one {report['device']}, batch {batch}, prompt {report['prompt']}:\n"
+    return f"{head}\n{table(('', '>tokens/s', '>ms per token', '>of the read roofline'), rows)}"
+
+
+def _products(table: Table) -> str:
+    """One layer at 4 bits beside cuBLAS in the same run, and the best of the peers in theirs."""
+    report = read("h100/bench.json")
+    peers: dict[tuple[int, int, int], tuple[float, str]] = {}
+    for line in (RESULTS / "h100" / "peers.jsonl").read_text().splitlines():
+        r = json.loads(line)
+        if r.get("bits") == 4 and "N" in r:
+            key = (r["N"], r["K"], r["M"])
+            peers[key] = min(peers.get(key, (1e9, "")), (r["us"], r["peer"].removesuffix("_bf16")))
+    rows = []
+    for r in sorted(report["rows"], key=lambda r: (r["N"], r["K"], r["M"])):
+        if r["bits"] == 4:
+            peer = peers.get((r["N"], r["K"], r["M"]))
+            best = "" if peer is None else f"{peer[0]:.1f} {peer[1]}"
+            rows.append((f"{r['N']}x{r['K']}", r["M"], f"`{r['kernel']}`", f"{r['us']:.1f}", f"{r['cublas_us']:.1f}", best))
+    head = (
+        f"**One linear layer**, 4 bits, group 128, float zeros, microseconds on {report['gpu']}; cuBLAS (fp16 weights) in the "
+        "same run, the peers (without zeros) in an earlier one on the same kind of GPU:\n"
+    )
+    return f"{head}\n{table(('N x K', '>M', 'kernel', '>lowq', '>cuBLAS fp16', '>best peer'), rows)}"
+
+
+def _cpu(table: Table) -> str:
+    """Decoding on two CPU cores."""
+    report = read("cpu/decode_1b.json")
+    rows = [(DECODERS.get(r["variant"], r["variant"]), f"{r['tokens_per_s']:.1f}") for r in report["rows"]]
+    head = f"**Without a GPU**: a 1B Llama-3.2-shaped model on {report['threads']} CPU cores, batch 1:\n"
+    return f"{head}\n{table(('', '>tokens/s'), rows)}"
