@@ -3,17 +3,15 @@
 import json
 import os
 import platform
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowq_cli.state import cache_dir
+from lowq_kernels import timing
 
 FILE = "bandwidth.json"
-CPU_BYTES, CUDA_BYTES = 256 << 20, 1 << 30  # beyond every cache
-REPEATS = 5
 
 
 def measured(device: torch.device) -> float:
@@ -27,20 +25,8 @@ def measured(device: torch.device) -> float:
 
 
 def measure(device: torch.device) -> float:
-    """Best of a few reads (a sum) and copies (read + written) of a large buffer, in bytes per second."""
-    n = CPU_BYTES if device.type == "cpu" else CUDA_BYTES
-    source = torch.ones(n // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
-    best = 0.0
-    for moved, work in ((n, source.sum), (2 * n, lambda: target.copy_(source))):
-        work()
-        for _ in range(REPEATS):
-            _wait(device)
-            start = time.perf_counter()
-            work()
-            _wait(device)
-            best = max(best, moved / (time.perf_counter() - start))
-    return best
+    """Bytes per second, by the measurement that `lowq bench` uses too."""
+    return timing.roofline(device).read_gbs * 1e9
 
 
 def last_level_cache(device: torch.device) -> int | None:
@@ -51,11 +37,6 @@ def last_level_cache(device: torch.device) -> int | None:
         return next((n for level in ("3", "2") if (n := os.sysconf(f"SC_LEVEL{level}_CACHE_SIZE")) > 0), None)
     except (ValueError, OSError, AttributeError):
         return None
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _name(device: torch.device) -> str:

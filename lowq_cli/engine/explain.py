@@ -113,6 +113,9 @@ def roofline(model: Any, decoder: Any, decode_tps: float, batch: int) -> tuple[f
         return None, "the size of this processor's last cache is not known"
     if n < 2 * cache:
         return None, f"a step reads {n / 1e6:.1f} MB, which stays in the {cache / 1e6:.0f} MB cache: memory is not the limit"
-    speed = bandwidth.measured(device)
+    try:
+        speed = bandwidth.measured(device)
+    except torch.OutOfMemoryError:
+        return None, "too little free memory to measure how fast it is"
     percent = 100 * n * decode_tps / batch / speed
     return round(percent, 1), f"a step reads {n / 1e9:.2f} GB of weights, memory gives {speed / 1e9:.0f} GB/s here"

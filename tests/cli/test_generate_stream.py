@@ -205,9 +205,17 @@ def test_roofline_is_bytes_over_measured_bandwidth(story, monkeypatch):
     assert percent == pytest.approx(100 * explain.bytes_per_token(story[0], None, 2) * 10 / 1e9, abs=0.1)
 
 
+def test_roofline_without_room_to_measure_is_none(story, monkeypatch):
+    def full(device):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr("lowq_cli.engine.bandwidth.last_level_cache", lambda device: 1)
+    monkeypatch.setattr("lowq_cli.engine.bandwidth.measured", full)
+    assert explain.roofline(story[0], None, 20.0, 2) == (None, "too little free memory to measure how fast it is")
+
+
 def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("lowq_cli.engine.bandwidth.CPU_BYTES", 1 << 20)
     first = measured(torch.device("cpu"))
     monkeypatch.setattr("lowq_cli.engine.bandwidth.measure", lambda device: 0.0)
     assert measured(torch.device("cpu")) == first > 0
