@@ -21,6 +21,8 @@ def main() -> None:
         for method, style in STYLES.items():
             rows = [r for r in report["rows"] if r["model"] == model and r["method"] == method and r["stored"] == "float32"]
             points = sorted((r["bpw"], r["ppl"]["wikitext2_test"]) for r in rows if r["bits"] > 1)
+            if not points:
+                continue
             axis.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1, label=method)
         axis.axhline(floor, color="grey", linewidth=0.8, label="unquantized")
         axis.set(title=f"{model}, WikiText-2 test", xlabel="bits per weight (16-bit scales and zeros)", yscale="log")

@@ -30,8 +30,9 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, 
         W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
         scheme: zero="float" or "int" (the float zero rounded, codes chosen again). "none" has no zero to move.
         dtype: storage dtype of scales and zeros; they are rounded to it before codes are chosen. None keeps fp32.
-        exact: the hqq package's codes, bit for bit (0.2.8, axis 1, its CPU solver), in place of lowq's own stopping
-            rule. Holds about five fp32 copies of W; scales and zeros stay fp32 and unrounded, as there.
+        exact: the hqq package's codes, bit for bit (0.2.8, axis 1, its CPU solver): it stops once for the
+            whole matrix and keeps the last zeros instead of the best. Holds about five fp32 copies of W; scales and
+            zeros stay fp32 and unrounded, as there.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units. A group is never worse than its first
         iterate in L1. CPU and GPU differ by the rounding of a group's mean (1e-6 relative on zeros).
@@ -47,8 +48,9 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, 
 
 
 def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-    """Each group walks until its L1 error no longer falls, and keeps the zero where that was least."""
+    """All groups walk `iters` steps; each keeps the zero at which its L1 error was least."""
     s = Settings()
+    untouched = s.beta ** (-1 / (2 - s.p))  # errors up to this shrink to 0: nearly always all of them
     scales, zeros = minmax(groups, scheme)
     scales = store_scales(scales, dtype)
     if scheme.bits == ROUND_START:
@@ -59,13 +61,13 @@ def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> S
         codes = encode(groups, scales, zeros, scheme.levels)
         error = groups - (codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
         loss = error.abs().mean(-1)
-        better = loss < best  # once false it stays false: zeros no longer move there
-        if not better.any():
-            break
+        better = loss < best
         best, best_zeros = torch.where(better, loss, best), torch.where(better, zeros, best_zeros)
-        target = groups - _shrink(error, s.beta, s.p)
+        target = groups if error.abs().max() <= untouched else groups - _shrink(error, s.beta, s.p)
         moved = store_zeros((codes - target / scales.unsqueeze(-1)).mean(-1), scheme, dtype)
-        zeros = torch.where(better, moved, zeros)
+        if torch.equal(moved, zeros):
+            break
+        zeros = moved
     return encode(groups, scales, best_zeros, scheme.levels), scales, best_zeros
 
 
