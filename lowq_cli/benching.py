@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def _row(
         if name is not None and kernels()[name].why_not(call):
             continue
         spec, config = select(call, name)
-        us = timed([lambda w=w, s=spec, c=config: s.launch(x, w, None, c) for w in held], device)
+        us = timed([partial(spec.launch, x, w, None, config) for w in held], device)
         if best is None or us < best[0]:
             best = us, spec.name, layout
     if best is None:
@@ -115,7 +116,7 @@ def _dense_times(shape: Shape, batches: Sequence[int], device: torch.device) -> 
     times = {}
     for M in batches:
         x = torch.randn(M, shape.K, device=device).to(shape.dtype)
-        times[M] = timed([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense], device)
+        times[M] = timed([partial(torch.nn.functional.linear, x, w) for w in dense], device)
     return times
 
 
