@@ -689,6 +689,26 @@ def test_humming_takes_our_config_and_expects_our_tensors(zero, group):
         }
 
 
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("zero", ["int", "none"])
+def test_gptqmodel_dequantizes_what_we_write(bits, zero):
+    """Version 2 with whole-number zeros, version 1 (which it converts first) without."""
+    pytest.importorskip("gptqmodel", reason="needs the package gptqmodel", exc_type=ImportError)
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.quantization import FORMAT
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
+    q = random_q(bits, 32, zero, 64, 128)
+    tensors, config = written(formats.get("gptq"), q)
+    layer = TorchLinear(bits, 32, zero == "none", False, 128, 64, format=FORMAT.GPTQ_V2)
+    for name, t in tensors.items():
+        getattr(layer, name.rpartition(".")[2]).copy_(t)
+    if config["quantization_config"]["checkpoint_format"] == "gptq":
+        convert_gptq_v1_to_v2_format_module(layer, bits=bits, pack_dtype=torch.int32)
+    layer.post_init()
+    assert torch.equal(layer.dequantize_weight().t().float(), q.dequantize())
+
+
 def test_autoawq_unpacks_what_we_write():
     package = importlib.util.find_spec("awq")  # not imported: it wants data sets and models
     if package is None:
