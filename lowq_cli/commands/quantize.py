@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
 ·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --dry-run"""
+FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
 METHODS = "; ".join(f"{name}: {summary}" for name, summary in quantizers.methods().items())
 
 
@@ -141,6 +142,8 @@ def _show_plan(planned: "Planned") -> None:
         console.say(f"note: {note}")
     for warning in plan.warnings:
         console.warn(warning)
+    if any(i.scheme and i.scheme.bits <= FEW_BITS and i.method and not quantizers.needs_text(i.method) for i in plan.items):
+        console.say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
 
 
 def _run(events: object, planned: "Planned") -> "Result":
