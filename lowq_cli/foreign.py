@@ -217,7 +217,7 @@ def _open_qmodel(name: str, folder: Path) -> TensorSource:
     """A folder that the hqq library saved. Nothing but tensors and numbers is unpickled. Raises as `open_source` does."""
     import torch
 
-    from lowq_packers.formats import hqq
+    from lowq_packers.formats.hqq import flatten
 
     config = read_json(folder / "config.json")
     path = folder / QMODEL
@@ -226,7 +226,7 @@ def _open_qmodel(name: str, folder: Path) -> TensorSource:
     except Exception as e:  # a truncated zip, a class that is not on torch's list, ...: many types
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise UnsupportedError(f"{path} is no plain HQQ checkpoint, and lowq runs no pickled code: {reason}") from None
-    tensors = hqq.flatten(loaded) if isinstance(loaded, Mapping) else {}
+    tensors = flatten(loaded) if isinstance(loaded, Mapping) else {}
     names = {getattr(torch, t): s for s, t in DTYPES.items()}
     headers: dict[str, TensorHeader] = {}
     for tensor, value in tensors.items():
