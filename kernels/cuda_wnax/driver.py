@@ -5,8 +5,9 @@ another stream could trip over (no allocation, no synchronisation, torch's curre
 """
 
 import ctypes
+import struct
 import threading
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import torch
 
@@ -19,7 +20,8 @@ _NO_CONTEXT = 201
 _TOO_OLD = (218, 222, 35, 803)  # invalid PTX, unsupported PTX version, driver older than the runtime, system mismatch
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from CPU builds of torch
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from CPU builds of torch, as the next
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 class _Attribute(ctypes.Structure):
@@ -37,7 +39,8 @@ class _Config(ctypes.Structure):
     )
 
 
-TensorMap = ctypes.c_uint64 * 16  # a CUtensorMap: 128 opaque bytes
+TensorMap = ctypes.c_uint64 * 16  # type of a kernel parameter that is a CUtensorMap: 128 opaque bytes, passed as bytes
+_FORMATS = {ctypes.c_void_p: "Q", ctypes.c_int32: "i", TensorMap: "128s"}
 
 
 @cache
@@ -80,6 +83,18 @@ def _make_current(device: int) -> None:
     _check(_driver().cuCtxSetCurrent(_primary_context(device)), "cuCtxSetCurrent")
 
 
+class Parameters:
+    """Memory that holds a kernel's parameters: `fill` writes all of them in one call, a launch takes `addresses`."""
+
+    def __init__(self, types: tuple[type, ...]) -> None:
+        formats = [_FORMATS[t] for t in types]
+        self.fill = partial(struct.Struct("@" + "".join(formats)).pack_into, memory := bytearray(512), 0)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        # "0Q" at the end of a format pads to where a Q would lie
+        offsets = [struct.calcsize("@" + "".join(formats[:i]) + "0" + f.lstrip("0123456789")) for i, f in enumerate(formats)]
+        self.addresses = (ctypes.c_void_p * len(types))(*(start + offset for offset in offsets))
+
+
 class Kernel:
     """One template instance on one device, ready to launch.
 
@@ -116,9 +131,7 @@ class Kernel:
             if smem > 48 << 10:
                 _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SMEM, smem), f"{smem} bytes of shared memory")
         self.name, self.device, self._launch, self._lock = expression, device, driver.cuLaunchKernelEx, threading.Lock()
-        self._values = tuple(t() for t in parameters)
-        addresses = (ctypes.addressof(v) for v in self._values)
-        self._parameters = (ctypes.c_void_p * len(self._values))(*addresses)
+        self._parameters = Parameters(parameters)
         attributes = (_Attribute * 2)()
         count = 0
         if cluster > 1:
@@ -135,22 +148,18 @@ class Kernel:
 
     def __call__(self, grid_x: int, grid_y: int, smem: int, *values: object) -> None:
         """Launch on torch's current stream of the device. Raises UnsupportedError if the driver refuses."""
-        if torch.cuda.current_device() != self.device:
+        if _current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(grid_x, grid_y, smem, *values)
         with self._lock:
-            for slot, value in zip(self._values, values, strict=True):
-                if type(value) is TensorMap:
-                    ctypes.memmove(slot, value, 128)
-                else:
-                    slot.value = value
+            self._parameters.fill(*values)
             config = self._config
             config.grid[0], config.grid[1], config.smem = grid_x, grid_y, smem
             config.stream = _raw_stream(self.device)
-            code = self._launch(self._config_address, self._function, self._parameters, None)
+            code = self._launch(self._config_address, self._function, self._parameters.addresses, None)
             if code == _NO_CONTEXT:
                 _make_current(self.device)
-                code = self._launch(self._config_address, self._function, self._parameters, None)
+                code = self._launch(self._config_address, self._function, self._parameters.addresses, None)
         if code:
             _check(code, f"launching {self.name}")
         return None
@@ -159,7 +168,7 @@ class Kernel:
 @lru_cache(4096)  # a pure function of its arguments: a map holds an address and sizes, nothing of the contents
 def tensor_map(
     address: int, element_bytes: int, inner: int, rows: int, row_bytes: int, box: tuple[int, int], swizzle: bool
-) -> ctypes.Array:
+) -> bytes:
     """A 2-D tensor map for TMA loads: rows of `inner` elements, `box` = (inner, rows) elements a load; outside reads as 0.
 
     address and row_bytes must be multiples of 16; with swizzle the box is 128 bytes wide and stored 128-byte swizzled.
@@ -186,4 +195,4 @@ def tensor_map(
         _make_current(torch.cuda.current_device())
         code = _driver().cuTensorMapEncodeTiled(*arguments)
     _check(code, "cuTensorMapEncodeTiled")
-    return TensorMap.from_buffer_copy(ctypes.string_at(aligned, 128))
+    return ctypes.string_at(aligned, 128)

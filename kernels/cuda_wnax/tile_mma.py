@@ -15,7 +15,6 @@ from lowq_kernels.cuda_wnax.driver import Kernel
 from lowq_kernels.cuda_wnax.tile_operands import (
     TYPES,
     companions,
-    group_argument,
     multiprocessors,
     rows_of_x,
     shared_memory_limit,
@@ -23,7 +22,7 @@ from lowq_kernels.cuda_wnax.tile_operands import (
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS, chunks, padded_rows
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import Scheme, ZeroKind
 
 CONFIGS: tuple[Config, ...] = tuple(
     {"WARPS": w, "NT": nt, "STAGES": s, "SPLIT": k, "BLOCKS": b}
@@ -152,12 +151,16 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 
 @cache
-def _prepared(call: Call, T: int, group: int, zeros: bool, config: tuple[int, ...], device: int) -> tuple[Kernel, Plan]:
-    """The kernel of a call and its plan, resolved once."""
+def _prepared(
+    M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, *config: int
+) -> tuple[Kernel, Plan]:
+    """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
     named: Config = dict(zip(CONFIGS[0], config, strict=True))
-    cut = plan(call, named)
+    scheme = Scheme(bits, group, zero)
+    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named)
     assert cut is not None  # config_refuse has asked
-    instance = expression(call.scheme.bits, T, group, zeros, named, cut.MT)
+    one_group = 0 if scheme.groups(K) == 1 else group
+    instance = expression(bits, TYPES[dtype], one_group, zero != "none", named, cut.MT)
     return _kernel(instance, device, named["WARPS"], named["SPLIT"]), cut
 
 
@@ -187,8 +190,9 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
         return y
     x = rows_of_x(x, 8)
     scales, zeros, bias = companions(p, bias, x.dtype)
-    key = tuple(config.values())
-    kernel, cut = _prepared(Call.of(x, p), TYPES[x.dtype], group_argument(p), zeros is not None, key, x.device.index)
+    s = p.scheme
+    facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index)
+    kernel, cut = _prepared(*facts, *config.values())
     kernel(
         *cut.grid,
         cut.smem,
@@ -201,7 +205,7 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
         M,
         p.N,
         x.shape[1],
-        chunks(p.K, p.scheme.bits),
+        chunks(p.K, s.bits),
         scales.shape[1],
         p.words.shape[0] // config["NT"],
         cut.rows,

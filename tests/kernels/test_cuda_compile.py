@@ -152,3 +152,20 @@ def test_every_call_on_the_tile_layout_finds_a_kernel():
         scheme = Scheme(bits, group, ("float", "none")[i % 2])
         call = Call(M, 1000, 3840, scheme, "tile", (torch.float16, torch.bfloat16)[i // 2 % 2], "cuda", capability)
         assert select(call)[0].name.startswith("cuda/tile_"), call
+
+
+def test_parameters_lie_where_a_launch_looks_for_them():
+    """Each address holds its parameter, aligned to its size, after one `fill`; twice, so that nothing sticks."""
+    import ctypes
+
+    from lowq_kernels.cuda_wnax.driver import Parameters, TensorMap
+
+    types = (ctypes.c_void_p, ctypes.c_int32, TensorMap, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
+    parameters = Parameters(types)
+    for shift in (0, 1):
+        values = (0x7F12345678 + shift, -5 + shift, bytes(range(shift, 128 + shift)), 7 + shift, 1 << 63, 2**31 - 1)
+        parameters.fill(*values)
+        for address, kind, value in zip(parameters.addresses, types, values, strict=True):
+            held = kind.from_address(address)
+            assert (bytes(held) if kind is TensorMap else held.value) == value
+            assert kind is TensorMap or address % ctypes.sizeof(kind) == 0
