@@ -224,7 +224,7 @@ def unprepared() -> Iterator[None]:
         _PREPARE.reset(token)
 
 
-def _check_values(packed: dict[str, nn.Module]) -> None:
+def _check_values(packed: Mapping[str, nn.Module]) -> None:
     """Raise DamagedError for scales or zeros that no quantizer writes. One synchronisation per device, not per tensor."""
     tests: dict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, module in packed.items():
