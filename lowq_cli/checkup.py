@@ -44,9 +44,11 @@ def _libraries() -> Iterator[Check]:
         yield Check(package, found is not None, found or "missing", "" if found else f"pip install {package}")
     found = _installed("triton")
     yield Check("triton", True if found else None, found or "not installed: no Triton kernels")
-    found = _installed("cuda-core")
-    fix = "pip install 'lowq[cuda]'" if torch.cuda.is_available() and not found else ""
-    yield Check("cuda-core", True if found else None, found or "not installed: no CUDA C++ kernels", fix)
+    if any(name.startswith("cuda/") for name in registry.kernels()):
+        yield Check("nvrtc", True, f"{_installed('nvidia-cuda-nvrtc') or 'found'}: CUDA C++ kernels can be compiled")
+    else:
+        fix = "pip install 'lowq[cuda]'" if torch.cuda.is_available() else ""
+        yield Check("nvrtc", None, "not installed: no CUDA C++ kernels", fix)
 
 
 def _devices() -> Iterator[Check]:

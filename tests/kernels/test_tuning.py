@@ -144,7 +144,7 @@ def test_the_shipped_tables_read_and_name_kernels_and_configs_that_exist():
         for m in json.loads(f.read_text())["machines"]:
             for e in m["entries"]:
                 spec = registry.kernels().get(e["kernel"])
-                if spec is None:  # a CUDA kernel, where cuda-core is not installed
+                if spec is None:  # a CUDA kernel, where NVRTC is not installed
                     continue
                 scheme, dtype = Scheme(e["bits"], e["group"], e["zero"]), getattr(torch, e["dtype"])
                 asked = Call(e["M"], e["N"], e["K"], scheme, e["layout"], dtype, "cuda", tuple(m["capability"]))
