@@ -8,6 +8,7 @@ import ctypes
 import struct
 import threading
 from functools import cache, lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -20,8 +21,8 @@ _NO_CONTEXT = 201
 _TOO_OLD = (218, 222, 35, 803)  # invalid PTX, unsupported PTX version, driver older than the runtime, system mismatch
 
 
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from CPU builds of torch, as the next
-_current_device = getattr(torch._C, "_cuda_getDevice", None)
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # absent from CPU builds of torch, as the next
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 class _Attribute(ctypes.Structure):
