@@ -63,7 +63,8 @@ gemv_warp32(const u32* __restrict__ words, const u16* __restrict__ scales, const
             const u16* xs = (const u16*)shared;
 #pragma unroll INNER / 2
             for (int i = 0; i < E; i += 2) {
-                if (i % 4 == 0 || (GROUP && GROUP % 128)) enter(k0 + i * 32);
+                // 128 k apart at most; with ten codes a word a group may begin at any pair
+                if (i % 4 == 0 || E % 4 || (GROUP && GROUP % 128)) enter(k0 + i * 32);
                 const u32 codes = add2<FP16>(code(i) | code(i + 1) << 16 | 0x64006400u, 0xe400e400u);
                 const u32 two = (u32)xs[k0 + i * 32] | (u32)xs[k0 + i * 32 + 32] << 16;
                 const bool same = GROUP == 0 || GROUP % 64 == 0;  // both codes of one group
