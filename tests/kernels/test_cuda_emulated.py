@@ -1,262 +1,261 @@
-"""The CUDA sources themselves, run on the CPU: compiled by g++ with host versions of the few device functions.
+"""The CUDA kernels' own sources, emulated on the CPU thread by thread, against fp32 truth: right numbers without a GPU.
 
-What a machine without a GPU can know of them: every index, every code's place, tails, groups and zeros, and that shared
-memory is waited for before it is read and read before it is overwritten (cuda_emulator/host.h). wgmma and TMA are not here.
+tests/emulator/simt.h says what is checked besides the numbers (barriers, bounds, alignment, missing cp.async waits). Every
+launch runs twice, with the threads in two orders: a race or a read of unwritten shared memory gives two results.
+tile_wgmma is not emulated.
 """
 
-import math
-import re
+import dataclasses
+import itertools
 import shutil
-import subprocess
-from dataclasses import replace
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-nvrtc = pytest.importorskip("lowq_kernels.cuda_wnax.nvrtc", reason="NVRTC is not installed")
+from lowq_kernels import registry
+from lowq_kernels.registry import Call
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import BITS
 
-from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, tile_dequant, tile_mma  # noqa: E402
-from lowq_kernels.registry import Call  # noqa: E402
-from lowq_packers.layouts import pack  # noqa: E402
-from lowq_packers.layouts.tile import chunks  # noqa: E402
-from lowq_packers.qtensor import QuantizedTensor  # noqa: E402
+if shutil.which("g++") is None:
+    pytest.skip("no g++", allow_module_level=True)
+pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
+if "cuda/tile_mma" not in registry.kernels():
+    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+import simt
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the sources for the CPU")
-EMULATOR = Path(__file__).parent / "cuda_emulator"
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, nvrtc, tile_dequant, tile_mma
 
-HOST_BODIES = {  # of the device functions that are inline PTX
-    "shared_address": "return (u32)((char*)p - arena);",
-    "copy_async": "host_copy(shared, global, BYTES, BYTES);",
-    "copy_async_or_zero": "host_copy(shared, global, bytes, 16);",
-    "copy16_streaming": "host_copy(shared, global, 16, 16);",
-    "copy_commit": "host_commit();",
-    "copy_wait": "host_wait(PENDING);",
-    "read4": "u32 v; memcpy(&v, arena + shared, 4); return v;",
-    "read_chunk": """for (int i = 0; i < Tile<BITS>::REGS / 4; i++) memcpy(&w[4 * i], arena + shared + i * 512 + lane * 16, 16);
-        if constexpr (BITS == 3) memcpy(&w[4], arena + shared + 512 + lane * 8, 8);""",
-    "load_matrix4": """const int v = threadIdx.x / 32, l = threadIdx.x % 32;
-        exchange[v][l][0] = shared;
-        __syncwarp();
-        for (int i = 0; i < 4; i++) memcpy(&b[i], arena + exchange[v][8 * i + l / 4][0] + l % 4 * 4, 4);
-        __syncwarp();""",
-    "fma2": """return bits<T>((double)value<T>(a) * value<T>(b) + value<T>(c))
-        | bits<T>((double)value<T>(a >> 16) * value<T>(b >> 16) + value<T>(c >> 16)) << 16;""",
-    "add2": "return bits<T>(value<T>(a) + value<T>(b)) | bits<T>(value<T>(a >> 16) + value<T>(b >> 16)) << 16;",
-    "to_floats": "return make_float2(value<T>(v), value<T>(v >> 16));",
-    "from_floats": "return bits<T>(lo) | bits<T>(hi) << 16;",
-    "mma": """const int v = threadIdx.x / 32, l = threadIdx.x % 32;
-        for (int i = 0; i < 4; i++) exchange[v][l][i] = a[i];
-        exchange[v][l][4] = b0, exchange[v][l][5] = b1;
-        __syncwarp();
-        const float c[4] = {c0, c1, c2, c3};
-        float out[4];
-        for (int e = 0; e < 4; e++) {
-            double sum = c[e];
-            for (int k = 0; k < 16; k++)
-                sum += (double)value<T>(exchange[v][l / 4 * 4 + k % 8 / 2][e / 2 + k / 8 * 2] >> 16 * (k % 2))
-                     * value<T>(exchange[v][(2 * (l % 4) + e % 2) * 4 + k % 8 / 2][4 + k / 8] >> 16 * (k % 2));
-            out[e] = (float)sum;
-        }
-        __syncwarp();
-        for (int e = 0; e < 4; e++) d[e] = out[e];""",
-    "warp_sum": """const int w = threadIdx.x / 32, l = threadIdx.x % 32;
-        for (int step = 16; step; step >>= 1) {
-            memcpy(&exchange[w][l][6], &v, 4);
-            __syncwarp();
-            float other;
-            memcpy(&other, &exchange[w][l ^ step][6], 4);
-            __syncwarp();
-            v += other;
-        }
-        return v;""",
-    "load16": "uint4 v; memcpy(&v, p, 16); return v;",
-    "barrier_init": "",
-    "barrier_expect": "",
-    "barrier_arrive": "",
-    "barrier_wait": "",
-}
-STATEMENTS = (  # inline PTX and declarations inside kernels: pattern -> host code
-    (r"extern __shared__ float4 shared\[\];", "float4* shared = (float4*)arena;"),
-    (r"__shared__ uint4 constant\[C::PLACES\];", "uint4* constant = (uint4*)(arena + (250 << 10));"),
-    (r"__shared__ u32 mask\[C::PLACES\];", "u32* mask = (u32*)(arena + (252 << 10));"),
-    (r"__shared__ float sums\[ROWS\]\[P / 32\];", "auto sums = (float (*)[P / 32])arena;"),
-    (r'asm volatile\("ld\.shared\.v4[^;]*;"\s*: "=r"\(a\[0\]\).*?\);', "memcpy(a, constant + place, 16);"),
-    (r'asm volatile\("ld\.shared\.u32 %0, \[%1\];" : "=r"\(at\[i\]\).*?\);', "at[i] = shared[i];"),
-    (
-        r'asm\("dp4a[^"]*" : "\+r"\((\w+)\) : "r"\((\w+)\), "r"\((\w+)\)\);',
-        r"for (int q = 0; q < 4; q++) \1 += (int)(\2 >> 8 * q & 255) * (int)(signed char)(\3 >> 8 * q);",
-    ),
-    (r'asm volatile\("" : [^;]*\);', ""),
-    (r'asm volatile\("(barrier|mapa|ld\.shared::cluster)(?:[^"]|"[^)]*?")*?\);', ""),  # clusters: SPLIT is 1 here
-    (r"#pragma unroll[^\n]*", ""),
-)
+MODULES = (tile_mma, tile_dequant, gemv_rows, gemv_warp32)
+F16, BF16 = torch.float16, torch.bfloat16
+TOLERANCE = {F16: 2e-3, BF16: 1.2e-2}
+EMPTY = torch.empty
+KERNELS = ("cuda/tile_mma", "cuda/tile_dequant", "cuda/gemv_rows", "cuda/gemv_warp32")
+GROUPS = (16, 32, 48, 64, 96, 128, 0)  # 0: a row is one group
 
 
-def host_source(text: str) -> str:
-    """A device source with its inline PTX replaced by HOST_BODIES and STATEMENTS."""
-    for name, body in HOST_BODIES.items():
-        match = re.search(rf"\b{name}\([^;{{]*\)\s*\{{", text)
-        if match:
-            end, depth = match.end(), 1
-            while depth:
-                depth += (text[end] == "{") - (text[end] == "}")
-                end += 1
-            text = text[: match.end()] + body + text[end - 1 :]
-    for pattern, host in STATEMENTS:
-        text = re.sub(pattern, host, text, flags=re.DOTALL)
-    return text
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One launch. `config`: which of the legal ones (a fraction of the list); `sms`: of the GPU that is planned for."""
+
+    kernel: str
+    bits: int
+    dtype: torch.dtype
+    group: int
+    zero: str
+    M: int
+    N: int = 40
+    K: int = 1152
+    config: float = 0.0
+    sms: int = 132
+    bias: bool = False
+
+    def __str__(self):
+        kind = "fp16" if self.dtype == F16 else "bf16"
+        tail = f"-sms{self.sms}" * (self.sms != 132) + "-bias" * self.bias
+        at = f"b{self.bits}-{kind}-g{self.group}-{self.zero}-{self.M}x{self.N}x{self.K}-c{self.config:.2f}"
+        return f"{self.kernel.removeprefix('cuda/')}-{at}{tail}"
 
 
-def emulate(folder, file, instance, arguments, threads, grid, y_bytes, integers, tensors, orders=((0, 0), (1, 1))):
-    """Outputs (bytes) of the kernel over `tensors` (w, s, z, b, x), one for each (lazy, backwards) of `orders`."""
-    for name, text in nvrtc.sources().items():
-        if name != "wgmma.cuh" and "wgmma" not in name:
-            (folder / name).write_text(host_source(text))
-    (folder / "tile.cuh").write_text('#include <string>\n#include "host.h"\n' + (folder / "tile.cuh").read_text())
-    macros = {"SOURCE": f'"{file}"', "KERNEL": instance, "ARGUMENTS": arguments, "THREADS": threads}
-    flags = [f"-D{k}={v}" for k, v in macros.items()]
-    command = [
-        "g++",
-        "-std=c++17",
-        "-O1",
-        "-w",
-        *flags,
-        f"-I{folder}",
-        f"-I{EMULATOR}",
-        str(EMULATOR / "main.cpp"),
-        "-o",
-        str(folder / "run"),
-    ]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr[:3000]
-    for name, t in zip("wszbx", tensors, strict=True):
-        (folder / name).write_bytes(t.contiguous().view(torch.uint8).numpy().tobytes())
-    outputs = []
-    for lazy, backwards in orders:
-        numbers = [lazy, backwards, *grid, y_bytes, *integers]
-        ran = subprocess.run([folder / "run", folder, *map(str, numbers)], capture_output=True, text=True, timeout=120)
-        assert ran.returncode == 0, ran.stderr
-        outputs.append(bytearray((folder / "y").read_bytes()))
-    return outputs
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    """Launchers see a GPU of capability 9.0 behind CPU tensors."""
+    patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in MODULES]
+    patches.append(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
+    patches.append(mock.patch.object(registry, "capability", return_value=(9, 0)))
+    patches.append(mock.patch("torch.empty", poisoned))
+    for p in patches:
+        p.start()
+    forget()
+    yield
+    for p in patches:
+        p.stop()
+    forget()
 
 
-def weight(bits, dtype, N, K, group, zero):
-    g = torch.Generator().manual_seed(N + K + bits)
-    zeros = None if zero == "none" else (torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)).to(dtype)
-    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
-    codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
-    return QuantizedTensor(codes, scales, zeros.round() if zero == "int" else zeros, bits, group, zero), g
+def forget():
+    for m in MODULES:
+        m._kernel.cache_clear()
+    tile_mma._prepared.cache_clear()
+
+
+def poisoned(*args, **kwargs):
+    """torch.empty, filled with NaN: an output that a kernel leaves unwritten shows."""
+    t = EMPTY(*args, **kwargs)
+    return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(0x5A)
+
+
+def weight(case):
+    g = torch.Generator().manual_seed(case.bits)
+    group = case.group or case.K
+    W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
+    G = case.K // group
+    scales = (torch.rand(case.N, G, generator=g) * 0.009 + 0.001).to(case.dtype)
+    zeros = (torch.rand(case.N, G, generator=g) * ((1 << case.bits) - 1)).to(case.dtype)
+    zeros = None if case.zero == "none" else zeros.round() if case.zero == "int" else zeros
+    return QuantizedTensor(W_q, scales, zeros, case.bits, group, case.zero)
+
+
+def launch(case, q=None):
+    """(y, x @ W^T + bias in fp32) of a case; None where the kernel takes no such call."""
+    spec = registry.kernels()[case.kernel]
+    q = weight(case) if q is None else q
+    x = torch.randn(case.M, case.K, generator=torch.Generator().manual_seed(case.M)).to(case.dtype)
+    bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
+    p = pack(q, spec.layouts[0])
+    with mock.patch.object(tile_mma, "multiprocessors", return_value=case.sms):
+        tile_mma._prepared.cache_clear()  # a plan depends on the number of SMs
+        call = dataclasses.replace(Call.of(x, p), device="cuda")
+        if spec.why_not(call):
+            return None
+        legal = spec.legal_configs(call)
+        config = legal[min(int(case.config * len(legal)), len(legal) - 1)]
+        y = spec.launch(x, p, bias, config)
+    ref = x.float() @ weight(case).dequantize().t()
+    return y, ref if bias is None else ref + bias.float()
 
 
 def relative(y, ref):
     return float((y.float() - ref).norm() / ref.norm())
 
 
-F16, BF16 = torch.float16, torch.bfloat16
-MMA = [  # bits, dtype, N, K, group, zero, M, (WARPS, NT, STAGES)
-    (8, BF16, 130, 1000, 1000, "float", 16, (8, 1, 3)),
-    (4, F16, 200, 1152, 128, "float", 7, (8, 2, 3)),
-    (4, BF16, 72, 1152, 48, "none", 33, (4, 1, 2)),
-    (3, F16, 200, 1152, 96, "float", 3, (8, 2, 3)),
-    (2, BF16, 130, 272, 16, "int", 5, (8, 4, 2)),
-    (1, F16, 130, 4112, 16, "float", 12, (4, 1, 2)),
-]
+def check(case):
+    """The relative error of a case, held to the tolerance."""
+    y, ref = launch(case)
+    with mock.patch.object(simt.Kernel, "order", -1):
+        again, _ = launch(case)
+    assert y.shape == (case.M, case.N)
+    assert y.dtype == case.dtype
+    assert torch.equal(y, again), "the order of the threads changes the result"
+    err = relative(y, ref)
+    assert err < TOLERANCE[case.dtype], f"error {err:.2e}"
+    return err
 
 
-@pytest.mark.parametrize(("bits", "dtype", "N", "K", "group", "zero", "M", "shape"), MMA)
-def test_tile_mma(tmp_path, monkeypatch, bits, dtype, N, K, group, zero, M, shape):
-    """Two SMs, so that runs begin and end within units; copies early and late, warps in both orders."""
-    monkeypatch.setattr(tile_mma, "multiprocessors", lambda: 2)
-    q, g = weight(bits, dtype, N, K, group, zero)
-    p, x, bias = pack(q, "tile"), torch.randn(M, K, generator=g).to(dtype), torch.randn(N, generator=g).to(dtype)
-    config = dict(zip(("WARPS", "NT", "STAGES"), shape, strict=True)) | {"SPLIT": 1, "BLOCKS": 1}
-    cut = tile_mma.plan(replace(Call.of(x, p), capability=(9, 0)), config)
-    G, T = p.scales.shape[1], int(dtype == BF16)
-    instance = tile_mma.expression(bits, T, 0 if G == 1 else group, zero != "none", config, cut.MT)
-    padded = torch.nn.functional.pad(x, (0, -K % 8))
-    integers = (M, N, padded.shape[1], chunks(K, bits), G, p.words.shape[0] // config["NT"], cut.rows)
-    arguments = "words(),halves(S),halves(Z),halves(B),halves(X),y(),P[0],P[1],P[2],P[3],P[4],P[5],P[6]"
-    tensors = (p.words, p.scales, p.scales if p.zeros is None else p.zeros, bias, padded)
-    outputs = emulate(
-        tmp_path, "tile_mma.cu", instance, arguments, 32 * config["WARPS"], cut.grid, 2 * M * N, integers, tensors
-    )
-    ref = x.float() @ q.dequantize().t() + bias.float()
-    assert outputs[0] == outputs[1], "a race: early and late copies give different bits"
-    assert relative(torch.frombuffer(outputs[0], dtype=dtype).reshape(M, N), ref) < TOLERANCE[dtype]
+def every_width_group_and_zero():
+    """Each width with each group, dtypes in turn (fewer of the simple kernels); M, N, zero, config and SMs go round."""
+    for kernel, step in zip(KERNELS, (2, 4, 5, 3), strict=True):  # one of so many combinations
+        combinations = list(itertools.product(GROUPS, (F16, BF16), BITS))
+        if kernel == "cuda/gemv_rows":
+            combinations = [c for c in combinations if c[2] != 3]
+        for i, (group, dtype, bits) in list(enumerate(combinations))[::step]:
+            yield Case(
+                kernel,
+                bits,
+                dtype,
+                group,
+                zero=("float", "none", "int")[i % 3],
+                M=(1, 3, 8, 9, 17, 40)[(i + i // 7) % 6],
+                N=(17, 40, 33, 100)[i % 4],
+                K=1152,  # a multiple of every group and of no chunk of 256
+                config=(i * 0.382) % 1,
+                sms=(1, 2, 132, 3)[(i + i // 4) % 4],
+                bias=i % 3 == 0,
+            )
+
+
+def tails():
+    """Rows of x and W that end inside a tile, a chunk, a step, a group of 16 bytes."""
+    shapes = ((1, 16, 16), (33, 100, 0), (65, 272, 16), (15, 208, 0), (31, 96, 48))
+    for kernel in KERNELS:
+        for i, (N, K, group) in enumerate(shapes):
+            if kernel != "cuda/gemv_rows":
+                yield Case(kernel, BITS[i], (F16, BF16)[i % 2], group, "float", M=(3, 9, 1)[i % 3], N=N, K=K, config=i / 5)
+    for bits, K in ((8, 272), (4, 416), (2, 320), (1, 384)):  # rows of whole 16 bytes, but not of 32 times as many
+        yield Case("cuda/gemv_rows", bits, F16, 16, "float", M=3, N=33, K=K, config=0.6)
+
+
+def splits():
+    """Clusters, and blocks with more units than one."""
+    for config in (17, 18, 19, 20):
+        for bits, M, sms in ((4, 9, 8), (1, 1, 16)):
+            yield Case("cuda/tile_mma", bits, F16, 64, "float", M, N=200, K=2304, config=(config + 0.5) / 21, sms=sms)
+
+
+def groups_inside_words():
+    """Ten 3-bit codes a word, 32 apart: a group of 128 begins at any pair of them. (One kernel had that wrong.)"""
+    for config in (0.1, 0.4, 0.7, 0.9):
+        yield Case("cuda/gemv_warp32", 3, F16, 128, "int", M=1, N=17, K=1152, config=config)
+
+
+CASES = [*every_width_group_and_zero(), *tails(), *splits(), *groups_inside_words()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(gpu, request):
+    """Builds every instance that the selected cases launch, those of one source in one go."""
+    parameters = [i.callspec.params for i in request.session.items if i.module is request.module and hasattr(i, "callspec")]
+    cases = [p["case"] for p in parameters if "case" in p]
+    simt.Kernel.recording = True
+    for case in cases:
+        launch(case)
+    simt.Kernel.recording = False
+    simt.build_all(list(simt.Kernel.wanted))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_right_numbers(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", [Case(k, 4, F16, 0, "float", M=4, N=64, K=128) for k in KERNELS], ids=str)
+def test_one_flipped_code_shows(case):
+    """The test above can fail: one wrong code of 8,192 raises the error over the tolerance."""
+    q = weight(case)
+    q.W_q[3, 5] ^= 8
+    assert relative(*launch(case, q)) > TOLERANCE[F16]
+
+
+def test_dense_rows():
+    g = torch.Generator().manual_seed(0)
+    for dtype in (F16, BF16):
+        x, W = torch.randn(3, 208, generator=g).to(dtype), torch.randn(33, 208, generator=g).to(dtype)
+        assert relative(gemv_rows.gemv_rows_dense(x, W), x.float() @ W.float().t()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
-    ("bits", "dtype", "group", "zero"), [(8, F16, 96, "float"), (3, BF16, 48, "none"), (1, F16, 192, "int")]
+    ("bits", "group", "dp4a"), [(8, 0, True), (8, 16, False), (4, 128, True), (3, 64, False), (2, 32, True), (1, 48, False)]
 )
-def test_tile_dequant(tmp_path, bits, dtype, group, zero):
-    N, K = 70, 576
-    q, _ = weight(bits, dtype, N, K, group, zero)
-    p, C = pack(q, "tile"), chunks(K, bits)
-    instance = tile_dequant.expression(bits, int(dtype == BF16), group, zero != "none")
-    arguments = "words(),halves(S),halves(Z),y(),0,P[0],P[1],P[2],P[3]"
-    tensors = (p.words, p.scales, p.scales if p.zeros is None else p.zeros, p.scales, p.scales)
-    grid = (math.ceil(C / 8), math.ceil(N / 16))
-    (out,) = emulate(
-        tmp_path, "tile_dequant.cu", instance, arguments, 256, grid, 2 * N * K, (N, K, C, p.scales.shape[1]), tensors, ((0, 0),)
-    )
-    assert torch.equal(torch.frombuffer(out, dtype=dtype).reshape(N, K), q.dequantize(dtype))
+def test_int8_activations(bits, group, dp4a):
+    """Exact sums, even where x and the codes are at the ends of their range."""
+    case = Case("cuda/gemv_warp32", bits, F16, group, "float", M=2, N=33, K=384)
+    q = weight(case)
+    x = torch.randint(-128, 128, (2, 384), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+    x[0], q.W_q[0] = -128, (1 << bits) - 1
+    y = gemv_warp32.gemv_warp32_int8(x, pack(q, "warp32"), dp4a)
+    assert relative(y, x.float() @ q.dequantize().t()) < 1e-5
+
+
+def test_dequantised_slabs():
+    """More rows than a slab holds: several launches, the last one short."""
+    case = Case("cuda/tile_dequant", 4, F16, 64, "float", M=5, N=57, K=128, bias=True)
+    with mock.patch.object(tile_dequant, "SLAB_BYTES", 32 * 2 * 128):
+        check(case)
 
 
 @pytest.mark.parametrize(
-    ("bits", "dtype", "group", "SUM"),
-    [(8, BF16, 16, 0), (4, F16, 96, 1), (3, F16, 64, 2), (2, F16, 96, 3), (4, F16, 192, 4), (1, F16, 48, 4)],
+    ("good", "bad"),
+    [
+        ("copy_wait<STAGES - 1>();", "copy_wait<STAGES>();"),
+        ("__syncwarp();  // everyone has read this slot", ""),
+        ("smaller(m * 8 + (lane & 7), rows - 1)", "(m * 8 + (lane & 7))"),
+        ("if (row >= rows || column >= N) return;", "if (row >= rows || column >= N - 1) return;"),
+    ],
+    ids=["late wait", "slot overwritten early", "x outside its slot", "last column unwritten"],
 )
-def test_gemv_warp32(tmp_path, bits, dtype, group, SUM):
-    M, N, K = 2, 37, 576
-    q, g = weight(bits, dtype, N, K, group, "int" if SUM > 2 else "float")
-    p, bias = pack(q, "warp32"), torch.randn(N, generator=g).to(dtype)
-    integer = SUM >= gemv_warp32.INT32
-    x = torch.randint(-128, 128, (M, K), generator=g, dtype=torch.int8) if integer else torch.randn(M, K, generator=g).to(dtype)
-    instance = gemv_warp32.expression(bits, int(dtype == BF16), group, True, SUM, 8)
-    arguments = f"words(),halves(S),halves(Z),{'nullptr' if integer else 'halves(B)'},X.data(),Y.data(),P[0],P[1],P[2],P[3]"
-    integers = (N, K, p.words.shape[1], p.scales.shape[1])
-    size = M * N * (4 if integer else 2)
-    tensors = (p.words, p.scales, p.zeros, bias, x)
-    (out,) = emulate(
-        tmp_path, "gemv_warp32.cu", instance, arguments, 256, (math.ceil(N / 8), M), size, integers, tensors, ((0, 0),)
-    )
-    y = torch.frombuffer(out, dtype=torch.float32 if integer else dtype).reshape(M, N)
-    ref = x.float() @ q.dequantize().t() + (0 if integer else bias.float())
-    assert relative(y, ref) < (1e-5 if integer else TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize(
-    ("bits", "dtype", "group", "P", "ROWS"),
-    [(8, BF16, 48, 32, 8), (4, F16, 128, 64, 4), (1, F16, 96, 256, 1), (16, F16, 0, 128, 2)],
-)
-def test_gemv_rows(tmp_path, bits, dtype, group, P, ROWS):
-    M, N, K = 2, 37, 1152
-    g = torch.Generator().manual_seed(bits)
-    x, bias = torch.randn(M, K, generator=g).to(dtype), torch.randn(N, generator=g).to(dtype)
-    if bits == gemv_rows.DENSE:
-        words = torch.randn(N, K, generator=g).to(dtype)
-        W, scales, zeros, row_words = words.float(), bias, bias, K // 2
-    else:
-        q, _ = weight(bits, dtype, N, K, group, "float")
-        p = pack(q, "rowstream")
-        W, words, scales, zeros, row_words = q.dequantize(), p.words, p.scales, p.zeros, p.words.shape[1]
-    config = {"P": P, "ROWS": ROWS}
-    instance = gemv_rows.expression(bits, int(dtype == BF16), group, bits != gemv_rows.DENSE, config)
-    arguments = "words(),halves(S),halves(Z),halves(B),halves(X),y(),P[0],P[1],P[2],P[3]"
-    integers = (N, K, row_words, K // group if group else 1)
-    grid = (math.ceil(N / ROWS), M)
-    tensors = (words, scales, zeros, bias, x)
-    (out,) = emulate(tmp_path, "gemv_rows.cu", instance, arguments, P * ROWS, grid, 2 * M * N, integers, tensors, ((0, 0),))
-    ref = x.float() @ W.t() + bias.float()
-    assert relative(torch.frombuffer(out, dtype=dtype).reshape(M, N), ref) < TOLERANCE[dtype]
-
-
-def test_a_missing_wait_shows(tmp_path, monkeypatch):
-    """The emulator can fail: without copy_wait, late copies have not arrived and NaN poison comes out."""
-    broken = dict(nvrtc.sources())
-    broken["tile_mma.cu"] = broken["tile_mma.cu"].replace("copy_wait<STAGES - 1>();", "")
-    monkeypatch.setattr(nvrtc, "sources", lambda: broken)
+def test_the_emulator_notices(good, bad, monkeypatch, tmp_path):
+    """Defects put into the source of tile_mma fail, as an error text or as a wrong number."""
+    source = nvrtc.sources()["tile_mma.cu"]
+    assert good in source
+    (Path(simt._folder().name) / "tile_mma_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
+    monkeypatch.setattr(tile_mma, "Kernel", lambda file, *rest, **more: simt.Kernel("tile_mma_bad.cu", *rest, **more))
+    monkeypatch.setattr(simt.Kernel, "made", {})
+    forget()
     with pytest.raises(AssertionError):
-        test_tile_mma(tmp_path, monkeypatch, *MMA[1])
+        check(Case("cuda/tile_mma", 4, F16, 128, "float", M=3, N=40, K=2304, sms=1))
+    forget()

@@ -1,0 +1,372 @@
+// A GPU for one block (or cluster) at a time, for device code compiled as host C++: enough of CUDA and PTX for our kernels.
+//
+// Threads  fibers on one host thread, switched only where they wait for each other: __syncthreads, __syncwarp, warp
+//          collectives, cluster barriers. `order` picks which of the runnable ones comes next (1: the next, -1: the one before).
+// Memory   shared memory starts as NaN; every access by address is checked for its bounds and alignment. What cp.async
+//          writes is NaN from its issue until a wait_group covers it, so a missing wait shows; so does a slot that is
+//          overwritten too early.
+// Checks   lanes of a warp meet in different collectives, threads that wait forever, misaligned or outside addresses: an
+//          error text instead of a number.
+// PTX      simt.py turns `asm("opcode operands" : ...)` into simt::opcode(operands), so the text of the device code counts.
+#pragma once
+#include <csetjmp>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <ucontext.h>
+#include <utility>
+#include <vector>
+
+#define __CUDA_ARCH__ 900
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define threadIdx (simt::self->thread)
+#define blockIdx (simt::self->block->index)
+#define gridDim (simt::grid)
+
+struct uint3 { unsigned x, y, z; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+namespace simt {
+using u16 = uint16_t;
+using u32 = uint32_t;
+constexpr int STATIC = 16384, RANK = 24;  // bytes for __shared__ variables; the bit of a block's rank in cluster addresses
+
+struct Copy { u32 to; const char* from; int bytes, take; };
+struct Fiber;
+struct Warp { int arrived = 0; const char* what = nullptr; void* mine[32]; Fiber* lanes[32]; };
+struct Block {
+    uint3 index;
+    int used = 0, dynamic = 0, alive = 0, at_barrier = 0;
+    std::vector<std::pair<int, int>> variables;  // of __shared__: number in the source, offset
+    std::vector<float4> bytes;
+    std::vector<Warp> warps;
+    char* memory() { return (char*)bytes.data(); }
+};
+struct Fiber {
+    uint3 thread;
+    Block* block;
+    int lane;
+    bool started = false, done = false;
+    char waits = 0;  // 0 runnable, 'w' for its warp, 'b' for its block, 'c' for its cluster
+    std::vector<std::vector<Copy>> groups;
+    std::vector<Copy> open;
+    jmp_buf at;
+    ucontext_t context;
+};
+inline Fiber* self;
+inline uint3 grid;
+inline std::vector<Fiber> fibers;
+inline std::vector<Block> blocks;
+inline jmp_buf home;
+inline std::string error;
+inline int order = 1, alive, at_cluster_barrier;
+inline void (*entry)(void* const*);
+inline void* const* arguments;
+
+[[noreturn]] inline void fail(const std::string& text) {
+    error = text + " (thread " + std::to_string(self->thread.x) + " of block " + std::to_string(self->block->index.x) + "," +
+            std::to_string(self->block->index.y) + ")";
+    _longjmp(home, 1);
+}
+
+// ------------------------------------------------------------------------------------------------------ scheduling
+inline void release(char kind, Block* block) {
+    for (Fiber& f : fibers)
+        if (f.waits == kind && (!block || f.block == block)) f.waits = 0;
+}
+inline void check_barriers(Block* block) {
+    if (block->at_barrier && block->at_barrier == block->alive) block->at_barrier = 0, release('b', block);
+    if (at_cluster_barrier && at_cluster_barrier == alive) at_cluster_barrier = 0, release('c', nullptr);
+}
+[[noreturn]] inline void resume_next() {
+    const int n = (int)fibers.size();
+    int at = (int)(self - fibers.data());
+    for (int i = 0; i < n; i++) {
+        at = (at + order + n) % n;
+        Fiber& f = fibers[at];
+        if (f.done || f.waits) continue;
+        self = &f;
+        if (f.started) _longjmp(f.at, 1);
+        f.started = true;
+        setcontext(&f.context);
+    }
+    if (alive) {
+        const char* what = "a barrier";
+        for (Warp& w : self->block->warps)
+            if (w.arrived) what = w.what;
+        fail(std::string("deadlock: threads wait for others that never come, at ") + what);
+    }
+    _longjmp(home, 2);
+}
+__attribute__((noinline)) inline void wait() {
+    if (!_setjmp(self->at)) resume_next();
+}
+inline void start() {
+    entry(arguments);
+    self->done = true;
+    alive--, self->block->alive--;
+    check_barriers(self->block);
+    resume_next();
+}
+inline void block_barrier() {
+    self->waits = 'b', self->block->at_barrier++;
+    check_barriers(self->block);
+    if (self->waits) wait();
+}
+inline void cluster_barrier() {
+    self->waits = 'c', at_cluster_barrier++;
+    check_barriers(self->block);
+    if (self->waits) wait();
+}
+// All 32 lanes bring a P; the last to come runs all(P* of each lane).
+template <class P, class F>
+inline void collective(const char* what, P& mine, F&& all) {
+    Warp& w = self->block->warps[self->thread.x / 32];
+    if (w.arrived && w.what != what && strcmp(w.what, what)) fail(std::string("lanes of a warp meet in ") + w.what + " and " + what);
+    w.what = what, w.mine[self->lane] = &mine;
+    if (++w.arrived < 32) {
+        self->waits = 'w';
+        wait();
+        return;
+    }
+    P* lanes[32];
+    for (int l = 0; l < 32; l++) lanes[l] = (P*)w.mine[l];
+    all(lanes);
+    w.arrived = 0;
+    for (Fiber* f : w.lanes) f->waits = 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------- memory
+template <class T>
+inline T& variable(int number) {  // a __shared__ variable
+    Block& b = *self->block;
+    for (auto& [n, at] : b.variables)
+        if (n == number) return *(T*)(b.memory() + at);
+    const int at = (b.used + 15) / 16 * 16;
+    b.used = at + (int)sizeof(T);
+    if (b.used > STATIC) fail("too much static shared memory");
+    b.variables.push_back({number, at});
+    return *(T*)(b.memory() + at);
+}
+inline float4* dynamic_shared() { return (float4*)(self->block->memory() + STATIC); }
+inline char* shared(Block& b, u32 address, int bytes) {
+    if (address % bytes) fail("misaligned shared address " + std::to_string(address) + " of " + std::to_string(bytes) + " bytes");
+    const bool fits = address >= (u32)STATIC ? address + bytes <= (u32)(STATIC + b.dynamic) : address + bytes <= (u32)b.used;
+    if (!fits) fail("shared address " + std::to_string(address) + " is outside: " + std::to_string(b.dynamic) + " bytes are there");
+    return b.memory() + address;
+}
+inline char* shared(u32 address, int bytes) { return shared(*self->block, address, bytes); }
+
+inline void issue(u32 to, const void* from, int bytes, int take) {
+    if ((uintptr_t)from % bytes) fail("misaligned global address of cp.async");
+    memset(shared(to, bytes), 0xff, bytes);
+    self->open.push_back({to, (const char*)from, bytes, take});
+}
+inline void cp_async_ca_shared_global(u32 to, const void* from, int bytes) { issue(to, from, bytes, bytes); }
+inline void cp_async_ca_shared_global(u32 to, const void* from, int bytes, int take) { issue(to, from, bytes, take); }
+inline void cp_async_cg_shared_global_L2__256B(u32 to, const void* from, int bytes) { issue(to, from, bytes, bytes); }
+inline void cp_async_commit_group() { self->groups.push_back(std::move(self->open)), self->open.clear(); }
+inline void cp_async_wait_group(int pending) {
+    auto& groups = self->groups;
+    while ((int)groups.size() > pending) {
+        for (const Copy& c : groups.front()) {
+            char* to = shared(c.to, c.bytes);
+            memcpy(to, c.from, c.take), memset(to + c.take, 0, c.bytes - c.take);
+        }
+        groups.erase(groups.begin());
+    }
+}
+template <class T>
+inline void ld_shared_u32(T& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
+inline void ld_shared_v2_u32(u32& a, u32& b, u32 at) {
+    const u32* p = (const u32*)shared(at, 8);
+    a = p[0], b = p[1];
+}
+inline void ld_shared_v4_u32(u32& a, u32& b, u32& c, u32& d, u32 at) {
+    const u32* p = (const u32*)shared(at, 16);
+    a = p[0], b = p[1], c = p[2], d = p[3];
+}
+inline void ld_global_nc_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) {
+    if ((uintptr_t)at % 16) fail("misaligned global address of a 16-byte load");
+    const u32* p = (const u32*)at;
+    a = p[0], b = p[1], c = p[2], d = p[3];
+}
+inline void mapa_shared__cluster_u32(u32& there, u32 at, u32 rank) { there = at | rank << RANK; }
+inline void ld_shared__cluster_f32(float& v, u32 at) {
+    if ((at >> RANK) >= blocks.size()) fail("no such block in the cluster");
+    memcpy(&v, shared(blocks[at >> RANK], at & ((1u << RANK) - 1), 4), 4);
+}
+inline void barrier_cluster_arrive_release_aligned() { cluster_barrier(); }
+inline void barrier_cluster_arrive_aligned() { cluster_barrier(); }
+inline void barrier_cluster_wait_acquire_aligned() {}
+inline void barrier_cluster_wait_aligned() {}
+inline void griddepcontrol_wait() {}
+inline void griddepcontrol_launch_dependents() {}
+[[noreturn]] inline void unsupported(const char* text) { fail(std::string("not emulated: ") + text); }
+
+// ------------------------------------------------------------------------------------------------------ arithmetic
+// The nearest number with `mantissa` bits and exponents from `least` (even on ties), as bits.
+inline u16 rounded(double v, int mantissa, int least, int bias) {
+    u16 sign = std::signbit(v) ? 0x8000 : 0;
+    v = std::fabs(v);
+    const int top = 2 * bias + 1;
+    if (std::isnan(v)) return sign | (u16)(top << mantissa) | 1;
+    int e = v == 0 ? least : std::ilogb(v);
+    if (e < least) e = least;
+    const double scaled = std::nearbyint(std::ldexp(v, mantissa - e));  // up to 2^(mantissa + 1)
+    if (std::isinf(v) || std::ldexp(scaled, e - mantissa) >= std::ldexp(1., bias + 1)) return sign | (u16)(top << mantissa);
+    const int units = (int)scaled;  // a carry into the exponent is what the encoding wants
+    return sign | (u16)(units < (1 << mantissa) ? units : ((e + bias - 1) << mantissa) + units);
+}
+inline u16 to_f16(double v) { return rounded(v, 10, -14, 15); }
+inline u16 to_bf16(double v) { return rounded(v, 7, -126, 127); }
+inline float bf16(u16 v) {
+    const u32 bits = (u32)v << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+inline float f16(u16 v) {
+    static const std::vector<float> table = [] {
+        std::vector<float> t(65536);
+        for (int i = 0; i < 65536; i++) {
+            const int e = i >> 10 & 31, m = i & 1023;
+            const double size = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
+            t[i] = (float)(i & 0x8000 ? -size : size);
+        }
+        return t;
+    }();
+    return table[v];
+}
+inline void fma_rn_f16x2(u32& d, u32 a, u32 b, u32 c) {
+    auto one = [&](int s) { return (u32)to_f16((double)f16(a >> s) * f16(b >> s) + f16(c >> s)) << s; };
+    d = one(0) | one(16);
+}
+inline void fma_rn_bf16x2(u32& d, u32 a, u32 b, u32 c) {
+    auto one = [&](int s) { return (u32)to_bf16((double)bf16(a >> s) * bf16(b >> s) + bf16(c >> s)) << s; };
+    d = one(0) | one(16);
+}
+inline void add_rn_f16x2(u32& d, u32 a, u32 b) { fma_rn_f16x2(d, a, 0x3c003c00u, b); }
+inline void cvt_rn_f16x2_f32(u32& d, float hi, float lo) { d = (u32)to_f16(hi) << 16 | to_f16(lo); }
+inline void cvt_rn_bf16x2_f32(u32& d, float hi, float lo) { d = (u32)to_bf16(hi) << 16 | to_bf16(lo); }
+inline void mov_b32(u16& lo, u16& hi, u32 v) { lo = (u16)v, hi = (u16)(v >> 16); }
+inline void cvt_f32_f16(float& f, u16 v) { f = f16(v); }
+inline void dp4a_u32_s32(int& d, u32 a, u32 b, int c) {
+    for (int i = 0; i < 4; i++) c += (int)(a >> 8 * i & 255) * (int)(int8_t)(b >> 8 * i);
+    d = c;
+}
+
+inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32& d, u32 row) {
+    struct Mine { u32* out[4]; const u32* row; } mine{{&a, &b, &c, &d}, (const u32*)shared(row, 16)};
+    collective("ldmatrix", mine, [](Mine** lane) {
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++) *lane[l]->out[i] = lane[8 * i + l / 4]->row[l % 4];
+    });
+}
+template <float (*number)(u16)>
+inline void mma16816(float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4]) {
+    struct Mine { float* const* d; const u32* a; const u32* b; const float* c; } mine{d, a, b, c};
+    collective("mma", mine, [](Mine** lane) {
+        double A[16][16], B[8][16];
+        for (int l = 0; l < 32; l++)
+            for (int h = 0; h < 2; h++) {  // the two halves of a register
+                const int k = 2 * (l % 4) + h, s = 16 * h;
+                for (int i = 0; i < 4; i++) A[l / 4 + 8 * (i % 2)][k + 8 * (i / 2)] = number((u16)(lane[l]->a[i] >> s));
+                for (int i = 0; i < 2; i++) B[l / 4][k + 8 * i] = number((u16)(lane[l]->b[i] >> s));
+            }
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++) {
+                const double *row = A[l / 4 + 8 * (i / 2)], *column = B[2 * (l % 4) + i % 2];
+                double sum = lane[l]->c[i];
+                for (int k = 0; k < 16; k++) sum += row[k] * column[k];
+                *lane[l]->d[i] = (float)sum;
+            }
+    });
+}
+#define MMA(name, number)                                                                                                       \
+    inline void name(float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,      \
+                     float c1, float c2, float c3) {                                                                            \
+        mma16816<number>({&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3});                                   \
+    }
+MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, f16)
+MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, bf16)
+#undef MMA
+
+// ---------------------------------------------------------------------------------------------------------- launch
+template <class... A, size_t... I>
+inline void call(void (*kernel)(A...), void* const* values, std::index_sequence<I...>) {
+    kernel(*(A*)values[I]...);
+}
+template <class... A>
+inline void call(void (*kernel)(A...), void* const* values) {
+    call(kernel, values, std::index_sequence_for<A...>());
+}
+// Runs every block; nullptr, or what went wrong.
+inline const char* launch(void (*kernel)(void* const*), void* const* values, int grid_x, int grid_y, int threads, int smem,
+                          int cluster, int which_order) {
+    constexpr size_t STACK = 128 << 10;
+    static std::vector<char> stacks;
+    grid = {(unsigned)grid_x, (unsigned)grid_y, 1};
+    entry = kernel, arguments = values, order = which_order;
+    if (threads % 32 || grid_x % cluster) return "a block is whole warps, a grid whole clusters";
+    if (stacks.size() < STACK * threads * cluster) stacks.resize(STACK * threads * cluster);
+    for (int i = 0; i < grid_x * grid_y; i += cluster) {
+        fibers.assign(threads * cluster, {}), blocks.assign(cluster, {});
+        alive = threads * cluster, at_cluster_barrier = 0;
+        for (int k = 0; k < cluster; k++) {
+            Block& b = blocks[k];
+            b.index = {(unsigned)((i + k) % grid_x), (unsigned)((i + k) / grid_x), 0};
+            b.dynamic = smem, b.alive = threads;
+            b.bytes.resize((STATIC + smem + 15) / 16);
+            memset(b.memory(), 0xff, STATIC + smem);
+            b.warps.resize(threads / 32);
+            for (int t = 0; t < threads; t++) {
+                Fiber& f = fibers[k * threads + t];
+                f.thread = {(unsigned)t, 0, 0}, f.block = &b, f.lane = t % 32;
+                b.warps[t / 32].lanes[t % 32] = &f;
+                getcontext(&f.context);
+                f.context.uc_stack = {stacks.data() + STACK * (k * threads + t), 0, STACK};
+                f.context.uc_link = nullptr;
+                makecontext(&f.context, start, 0);
+            }
+        }
+        self = &fibers.back();
+        if (const int how = _setjmp(home)) {
+            if (how == 1) return error.c_str();
+            continue;
+        }
+        resume_next();
+    }
+    return nullptr;
+}
+}  // namespace simt
+
+inline void __syncthreads() { simt::block_barrier(); }
+inline void __syncwarp() {
+    int none = 0;
+    simt::collective("__syncwarp", none, [](int**) {});
+}
+template <class V>
+inline V __shfl_xor_sync(unsigned, V v, int distance) {
+    struct Mine { V in, out; } mine{v, v};
+    simt::collective("__shfl_xor_sync", mine, [=](Mine** lane) {
+        for (int l = 0; l < 32; l++) lane[l]->out = lane[l ^ distance]->in;
+    });
+    return mine.out;
+}
+inline size_t __cvta_generic_to_shared(const void* p) { return (const char*)p - simt::self->block->memory(); }
+inline float __uint_as_float(unsigned v) {
+    float f;
+    memcpy(&f, &v, 4);
+    return f;
+}
+inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }

@@ -1,0 +1,160 @@
+"""Our CUDA kernels on a CPU: device sources compiled as host C++ against simt.h, launched by their own Python launchers.
+
+`Kernel` stands in for `lowq_kernels.cuda_wnax.driver.Kernel`. The sources are read as they are; two things are rewritten
+before g++ sees them, because it cannot: inline PTX becomes a call of the emulated instruction of that name with the
+operands of that text, and `__shared__` declarations become references into the block's memory.
+"""
+
+import ctypes
+import hashlib
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import ClassVar
+
+from lowq_kernels.cuda_wnax import driver, nvrtc
+
+HERE = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
+
+
+def _closing(text: str, at: int) -> int:
+    """Index of the bracket that closes the one at `at`; brackets in string literals do not count."""
+    depth, quoted = 0, False
+    for i in range(at, len(text)):
+        c = text[i]
+        if c == '"' and text[i - 1] != "\\":
+            quoted = not quoted
+        elif not quoted:
+            depth += (c in "([{") - (c in ")]}")
+            if depth == 0:
+                return i
+    raise ValueError(f"unbalanced brackets: {text[at : at + 80]!r}")
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """text cut at separators that stand outside of brackets and string literals."""
+    parts, depth, quoted, begin = [], 0, False, 0
+    for i, c in enumerate(text):
+        if c == '"':
+            quoted = not quoted
+        elif not quoted:
+            depth += (c in "([{") - (c in ")]}")
+            if c == separator and depth == 0:
+                parts.append(text[begin:i])
+                begin = i + 1
+    return [*parts, text[begin:]]
+
+
+def _instruction(text: str, operands: list[str]) -> str:
+    """One PTX instruction as C++."""
+    opcode, _, rest = text.strip().partition(" ")
+    if opcode == ".reg":
+        return "simt::u16 " + rest.split(" ", 1)[1]
+    arguments = [a.strip() for a in re.sub(r"[\[\]{}]", "", rest).split(",") if a.strip()]
+    named = [operands[int(a[1:])] if a.startswith("%") else a for a in arguments]
+    return f"simt::{re.sub(r'[.:]', '_', opcode)}({', '.join(named)})"
+
+
+def _asm(body: str) -> str:
+    """The inside of an asm statement as a C++ expression."""
+    template, *sections = _split(body, ":")
+    ptx = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', template))
+    operands = []
+    for section in sections[:2]:
+        for operand in _split(section, ","):
+            if operand.strip():
+                operands.append(operand[operand.index("(") :].strip())
+    if "mbarrier" in ptx:
+        return f'simt::unsupported("{ptx.split()[0]}")'
+    ptx = ptx.strip()
+    ptx = ptx[1:-1] if ptx.startswith("{") else ptx
+    lines = [_instruction(i, operands) for i in ptx.split(";") if i.strip()]
+    return f"[&] {{ {'; '.join(lines)}; }}()" if lines else "(void)0"
+
+
+def host_source(source: str) -> str:
+    """A .cu or .cuh file as C++ over simt.h; line numbers stay."""
+    out, at = [], 0
+    for m in re.finditer(r"\basm\s*(?:volatile\s*)?\(", source):
+        end = _closing(source, m.end() - 1)
+        out += [source[at : m.start()], _asm(source[m.end() : end]), "\n" * source.count("\n", m.start(), end)]
+        at = end + 1
+    text = "".join([*out, source[at:]])
+    text = re.sub(r"extern __shared__ float4 (\w+)\[\];", r"float4* const \1 = simt::dynamic_shared();", text)
+    numbers = iter(range(1000))
+    return re.sub(
+        r"__shared__ (\w+) (\w+)((?:\[[^;]*\])+);",
+        lambda m: f"using {m[2]}_type = {m[1]}{m[3]}; auto& {m[2]} = simt::variable<{m[2]}_type>({next(numbers)});",
+        text,
+    )
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory:
+    """The sources as C++, and what is built of them, for this process."""
+    folder = tempfile.TemporaryDirectory(prefix="lowq-simt-")
+    for name, text in nvrtc.sources().items():
+        if name != "wgmma.cuh":
+            (Path(folder.name) / name).write_text(host_source(text))
+    return folder
+
+
+def build(file: str, expressions: list[str]) -> ctypes.CDLL:
+    """A library with one function `run_<i>` for each template instance."""
+    folder = Path(_folder().name)
+    lines = ['#include "simt.h"', f'#include "{file}"']
+    for i, expression in enumerate(expressions):
+        signature = (
+            f'extern "C" const char* run_{i}(void* const* v, int x, int y, int threads, int smem, int cluster, int order)'
+        )
+        body = f"simt::launch([](void* const* v) {{ simt::call({expression}, v); }}, v, x, y, threads, smem, cluster, order)"
+        lines.append(f"{signature} {{ return {body}; }}")
+    unit = folder / (hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16] + ".cpp")
+    unit.write_text("\n".join(lines) + "\n")
+    library = unit.with_suffix(".so")
+    command = ["g++", *FLAGS, f"-I{HERE}", f"-I{folder}", str(unit), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"g++ refuses {expressions}:\n{done.stderr[:4000]}")
+    return ctypes.CDLL(str(library))
+
+
+class Kernel:
+    """One template instance, launched like `driver.Kernel`; built at its first launch, or by `build_all` before."""
+
+    made: ClassVar[dict[tuple[str, str], ctypes._CFuncPtr]] = {}
+    wanted: ClassVar[dict[tuple[str, str], None]] = {}  # while `recording`, launches are noted here instead of run
+    recording = False
+    order = 1
+
+    def __init__(self, file, expression, device, threads, parameters, smem=0, cluster=1, serialize=False):
+        self.file, self.expression, self.threads, self.parameters = file, expression, threads, driver.Parameters(parameters)
+        self.limit, self.cluster = max(smem, 48 << 10), cluster
+
+    def __call__(self, grid_x: int, grid_y: int, smem: int, *values: object) -> None:
+        key = (self.file, self.expression)
+        if Kernel.recording:
+            Kernel.wanted[key] = None
+            return
+        if key not in Kernel.made:
+            build_all([key])
+        assert smem <= self.limit, f"{smem} bytes of shared memory, {self.limit} are allowed"
+        self.parameters.fill(*values)
+        error = Kernel.made[key](self.parameters.addresses, grid_x, grid_y, self.threads, smem, self.cluster, Kernel.order)
+        assert error is None, f"{self.expression}: {error.decode()}"
+
+
+def build_all(keys: list[tuple[str, str]]) -> None:
+    """Build instances, those of one file in one go."""
+    for file in {f for f, _ in keys}:
+        expressions = [e for f, e in keys if f == file and (f, e) not in Kernel.made]
+        if not expressions:
+            continue
+        library = build(file, expressions)
+        for i, expression in enumerate(expressions):
+            run = library[f"run_{i}"]
+            run.restype = ctypes.c_char_p
+            Kernel.made[file, expression] = run
