@@ -26,8 +26,9 @@ $(VENV)/tests: $(VENV)/runtime
 demo: $(VENV)/runtime
 	$(BIN)/python benchmarks/demo.py
 
+# two workers of one thread each: on two cores, more threads only wait for one another
 test: $(VENV)/tests
-	$(BIN)/pytest -n 2 --dist loadfile --durations=15
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --durations=15
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .
