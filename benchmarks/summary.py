@@ -15,6 +15,7 @@ DECODERS = {  # variants of benchmarks/e2e_decode.py, as a reader would name the
     "4": "lowq, 4-bit g128",
     "4g64": "lowq, 4-bit g64",
     "4h8": "lowq, 4-bit g128, 8-bit head",
+    "4h4": "lowq, 4-bit g128, 4-bit head",
     "3": "lowq, 3-bit g128",
     "2": "lowq, 2-bit g128",
     "2h4": "lowq, 2-bit g128, 4-bit head",
