@@ -5,7 +5,7 @@ Chosen only by name or where nothing else can take the call: it reads 4 bytes a 
 
 import torch
 
-from lowq_kernels.registry import Config, register
+from lowq_kernels.registry import LAST_RESORT, Config, register
 from lowq_packers.layouts import LAYOUTS, PackedWeight, unpack
 
 
@@ -14,7 +14,7 @@ from lowq_packers.layouts import LAYOUTS, PackedWeight, unpack
     layouts=tuple(LAYOUTS),
     devices=("cpu", "cuda"),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    rank=1000,
+    rank=LAST_RESORT,
 )
 def reference(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N): fp32 throughout, rounded once to x's dtype."""

@@ -22,6 +22,7 @@ from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme, ZeroKind
 Config = dict[str, int]
 Launch = Callable[[torch.Tensor, PackedWeight, torch.Tensor | None, Config], torch.Tensor]
 ANY_M = (1, 1 << 62)
+LAST_RESORT = 1000  # a kernel of this rank is chosen only where no other is legal, preferred or not
 FLOATS = (torch.float16, torch.bfloat16)
 OPTIONAL_LIBRARIES = ("triton", "cuda")  # a kernel file may need these; any other missing import is a bug
 
@@ -175,7 +176,7 @@ def _choose(call: Call) -> Choice:
     if not legal:
         reasons = "; ".join(f"{k}: {why}" for k, why in refusals(call).items())
         raise UnsupportedError(f"no kernel takes M={call.M} N={call.N} K={call.K} {call.scheme} on {call.device}: {reasons}")
-    best = min(legal, key=lambda s: (not s.preferred_m[0] <= call.M <= s.preferred_m[1], s.rank, s.name))
+    best = min(legal, key=lambda s: (s.rank >= LAST_RESORT, not s.preferred_m[0] <= call.M <= s.preferred_m[1], s.rank, s.name))
     return best, best.default_config(call, best.legal_configs(call))
 
 

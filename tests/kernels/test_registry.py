@@ -1,5 +1,6 @@
 """Dispatch: every kernel is well formed, refusals say why, and forcing one by name works or fails aloud."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -73,3 +74,14 @@ def test_tables_are_asked_before_the_rule_and_an_illegal_answer_is_passed_over(m
         assert select(H100)[0].name == "reference"
     finally:
         registry.forget_choices()
+
+
+def test_a_kernel_out_of_its_preferred_range_still_comes_before_the_reference(monkeypatch):
+    spec = dataclasses.replace(registry.kernels()["dequant"], name="picky", preferred_m=(64, 128), rank=1)
+    reference = registry.kernels()["reference"]
+    monkeypatch.setattr(registry, "KERNELS", {"picky": spec, "reference": reference})
+    monkeypatch.setattr(registry, "TABLES", [])
+    call = registry.Call(1, 16, 64, Scheme(4, 32), "rowstream", torch.float32, "cpu")
+    registry.forget_choices()
+    assert registry.select(call)[0].name == "picky"
+    registry.forget_choices()
