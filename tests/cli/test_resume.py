@@ -199,7 +199,9 @@ def signalled(command, environment, journal, number):
     """Exit code of the command, sent a signal once it has journalled two more tensors."""
     lines = lambda: journal.read_bytes().count(b"\n") if journal.exists() else 0  # noqa: E731
     enough = lines() + 3
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  a shell's background jobs start deaf to it
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=environment, preexec_fn=heed, **quiet)
     while process.poll() is None and lines() < enough:
         time.sleep(0.001)
     process.send_signal(number)
