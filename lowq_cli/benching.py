@@ -107,7 +107,7 @@ def _row(
     flops, moved = 2.0 * M * shape.N * shape.K, call_bytes(M, shape.N, shape.K, shape.scheme.bits_per_weight())
     place = (shape.N, shape.K, M, shape.scheme.bits, shape.scheme.group_size, kernel, layout)
     percent = 100 * ceiling.floor_us(moved, flops) / us
-    return Row(*place, round(us, 2), round(moved / us / 1e3, 1), round(flops / us / 1e6, 3), round(percent, 1), round(dense, 2))
+    return Row(*place, round(us, 2), round(moved / us / 1e3, 4), round(flops / us / 1e6, 6), round(percent, 1), round(dense, 2))
 
 
 def _dense_times(shape: Shape, batches: Sequence[int], device: torch.device) -> dict[int, float]:
@@ -140,7 +140,9 @@ def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
         best = {m: min((r for r in found if m == r.M), key=lambda r: r.us) for m in sorted({r.M for r in found})}
         ms = list(best)
         left.plot(ms, [r.cublas_us / r.us for r in best.values()], marker="o", markersize=4, label=label)
-        intensity = [2.0 * r.M * r.N * r.K / (r.gbs * r.us * 1e3) for r in best.values()]
+        intensity = [
+            2.0 * r.M * r.N * r.K / (max(r.gbs, 1e-4) * r.us * 1e3) for r in best.values()
+        ]  # 0 where it rounded to that
         right.plot(intensity, [r.tflops for r in best.values()], marker="o", markersize=4, label=label)
     left.axhline(1.0, color="grey", linewidth=1)
     left.set(xscale="log", yscale="log", xlabel="M (rows of x)", ylabel="speed-up over the dense 16-bit product")
