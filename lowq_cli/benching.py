@@ -140,9 +140,7 @@ def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
         best = {m: min((r for r in found if m == r.M), key=lambda r: r.us) for m in sorted({r.M for r in found})}
         ms = list(best)
         left.plot(ms, [r.cublas_us / r.us for r in best.values()], marker="o", markersize=4, label=label)
-        intensity = [
-            2.0 * r.M * r.N * r.K / (max(r.gbs, 1e-4) * r.us * 1e3) for r in best.values()
-        ]  # 0 where it rounded to that
+        intensity = [2.0 * r.M * r.N * r.K / (max(r.gbs, 1e-4) * r.us * 1e3) for r in best.values()]
         right.plot(intensity, [r.tflops for r in best.values()], marker="o", markersize=4, label=label)
     left.axhline(1.0, color="grey", linewidth=1)
     left.set(xscale="log", yscale="log", xlabel="M (rows of x)", ylabel="speed-up over the dense 16-bit product")
