@@ -112,24 +112,29 @@ def accuracy() -> str:
 
 
 def calibrated() -> str:
-    """What calibration gains: ln(perplexity / unquantized perplexity) of gptq beside the hqq package and lsq."""
+    """What calibration gains: ln(perplexity / unquantized perplexity) beside the hqq package and lowq's default without data."""
+    from lowq_cli import quantizers
+
     report, free = read("accuracy/calibrated.json"), read("accuracy/data_free.json")
-    text = report["calibration"]
-    parts = [_measured(report), f"Calibration text: {text['text']}, at most {text['tokens']:,} tokens.\n"]
-    dense = {r["model"]: r["ppl"] for r in free["rows"] if "bits" not in r}
-    for model in dict.fromkeys(r["model"] for r in report["rows"]):
-        for name, floor in dense[model].items():
-            others = _cells([r for r in free["rows"] if "bits" in r], model, name)
+    rows = [r for r in report["rows"] if r["calib"] == "bundled"]
+    parts = [_measured(report), f"Calibration text: bundled, at most {max(r['calib_tokens'] for r in rows):,} tokens.\n"]
+    methods = sorted({r["method"] for r in rows}, key=lambda m: (m != "gptq", m))
+    for dense in (r for r in free["rows"] if "bits" not in r):
+        for name, floor in dense["ppl"].items():
+            others = _cells([r for r in free["rows"] if "bits" in r], dense["model"], name)
             lines = []
-            for (bits, group), found in _cells(report["rows"], model, name).items():
-                cell = others[bits, group]
-                ppl = [cell["hqq package", "float32"], cell["lsq", "bfloat16" if ("lsq", "bfloat16") in cell else "float32"]]
-                ppl.append(found["gptq", "bfloat16"])
-                logs = [math.log(p / floor) for p in ppl]
-                shown = [f"{p:,.2f} ({x:.4f})" for p, x in zip(ppl, logs, strict=True)]
-                lines.append((f"{bits}-bit g{group}", *shown, f"{logs[1] / logs[0]:.2f}", f"{logs[2] / logs[0]:.2f}"))
-            columns = ("", ">hqq package", ">lsq", ">gptq", ">lsq / hqq", ">gptq / hqq")
-            parts.append(f"### {model}, {name}: unquantized {floor:.2f}\n\n{markdown(columns, lines)}")
+            for cell, found in _cells(rows, dense["model"], name).items():
+                wanted = [("hqq package", "float32"), (quantizers.default_method(*cell), "bfloat16")]
+                ppl = [(others[cell] | found).get(m) for m in [*wanted, *((m, "bfloat16") for m in methods)]]
+                logs = [None if p is None else math.log(p / floor) for p in ppl]
+                shown = ["" if p is None else f"{p:,.2f} ({x:.4f})" for p, x in zip(ppl, logs, strict=True)]
+                # at 8 bits the differences are chance
+                ratios = ["" if x is None or cell[0] == 8 else f"{x / logs[0]:.2f}" for x in logs[1:]]
+                lines.append((f"{cell[0]}-bit g{cell[1]}", *shown, *ratios))
+            ours = ["without data", *methods]
+            columns = ["", ">hqq package", *(f">{m}" for m in ours), *(f">{m} / hqq" for m in ours)]
+            if lines:
+                parts.append(f"### {dense['model']}, {name}: unquantized {floor:.2f}\n\n{markdown(columns, lines)}")
     return "\n".join(parts)
 
 

@@ -40,7 +40,7 @@ def _accuracy(table: Table) -> str:
     cells = {
         (r["bits"], r["method"], r["stored"]): r["ppl"][text]
         for r in [*free["rows"], *calibrated["rows"]]
-        if r["model"] == "base" and r.get("group") == 64
+        if r["model"] == "base" and r.get("group") == 64 and r.get("calib") in (None, "bundled")
     }
     methods = (("hqq package", "float32"), ("rtn", "float32"), ("lsq", "bfloat16"), ("gptq", "bfloat16"))
     rows = []

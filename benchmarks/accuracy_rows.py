@@ -1,0 +1,94 @@
+"""What the accuracy scripts share: texts, flags, and result files in which a cell measured again replaces the old one."""
+
+import argparse
+import datetime
+import fcntl
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowq_cli import perplexity
+
+RESULTS = Path(__file__).parent / "results" / "accuracy"
+TEXTS = {"wikitext2_test": 131072, "mix_valid_sample": None}  # file -> tokens read
+Row = dict[str, Any]
+
+
+def parser(description: str | None, out: str, bits: tuple[int, ...], packages: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+    """The flags that every script has. `packages`: whose versions are noted beside lowq's, torch's and transformers'."""
+    ints = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--models", type=Path, required=True)
+    made.add_argument("--data", type=Path, required=True)
+    made.add_argument("--only", help="one model's folder name")
+    made.add_argument("--bits", type=ints, default=list(bits))
+    made.add_argument("--group", type=ints, default=[32, 64, 128])
+    made.add_argument("--tokens", type=int, help="read fewer tokens of each text")
+    made.add_argument("--out", type=Path, default=RESULTS / out)
+    made.set_defaults(packages=("lowq", "torch", "transformers", *packages))
+    return made
+
+
+def folders(args: argparse.Namespace) -> list[Path]:
+    """The models to measure."""
+    return [f for f in sorted(args.models.iterdir()) if (f / "config.json").is_file() and args.only in (None, f.name)]
+
+
+def device() -> str:
+    """ "cuda" where there is one; products are then in full fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Judge:
+    """A model in fp32 whose weights are replaced, and its perplexity on the texts."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device())
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = {name: perplexity.tokenize(tokenizer, (args.data / f"{name}.txt").read_text()) for name in TEXTS}
+        self.texts = {name: t[: args.tokens or TEXTS[name]] for name, t in ids.items()}
+
+    def ppl(self) -> dict[str, float]:
+        """Text -> perplexity of the weights as they are now."""
+        return {name: round(perplexity.evaluate(self.model, ids).ppl, 4) for name, ids in self.texts.items()}
+
+
+class Results:
+    """A result file. Several processes may add rows to it at once."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.path = args.out
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.run = {
+            "date": datetime.date.today().isoformat(),
+            "device": torch.cuda.get_device_name() if device() == "cuda" else "CPU",
+            "versions": {p: importlib.metadata.version(p) for p in args.packages},
+            "window": perplexity.WINDOW,
+            "tokens": args.tokens or TEXTS,
+        }
+
+    def take(self, rows: Iterator[Row]) -> None:
+        """Add each row as it comes, and print it."""
+        for row in rows:
+            print(json.dumps(row), flush=True)
+            with open(f"{self.path}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                report = json.loads(self.path.read_text()) if self.path.is_file() else {"runs": [], "rows": []}
+                if self.run not in report["runs"]:
+                    report["runs"].append(self.run)
+                kept = [r for r in report["rows"] if key(r) != key(row)]
+                report["rows"] = sorted([*kept, row | {"run": report["runs"].index(self.run)}], key=key)
+                self.path.write_text(json.dumps(report, indent=1) + "\n")
+        Path(f"{self.path}.lock").unlink(missing_ok=True)
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What a row is about, in the order of the file."""
+    texts = (row.get(name, "") for name in ("stored", "method", "calib", "measure"))
+    return (row["model"], -row.get("bits", 99), row.get("group", 0), row.get("target", 0), *texts)
