@@ -112,7 +112,7 @@ def accuracy() -> str:
 
 
 def calibrated() -> str:
-    """What calibration gains: ln(perplexity / unquantized perplexity) beside the hqq package and lowq's default without data."""
+    """What calibration gains: ln(perplexity / unquantized one) of the hqq package, lowq without data, calibrated methods."""
     from lowq_cli import quantizers
 
     report, free = read("accuracy/calibrated.json"), read("accuracy/data_free.json")
