@@ -50,8 +50,8 @@ class Judge:
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device())
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        ids = {name: perplexity.tokenize(tokenizer, (args.data / f"{name}.txt").read_text()) for name in TEXTS}
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = {name: perplexity.tokenize(self.tokenizer, (args.data / f"{name}.txt").read_text()) for name in TEXTS}
         self.texts = {name: t[: args.tokens or TEXTS[name]] for name, t in ids.items()}
 
     def ppl(self) -> dict[str, float]:

@@ -1,0 +1,64 @@
+"""Perplexity of GPTQModel's checkpoints, calibrated on the text and windows that lowq takes: adds rows to calibrated.json.
+
+    python benchmarks/accuracy_gptqmodel.py --models MODELS --data DATA [--only base] [--bits 4,2] [--group 64] [--sym]
+
+Needs an environment with gptqmodel (7.7.0 was measured) beside lowq. Its own defaults, asymmetric as lowq's float zeros are
+unless --sym; scales in fp16, zeros whole. The checkpoint's bytes are read back by lowq's reader of the format.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from accuracy_rows import Judge, Results, Row, folders, parser
+from accuracy_rows import device as pick_device
+
+from lowq_cli import calibrate
+from lowq_cli.foreign import open_decoded
+from lowq_packers.scheme import Scheme
+
+
+def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """One row per bits and group."""
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    judge = Judge(folder, args)
+    parameters = dict(judge.model.named_parameters())
+    ids = calibrate.choose_windows(judge.tokenizer, calibrate.read_text(args.calib), args.calib_tokens)
+    samples = [{"input_ids": w.unsqueeze(0), "attention_mask": w.new_ones(1, len(w))} for w in ids]
+    for group in args.group:
+        for bits in args.bits:
+            with tempfile.TemporaryDirectory() as out:
+                start = time.monotonic()
+                config = QuantizeConfig(bits=bits, group_size=group, sym=args.sym, device=pick_device())
+                model = GPTQModel.load(str(folder), config)
+                model.quantize(samples, batch_size=calibrate.BATCH)
+                model.save(out)
+                seconds = time.monotonic() - start
+                with open_decoded(out) as source:
+                    for name in source.dense:
+                        parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
+            yield {
+                "model": folder.name, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight(),
+                "method": "gptqmodel sym" if args.sym else "gptqmodel", "stored": "float16",
+                "calib": Path(args.calib).name if args.calib else "bundled", "calib_tokens": args.calib_tokens,
+                "ppl": judge.ppl(), "seconds": round(seconds, 1),
+            }  # fmt: skip
+
+
+def main() -> None:
+    """Measure and add to the file."""
+    flags = parser(__doc__, "calibrated.json", (8, 4, 3, 2), ("gptqmodel",))
+    flags.add_argument("--calib", help="calibration text instead of the bundled one")
+    flags.add_argument("--calib-tokens", type=int, default=65536)
+    flags.add_argument("--sym", action="store_true", help="symmetric codes, which is its default")
+    args = flags.parse_args()
+    results = Results(args)
+    for folder in folders(args):
+        results.take(measure(folder, args))
+
+
+if __name__ == "__main__":
+    main()
