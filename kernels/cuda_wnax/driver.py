@@ -41,7 +41,7 @@ class _Config(ctypes.Structure):
 
 
 TensorMap = ctypes.c_uint64 * 16  # type of a kernel parameter that is a CUtensorMap: 128 opaque bytes, passed as bytes
-_FORMATS = {ctypes.c_void_p: "Q", ctypes.c_int32: "i", TensorMap: "128s"}
+_FORMATS = {ctypes.c_void_p: "Q", ctypes.c_int32: "i", ctypes.c_float: "f", TensorMap: "128s"}
 
 
 @cache

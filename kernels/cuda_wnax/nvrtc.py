@@ -5,7 +5,7 @@ add 0.2 s of import and 15 us a launch, and its bindings are an extra that `pip 
 Our device code includes no CUDA headers (types and intrinsics are inline PTX), so an instance compiles in 60 to 900 ms
 and nothing but the one library is needed.
 
-Cache: $XDG_CACHE_HOME/lowq/cubin/<key>, key = hash of every source in this folder, expression, arch, options and NVRTC
+Cache: $XDG_CACHE_HOME/lowq/cubin/<key>, key = hash of every source, expression, arch, options and NVRTC
 version. Files are written beside and renamed, so two processes may start at once; a truncated file fails its checksum
 and is compiled anew; a home that cannot be written to only costs the compile in each process.
 """
@@ -25,8 +25,10 @@ from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 from lowq_packers.errors import UnsupportedError
 
 HERE = Path(__file__).parent
+FOLDERS = (HERE, HERE.parent / "decode")  # where device code lies
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 WGMMA_COLUMNS = (16, 32, 64, 96, 128, 192, 256)
+WGMMA_FP8_COLUMNS = (8, 16, 32, 64, 128, 192)
 
 try:
     _lib = ctypes.CDLL(load_nvidia_dynamic_lib("nvrtc").abs_path)
@@ -74,8 +76,11 @@ def version() -> tuple[int, int]:
 
 @cache
 def sources() -> dict[str, str]:
-    """Every .cu and .cuh file of this folder by name, and the one header that is generated: what NVRTC can include."""
-    return {p.name: p.read_text() for p in sorted(HERE.glob("*.cu*"))} | {"wgmma.cuh": _wgmma_header()}
+    """Every .cu and .cuh file of `FOLDERS` by name, and the one header that is generated: what NVRTC can include."""
+    return {p.name: p.read_text() for folder in FOLDERS for p in sorted(folder.glob("*.cu*"))} | {
+        "wgmma.cuh": _wgmma_header(),
+        "wgmma_fp8.cuh": _wgmma_fp8_header(),
+    }
 
 
 def _wgmma_header() -> str:
@@ -96,6 +101,24 @@ def _wgmma_header() -> str:
                 f"template <> struct Wgmma<{T}, {nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], "
                 f'const unsigned (&a)[4], unsigned long long b) {{ asm volatile("{text}" : {outputs} : {inputs}); }} }};'
             )
+    return "\n".join(lines) + "\n"
+
+
+def _wgmma_fp8_header() -> str:
+    """WgmmaFp8<NB>::run(d, a, b, add): d[NB / 2] = (add ? d : 0) + a (64 x 32) times b (32 x NB), e4m3, both in shared memory."""
+    lines = ["#pragma once", "template <int NB> struct WgmmaFp8;"]
+    for nb in WGMMA_FP8_COLUMNS:
+        n = nb // 2
+        d = ", ".join(f"%{i}" for i in range(n))
+        outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n))
+        text = (
+            f"{{.reg .pred add; setp.ne.s32 add, %{n + 2}, 0; "
+            f"wgmma.mma_async.sync.aligned.m64n{nb}k32.f32.e4m3.e4m3 {{{d}}}, %{n}, %{n + 1}, add, 1, 1;}}"
+        )
+        lines.append(
+            f"template <> struct WgmmaFp8<{nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], unsigned long long a, "
+            f'unsigned long long b, int add) {{ asm volatile("{text}" : {outputs} : "l"(a), "l"(b), "r"(add)); }} }};'
+        )
     return "\n".join(lines) + "\n"
 
 

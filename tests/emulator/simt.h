@@ -33,6 +33,7 @@ struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 namespace simt {
@@ -200,11 +201,29 @@ inline void ld_global_nc_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) 
     const u32* p = (const u32*)at;
     a = p[0], b = p[1], c = p[2], d = p[3];
 }
+inline void ld_global_nc_L1__no_allocate_L2__256B_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) {
+    ld_global_nc_v4_u32(a, b, c, d, at);
+}
+inline void ld_global_nc_L1__no_allocate_L2__256B_v2_u32(u32& a, u32& b, const void* at) {
+    if ((uintptr_t)at % 8) fail("misaligned global address of an 8-byte load");
+    a = ((const u32*)at)[0], b = ((const u32*)at)[1];
+}
+inline void ld_global_nc_u32(u32& v, const void* at) {
+    if ((uintptr_t)at % 4) fail("misaligned global address of a 4-byte load");
+    v = *(const u32*)at;
+}
+inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
 inline void mapa_shared__cluster_u32(u32& there, u32 at, u32 rank) { there = at | rank << RANK; }
 inline void ld_shared__cluster_f32(float& v, u32 at) {
     if ((at >> RANK) >= blocks.size()) fail("no such block in the cluster");
     memcpy(&v, shared(blocks[at >> RANK], at & ((1u << RANK) - 1), 4), 4);
 }
+inline char* of_cluster(u32 at, int bytes) {
+    if ((at >> RANK) >= blocks.size()) fail("no such block in the cluster");
+    return shared(blocks[at >> RANK], at & ((1u << RANK) - 1), bytes);
+}
+inline void st_shared__cluster_v4_f32(u32 at, float a, float b, float c, float d) { *(float4*)of_cluster(at, 16) = {a, b, c, d}; }
+inline void st_shared__cluster_v2_f32(u32 at, float a, float b) { *(float2*)of_cluster(at, 8) = {a, b}; }
 inline void barrier_cluster_arrive_release_aligned() { cluster_barrier(); }
 inline void barrier_cluster_arrive_aligned() { cluster_barrier(); }
 inline void barrier_cluster_wait_acquire_aligned() {}
@@ -260,6 +279,8 @@ inline void cvt_rn_f16x2_f32(u32& d, float hi, float lo) { d = (u32)to_f16(hi) <
 inline void cvt_rn_bf16x2_f32(u32& d, float hi, float lo) { d = (u32)to_bf16(hi) << 16 | to_bf16(lo); }
 inline void mov_b32(u16& lo, u16& hi, u32 v) { lo = (u16)v, hi = (u16)(v >> 16); }
 inline void cvt_f32_f16(float& f, u16 v) { f = f16(v); }
+inline void ex2_approx_ftz_f32(float& e, float v) { e = std::exp2(v); }
+inline void rsqrt_approx_f32(float& r, float v) { r = 1 / std::sqrt(v); }
 inline void dp4a_u32_s32(int& d, u32 a, u32 b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(a >> 8 * i & 255) * (int)(int8_t)(b >> 8 * i);
     d = c;
@@ -360,6 +381,14 @@ inline V __shfl_xor_sync(unsigned, V v, int distance) {
     struct Mine { V in, out; } mine{v, v};
     simt::collective("__shfl_xor_sync", mine, [=](Mine** lane) {
         for (int l = 0; l < 32; l++) lane[l]->out = lane[l ^ distance]->in;
+    });
+    return mine.out;
+}
+template <class V>
+inline V __shfl_sync(unsigned, V v, int from) {
+    struct Mine { V in, out; int from; } mine{v, v, from};
+    simt::collective("__shfl_sync", mine, [](Mine** lane) {
+        for (int l = 0; l < 32; l++) lane[l]->out = lane[lane[l]->from % 32]->in;
     });
     return mine.out;
 }

@@ -1,0 +1,301 @@
+// One token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel (attention_cuda.py launches it).
+//
+// Grid    a cluster of CLUSTER blocks for each key head of each sequence; tiles of 16 slots go round the blocks, then round
+//         the warps of a block, so that a short text keeps as many multiprocessors busy as it has tiles.
+// Warp    q K^T and V^T p^T by mma.sync straight from registers: the order of head dims inside a product is free, so a lane
+//         loads 16 bytes of a slot and calls its pairs what it likes. K: lane (g, t) has dims 8 t + 32 j of slots g, g + 8; V:
+//         dims 8 g + 64 i of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A score's accumulator is p's operand as it stands.
+// New     the token's own k and v go from registers into the tile as well as into the cache: nobody reads slot `pos`.
+// Early   position, tables and the first tile of every warp are read before the previous kernel has ended (they were written
+//         in an earlier step): 512 slots of a key head are in registers when q arrives.
+// Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
+//         memory): one cluster barrier, no trip to memory. Every sum has a fixed order.
+// Limits  fp16 or bf16, D of 64 or 128, R a multiple of 64, G <= 8.
+// Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
+#include "tile.cuh"
+
+__device__ __forceinline__ uint4 load16(const u16* p) {
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 load16_if(bool there, const u16* p) { return there ? load16(p) : make_uint4(0, 0, 0, 0); }
+__device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ float exp2_of(float v) {
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v));
+    return e;
+}
+__device__ __forceinline__ u32 halves(u32 a, u32 b, int which) {  // the lower (0) or upper (1) halves of a and b
+    return which ? (a >> 16) | (b & 0xffff0000u) : (a & 0xffffu) | (b << 16);
+}
+template <int T>
+__device__ __forceinline__ void floats(const uint4& v, float (&f)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float2 two = to_floats<T>(word(v, i));
+        f[2 * i] = two.x, f[2 * i + 1] = two.y;
+    }
+}
+template <int T>
+__device__ __forceinline__ uint4 packed(const float (&f)[8]) {
+    return make_uint4(from_floats<T>(f[0], f[1]), from_floats<T>(f[2], f[3]), from_floats<T>(f[4], f[5]), from_floats<T>(f[6], f[7]));
+}
+
+// A lane's part of one head, dims 8 t + 32 j: normed (NORM 1: weights of type T, 2: fp32) and rotated in fp32, rounded once.
+template <int T, int D, int R, int NORM>
+__device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)[R / 32], const uint4 (&sin)[R / 32], const void* norm,
+                                        float eps, int t) {
+    float inverse = 1.f;
+    if constexpr (NORM != 0) {
+        float squares = 0.f;
+#pragma unroll
+        for (int j = 0; j < D / 32; j++) {
+            float x[8];
+            floats<T>(row[j], x);
+#pragma unroll
+            for (int i = 0; i < 8; i++) squares += x[i] * x[i];
+        }
+        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+        const float mean = squares * (1.f / D) + eps;
+        asm("rsqrt.approx.f32 %0, %1;" : "=f"(inverse) : "f"(mean));
+    }
+    auto normed = [&](int j, float (&x)[8]) {
+        floats<T>(row[j], x);
+        if constexpr (NORM != 0) {
+            const int at = 8 * t + 32 * j;
+            float w[8];
+            if constexpr (NORM == 1) {
+                floats<T>(load16((const u16*)norm + at), w);
+            } else {
+                const uint4 a = load16((const u16*)norm + 2 * at), b = load16((const u16*)norm + 2 * at + 8);
+#pragma unroll
+                for (int i = 0; i < 4; i++) w[i] = __uint_as_float(word(a, i)), w[4 + i] = __uint_as_float(word(b, i));
+            }
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[i] *= inverse * w[i];
+        }
+    };
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) {
+        if (j >= R / 64 && j < R / 32) continue;  // turned with the first of its pair
+        float first[8], second[8];
+        normed(j, first);
+        if (j < R / 64) {
+            normed(j + R / 64, second);
+            float c[8], s[8], other[8];
+            floats<T>(cos[j], c), floats<T>(sin[j], s);
+#pragma unroll
+            for (int i = 0; i < 8; i++) other[i] = first[i], first[i] = first[i] * c[i] - second[i] * s[i];
+            floats<T>(cos[j + R / 64], c), floats<T>(sin[j + R / 64], s);
+#pragma unroll
+            for (int i = 0; i < 8; i++) second[i] = second[i] * c[i] + other[i] * s[i];
+            row[j + R / 64] = packed<T>(second);
+        }
+        row[j] = packed<T>(first);
+    }
+}
+
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER>
+__global__ void __launch_bounds__(WARPS * 32, 12 / WARPS)
+attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u16* cos_table, const u16* sin_table,
+       const void* q_norm, const void* k_norm, u16* y, int S, int HKV, int window, float scale, float eps) {
+    constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
+    constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
+    constexpr float NONE = -1e30f;                            // the maximum of no scores: finite, so that differences stay numbers
+    __shared__ float4 parts[WARPS * G * ROW / 4];             // [warp][query][dim]
+    __shared__ float tops[WARPS * G];
+    __shared__ float totals[WARPS * G];
+    __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
+    __shared__ float2 inbox_sums[CLUSTER * MINE];
+
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int rank = blockIdx.x, b = blockIdx.y / HKV, h = blockIdx.y % HKV;
+    next_grid_launch();
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");  // who pushes must know that all run
+    const int pos = positions[b], n = pos + 1, first = n > window ? n - window : 0;
+    const int tiles = (n - first + 15) / 16, last = tiles - 1;
+    const size_t head = (size_t)blockIdx.y * S * D;
+    const u16 *k_head = k_cache + head + 8 * t, *v_head = v_cache + head + 8 * g;
+    uint4 k[2][CH], v[4][VH];
+    auto v_slot = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
+    auto load_k = [&](int tile) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int slot = first + tile * 16 + g + 8 * i;
+#pragma unroll
+            for (int j = 0; j < CH; j++) k[i][j] = load16_if(slot < pos, k_head + (size_t)slot * D + 32 * j);
+        }
+    };
+    auto load_v = [&](int tile) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int slot = first + tile * 16 + v_slot(i);
+#pragma unroll
+            for (int j = 0; j < VH; j++) v[i][j] = load16_if(slot < pos, v_head + (size_t)slot * D + 64 * j);
+        }
+    };
+    uint4 cos[R / 32], sin[R / 32];
+    auto load_tables = [&] {
+#pragma unroll
+        for (int j = 0; j < R / 32; j++) {
+            cos[j] = load16(cos_table + (size_t)pos * R + 8 * t + 32 * j);
+            sin[j] = load16(sin_table + (size_t)pos * R + 8 * t + 32 * j);
+        }
+    };
+    int tile = warp * CLUSTER + rank;
+    load_k(tile);
+    load_v(tile);
+    load_tables();
+    previous_grid_wait();
+
+    const u16* token = qkv + (size_t)b * (G + 2) * HKV * D;
+    auto load_new = [&](int tile) {  // where slot `pos` is due: the lanes that have it in their registers
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (first + tile * 16 + g + 8 * i == pos)
+#pragma unroll
+                for (int j = 0; j < CH; j++) k[i][j] = load16(token + (size_t)(HKV * G + h) * D + 8 * t + 32 * j);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (first + tile * 16 + v_slot(i) == pos)
+#pragma unroll
+                for (int j = 0; j < VH; j++) v[i][j] = load16(token + (size_t)(HKV * G + HKV + h) * D + 8 * g + 64 * j);
+    };
+    uint4 q[CH];
+#pragma unroll
+    for (int j = 0; j < CH; j++) q[j] = load16(token + (size_t)(h * G + smaller(g, G - 1)) * D + 8 * t + 32 * j);
+    load_new(tile);
+    prepare<T, D, R, NORM>(q, cos, sin, q_norm, eps, t);
+
+    float top = NONE, total = 0.f, acc[VH][4][4] = {};  // [..][j][c]: query 2 t + c % 2, dim 8 g + 2 j + c / 2, plus 64 h
+    for (; tile < tiles; tile += WARPS * CLUSTER) {
+        const int start = first + tile * 16;
+        if (tile == last) {  // the new token's k: normed, turned and kept; its v: kept
+            load_tables();     // again, from L1: holding them costs every warp 32 registers
+            const bool upper = pos - start >= 8;
+            uint4 row[CH];
+#pragma unroll
+            for (int j = 0; j < CH; j++) row[j] = upper ? k[1][j] : k[0][j];
+            prepare<T, D, R, NORM>(row, cos, sin, k_norm, eps, t);
+            if (g == (pos - start) % 8)
+#pragma unroll
+                for (int j = 0; j < CH; j++) {
+                    if (upper) k[1][j] = row[j];
+                    else k[0][j] = row[j];
+                    *(uint4*)(k_cache + head + (size_t)pos * D + 8 * t + 32 * j) = row[j];
+                }
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (start + v_slot(i) == pos)
+#pragma unroll
+                    for (int j = 0; j < VH; j++) *(uint4*)(v_cache + head + (size_t)pos * D + 8 * g + 64 * j) = v[i][j];
+        }
+        float score[2][4] = {};
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int j = 0; j < CH; j++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u32 a[4] = {word(q[j], 2 * half), 0, word(q[j], 2 * half + 1), 0};
+                    mma<T>(score[i], a, word(k[i][j], 2 * half), word(k[i][j], 2 * half + 1), score[i][0], score[i][1], 0.f, 0.f);
+                }
+        load_k(tile + WARPS * CLUSTER);
+        float higher = top;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                score[i][c] = start + 8 * i + 2 * t + c <= pos ? score[i][c] * scale : 2.f * NONE;
+                higher = score[i][c] > higher ? score[i][c] : higher;
+            }
+#pragma unroll
+        for (int d = 1; d < 4; d *= 2) {
+            const float other = __shfl_xor_sync(0xffffffffu, higher, d);
+            higher = other > higher ? other : higher;
+        }
+        const float fade = exp2_of(top - higher);
+        top = higher, total *= fade;
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) score[i][c] = exp2_of(score[i][c] - top), total += score[i][c];
+        const u32 p0 = from_floats<T>(score[0][0], score[0][1]), p1 = from_floats<T>(score[1][0], score[1][1]);
+        const float fade0 = __shfl_sync(0xffffffffu, fade, 8 * t), fade1 = __shfl_sync(0xffffffffu, fade, 8 * t + 4);
+#pragma unroll
+        for (int i = 0; i < VH; i++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const u32 a[4] = {halves(word(v[0][i], j), word(v[1][i], j), 0), halves(word(v[0][i], j), word(v[1][i], j), 1),
+                                  halves(word(v[2][i], j), word(v[3][i], j), 0), halves(word(v[2][i], j), word(v[3][i], j), 1)};
+                float(&sum)[4] = acc[i][j];
+                mma<T>(sum, a, p0, p1, sum[0] * fade0, sum[1] * fade1, sum[2] * fade0, sum[3] * fade1);
+            }
+        load_v(tile + WARPS * CLUSTER);
+        load_new(tile + WARPS * CLUSTER);
+    }
+    total += __shfl_xor_sync(0xffffffffu, total, 1);
+    total += __shfl_xor_sync(0xffffffffu, total, 2);
+
+#pragma unroll
+    for (int c = 0; c < 2; c++)
+        if (2 * t + c < G)
+#pragma unroll
+            for (int i = 0; i < VH; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j += 2)
+                    parts[((warp * G + 2 * t + c) * ROW + 64 * i + 8 * g + 2 * j) / 4] =
+                        make_float4(acc[i][j][c], acc[i][j][2 + c], acc[i][j + 1][c], acc[i][j + 1][2 + c]);
+    if (g < G && t == 0) tops[warp * G + g] = top, totals[warp * G + g] = total;
+    __syncthreads();
+    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+    auto store = [&](int item, const float4& sum, float whole) {
+        const float inverse = 1.f / whole;
+        u32* to = (u32*)(y + (size_t)blockIdx.y * G * D + 4 * item);
+        to[0] = from_floats<T>(sum.x * inverse, sum.y * inverse);
+        to[1] = from_floats<T>(sum.z * inverse, sum.w * inverse);
+    };
+    for (int item = threadIdx.x; item < ITEMS; item += WARPS * 32) {
+        const int query = item / (D / 4), place = item % (D / 4);
+        float most = tops[query], whole = 0.f;
+#pragma unroll
+        for (int w = 1; w < WARPS; w++) most = tops[w * G + query] > most ? tops[w * G + query] : most;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const float share = exp2_of(tops[w * G + query] - most);
+            const float4 one = parts[(w * G + query) * ROW / 4 + place];
+            whole += totals[w * G + query] * share;
+            sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
+        }
+        if constexpr (CLUSTER == 1) {
+            store(item, sum, whole);
+        } else {
+            const int there = rank * MINE + item % MINE;
+            u32 at, at_sums;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(inbox + there)), "r"(item / MINE));
+            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at_sums) : "r"(shared_address(inbox_sums + there)), "r"(item / MINE));
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w) : "memory");
+            asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(at_sums), "f"(most), "f"(whole) : "memory");
+        }
+    }
+    if constexpr (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+        for (int item = threadIdx.x; item < MINE; item += WARPS * 32) {
+            float most = inbox_sums[item].x, whole = 0.f;
+#pragma unroll
+            for (int r = 1; r < CLUSTER; r++) most = inbox_sums[r * MINE + item].x > most ? inbox_sums[r * MINE + item].x : most;
+            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+            for (int r = 0; r < CLUSTER; r++) {
+                const float share = exp2_of(inbox_sums[r * MINE + item].x - most);
+                const float4 one = inbox[r * MINE + item];
+                whole += inbox_sums[r * MINE + item].y * share;
+                sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
+            }
+            store(rank * MINE + item, sum, whole);
+        }
+    }
+}
