@@ -25,6 +25,7 @@ from lowq_cli.foreign import open_decoded
 from lowq_cli.plan import Item, Plan, default_out, index_json, output_config
 from lowq_cli.planner import SHARD_SIZE, make_plan
 from lowq_cli.recipe import Recipe, make_recipe
+from lowq_cli.rotation import rotated
 from lowq_cli.source import INDEX, Source
 from lowq_cli.workers import in_order, worker_count
 from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
@@ -145,7 +146,8 @@ def run(
     """
     start = time.monotonic()
     on = pick_device(device)
-    with open_decoded(model, headers_only=dry_run) as source:
+    with open_decoded(model, headers_only=dry_run) as raw:
+        source = rotated(raw) if recipe.rotate else raw
         plan = make_plan(source, recipe, shard_size)
         folder = default_out(source, recipe) if out is None else Path(out)
         budget = make_budget(plan, folder, on, worker_count(on), written=_bytes_in(folder, plan))

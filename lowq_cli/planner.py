@@ -66,7 +66,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     _refuse_empty(source, found)
     candidates = _candidates(source, found)
     wishes = _wishes(recipe, candidates)
-    notes = []
+    notes = list(source.notes)
     head, stored_head = _tied_head(source, found, recipe, wishes, candidates)
     if head:
         candidates.append(head)

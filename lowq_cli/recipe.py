@@ -91,6 +91,7 @@ class Recipe:
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.
         calib_tokens: how many tokens of it, at most.
+        rotate: turn the residual stream and the heads first, folded into the weights; exact, for the families of `rotation`.
         overrides, skip: exceptions by tensor name.
     """
 
@@ -103,6 +104,7 @@ class Recipe:
     dtype: Dtype = "source"
     calib: str | None = None
     calib_tokens: int = 65536
+    rotate: bool = False
     overrides: tuple[Override, ...] = ()
     skip: tuple[str, ...] = ()
 
@@ -125,6 +127,8 @@ class Recipe:
             raise UsageError(f"calib_tokens={self.calib_tokens!r} must be a whole number of at least 4096")
         if self.calib is not None and (self.method == "auto" or not quantizers.needs_text(self.method)):
             raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
+        if not isinstance(self.rotate, bool):
+            raise UsageError(f"rotate={self.rotate!r} must be true or false")
         if self.lm_head != "keep":
             check_bits(self.lm_head, "lm_head")
         if not all(isinstance(s, str) and s for s in self.skip):

@@ -53,6 +53,7 @@ class Source:
     headers: dict[str, TensorHeader]
     files: dict[str, FileHeader]
     where: dict[str, str]  # tensor -> file name
+    notes: tuple[str, ...] = ()  # what a person should know before it is quantized
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
     _opening: Lock = field(default_factory=Lock, repr=False)  # tensors are read by several threads
 

@@ -37,6 +37,9 @@ def quantize(
         str | None, typer.Option(metavar="FILE|DIR", help="Text for calibrated methods (.txt, .jsonl).  [default: bundled]")
     ] = None,
     calib_tokens: Annotated[int | None, typer.Option(help="How many tokens of it to read.  [default: 65536]")] = None,
+    rotate: Annotated[
+        bool | None, typer.Option("--rotate/--no-rotate", help="Turn the model's space first, folded into the weights.")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -61,6 +64,7 @@ def quantize(
         "dtype": dtype,
         "calib": calib,
         "calib_tokens": calib_tokens,
+        "rotate": rotate,
     }
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)

@@ -1,0 +1,95 @@
+"""Rotations: orthogonal at every size, and a rotated model is the same function."""
+
+import json
+
+import pytest
+import torch
+
+from lowq_cli import pipeline
+from lowq_cli.hf import register
+from lowq_cli.orthogonal import Rotation
+from lowq_cli.recipe import make_recipe
+from lowq_cli.rotation import EXACT, rotated
+from lowq_cli.source import open_source
+from lowq_packers.errors import UnsupportedError
+
+FAMILIES = ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3-moe"]
+
+
+@pytest.mark.parametrize("n", [1, 15, 22, 60, 64, 80, 96, 100, 512, 896, 1408, 1536])
+def test_every_size_is_orthogonal(n):
+    rotation = Rotation(n, 3)
+    R = rotation.apply(torch.eye(n))
+    assert torch.allclose(R @ R.T, torch.eye(n), atol=2e-6)
+    assert torch.equal(R, Rotation(n, 3).apply(torch.eye(n)))
+    if rotation.exact_spread:
+        assert torch.allclose(R.abs(), torch.full((n, n), n**-0.5), atol=1e-6)
+    assert rotation.exact_spread == (n not in (15, 22, 100))
+    assert n == 1 or not torch.equal(R, Rotation(n, 4).apply(torch.eye(n)))
+
+
+def materialize(source, folder):
+    """The source written as an ordinary dense checkpoint."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    tensors = {n: source.read(n).reshape(h.shape).contiguous() for n, h in source.headers.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(source.config))
+    return folder
+
+
+def logits(folder):
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(96).reshape(3, 32)
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rotated_model_has_the_same_logits(family, family_checkpoints, tmp_path):
+    dense = family_checkpoints(family, schemes={}).dense
+    with open_source(dense) as raw:
+        turned = rotated(raw)
+        before = raw.read("model.layers.1.self_attn.o_proj.weight")
+        assert float((turned.read("model.layers.1.self_attn.o_proj.weight") - before).norm() / before.norm()) > 0.5
+        folder = materialize(turned, tmp_path / "rotated")
+    wanted, found = logits(dense), logits(folder)
+    assert wanted.std() > 0.05
+    assert float((wanted - found).abs().max()) < 1e-4
+
+
+def test_parts_of_a_tensor_are_read_as_the_whole(family_checkpoints):
+    with open_source(family_checkpoints("phi3").dense) as raw:
+        turned = rotated(raw)
+        for name, header in turned.headers.items():
+            whole = turned.read(name)
+            turned._last = None
+            first, count = header.numel // 3, header.numel // 5
+            assert torch.allclose(turned.read(name, first, count), whole[first : first + count], atol=1e-6)
+            raw_bytes = turned.read_raw(name, 4 * first, 4 * count)
+            assert torch.allclose(torch.frombuffer(raw_bytes, dtype=torch.float32), whole[first : first + count], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+def test_other_families_are_refused_with_the_reason(family, family_checkpoints):
+    with open_source(family_checkpoints(family).dense) as raw, pytest.raises(UnsupportedError, match=r"norms|mean"):
+        rotated(raw)
+
+
+def test_every_exact_family_is_tested():
+    assert {f.removesuffix("-tied").replace("-", "_") for f in FAMILIES} == set(EXACT)
+
+
+def test_a_rotated_checkpoint_is_an_ordinary_one(family_checkpoints, tmp_path):
+    register()
+    dense = family_checkpoints("llama-tied").dense
+    events = list(pipeline.run(dense, make_recipe(bits=8, group=32, rotate=True), tmp_path / "out"))
+    assert any("unties the output head" in note for note in events[0].plan.notes)
+    found, wanted = logits(tmp_path / "out"), logits(dense)
+    assert float((found - wanted).norm() / wanted.norm()) < 0.02
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    again = list(pipeline.run(dense, make_recipe(bits=8, group=32, rotate=True), tmp_path / "out"))
+    assert again[-1].result.already_done
