@@ -134,7 +134,7 @@ class RotatedSource(Source):
 def rotated(raw: Source) -> RotatedSource:
     """A source of the rotated model.
 
-    Raises UnsupportedError for a family for which that is not exact, with the reason; DamagedError, UsageError as planning does.
+    Raises UnsupportedError for a family for which that is not exact, with the reason; else as planning does.
     """
     refuse_quantized(raw)
     family = str(raw.config.get("model_type"))
