@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <string>
 #include <ucontext.h>
 #include <utility>
@@ -42,11 +43,13 @@ using u32 = uint32_t;
 constexpr int STATIC = 16384, RANK = 24;  // bytes for __shared__ variables; the bit of a block's rank in cluster addresses
 
 struct Copy { u32 to; const char* from; int bytes, take; };
+struct Barrier { int expected, missing, bytes = 0; u32 phase = 0; std::vector<Copy> copies; };  // an mbarrier
 struct Fiber;
 struct Warp { int arrived = 0; const char* what = nullptr; void* mine[32]; Fiber* lanes[32]; };
 struct Block {
     uint3 index;
     int used = 0, dynamic = 0, alive = 0, at_barrier = 0;
+    std::map<u32, Barrier> barriers;  // by shared address
     std::vector<std::pair<int, int>> variables;  // of __shared__: number in the source, offset
     std::vector<float4> bytes;
     std::vector<Warp> warps;
@@ -186,6 +189,48 @@ inline void cp_async_wait_group(int pending) {
         groups.erase(groups.begin());
     }
 }
+// mbarriers and bulk copies: what a copy brings is NaN from its issue until some thread waits for it.
+inline Barrier& barrier(u32 at) {
+    auto found = self->block->barriers.find(at);
+    if (found == self->block->barriers.end()) fail("no mbarrier was initialised at " + std::to_string(at));
+    return found->second;
+}
+inline void mbarrier_init_shared__cta_b64(u32 at, int arrivals) {
+    shared(at, 8);
+    self->block->barriers[at] = Barrier{arrivals, arrivals};
+}
+inline void fence_mbarrier_init_release_cluster() {}
+inline void arrive(Barrier& b) {
+    if (b.missing == 0) fail("one arrival too many at an mbarrier");
+    b.missing--;
+}
+inline void mbarrier_arrive_expect_tx_shared__cta_b64(u32 at, int bytes) { barrier(at).bytes += bytes, arrive(barrier(at)); }
+inline void mbarrier_arrive_shared__cta_b64(u32 at) { arrive(barrier(at)); }
+inline void mbarrier_wait(u32 at, u32 parity) {
+    for (int spins = 0;; spins++) {
+        Barrier& b = barrier(at);
+        if ((b.phase & 1) != parity) return;
+        for (const Copy& c : b.copies) memcpy(shared(*self->block, c.to, 16), c.from, c.bytes), b.bytes -= c.bytes;
+        b.copies.clear();
+        if (b.missing == 0 && b.bytes == 0) {
+            b.phase++, b.missing = b.expected;
+            return;
+        }
+        if (spins > 10000) fail("deadlock: an mbarrier waits for arrivals or bytes that never come");
+        if (!_setjmp(self->at)) resume_next();
+    }
+}
+inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, int bytes, u32 at) {
+    if ((uintptr_t)from % 16 || bytes % 16 || bytes <= 0) fail("misaligned bulk copy");
+    shared(to + bytes - 16, 16), memset(shared(to, 16), 0xff, bytes);
+    barrier(at).copies.push_back({to, (const char*)from, bytes, bytes});
+}
+inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(u32 to, const void* from, int bytes,
+                                                                                             u32 at, uint64_t) {
+    cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, at);
+}
+inline void createpolicy_fractional_L2__evict_first_b64(unsigned long long& policy, double) { policy = 0; }
+inline void st_shared_u32(u32 at, u32 v) { memcpy(shared(at, 4), &v, 4); }
 template <class T>
 inline void ld_shared_u32(T& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
 inline void ld_shared_v2_u32(u32& a, u32& b, u32 at) {

@@ -53,7 +53,7 @@ def _instruction(text: str, operands: list[str]) -> str:
     opcode, _, rest = text.strip().partition(" ")
     if opcode == ".reg":
         return "simt::u16 " + rest.split(" ", 1)[1]
-    arguments = [a.strip() for a in re.sub(r"[\[\]{}]", "", rest).split(",") if a.strip()]
+    arguments = [a.strip() for a in re.sub(r"[\[\]{}]", "", rest).split(",") if a.strip() not in ("", "_")]
     named = [operands[int(a[1:])] if a.startswith("%") else a for a in arguments]
     return f"simt::{re.sub(r'[.:]', '_', opcode)}({', '.join(named)})"
 
@@ -67,7 +67,9 @@ def _asm(body: str) -> str:
         for operand in _split(section, ","):
             if operand.strip():
                 operands.append(operand[operand.index("(") :].strip())
-    if "mbarrier" in ptx:
+    if "mbarrier.try_wait" in ptx:  # a loop around it
+        return f"simt::mbarrier_wait({operands[0]}, {operands[1]})"
+    if "bulk.tensor" in ptx:
         return f'simt::unsupported("{ptx.split()[0]}")'
     ptx = ptx.strip()
     ptx = ptx[1:-1] if ptx.startswith("{") else ptx
