@@ -89,7 +89,8 @@ class Parameters:
 
     def __init__(self, types: tuple[type, ...]) -> None:
         formats = [_FORMATS[t] for t in types]
-        self.fill = partial(struct.Struct("@" + "".join(formats)).pack_into, memory := bytearray(512), 0)
+        form = struct.Struct("@" + "".join(formats))
+        self.fill = partial(form.pack_into, memory := bytearray(form.size), 0)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         # "0Q" at the end of a format pads to where a Q would lie
         offsets = [struct.calcsize("@" + "".join(formats[:i]) + "0" + f.lstrip("0123456789")) for i, f in enumerate(formats)]

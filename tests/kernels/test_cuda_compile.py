@@ -169,3 +169,12 @@ def test_parameters_lie_where_a_launch_looks_for_them():
             held = kind.from_address(address)
             assert (bytes(held) if kind is TensorMap else held.value) == value
             assert kind is TensorMap or address % ctypes.sizeof(kind) == 0
+
+
+def test_every_kernels_parameters_fit():
+    """What tile_wgmma passes (four tensor maps, 540 bytes) outgrew a buffer of a fixed size once."""
+    from lowq_kernels.cuda_wnax.driver import Parameters, TensorMap
+
+    for module in (tile_mma, tile_wgmma, tile_dequant, gemv_rows, gemv_warp32):
+        parameters = Parameters(module.PARAMETERS)
+        parameters.fill(*(bytes(128) if t is TensorMap else 0 for t in module.PARAMETERS))
