@@ -20,3 +20,15 @@ def pick_device(device: str | torch.device) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= there:
         raise UnsupportedError(f"device {device} was asked for, but torch can use {there} CUDA GPU(s) here; use --device cpu")
     return chosen
+
+
+def pick_devices(names: str | torch.device) -> tuple[torch.device, ...]:
+    """The devices of "cuda:0,cuda:1", all of one kind: on another kind the same codes are not promised.
+
+    A name given twice counts twice. Raises as `pick_device`, and UsageError for devices of two kinds.
+    """
+    given = names.split(",") if isinstance(names, str) else [names]
+    found = tuple(pick_device(n.strip() if isinstance(n, str) else n) for n in given)
+    if len({d.type for d in found}) > 1:
+        raise UsageError(f"device {names!r} names two kinds of device; use GPUs only, or the CPU only")
+    return found

@@ -20,14 +20,14 @@ import torch
 
 from lowq_cli import calibrate, transform
 from lowq_cli.budget import Budget, make_budget, peak_rss
-from lowq_cli.devices import pick_device
+from lowq_cli.devices import pick_devices
 from lowq_cli.foreign import open_decoded
 from lowq_cli.plan import Item, Plan, default_out, index_json, output_config
 from lowq_cli.planner import SHARD_SIZE, make_plan
 from lowq_cli.recipe import Recipe, make_recipe
 from lowq_cli.rotation import rotated
 from lowq_cli.source import INDEX, Source
-from lowq_cli.workers import in_order, worker_count
+from lowq_cli.workers import in_order, spread, worker_devices
 from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
 from lowq_packers.errors import DamagedError, LowqError, UsageError
 
@@ -142,16 +142,24 @@ def run(
     """Quantize `model` by `recipe` into `out`, yielding Planned, then TensorDone and ShardDone, then Finished.
 
     dry_run: stop after Planned; no weight is read or downloaded, nothing is written. fresh: start over what lowq wrote
-    into `out` before. Interrupted anywhere, the same call continues. Raises LowqError.
+    into `out` before. Interrupted anywhere, the same call continues. device: one, or several as "cuda:0,cuda:1", which
+    take a tensor each; the bytes are the same. Raises LowqError.
     """
     start = time.monotonic()
-    on = pick_device(device)
+    devices = pick_devices(device)
+    on = devices[0]
     with open_decoded(model, headers_only=dry_run) as raw:
         source = rotated(raw) if recipe.rotate else raw
         plan = make_plan(source, recipe, shard_size)
         folder = default_out(source, recipe) if out is None else Path(out)
-        budget = make_budget(plan, folder, on, worker_count(on), written=_bytes_in(folder, plan))
-        yield Planned(plan, folder, str(on), budget)
+        lanes = worker_devices(devices, _independent(source, plan))
+        if len(lanes) < len(devices):
+            raise UsageError(
+                f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
+                "read, or the method is calibrated); name one device"
+            )
+        budget = make_budget(plan, folder, on, len(lanes), written=_bytes_in(folder, plan))
+        yield Planned(plan, folder, ", ".join(map(str, devices)), budget)
         if dry_run:
             return
         budget.check(folder)
@@ -167,7 +175,7 @@ def run(
                 for layer in calibration.run() if calibration else ():
                     output.log(f"layer {layer.index} of {layer.total}: error {layer.error:.4g}, {layer.seconds:.1f} s")
                     yield layer
-                yield from _write(source, plan, output, on, start, calibration)
+                yield from _write(source, plan, output, lanes, start, calibration)
                 if calibration:
                     calibration.close()
             except BaseException as e:
@@ -181,6 +189,11 @@ def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
     facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
     facts += [text] if (text := calibrate.identity(plan)) else []
     return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
+
+
+def _independent(source: Source, plan: Plan) -> bool:
+    """Whether tensors can be worked on side by side: other sources decode as they read, calibration goes layer by layer."""
+    return type(source) is Source and not calibrate.is_calibrated(plan)
 
 
 def _bytes_in(folder: Path, plan: Plan) -> int:
@@ -197,18 +210,16 @@ def _write(
     source: Source,
     plan: Plan,
     output: OutputFolder,
-    device: torch.device,
+    devices: tuple[torch.device, ...],
     start: float,
     calibration: calibrate.Calibration | None = None,
 ) -> Iterator[Event]:
-    """All shards, then index, companions, report and, last, config.json."""
+    """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
     done = params = resumed = 0
-    independent = type(source) is Source and calibration is None  # other sources decode as they read, one tensor at a time
-    workers = worker_count(device, independent)
     for number, shard in enumerate(plan.shards, 1):
         with ShardFile(output, shard) as file:
 
-            def work(item: Item, file: ShardFile = file) -> tuple[float | None, list[int], float]:
+            def work(item: Item, device: torch.device, file: ShardFile = file) -> tuple[float | None, list[int], float]:
                 began = time.monotonic()
                 if item.scheme is None:
                     return *transform.copy(item, source, file), time.monotonic() - began
@@ -217,7 +228,7 @@ def _write(
                 return *outcome, time.monotonic() - began
 
             missing = [i for i in shard.items if i.name not in output.finished]
-            with in_order(missing, work, workers) as outcomes:
+            with in_order(missing, spread(work, devices), len(devices)) as outcomes:
                 for item in shard.items:
                     before, seconds = item.name in output.finished, 0.0
                     scheme = str(item.scheme) if item.scheme else None
@@ -239,7 +250,7 @@ def _write(
         output.replace(INDEX, _json(index))
     for path in source.companions():
         output.replace(path.name, path.read_bytes())
-    report = make_report(source, plan, output, device)
+    report = make_report(source, plan, output, devices[0])
     output.replace(REPORT, _json(report))
     output.finish(_json(output_config(source, plan)))
     result = _result(plan, output, report, time.monotonic() - start, resumed)

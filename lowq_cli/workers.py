@@ -1,6 +1,6 @@
-"""Several tensors at once on the CPU, results in order.
+"""Several tensors at once, on the CPU or on one GPU each, results in order.
 
-Each worker computes with its share of torch's threads. torch's own threads meet after every operation, and on a busy
+On the CPU each worker computes with its share of torch's threads. torch's own threads meet after every operation, and on a busy
 machine they wait there for each other: rtn at 4 bits took 167 s per GB with 2 threads on 2 cores that others used too, 10 s
 per GB with one. Workers meet only when their tensors are done.
 """
@@ -8,7 +8,8 @@ per GB with one. Workers meet only when their tensors are done.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
@@ -18,9 +19,32 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def worker_count(device: torch.device, independent: bool = True) -> int:
-    """How many tensors to work on at once: one on a GPU, and one where they are not `independent` of each other."""
-    return min(torch.get_num_threads(), MAX_WORKERS) if device.type == "cpu" and independent else 1
+def worker_devices(devices: tuple[torch.device, ...], independent: bool = True) -> tuple[torch.device, ...]:
+    """The device of each tensor that is worked on at once: one on each of several devices, several on a single CPU.
+
+    One where tensors are not `independent` of each other.
+    """
+    if not independent:
+        return devices[:1]
+    alone = len(devices) == 1 and devices[0].type == "cpu"
+    return devices * min(torch.get_num_threads(), MAX_WORKERS) if alone else devices
+
+
+def spread(work: Callable[[Item, torch.device], Result], devices: tuple[torch.device, ...]) -> Callable[[Item], Result]:
+    """`work` with a device that no other call has at that time: for as many threads as there are devices."""
+    free: SimpleQueue[torch.device] = SimpleQueue()
+    for device in devices:
+        free.put(device)
+
+    def on_a_free_one(item: Item) -> Result:
+        device = free.get()
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                return work(item, device)
+        finally:
+            free.put(device)
+
+    return on_a_free_one
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def quantize(
     ] = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Of scales and kept tensors: source, float16, bfloat16, float32.")] = None,
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan from the headers alone and stop.")] = False,

@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 
-from lowq_cli.workers import MAX_WORKERS, in_order, shared_threads, worker_count
+from lowq_cli.workers import MAX_WORKERS, in_order, shared_threads, spread, worker_devices
+
+CPU, GPUS = torch.device("cpu"), (torch.device("cuda:0"), torch.device("cuda:1"))
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,35 @@ def test_workers_share_the_threads_of_torch():
         assert torch.get_num_threads() == 1
 
 
-def test_a_gpu_and_dependent_tensors_get_one_worker():
-    assert worker_count(torch.device("cpu")) == min(4, MAX_WORKERS)
-    assert worker_count(torch.device("cpu"), independent=False) == 1
-    assert worker_count(torch.device("cuda")) == 1
+def test_one_worker_for_each_device_several_for_the_cpu_one_for_dependent_tensors():
+    assert worker_devices((CPU,)) == (CPU,) * min(4, MAX_WORKERS)
+    assert worker_devices((CPU, CPU)) == (CPU, CPU)
+    assert worker_devices(GPUS) == GPUS
+    assert worker_devices(GPUS[:1]) == GPUS[:1]
+    assert worker_devices((CPU,), independent=False) == (CPU,)
+    assert worker_devices(GPUS, independent=False) == GPUS[:1]
+
+
+def test_no_two_calls_share_a_device():
+    names = (torch.device("meta", 0), torch.device("meta", 1), torch.device("meta", 2))
+    busy, used, lock = set(), [], threading.Lock()
+
+    def work(i, device):
+        with lock:
+            assert device not in busy
+            busy.add(device)
+        time.sleep(0.001 * (i % 4))
+        with lock:
+            busy.remove(device)
+            used.append(device)
+        if i == 17:
+            raise ValueError("a failed call gives its device back")
+        return i
+
+    with in_order(range(17), spread(work, names), len(names)) as results:
+        assert list(results) == list(range(17))
+    assert set(used) == set(names)
+    one = spread(work, names[:1])
+    for _ in range(3):
+        with pytest.raises(ValueError, match="gives its device back"):
+            one(17)
