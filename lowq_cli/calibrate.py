@@ -1,9 +1,9 @@
 """Calibrated quantization: walk the model layer by layer on a text, quantize each layer's linears on the inputs they get.
 
 Two streams of hidden states go through the model: x through the original layers, x' through the quantized ones. The inputs
-of one stage (linears that share an input: q/k/v, o, gate/up, down) are measured behind everything quantized before it. One
-decoder layer is in memory at a time, with both streams. Each finished layer is set down in a folder beside the checkpoint, so
-a rerun continues behind it; the pipeline then takes its rows from there and writes as it always does.
+of one stage (linears that share an input: q/k/v, o, gate/up, down; see walk.py) are measured behind everything quantized before
+it. One decoder layer is in memory at a time, with both streams. Each finished layer is set down in a folder beside the
+checkpoint, so a rerun continues behind it; the pipeline then takes its rows from there and writes as it always does.
 """
 
 import hashlib
@@ -11,22 +11,22 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
 
 from lowq_cli import quantizers
 from lowq_cli.perplexity import tokenize, windows
 from lowq_cli.plan import Item, Plan
-from lowq_cli.quantizers.gptq import SLAB, Moments
+from lowq_cli.quantizers.gptq import SLAB
 from lowq_cli.safetensors_io import TORCH_NAMES
 from lowq_cli.source import Source
+from lowq_cli.walk import Hidden, Layer
 from lowq_cli.writer import writing
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
@@ -35,18 +35,22 @@ WINDOW = 512
 BATCH = 8  # windows at a time
 DEFAULT_TEXT = Path(__file__).parent / "demo" / "calibration.txt"
 STAGED = "lowq-calibrated-"  # + run hash: the folder of finished layers
-Weights = Mapping[str, torch.Tensor]
+FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
 
 
 @dataclass(frozen=True)
 class LayerDone:
-    """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed."""
+    """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed.
+
+    notes: checkpoint name -> why it was not quantized as the recipe says.
+    """
 
     index: int
     total: int
     error: float
     seconds: float
     resumed: bool
+    notes: dict[str, str] = field(default_factory=dict)
 
 
 def is_calibrated(plan: Plan) -> bool:
@@ -74,7 +78,8 @@ def working_bytes(plan: Plan) -> int:
     widest = max(i.shape[1] for i in items)
     hidden = min(i.shape[1] for i in items)
     inputs = 8 * BATCH * WINDOW * widest
-    streams = 2 * plan.recipe.calib_tokens * hidden
+    copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
+    streams = copies * plan.recipe.calib_tokens * hidden
     return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
 
 
@@ -138,6 +143,7 @@ class Calibration:
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
         self.folder = folder / (STAGED + run_hash)
         self.layer_of: dict[str, Path] = {}
+        self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
 
     def run(self) -> Iterator[LayerDone]:
         """Quantize every layer that is not done yet, in order."""
@@ -152,40 +158,46 @@ class Calibration:
         for number in range(len(blocks)):
             began = time.monotonic()
             path = self.folder / f"layer-{number:05d}.safetensors"
-            mine = {n: m for n, m in blocks.linears(number).items() if n in self.items}
+            mine = {n: s for n, s in blocks.linears(number).items() if n in self.items}
             self.layer_of |= dict.fromkeys(mine, path)
             done = path.is_file()
             error = 0.0
-            with torch.no_grad(), blocks.layer(number) as layer:
-                walk = _Layer(layer, others[number], {n: layer.get_submodule(m) for n, m in mine.items()})
+            with torch.no_grad(), blocks.layer(number) as module:
+                layer = Layer(module, others[number], mine)
                 if done:
                     for name in mine:
-                        walk.set(name, _load(path, self.items[name]).dequantize().to(self.device))
+                        layer.set(name, _load(path, self.items[name]).dequantize().to(self.device))
                 else:
-                    error = self._quantize(walk, original, behind, path)
+                    error = self._quantize(layer, original, behind, path)
                 if number + 1 < len(blocks):
-                    walk.advance(original, behind)
-            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done)
+                    layer.advance(original, behind)
+            self.notes |= (notes := _load_notes(path))
+            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes)
 
-    def _quantize(self, walk: "_Layer", original: list[torch.Tensor], behind: list[torch.Tensor], path: Path) -> float:
+    def _quantize(self, layer: Layer, original: Hidden, behind: Hidden, path: Path) -> float:
         """Quantize a layer's linears stage by stage and save them; the mean error."""
         results: dict[str, torch.Tensor] = {}
+        notes: dict[str, str] = {}
         errors = []
-        for stage in walk.stages(original[0]):
-            moments = walk.moments(stage, original, behind)
-            for name in stage:
+        for stage in layer.stages(original, behind):
+            for name in stage.names:
                 item = self.items[name]
                 assert item.scheme is not None
                 dtype = getattr(torch, TORCH_NAMES[item.outputs[1][1].dtype])
-                W = walk.original[name]
-                q = quantizers.get(str(item.method))(W, item.scheme, dtype, moments)
+                W = layer.matrix(name, layer.original)
+                if stage.tokens < FEW_TOKENS and item.kind == "expert":
+                    method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
+                    notes[name] = f"{method}, because {stage.tokens} tokens of the calibration text visit this expert"
+                    q = quantizers.get(method)(W, item.scheme, dtype)
+                else:
+                    q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
                 restored = q.dequantize()
-                errors.append(_output_error(W, restored, moments.second))
-                walk.set(name, restored)
+                errors.append(_output_error(W, restored, stage.moments.second))
+                layer.set(name, restored)
                 results |= _save(q, name, dtype)
         partial = path.with_suffix(".partial")
         with writing(path):
-            partial.write_bytes(save(results))
+            partial.write_bytes(save(results, {"notes": json.dumps(notes)}))
             partial.replace(path)
         return sum(errors) / max(len(errors), 1)
 
@@ -207,98 +219,6 @@ class Calibration:
     def close(self) -> None:
         """Remove the finished layers; the checkpoint holds them now."""
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class _Layer:
-    """One decoder layer in memory: its linears' original weights, and the quantized ones found so far."""
-
-    def __init__(self, layer: nn.Module, others: Any, linears: dict[str, nn.Module]) -> None:
-        self.layer, self.others, self.linears = layer, others, linears
-        self.flipped = {n for n, m in linears.items() if not isinstance(m, nn.Linear)}  # Conv1D holds (K, N)
-        self.original = {n: self._turn(n, m.weight.data) for n, m in linears.items()}  # type: ignore[arg-type]
-        self.quantized = dict(self.original)
-
-    def _turn(self, name: str, W: torch.Tensor) -> torch.Tensor:
-        return W.T.contiguous() if name in self.flipped else W
-
-    def set(self, name: str, W: torch.Tensor) -> None:
-        """Take the quantized weight (N, K) of a linear from now on."""
-        self.quantized[name] = W
-
-    def _use(self, weights: Weights) -> None:
-        for name, module in self.linears.items():
-            module.weight.data = self._turn(name, weights[name])  # type: ignore[union-attr]
-
-    def _run(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-        from lowq_cli.hf.blocks import run
-
-        self._use(weights)
-        return run(self.layer, hidden, self.others)
-
-    def stages(self, hidden: torch.Tensor) -> list[list[str]]:
-        """The linears in the order in which they run, those that share an input together."""
-        order: list[tuple[int, list[str]]] = []
-        kept: list[torch.Tensor] = []  # alive, so that no two inputs have one id
-
-        def note(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-                kept.append(args[0])
-                if order and order[-1][0] == id(args[0]):
-                    order[-1][1].append(name)
-                else:
-                    order.append((id(args[0]), [name]))
-
-            return hook
-
-        hooks = [m.register_forward_pre_hook(note(n)) for n, m in self.linears.items()]
-        try:
-            self._run(hidden, self.original)
-        finally:
-            for h in hooks:
-                h.remove()
-        return [names for _, names in order]
-
-    def moments(self, stage: list[str], original: list[torch.Tensor], behind: list[torch.Tensor]) -> Moments:
-        """The stage's inputs over all batches."""
-        moments = None
-        for x, x_behind in zip(original, behind, strict=True):
-            clean = self._input(stage[0], x, self.original)
-            seen = self._input(stage[0], x_behind, self.quantized)
-            if moments is None:
-                K = seen.shape[1]
-                moments = Moments(torch.zeros(K, K, device=seen.device), torch.zeros(K, K, device=seen.device))
-            assert moments.drift is not None
-            moments.second.addmm_(seen.T, seen)
-            moments.drift.addmm_((clean - seen).T, seen)
-        assert moments is not None
-        return moments
-
-    def _input(self, name: str, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """(tokens, K): what a linear is given. The layer is run no further than to it."""
-        found: list[torch.Tensor] = []
-
-        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            found.append(args[0].reshape(-1, args[0].shape[-1]))
-            raise _Reached
-
-        handle = self.linears[name].register_forward_pre_hook(hook)
-        try:
-            self._run(hidden, weights)
-        except _Reached:
-            pass
-        finally:
-            handle.remove()
-        return found[0]
-
-    def advance(self, original: list[torch.Tensor], behind: list[torch.Tensor]) -> None:
-        """Replace both streams by the layer's outputs."""
-        for i in range(len(original)):
-            original[i] = self._run(original[i], self.original)
-            behind[i] = self._run(behind[i], self.quantized)
-
-
-class _Reached(Exception):
-    """The input asked for has been seen."""
 
 
 def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor) -> float:
@@ -325,3 +245,12 @@ def _load(path: Path, item: Item) -> QuantizedTensor:
     except (SafetensorError, OSError) as e:
         raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None
     return QuantizedTensor(codes, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
+
+
+def _load_notes(path: Path) -> dict[str, str]:
+    """The notes of a finished layer."""
+    try:
+        with safe_open(path, framework="pt") as saved:
+            return dict(json.loads(saved.metadata()["notes"]))
+    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
+        raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None

@@ -9,7 +9,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -250,7 +250,7 @@ def _write(
         output.replace(INDEX, _json(index))
     for path in source.companions():
         output.replace(path.name, path.read_bytes())
-    report = make_report(source, plan, output, devices[0])
+    report = make_report(source, plan, output, devices[0], calibration.notes if calibration else {})
     output.replace(REPORT, _json(report))
     output.finish(_json(output_config(source, plan)))
     result = _result(plan, output, report, time.monotonic() - start, resumed)
@@ -262,7 +262,9 @@ def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def make_report(source: Source, plan: Plan, output: OutputFolder, device: torch.device) -> dict[str, Any]:
+def make_report(
+    source: Source, plan: Plan, output: OutputFolder, device: torch.device, notes: Mapping[str, str]
+) -> dict[str, Any]:
     """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. Holds no times."""
     name = (
         source.folder.resolve().name if source.folder and source.name != "demo" and Path(source.name).is_dir() else source.name
@@ -279,8 +281,8 @@ def make_report(source: Source, plan: Plan, output: OutputFolder, device: torch.
         }
         if i.scheme:
             line |= {"scheme": str(i.scheme), "method": i.method, "rel_error": record["rel_error"]}
-        if i.note:
-            line["note"] = i.note
+        if note := "; ".join(filter(None, (i.note, notes.get(i.name)))):
+            line["note"] = note
         tensors.append(line)
     return {
         "lowq": version("lowq"),

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from lowq_cli import quantizers
+from lowq_cli.calibrate import FEW_TOKENS
 from lowq_cli.hf.structure import Role, roles
 from lowq_cli.plan import Cut, Item, Plan, Shard
 from lowq_cli.recipe import Group, Keep, Recipe, matches
@@ -78,6 +80,11 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     if not any(i.scheme for i in items):
         raise UnsupportedError(f"nothing to quantize: {source.name} has no linear weight that this recipe takes")
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
+    if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):
+        notes.append(
+            f"an expert that fewer than {FEW_TOKENS} tokens of the calibration text visit is quantized without it; "
+            f"the run and lowq_report.json name those"
+        )
     untie = any(i.kind == "head" and i.scheme for i in items)
     shards = assign(items, shard_size)
     plan = Plan(

@@ -32,8 +32,8 @@ Keep = Literal["keep"]
 DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
 Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-NOT_CALIBRATED = ("head", "embedding", "expert", "router")
-LAYOUTS = ("auto", "rowstream")  # what files may hold
+NOT_CALIBRATED = ("head", "embedding", "router")
+LAYOUTS = ("auto", "rowstream", "tile")  # what files may hold
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,8 @@ def _run(events: object, planned: "Planned") -> "Result":
                 console.say(f"calibrated layer {event.index} of {event.total}: output error {event.error:.4f}")
             elif isinstance(event, pipeline.TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
+                for name, note in event.notes.items():
+                    console.say(f"note: {name}: {note}")
                 advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
             elif isinstance(event, pipeline.Finished):
                 return event.result

@@ -3,13 +3,16 @@
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lowq_cli.hf.skeleton import Skeleton, build
+from lowq_cli.hf.experts import why_not_experts
+from lowq_cli.hf.skeleton import Skeleton, Slice, build
 from lowq_cli.source import Source
 from lowq_packers.errors import UnsupportedError
 
@@ -17,47 +20,89 @@ Hidden = torch.Tensor
 Others = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with besides the hidden state
 
 
+@dataclass(frozen=True)
+class Spot:
+    """Where the matrix of a checkpoint tensor lies in a decoder layer: a parameter, or some rows of one, or of one expert's."""
+
+    module: str
+    leaf: str = "weight"
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    flipped: bool = False  # Conv1D holds (K, N)
+
+    @property
+    def path(self) -> str:
+        """The parameter's name in the layer."""
+        return f"{self.module}.{self.leaf}"
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A checkpoint tensor, the parameter of the layer (or model) it fills, and which part of it (None: all)."""
+
+    name: str
+    inside: str
+    piece: Slice | None = None
+
+
 class Blocks:
     """The decoder layers of a source's model, in fp32 on a device; weights are read when a layer is entered.
 
     Raises UnsupportedError for a model whose layers are not a plain list, or hold weights that transformers rearranges while
-    loading (mixtures of experts).
+    loading in another way than laying them side by side.
     """
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.source, self.device = source, device
         self.skeleton = Skeleton(build(source.config))
         self.model = self.skeleton.model.eval()
+        for module in self.model.modules():  # the plain loop over experts: the others want a GPU or half precision
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_experts_implementation"):
+                config._experts_implementation = "eager"
         self.base = self.model.base_model
         self.layers, prefix = _find_layers(self.base)
         prefix = f"{self.model.base_model_prefix}.{prefix}." if self.base is not self.model else f"{prefix}."
-        self._mine: dict[int, list[tuple[str, str]]] = defaultdict(list)  # layer -> (checkpoint name, parameter in the layer)
-        self._rest: list[tuple[str, str]] = []
+        self._mine: dict[int, list[_Tensor]] = defaultdict(list)
+        self._rest: list[_Tensor] = []
+        self._prefix = prefix
+        split = cache(self.skeleton.split)
         for name in source.headers:
             place = self.skeleton.place(name)
             if place is None:
                 continue
             if not place.param.startswith(prefix):
-                self._rest.append((name, place.param))
+                self._rest.append(_Tensor(name, place.param))
                 continue
-            if place.merged:
+            piece = split(place.param).get(name) if place.merged else None
+            if place.merged and piece is None:
                 raise UnsupportedError(
-                    f"{name} is merged with others while it is loaded; such layers cannot be calibrated, use --method lsq"
+                    f"{name} is rearranged while it is loaded; such layers cannot be calibrated, use --method lsq"
                 )
             number, _, inside = place.param.removeprefix(prefix).partition(".")
-            self._mine[int(number)].append((name, inside))
+            self._mine[int(number)].append(_Tensor(name, inside, piece))
 
     def __len__(self) -> int:
         return len(self.layers)
 
-    def linears(self, number: int) -> dict[str, str]:
-        """Checkpoint name without ".weight" -> module in the layer, for each of its linear weights."""
+    def linears(self, number: int) -> dict[str, Spot]:
+        """Checkpoint name without ".weight" -> where it lies in the layer, for each linear weight, each expert's among them."""
         found = {}
-        for name, inside in self._mine[number]:
-            module, leaf = _owner(self.layers[number], inside)
+        for tensor in self._mine[number]:
+            module, leaf = _owner(self.layers[number], tensor.inside)
+            path = tensor.inside.rpartition(".")[0]
             if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
-                found[name.removesuffix(".weight")] = inside.rpartition(".")[0]
-        return found
+                rows = tensor.piece.rows if tensor.piece else None
+                found[tensor.name] = Spot(path, rows=rows, flipped=isinstance(module, Conv1D))
+            elif module._parameters[leaf].dim() == 3 and not why_not_experts(module, leaf):  # type: ignore[union-attr]
+                whole = f"{self._prefix}{number}.{tensor.inside}"
+                pieces = {tensor.name: tensor.piece} if tensor.piece else self.skeleton.split(whole)
+                found |= {name: Spot(path, leaf, piece.expert, piece.rows) for name, piece in pieces.items()}
+        return {name.removesuffix(".weight"): spot for name, spot in found.items()}
+
+    def kept(self, number: int) -> dict[str, str]:
+        """Parameter in the layer -> checkpoint name, for those that a tensor fills alone."""
+        return {t.inside: t.name for t in self._mine[number] if t.piece is None}
 
     @torch.no_grad()
     def start(self, windows: torch.Tensor, batch: int) -> tuple[list[Hidden], list[Others]]:
@@ -88,18 +133,27 @@ class Blocks:
         finally:
             self._empty(module, self._mine[number])
 
-    def _fill(self, root: nn.Module, names: list[tuple[str, str]]) -> None:
-        for name, inside in names:
-            module, leaf = _owner(root, inside)
-            if leaf in module._parameters:
-                shape = self.source.headers[name].shape
-                value = self.source.read(name).reshape(shape).to(self.device, torch.float32)
+    def _fill(self, root: nn.Module, tensors: list[_Tensor]) -> None:
+        for t in tensors:
+            module, leaf = _owner(root, t.inside)
+            held = module._parameters.get(leaf)
+            if held is None:
+                continue
+            shape = self.source.headers[t.name].shape
+            value = self.source.read(t.name).reshape(shape).to(self.device, torch.float32)
+            if t.piece is None:
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+                continue
+            if held.is_meta:
+                held = nn.Parameter(torch.empty(held.shape, device=self.device), requires_grad=False)
+                module._parameters[leaf] = held
+            part = held.data if t.piece.expert is None else held.data[t.piece.expert]
+            part[slice(*t.piece.rows)] = value
 
     @staticmethod
-    def _empty(root: nn.Module, names: list[tuple[str, str]]) -> None:
-        for _, inside in names:
-            module, leaf = _owner(root, inside)
+    def _empty(root: nn.Module, tensors: list[_Tensor]) -> None:
+        for t in tensors:
+            module, leaf = _owner(root, t.inside)
             value = module._parameters.get(leaf)
             if value is not None:
                 module._parameters[leaf] = nn.Parameter(torch.empty_like(value, device="meta"))

@@ -11,10 +11,12 @@ from lowq_cli.quantizers import gptq, lsq
 from lowq_cli.quantizers.gptq import Moments
 from lowq_cli.recipe import make_recipe
 from lowq_cli.source import open_source
-from lowq_packers.errors import DamagedError, NotFoundError, SchemeError, UnsupportedError, UsageError
+from lowq_cli.walk import Layer
+from lowq_packers.errors import DamagedError, NotFoundError, SchemeError, UsageError
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 
-WALKED = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2"]
+WALKED = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral", "qwen3-moe"]
+MIXTURES = ["mixtral", "qwen3-moe"]
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +105,7 @@ def test_gptq_survives_dead_and_repeated_inputs():
 def test_layer_by_layer_gives_the_model_output(family, family_checkpoints):
     from transformers import AutoModelForCausalLM
 
-    folder = family_checkpoints(family).dense
+    folder = family_checkpoints(family, schemes={}).dense
     ids = torch.arange(96).reshape(3, 32)
     with open_source(folder) as source, torch.no_grad():
         blocks = Blocks(source, torch.device("cpu"))
@@ -122,7 +124,7 @@ def test_layer_by_layer_gives_the_model_output(family, family_checkpoints):
 
 @pytest.mark.parametrize("family", WALKED)
 def test_families_are_calibrated_whole(family, family_checkpoints, text, tmp_path):
-    dense = family_checkpoints(family).dense
+    dense = family_checkpoints(family, schemes={}).dense
     recipe = make_recipe(bits=2, group=16, method="gptq", calib=text)
     *events, finished = pipeline.run(dense, recipe, tmp_path / "out")
     layers = [e for e in events if isinstance(e, calibrate.LayerDone)]
@@ -175,16 +177,61 @@ def test_another_text_is_another_run(family_checkpoints, text, tmp_path):
         list(pipeline.run(dense, make_recipe(bits=3, group=16, method="gptq", calib=str(other)), tmp_path / "out"))
 
 
-def test_mixtures_are_refused_before_anything_is_written(family_checkpoints, text, tmp_path):
-    with pytest.raises(UnsupportedError, match="--method lsq"):
-        list(
-            pipeline.run(
-                family_checkpoints("mixtral", schemes={}).dense,
-                make_recipe(group=16, method="gptq", calib=text),
-                tmp_path / "out",
-            )
-        )
-    assert not (tmp_path / "out").exists()
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoints):
+    from transformers import AutoModelForCausalLM
+
+    folder = family_checkpoints(family, schemes={}).dense
+    ids = torch.arange(128).reshape(4, 32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    calls = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda m, args: calls.append(args))
+    with torch.no_grad(), open_source(folder) as source:
+        model(input_ids=ids)
+        blocks = Blocks(source, torch.device("cpu"))
+        hidden, others = blocks.start(ids, 2)
+        spots = {n: s for n, s in blocks.linears(0).items() if s.expert is not None}
+        assert len(spots) == 4 * 3
+        with blocks.layer(0) as module:
+            stages = list(Layer(module, others[0], spots).stages(hidden, hidden))
+    x, visits, _ = calls[0]
+    assert sum(stage.tokens for stage in stages) == 2 * visits.numel()
+    for stage in stages:
+        spot = spots[stage.names[0]]
+        mine = x[(visits == spot.expert).any(-1)]
+        if spot.leaf == "down_proj":
+            assert len(stage.names) == 1
+            mine = experts._apply_gate(mine @ experts.gate_up_proj[spot.expert].T)
+        assert stage.tokens == len(mine)
+        assert torch.allclose(stage.moments.second, mine.T @ mine, rtol=1e-4, atol=1e-5)
+        assert float(stage.moments.drift.abs().max()) == 0
+
+
+def test_experts_that_few_tokens_visit_are_quantized_without_them_and_named(family_checkpoints, text, tmp_path, monkeypatch):
+    dense = family_checkpoints("mixtral", schemes={}).dense
+    recipe = make_recipe(bits=3, group=16, method="gptq", calib=text)
+
+    def notes(few):
+        monkeypatch.setattr(calibrate, "FEW_TOKENS", few)
+        out = tmp_path / str(few)
+        events = list(pipeline.run(dense, recipe, out))
+        found = [n for e in events if isinstance(e, calibrate.LayerDone) for n in e.notes.items()]
+        report = json.loads((out / "lowq_report.json").read_text())
+        assert {t["name"]: t["note"] for t in report["tensors"] if "tokens" in t.get("note", "")} == dict(found)
+        return dict(found), {t["name"]: t["rel_error"] for t in report["tensors"] if "rel_error" in t}
+
+    every, free = notes(10**6)
+    assert len(every) == 2 * 4 * 3  # layers, experts, matrices
+    visits = {n: int(note.split("because ")[1].split()[0]) for n, note in every.items()}
+    first = {n: v for n, v in visits.items() if ".layers.0." in n}
+    limit = sorted(first.values())[6]
+    some, mixed = notes(limit)
+    assert {n for n in some if n in first} == {n for n, v in first.items() if v < limit}
+    assert some
+    assert len(some) < len(every)
+    for name in first:
+        assert (mixed[name] == free[name]) == (name in some)
 
 
 def test_heads_and_embeddings_fall_back_to_the_default(family_checkpoints, text, tmp_path):

@@ -1,0 +1,175 @@
+"""One decoder layer under calibration: its original weights, those found so far, and what its linears are given with either.
+
+A stage is what can be quantized together: linears that share an input. Stages come in the order in which they run, and each is
+measured behind the stages before it. The experts of a mixture come one by one, each with the tokens that visit it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.hf.blocks import Others, Spot, run
+from lowq_cli.hf.experts import STACKS
+from lowq_cli.quantizers.gptq import Moments
+
+Weights = Mapping[str, torch.Tensor]  # parameter's name in the layer -> its values
+Hidden = list[torch.Tensor]  # one (windows, T, K) per batch
+
+
+@dataclass
+class Stage:
+    """Linears (by checkpoint name) that share an input, and the moments of it. tokens: how many were seen."""
+
+    names: list[str]
+    moments: Moments
+    tokens: int
+
+
+class Layer:
+    """A decoder layer with two sets of weights. `module` must hold its original weights when this is made.
+
+    Args:
+        others: what it is called with besides the hidden states.
+        spots: checkpoint name of each matrix to quantize -> where it lies.
+    """
+
+    def __init__(self, module: nn.Module, others: Others, spots: dict[str, Spot]) -> None:
+        self.module, self.others, self.spots = module, others, spots
+        self.original = {s.path: module.get_parameter(s.path).data for s in spots.values()}
+        self.quantized = dict(self.original)
+
+    def matrix(self, name: str, weights: Weights) -> torch.Tensor:
+        """The (N, K) weight of a name."""
+        spot = self.spots[name]
+        W = weights[spot.path]
+        W = W if spot.expert is None else W[spot.expert]
+        W = W.T.contiguous() if spot.flipped else W
+        return W if spot.rows is None else W[slice(*spot.rows)]
+
+    def set(self, name: str, W: torch.Tensor) -> None:
+        """Take the quantized weight (N, K) of a name from now on."""
+        spot = self.spots[name]
+        if spot.expert is None and spot.rows is None:
+            self.quantized[spot.path] = W.T.contiguous() if spot.flipped else W
+            return
+        if self.quantized[spot.path] is self.original[spot.path]:
+            self.quantized[spot.path] = self.original[spot.path].clone()
+        self.matrix(name, self.quantized).copy_(W)
+
+    def run(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """The layer's output with a set of weights."""
+        for path, values in weights.items():
+            self.module.get_parameter(path).data = values
+        return run(self.module, hidden, self.others)
+
+    def advance(self, original: Hidden, behind: Hidden) -> None:
+        """Replace both streams by the layer's outputs."""
+        for i in range(len(original)):
+            original[i] = self.run(original[i], self.original)
+            behind[i] = self.run(behind[i], self.quantized)
+
+    def stages(self, original: Hidden, behind: Hidden) -> Iterator[Stage]:
+        """The stages in order. Each must be quantized (`set`) before the next is asked for."""
+        for modules in self._order(original[0]):
+            names = [n for n, s in self.spots.items() if s.module in modules]
+            if any(self.spots[n].expert is not None for n in names):
+                yield from self._experts(modules[0], names, original, behind)
+            else:
+                yield self._dense(modules[0], names, original, behind)
+
+    def _order(self, hidden: torch.Tensor) -> list[list[str]]:
+        """Modules that hold matrices, in the order in which they run, those that share an input together."""
+        order: list[tuple[int, list[str]]] = []
+        kept: list[torch.Tensor] = []  # alive, so that no two inputs have one id
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+                kept.append(args[0])
+                if order and order[-1][0] == id(args[0]):
+                    order[-1][1].append(name)
+                else:
+                    order.append((id(args[0]), [name]))
+
+            return hook
+
+        names = dict.fromkeys(s.module for s in self.spots.values())
+        hooks = [self.module.get_submodule(n).register_forward_pre_hook(note(n)) for n in names]
+        try:
+            self.run(hidden, self.original)
+        finally:
+            for h in hooks:
+                h.remove()
+        return [names for _, names in order]
+
+    def _dense(self, module: str, names: list[str], original: Hidden, behind: Hidden) -> Stage:
+        """The stage of plain linears: moments over all batches."""
+        moments, tokens = None, 0
+        for x, x_behind in zip(original, behind, strict=True):
+            (clean, *_), (seen, *_) = self._given(module, x, self.original), self._given(module, x_behind, self.quantized)
+            moments = _add(moments, _flat(clean), _flat(seen))
+            tokens += _flat(seen).shape[0]
+        assert moments is not None
+        return Stage(names, moments, tokens)
+
+    def _experts(self, module: str, names: list[str], original: Hidden, behind: Hidden) -> Iterator[Stage]:
+        """Two stages an expert: what reads its tokens, what reads its inner values. Routed as behind the quantized layers."""
+        clean = torch.cat([_flat(self._given(module, x, self.original)[0]) for x in original])
+        inputs = [self._given(module, x, self.quantized) for x in behind]
+        seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
+        gate: Any = self.module.get_submodule(module)
+        up, down = (f"{module}.{leaf}" for leaf in STACKS)
+        for expert in sorted({self.spots[n].expert for n in names}):  # type: ignore[type-var]
+            mine = visits.eq(expert).any(-1).nonzero().squeeze(-1)
+            x, x_behind = clean[mine], seen[mine]
+            for path in (up, down):
+                wanted = [n for n in names if self.spots[n].expert == expert and self.spots[n].path == path]
+                if wanted:
+                    yield Stage(wanted, _add(None, x, x_behind), len(mine))
+                if path == up:
+                    x, x_behind = (
+                        gate._apply_gate(nn.functional.linear(t, self._stack(path, weights)[expert]))
+                        for t, weights in ((x, self.original), (x_behind, self.quantized))
+                    )
+
+    def _stack(self, path: str, weights: Weights) -> torch.Tensor:
+        """(E, N, K) weights of a stack of experts, which may be one that is not quantized."""
+        return weights[path] if path in weights else self.module.get_parameter(path).data
+
+    def _given(self, module: str, hidden: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, ...]:
+        """The arguments that a module is called with. The layer is run no further than to it."""
+        found: list[tuple[torch.Tensor, ...]] = []
+
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            found.append(args)
+            raise _Reached
+
+        handle = self.module.get_submodule(module).register_forward_pre_hook(hook)
+        try:
+            self.run(hidden, weights)
+        except _Reached:
+            pass
+        finally:
+            handle.remove()
+        return found[0]
+
+
+class _Reached(Exception):
+    """The input asked for has been seen."""
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _add(moments: Moments | None, clean: torch.Tensor, seen: torch.Tensor) -> Moments:
+    """Moments with some tokens (T, K) more."""
+    if moments is None:
+        K = seen.shape[1]
+        moments = Moments(torch.zeros(K, K, device=seen.device), torch.zeros(K, K, device=seen.device))
+    assert moments.drift is not None
+    moments.second.addmm_(seen.T, seen)
+    moments.drift.addmm_((clean - seen).T, seen)
+    return moments
