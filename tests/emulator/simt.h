@@ -9,6 +9,7 @@
 //          error text instead of a number.
 // PTX      simt.py turns `asm("opcode operands" : ...)` into simt::opcode(operands), so the text of the device code counts.
 #pragma once
+#include <algorithm>
 #include <csetjmp>
 #include <cmath>
 #include <cstddef>
@@ -25,6 +26,8 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) alignas(n)
 #define threadIdx (simt::self->thread)
 #define blockIdx (simt::self->block->index)
 #define gridDim (simt::grid)
@@ -43,6 +46,8 @@ using u32 = uint32_t;
 constexpr int STATIC = 16384, RANK = 24;  // bytes for __shared__ variables; the bit of a block's rank in cluster addresses
 
 struct Copy { u32 to; const char* from; int bytes, take; };
+struct Named { int arrived = 0, round = 0; };  // a barrier of bar.sync
+struct Wgmma { void (*run)(float*, const u32*, uint64_t); float* d; const u32* a; uint64_t b; };
 struct Barrier { int expected, missing, bytes = 0; u32 phase = 0; std::vector<Copy> copies; };  // an mbarrier
 struct Fiber;
 struct Warp { int arrived = 0; const char* what = nullptr; void* mine[32]; Fiber* lanes[32]; };
@@ -50,6 +55,7 @@ struct Block {
     uint3 index;
     int used = 0, dynamic = 0, alive = 0, at_barrier = 0;
     std::map<u32, Barrier> barriers;  // by shared address
+    std::map<int, Named> named;
     std::vector<std::pair<int, int>> variables;  // of __shared__: number in the source, offset
     std::vector<float4> bytes;
     std::vector<Warp> warps;
@@ -63,6 +69,8 @@ struct Fiber {
     char waits = 0;  // 0 runnable, 'w' for its warp, 'b' for its block, 'c' for its cluster
     std::vector<std::vector<Copy>> groups;
     std::vector<Copy> open;
+    std::vector<std::vector<Wgmma>> products;
+    std::vector<Wgmma> issued;
     jmp_buf at;
     ucontext_t context;
 };
@@ -125,6 +133,19 @@ inline void block_barrier() {
     self->waits = 'b', self->block->at_barrier++;
     check_barriers(self->block);
     if (self->waits) wait();
+}
+inline void yield() {
+    if (!_setjmp(self->at)) resume_next();
+}
+inline void bar_sync(int id, int threads) {
+    Named& b = self->block->named[id];
+    const int round = b.round;
+    if (++b.arrived == threads) {
+        b.arrived = 0, b.round++;
+        return;
+    }
+    for (int spins = 0; b.round == round; yield())
+        if (spins++ > 100000) fail("deadlock: threads wait at bar.sync " + std::to_string(id));
 }
 inline void cluster_barrier() {
     self->waits = 'c', at_cluster_barrier++;
@@ -210,15 +231,37 @@ inline void mbarrier_wait(u32 at, u32 parity) {
     for (int spins = 0;; spins++) {
         Barrier& b = barrier(at);
         if ((b.phase & 1) != parity) return;
-        for (const Copy& c : b.copies) memcpy(shared(*self->block, c.to, 16), c.from, c.bytes), b.bytes -= c.bytes;
+        for (const Copy& c : b.copies) {
+            char* to = shared(*self->block, c.to, 16);
+            memcpy(to, c.from, c.take), memset(to + c.take, 0, c.bytes - c.take), b.bytes -= c.bytes;
+        }
         b.copies.clear();
         if (b.missing == 0 && b.bytes == 0) {
             b.phase++, b.missing = b.expected;
             return;
         }
         if (spins > 10000) fail("deadlock: an mbarrier waits for arrivals or bytes that never come");
-        if (!_setjmp(self->at)) resume_next();
+        yield();
     }
+}
+// A tensor map as simt.py makes it; boxes arrive 16 bytes at a time, zeros outside, 128-byte swizzled where it says so.
+struct TensorMap { const char* address; uint64_t width, rows, pitch, box_width, box_rows, swizzle, mark; };  // bytes
+inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes(u32 to, const void* map, int inner,
+                                                                                             int row, u32 at) {
+    TensorMap t;
+    memcpy(&t, map, sizeof t);
+    if (t.mark >> 8 != 0x51317) fail("not a tensor map");
+    if (to % (t.swizzle ? 1024 : 128)) fail("misaligned tensor copy");
+    const uint64_t first = (uint64_t)inner * (t.mark & 255);  // the element's bytes
+    for (u32 r = 0; r < t.box_rows; r++)
+        for (u32 c = 0; c < t.box_width; c += 16) {
+            u32 place = to + r * t.box_width + c;
+            if (t.swizzle) place ^= (place >> 7 & 7) << 4;
+            const uint64_t y = row + r, x = first + c;
+            const int take = y < t.rows && x < t.width ? (int)std::min<uint64_t>(16, t.width - x) : 0;
+            memset(shared(place, 16), 0xff, 16);
+            barrier(at).copies.push_back({place, t.address + y * t.pitch + x, 16, take});
+        }
 }
 inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, int bytes, u32 at) {
     if ((uintptr_t)from % 16 || bytes % 16 || bytes <= 0) fail("misaligned bulk copy");
@@ -257,6 +300,12 @@ inline void ld_global_nc_u32(u32& v, const void* at) {
     if ((uintptr_t)at % 4) fail("misaligned global address of a 4-byte load");
     v = *(const u32*)at;
 }
+inline void ld_global_nc_L1__no_allocate_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
+inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
+    if ((uintptr_t)at % 8) fail("misaligned global address of an 8-byte load");
+    const u32* p = (const u32*)at;
+    a = p[0], b = p[1];
+}
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
 inline void mapa_shared__cluster_u32(u32& there, u32 at, u32 rank) { there = at | rank << RANK; }
 inline void ld_shared__cluster_f32(float& v, u32 at) {
@@ -274,6 +323,9 @@ inline void barrier_cluster_arrive_aligned() { cluster_barrier(); }
 inline void barrier_cluster_wait_acquire_aligned() {}
 inline void barrier_cluster_wait_aligned() {}
 inline void griddepcontrol_wait() {}
+inline void fence_proxy_async_shared__cta() {}
+inline void setmaxnreg_inc_sync_aligned_u32(int) {}
+inline void setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void griddepcontrol_launch_dependents() {}
 [[noreturn]] inline void unsupported(const char* text) { fail(std::string("not emulated: ") + text); }
 
@@ -338,6 +390,15 @@ inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32
             for (int i = 0; i < 4; i++) *lane[l]->out[i] = lane[8 * i + l / 4]->row[l % 4];
     });
 }
+inline void stmatrix_sync_aligned_m8n8_x2_trans_shared_b16(u32 at, u32 a, u32 b) {
+    struct Mine { u32 at, v[2]; } mine{at, {a, b}};
+    collective("stmatrix", mine, [](Mine** lane) {
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 2; i++)
+                for (int h = 0; h < 2; h++)  // element (row l / 4, column 2 * (l % 4) + h) of matrix i, stored transposed
+                    ((u16*)shared(lane[8 * i + 2 * (l % 4) + h]->at, 16))[l / 4] = (u16)(lane[l]->v[i] >> 16 * h);
+    });
+}
 template <float (*number)(u16)>
 inline void mma16816(float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[2], const float (&c)[4]) {
     struct Mine { float* const* d; const u32* a; const u32* b; const float* c; } mine{d, a, b, c};
@@ -367,10 +428,58 @@ MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, f16)
 MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, bf16)
 #undef MMA
 
+// wgmma with A in registers and B (NB rows of 16 k, 128-byte swizzled) in shared memory. It reads both, and writes d, as early
+// as it may (order 1: at its issue) or as late (-1: at the wait_group that covers it).
+template <float (*number)(u16), int NB>
+inline void wgmma(float* d, const u32* a, uint64_t b) {
+    struct Mine { float* d; const u32* a; uint64_t b; } mine{d, a, b};
+    collective("wgmma", mine, [](Mine** lane) {
+        if (lane[0]->b >> 32 != (1u << 30 | 64)) fail("not the wgmma descriptor of 128-byte swizzled panels");
+        static double A[16][16], B[NB][16];
+        const u32 start = (u32)(lane[0]->b & 0x3fff) << 4;
+        for (int l = 0; l < 32; l++)
+            for (int h = 0; h < 2; h++)
+                for (int i = 0; i < 4; i++)
+                    A[l / 4 + 8 * (i % 2)][2 * (l % 4) + h + 8 * (i / 2)] = number((u16)(lane[l]->a[i] >> 16 * h));
+        for (int n = 0; n < NB; n++)
+            for (int k = 0; k < 16; k++) {
+                u32 at = start + n / 8 * 1024 + n % 8 * 128 + 2 * k;
+                at ^= (at >> 7 & 7) << 4;
+                B[n][k] = number(*(u16*)shared(at, 2));
+            }
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < NB / 2; i++) {
+                const double *row = A[l / 4 + 8 * (i / 2 % 2)], *column = B[i / 4 * 8 + 2 * (l % 4) + i % 2];
+                double sum = lane[l]->d[i];
+                for (int k = 0; k < 16; k++) sum += row[k] * column[k];
+                lane[l]->d[i] = (float)sum;
+            }
+    });
+}
+inline void issue_wgmma(Wgmma w) {
+    if (order == 1) w.run(w.d, w.a, w.b);
+    else self->issued.push_back(w);
+}
+inline void wgmma_fence_sync_aligned() {}
+inline void wgmma_commit_group_sync_aligned() { self->products.push_back(std::move(self->issued)), self->issued.clear(); }
+inline void wgmma_wait_group_sync_aligned(int pending) {
+    auto& groups = self->products;
+    while ((int)groups.size() > pending) {
+        for (const Wgmma& w : groups.front()) w.run(w.d, w.a, w.b);
+        groups.erase(groups.begin());
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------- launch
+template <class A>
+inline A value(const void* at) {  // parameters lie packed, wherever their type would like to
+    A v;
+    memcpy((void*)&v, at, sizeof v);
+    return v;
+}
 template <class... A, size_t... I>
 inline void call(void (*kernel)(A...), void* const* values, std::index_sequence<I...>) {
-    kernel(*(A*)values[I]...);
+    kernel(value<A>(values[I])...);
 }
 template <class... A>
 inline void call(void (*kernel)(A...), void* const* values) {
@@ -436,6 +545,12 @@ inline V __shfl_sync(unsigned, V v, int from) {
         for (int l = 0; l < 32; l++) lane[l]->out = lane[lane[l]->from % 32]->in;
     });
     return mine.out;
+}
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    unsigned v = 0;
+    for (int i = 0; i < 4; i++) v |= (unsigned)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return v;
 }
 inline size_t __cvta_generic_to_shared(const void* p) { return (const char*)p - simt::self->block->memory(); }
 inline float __uint_as_float(unsigned v) {

@@ -8,6 +8,7 @@ operands of that text, and `__shared__` declarations become references into the 
 import ctypes
 import hashlib
 import re
+import struct
 import subprocess
 import tempfile
 from functools import cache
@@ -17,6 +18,12 @@ from typing import ClassVar
 from lowq_kernels.cuda_wnax import driver, nvrtc
 
 HERE = Path(__file__).parent
+WGMMA = """template <int T, int NB> struct Wgmma {
+    static void run(float (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b) {
+        simt::issue_wgmma({simt::wgmma<(T ? simt::bf16 : simt::f16), NB>, d, a, b});
+    }
+};
+"""
 FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 
 
@@ -69,8 +76,6 @@ def _asm(body: str) -> str:
                 operands.append(operand[operand.index("(") :].strip())
     if "mbarrier.try_wait" in ptx:  # a loop around it
         return f"simt::mbarrier_wait({operands[0]}, {operands[1]})"
-    if "bulk.tensor" in ptx:
-        return f'simt::unsupported("{ptx.split()[0]}")'
     ptx = ptx.strip()
     ptx = ptx[1:-1] if ptx.startswith("{") else ptx
     lines = [_instruction(i, operands) for i in ptx.split(";") if i.strip()]
@@ -85,7 +90,9 @@ def host_source(source: str) -> str:
         out += [source[at : m.start()], _asm(source[m.end() : end]), "\n" * source.count("\n", m.start(), end)]
         at = end + 1
     text = "".join([*out, source[at:]])
-    text = re.sub(r"extern __shared__ float4 (\w+)\[\];", r"float4* const \1 = simt::dynamic_shared();", text)
+    text = re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?([\w ]+?) (\w+)\[\];", r"\1* const \2 = (\1*)simt::dynamic_shared();", text
+    )
     numbers = iter(range(1000))
     return re.sub(
         r"__shared__ (\w+) (\w+)((?:\[[^;]*\])+);",
@@ -94,13 +101,24 @@ def host_source(source: str) -> str:
     )
 
 
+def tensor_map(
+    address: int, element_bytes: int, inner: int, rows: int, row_bytes: int, box: tuple[int, int], swizzle: bool
+) -> bytes:
+    """Stands in for `driver.tensor_map`: what simt.h reads."""
+    assert address % 16 == row_bytes % 16 == 0
+    assert max(box) <= 256, "a box has at most 256 elements a side"
+    width = inner * element_bytes
+    return struct.pack(
+        "8Q", address, width, rows, row_bytes, box[0] * element_bytes, box[1], swizzle, 0x51317 << 8 | element_bytes
+    ) + bytes(64)
+
+
 @cache
 def _folder() -> tempfile.TemporaryDirectory:
     """The sources as C++, and what is built of them, for this process."""
     folder = tempfile.TemporaryDirectory(prefix="lowq-simt-")
     for name, text in nvrtc.sources().items():
-        if name != "wgmma.cuh":
-            (Path(folder.name) / name).write_text(host_source(text))
+        (Path(folder.name) / name).write_text(WGMMA if name == "wgmma.cuh" else host_source(text))
     return folder
 
 
