@@ -3,9 +3,11 @@
     add_norm   residual add + RMSNorm (+ the norm of what is added, in Gemma's sandwich)
     attend     q/k norm + RoPE + cache write + attention over the cache, one token per sequence
     gated      act(gate) * up
+    route      the experts of a token in a mixture, and their weights
     choose     the next token from logits, and one position further
 
-On CUDA these are the Triton kernels of this package; elsewhere the torch functions they are held to (`reference`).
+On CUDA these are the kernels of this package (attention by CUDA where NVRTC is installed and the heads fit, the rest Triton);
+elsewhere the torch functions they are held to (`reference`). `experts` computes a mixture's layer from packed experts.
 """
 
 from collections.abc import Callable
@@ -19,16 +21,17 @@ from lowq_kernels.decode import reference
 
 @dataclass(frozen=True)
 class Ops:
-    """The four operations, by whoever does them; the signatures are those of `reference`."""
+    """The operations, by whoever does them; the signatures are those of `reference`."""
 
     name: str
     add_norm: Callable[..., torch.Tensor]
     attend: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
 
 
-TORCH = Ops("torch", reference.add_norm, reference.attend, reference.gated, reference.choose)
+TORCH = Ops("torch", reference.add_norm, reference.attend, reference.gated, reference.route, reference.choose)
 
 
 @cache
@@ -37,9 +40,17 @@ def ops(device_type: str) -> Ops:
     if device_type != "cuda":
         return TORCH
     try:
-        from lowq_kernels.decode import attention, elementwise, sample
+        from lowq_kernels.decode import attention, elementwise, router, sample
     except ModuleNotFoundError as e:
         if (e.name or "").split(".")[0] != "triton":
             raise
         return TORCH
-    return Ops("triton", elementwise.add_norm, attention.attend, elementwise.gated, sample.choose)
+    attend = attention.attend
+    try:
+        from lowq_kernels.decode import attention_cuda
+
+        attend = attention_cuda.attend
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
+            raise
+    return Ops("triton", elementwise.add_norm, attend, elementwise.gated, router.route, sample.choose)

@@ -127,6 +127,18 @@ def attend_prompt(
     return y.transpose(1, 2).reshape(B, T, h.HQ * h.D)
 
 
+def route(
+    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H): the likeliest by router (E, H).
+
+    normalise: the weights sum to 1. rounded: they are rounded to x's dtype, as some models do.
+    """
+    top = F.linear(x, router).softmax(-1, dtype=torch.float32).topk(top_k)
+    weights = top.values / top.values.sum(-1, keepdim=True) if normalise else top.values
+    return top.indices, weights.to(x.dtype).float() if rounded else weights
+
+
 def choose(
     logits: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, seed: torch.Tensor, temperature: float, advance: int
 ) -> None:

@@ -1,5 +1,7 @@
 """A transformers model as the few tensors that decoding needs: per layer one q/k/v weight, o, one gate/up weight, down.
 
+In a mixture the last two are the router and the packed experts.
+
 q, k, v (and gate, up) are joined (`lowq_kernels.joined`): one launch instead of three, and N large enough to fill a GPU.
 The model keeps working: its own modules become views into the joined weights, so nothing is held twice.
 """
@@ -10,10 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.joined import join
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
+MIXTURES = ("mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES)
 ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ROPE_OF_LENGTH = ("dynamic", "longrope")  # their angles depend on how long the text already is
 
@@ -27,13 +31,31 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Mlp:
+    """down(act(gate x) * up x), gate and up as one layer."""
+
+    gate_up: nn.Module
+    down: nn.Module
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The sum over a token's top_k experts, weighted as `reference.route` says. router (E, H)."""
+
+    router: torch.Tensor
+    experts: nn.Module
+    top_k: int
+    normalise: bool
+    rounded: bool
+
+
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer. post_attention and post_mlp norm what is added to the residual (Gemma), or are None."""
 
     qkv: nn.Module
     o: nn.Module
-    gate_up: nn.Module
-    down: nn.Module
+    mlp: Mlp | Mixture
     heads: Heads
     rope: str
     before_attention: Norm
@@ -88,6 +110,9 @@ def why_not(model: Any) -> str | None:
         return "attention that is not causal"
     if len({p.device for p in model.parameters()}) > 1:
         return "the model is spread over several devices"
+    routed = [layer.mlp for layer in base.layers if hasattr(getattr(layer, "mlp", None), "experts")]
+    if not all(isinstance(mlp.experts, QuantExperts) for mlp in routed):
+        return "experts that are not packed"
     if any(hasattr(m, "_hf_hook") for m in model.modules()):
         return "hooks of accelerate sit on its modules"
     return None
@@ -128,8 +153,7 @@ def _layer(layer: Any, index: int, config: Any, gemma: bool) -> Layer:
     return Layer(
         qkv=attention.qkv_proj if hasattr(attention, "qkv_proj") else join(attention, ("q_proj", "k_proj", "v_proj")),
         o=attention.o_proj,
-        gate_up=mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else join(mlp, ("gate_proj", "up_proj")),
-        down=mlp.down_proj,
+        mlp=_mixture(mlp) if hasattr(mlp, "experts") else _mlp(mlp),
         heads=heads,
         rope=kinds[index] if gemma and kinds else "",
         before_attention=_norm(layer.input_layernorm, gemma),
@@ -139,5 +163,18 @@ def _layer(layer: Any, index: int, config: Any, gemma: bool) -> Layer:
     )
 
 
+def _mlp(mlp: Any) -> Mlp:
+    return Mlp(mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else join(mlp, ("gate_proj", "up_proj")), mlp.down_proj)
+
+
+def _mixture(mlp: Any) -> Mixture:
+    router = mlp.gate
+    only_some = hasattr(router, "norm_topk_prob")  # Qwen's routers have the choice, and round; Mixtral's always normalises
+    normalise = router.norm_topk_prob if only_some else True
+    return Mixture(router.weight.detach(), mlp.experts, int(router.top_k), bool(normalise), rounded=only_some)
+
+
 def _named(layer: Layer) -> nn.ModuleDict:
-    return nn.ModuleDict({"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down})
+    mlp = layer.mlp
+    own = {"gate_up": mlp.gate_up, "down": mlp.down} if isinstance(mlp, Mlp) else {"experts": mlp.experts}
+    return nn.ModuleDict({"qkv": layer.qkv, "o": layer.o, **own})

@@ -16,7 +16,9 @@ def choose(model: Any) -> Decoder:
     kept = getattr(model, KEPT, None)
     if kept is None or kept.device != model.device:
         reason = blocks.why_not(model)
-        if reason is None:
+        if (getattr(model, "_tp_size", None) or 1) > 1:  # the processes meet in every layer, in transformers' forward
+            kept = PlainDecoder(model, "its weights are spread over processes")
+        elif reason is None:
             kept = FusedDecoder(model)
         else:
             kept = (UnfusedDecoder if model.device.type == "cuda" else PlainDecoder)(model, reason)

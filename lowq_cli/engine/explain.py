@@ -14,6 +14,7 @@ from lowq_kernels.linear import QuantLinear
 from lowq_kernels.registry import Call, capability, refusals, select
 
 DENSE = "torch"  # what an unquantized layer takes
+EXPERTS = "cuda/experts"  # what the packed experts of a few tokens take on a GPU, where their shape allows it
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,20 @@ class LayerKernel:
 def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel]:
     """One row per distinct linear layer of `model`, for M rows of `dtype` at a time, in the model's order."""
     found: dict[tuple[Any, ...], int] = {}
-    for name, count, what in _products(model):
+    for name, count, what in _products(model, dtype):
         key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), *what)
         found[key] = found.get(key, 0) + count
     rows = []
     for (pattern, N, K, scheme, layout, forced, device), count in found.items():
-        kernel, refused = DENSE, {}
-        if layout != "dense":
+        kernel, refused = (DENSE, {}) if layout == "dense" else (EXPERTS, {})
+        if layout != "dense" and forced != EXPERTS:
             call = Call(M, N, K, scheme, layout, dtype, device.type, capability(device))
             kernel, refused = select(call, forced)[0].name, refusals(call)
         rows.append(LayerKernel(pattern, count, N, K, str(scheme), layout, kernel, refused))
     return rows
 
 
-def _products(model: nn.Module) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
+def _products(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
     """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device)) of every weight that multiplies."""
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear):
@@ -54,9 +55,10 @@ def _products(model: nn.Module) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
         elif isinstance(m, nn.Linear):
             yield name, 1, (*m.weight.shape, str(m.weight.dtype).removeprefix("torch."), "dense", None, m.weight.device)
         elif isinstance(m, QuantExperts):
+            fused = EXPERTS if m.fused(dtype, 1) else None
             for leaf in m.schemes:
                 s = m.stack(leaf)
-                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, None, s.words.device)
+                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device)
 
 
 def called(model: Any, decoder: Any) -> nn.Module:

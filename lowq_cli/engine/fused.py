@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_cli.engine.blocks import Blocks, Layer
+from lowq_cli.engine.blocks import Blocks, Layer, Mixture, Mlp
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
 from lowq_kernels.decode import ops, reference
@@ -145,9 +145,15 @@ class FusedDecoder:
             y = o.add_norm(x, delta, layer.before_attention.weight, layer.before_attention.eps, post)
             delta = layer.o(attend(layer.qkv(y), i, layer))
             y = o.add_norm(x, delta, layer.before_mlp.weight, layer.before_mlp.eps, layer.post_attention)
-            delta = layer.down(o.gated(layer.gate_up(y), blocks.act))
+            delta = self._mlp(y, layer.mlp)
             post = layer.post_mlp
         return o.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps, post)
+
+    def _mlp(self, x: torch.Tensor, mlp: Mlp | Mixture) -> torch.Tensor:
+        """What a layer's second half adds to the residual stream, from its normed input x (M, H)."""
+        if isinstance(mlp, Mlp):
+            return mlp.down(self.ops.gated(mlp.gate_up(x), self.blocks.act))
+        return mlp.experts(x, *self.ops.route(x, mlp.router, mlp.top_k, mlp.normalise, mlp.rounded))
 
     def _step(self) -> None:
         """One token for each sequence; everything it reads and writes stays at fixed addresses."""

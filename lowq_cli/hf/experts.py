@@ -4,20 +4,23 @@ Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gat
 `down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowq_kernels.linear import DISK, best_layout
+from lowq_kernels.linear import best_layout
 from lowq_kernels.registry import matmul
 from lowq_packers import bitstream
-from lowq_packers.layouts import PackedWeight, repack
+from lowq_packers.layouts import DISK, PackedWeight, repack
 from lowq_packers.scheme import Scheme
 
 STACKS = ("gate_up_proj", "down_proj")
 FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
+FEW_TOKENS = 64  # up to here reading an expert once a token costs less than waiting for the device to group tokens
+ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
 
 def why_not_experts(module: nn.Module, leaf: str) -> str:
@@ -139,14 +142,39 @@ class QuantExperts(nn.Module):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H).
 
-        Sums a token's experts in fp32 in the order of top_k_index, so two runs agree bit for bit.
+        Sums a token's experts in fp32 in the order of top_k_index, so two runs agree bit for bit. A few tokens on a GPU take
+        one kernel that reads nothing but their experts; the rest is grouped by expert.
         """
-        top_k = top_k_index.shape[-1]
+        top_k, few = top_k_index.shape[-1], hidden_states.dim() == 2 and hidden_states.shape[0] <= FEW_TOKENS
+        if hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing()) and not torch.compiler.is_compiling():
+            kernel = self.fused(hidden_states.dtype, top_k)
+            if kernel is not None:
+                stacks = (self.stack(name) for name in STACKS)
+                return kernel(hidden_states, top_k_index, top_k_weights, *stacks, self._act())
         experts = top_k_index.reshape(-1)
         gate: Any = self.__dict__["gating"]._apply_gate
         h = gate(self._product(hidden_states.repeat_interleave(top_k, 0), experts, "gate_up_proj"))
         weighted = self._product(h, experts, "down_proj").float() * top_k_weights.reshape(-1, 1).float()
         return weighted.reshape(*hidden_states.shape[:-1], top_k, -1).sum(-2).to(hidden_states.dtype)
+
+    def _act(self) -> str:
+        """The activation between gate and up, as the kernels call it; "" where the gating is not the usual one."""
+        gating: Any = self.__dict__["gating"]
+        usual = type(gating)._apply_gate.__name__ == "_default_apply_gate"
+        return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
+
+    def fused(self, dtype: torch.dtype, top_k: int) -> Callable[..., torch.Tensor] | None:
+        """The kernel that computes the layer from the chosen experts alone, where there is one for this device and shape."""
+        up, down = (self.stack(name) for name in STACKS)
+        if not up.words.is_cuda:
+            return None
+        try:
+            from lowq_kernels.decode.experts import experts, why_not
+        except ModuleNotFoundError as e:
+            if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
+                raise
+            return None
+        return None if why_not(up, down, top_k, self._act(), dtype, up.words.device) else experts
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""

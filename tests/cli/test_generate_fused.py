@@ -11,8 +11,10 @@ from lowq_cli.engine.choose import choose
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_cli.hf.experts import QuantExperts, Stack
 from lowq_cli.quantizers import rtn
 from lowq_kernels.linear import QuantLinear
+from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -112,6 +114,51 @@ def test_packed_models_give_the_tokens_of_the_dequantized_model(name, mixed):
     assert transformers_tokens(model) == wanted
     names = [k.layers for k in explain.kernels_of(explain.called(model, decoder), 1, torch.float32)]
     assert ("layers.*.qkv" in names) == (not mixed or name == "phi3")
+
+
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    "qwen3_moe unnormed": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": False},
+}
+
+
+def pack_experts(model):
+    """Quantize every expert of `model` in place of its dense weights, which become what the packed ones stand for."""
+    dense = copy.deepcopy(model)
+    for path, module in list(model.named_modules()):
+        if not hasattr(module, "gate_up_proj") or not hasattr(module, "num_experts"):
+            continue
+        packed, scheme = {}, Scheme(4, 16)
+        for leaf in ("gate_up_proj", "down_proj"):
+            qs = [rtn.quantize(w, scheme) for w in getattr(module, leaf).data]
+            getattr(dense.get_submodule(path), leaf).data = torch.stack([q.dequantize() for q in qs])
+            packed[leaf] = [pack(q, "rowstream") for q in qs]
+        experts = QuantExperts(module, dict.fromkeys(packed, scheme), torch.float32)
+        for leaf, ps in packed.items():
+            words, scales, zeros = (torch.stack([getattr(p, f) for p in ps]) for f in ("words", "scales", "zeros"))
+            experts._hold(leaf, Stack(words, scales, zeros, None, scheme, ps[0].N, ps[0].K, "rowstream"))
+        model.set_submodule(path, experts)
+    return dense
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_give_the_tokens_of_the_dequantized_model(name, monkeypatch):
+    monkeypatch.setitem(FAMILIES, name, MIXTURES[name])
+    model = build(name)
+    assert "not packed" in blocks.why_not(model)
+    dense = pack_experts(model)
+    lively = {"repetition_penalty": 1.5}
+    wanted = transformers_tokens(dense, **lively)
+    assert len({t for row in wanted for t in row}) > 8
+    assert blocks.why_not(model) is None
+    alone = explain.bytes_per_token(model, None)
+    decoder = FusedDecoder(model)
+    assert tokens(model, decoder, **lively) == wanted
+    assert explain.bytes_per_token(model, decoder) == alone
+    rows = {k.layers: k.count for k in explain.kernels_of(explain.called(model, decoder), 1, torch.float32)}
+    assert rows["layers.*.experts.down_proj"] % MIXTURES[name].get("num_experts", 4) == 0
 
 
 def test_bytes_are_the_same_joined_or_not():

@@ -1,0 +1,123 @@
+// Mixture layers while decoding: only the chosen experts' packed weights are read (layout `tile`); their ids stay on the device.
+//
+//   UP    h[s, i] = act(gate_i . x) * (up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
+//   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
+//
+// Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
+// Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
+//         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
+//         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment.
+// Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
+// Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
+// Source  own
+#include "tile.cuh"
+
+enum { SILU = 0, GELU_TANH = 1, DOWN = 2 };
+
+__device__ __forceinline__ float activation(int kind, float v) {
+    float e;
+    if (kind == SILU) {
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * v));
+        return v / (1.f + e);
+    }
+    const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(2.f * 1.4426950408889634f * inner));
+    return v - v / (e + 1.f);  // 0.5 v (1 + tanh(inner)), tanh(t) = 1 - 2 / (exp(2 t) + 1)
+}
+
+template <int BITS, int T, int GROUP, bool ZEROS, int MODE>
+__global__ void __launch_bounds__(512)
+experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const long long* ids,
+        const float* weights, const u16* x, u16* y, int width, int K, int chunks, int groups, int tiles, int top_k, int KS) {
+    using L = Tile<BITS>;
+    using C = Codes<BITS, T>;
+    constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
+    constexpr int AHEAD = BITS == 4 ? 8 : 4;
+    extern __shared__ float4 shared[];  // x of each warp's part of K
+    __shared__ float sums_at[16 * 16];
+    __shared__ u32 mask[C::PLACES];
+
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, sub = warp / KS, part = warp % KS;
+    next_grid_launch();
+    if (threadIdx.x == 0) C::Masks::store(mask);
+    const int each = (chunks + KS - 1) / KS, begin = smaller(part * each, chunks), end = smaller(begin + each, chunks);
+    __syncthreads();
+    typename C::Masks masks;
+    masks.load(mask);
+    previous_grid_wait();
+
+    const int slot = MODE == DOWN ? blockIdx.y * top_k + sub : blockIdx.y;
+    const int row_tile = blockIdx.x + (MODE == DOWN ? 0 : sub * (width / 16));
+    const size_t tile = (size_t)ids[slot] * tiles + row_tile;
+    const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
+    const u16* meta = scales + tile * groups * 16 + 2 * r;
+    const u16* meta_zero = ZEROS ? zeros + tile * groups * 16 + 2 * r : nullptr;
+    const u16* x_from = x + (size_t)(MODE == DOWN ? slot : slot / top_k) * K;
+    char* mine = (char*)shared + warp * each * L::CHUNK * 2;
+    const u32 x_at = shared_address(mine) + (lane >> 3) * 16;
+
+    u32 w[AHEAD][L::REGS];
+    auto load = [&](int c) {
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++)
+            if (c + a < end) {
+                const u32* from = w_at + (size_t)(c + a - begin) * L::WORDS;
+#pragma unroll
+                for (int i = 0; i < L::REGS / 4; i++)
+                    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                                 : "=r"(w[a][4 * i]), "=r"(w[a][4 * i + 1]), "=r"(w[a][4 * i + 2]), "=r"(w[a][4 * i + 3]) : "l"(from + i * 128 + lane * 4));
+                if constexpr (BITS == 3) asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(w[a][4]), "=r"(w[a][5]) : "l"(from + 128 + lane * 2));
+            }
+    };
+    load(begin);
+    for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256) {  // x of these chunks; past K: zeros
+        const int k = begin * L::CHUNK + i;
+        *(uint4*)(mine + 2 * i) = k < K ? *(const uint4*)(x_from + k) : make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
+
+    float acc0 = 0.f, acc1 = 0.f;  // of rows r and r + 8
+    for (int c = begin; c < end; c += AHEAD) {
+        if (c > begin) load(c);
+#pragma unroll
+        for (int a = 0; a < AHEAD; a++) {
+            if (c + a >= end) break;
+#pragma unroll
+            for (int f = 0; f < FRAGS; f += FG) {
+                float sum[4] = {}, total[4] = {};  // total: 0: -sum(magic * x), 2: sum(x)
+                u32 b[4];
+#pragma unroll
+                for (int i = f; i < f + FG; i++) {
+                    if (i == f || i % 2 == 0) load_matrix4(b, x_at + (c + a - begin) * L::CHUNK * 2 + (i >> 1) * 64);
+                    const u32 constant[4] = {C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE, C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE};
+                    u32 code[4];
+                    C::fragment(w[a], i, masks, code);
+                    mma<T>(total, constant, b[i % 2 * 2], b[i % 2 * 2 + 1], total[0], total[1], total[2], total[3]);
+                    mma<T>(sum, code, b[i % 2 * 2], b[i % 2 * 2 + 1], sum[0], sum[1], sum[2], sum[3]);
+                }
+                const int k0 = (c + a) * L::CHUNK + f * 16, g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
+                const float2 scale = to_floats<T>(*(const u32*)(meta + g * 16));
+                float2 zero = make_float2(mid<BITS>(), mid<BITS>());
+                if (ZEROS) zero = to_floats<T>(*(const u32*)(meta_zero + g * 16));
+                acc0 += scale.x * (sum[0] + total[0] - zero.x * total[2]);
+                acc1 += scale.y * (sum[2] + total[0] - zero.y * total[2]);
+            }
+        }
+    }
+    if (lane % 4 == 0) sums_at[warp * 16 + r] = acc0, sums_at[warp * 16 + r + 8] = acc1;
+    __syncthreads();
+    const int i = threadIdx.x, n = blockIdx.x * 16 + i;
+    if (i >= 16 || n >= width) return;
+    auto product = [&](int sub) {
+        float v = 0.f;
+        for (int k = 0; k < KS; k++) v += sums_at[(sub * KS + k) * 16 + i];
+        return v;
+    };
+    float v = 0.f;
+    if constexpr (MODE == DOWN) {
+        for (int k = 0; k < top_k; k++) v += weights[blockIdx.y * top_k + k] * product(k);
+    } else {
+        v = activation(MODE, product(0)) * product(1);
+    }
+    y[(size_t)blockIdx.y * width + n] = (u16)from_floats<T>(v, 0.f);
+}

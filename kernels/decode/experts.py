@@ -1,0 +1,131 @@
+"""experts: a mixture layer of a few tokens from the chosen experts' packed weights alone, in two launches (experts.cu).
+
+Inputs   stacks of packed weights in the layout `tile`, experts along dim 0; ids and routing weights stay on the device
+Launch   (tiles of 16 rows, slots or tokens) blocks of up to 16 warps; `parts` says how many share a row of K
+"""
+
+import ctypes
+import math
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from lowq_kernels.cuda_wnax.driver import Kernel
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, shared_memory_limit
+from lowq_kernels.decode import launch
+from lowq_kernels.registry import capability
+from lowq_packers.layouts.tile import CHUNK, chunks
+from lowq_packers.scheme import Scheme
+
+PARAMETERS = (*(ctypes.c_void_p,) * 7, *(ctypes.c_int32,) * 7)
+ACTS = {"silu": 0, "gelu_tanh": 1}
+DOWN = 2
+MOST_WARPS = 16
+AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # chunks a warp of experts.cu asks for at once
+LIMIT = 64 << 10  # bytes of x a block may hold
+
+
+class Stacked(Protocol):
+    """Packed weights (N, K) of several experts: tensors of a PackedWeight with experts along dim 0. scheme None: not packed."""
+
+    words: torch.Tensor
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+    scheme: Scheme | None
+    N: int
+    K: int
+    layout: str
+
+
+def parts(K: int, bits: int, products: int) -> int:
+    """Warps that share a row of K, where a block computes `products` rows of tiles."""
+    return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), MOST_WARPS // products))
+
+
+def _smem(K: int, bits: int, products: int) -> int:
+    n = parts(K, bits, products)
+    return products * n * math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2
+
+
+def why_not(gate_up: Stacked, down: Stacked, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The reason `experts` cannot take this layer, or ""."""
+    if device.type != "cuda" or capability(device) < (8, 0):
+        return "needs a GPU of compute capability 8.0"
+    if dtype not in TYPES:
+        return f"takes fp16 and bf16, not {dtype}"
+    if act not in ACTS:
+        return f"activation {act}"
+    if top_k > MOST_WARPS:
+        return f"{top_k} experts a token, at most {MOST_WARPS} are taken"
+    for s in (gate_up, down):
+        if s.scheme is None or s.layout != "tile":
+            return "experts that are not packed in the layout tile"
+        if s.K % 8 or (s.scheme.group_size % 16 and s.scheme.group_size != s.K):
+            return f"rows of {s.K} in groups of {s.scheme.group_size}"
+    if gate_up.N % 32:
+        return f"{gate_up.N // 2} rows of gate and up, which are no tiles of 16"
+    for s, products in ((gate_up, 2), (down, top_k)):
+        if s.scheme and _smem(s.K, s.scheme.bits, products) > min(LIMIT, shared_memory_limit(capability(device)) - 4096):
+            return f"rows of {s.K} are too long"
+    return ""
+
+
+def expression(scheme: Scheme, K: int, T: int, zeros: bool, mode: int) -> str:
+    """The template instance of experts.cu."""
+    group = 0 if scheme.groups(K) == 1 else scheme.group_size
+    return f"experts<{scheme.bits}, {T}, {group}, {'true' if zeros else 'false'}, {mode}>"
+
+
+@cache
+def _kernel(instance: str, device: int, threads: int, serialize: bool) -> Kernel:
+    return Kernel("experts.cu", instance, device, threads, PARAMETERS, smem=LIMIT, serialize=serialize)
+
+
+def _launch(
+    x: torch.Tensor, s: Stacked, ids: torch.Tensor, weights: torch.Tensor | None, y: torch.Tensor, mode: int, top_k: int
+) -> None:
+    assert s.scheme is not None
+    assert s.scales is not None
+    scales, zeros = (None if t is None else t if t.dtype == x.dtype else t.to(x.dtype) for t in (s.scales, s.zeros))
+    assert scales is not None
+    bits, products = s.scheme.bits, top_k if mode == DOWN else 2
+    n = parts(s.K, bits, products)
+    instance = expression(s.scheme, s.K, TYPES[x.dtype], zeros is not None, mode)
+    serialize = launch.enabled and capability(x.device) >= (9, 0)
+    _kernel(instance, x.device.index, 32 * products * n, serialize)(
+        math.ceil(y.shape[1] / 16),
+        y.shape[0],
+        _smem(s.K, bits, products),
+        s.words.data_ptr(),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        ids.data_ptr(),
+        0 if weights is None else weights.data_ptr(),
+        x.data_ptr(),
+        y.data_ptr(),
+        y.shape[1],
+        s.K,
+        chunks(s.K, bits),
+        scales.shape[2],
+        s.words.shape[1],
+        top_k,
+        n,
+    )
+
+
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, act: str
+) -> torch.Tensor:
+    """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
+
+    act: "silu" or "gelu_tanh". fp32 inside; h = act(gate) * up and y are rounded to x's dtype. `why_not` says what it takes.
+    """
+    M, top_k = ids.shape
+    ids, weights, x = ids.contiguous(), weights.float().contiguous(), x.contiguous()
+    h = torch.empty(M * top_k, gate_up.N // 2, dtype=x.dtype, device=x.device)
+    y = torch.empty(M, down.N, dtype=x.dtype, device=x.device)
+    if M:
+        _launch(x, gate_up, ids, None, h, ACTS[act], top_k)
+        _launch(h, down, ids, weights, y, DOWN, top_k)
+    return y
