@@ -1,6 +1,6 @@
 """End-to-end decode: tokens per second of whole models with random weights, every variant in one run.
 
-    python benchmarks/e2e_decode.py --out FILE.json [--model 8b|1b|tiny] [--variants NAMES] [--batches 1,4,8] [--device cuda]
+    python benchmarks/e2e_decode.py --out FILE.json [--model 8b|1b|70b|30b-a3b] [--variants NAMES] [--batches 1,4,8]
 
 A variant is `transformers` (model.generate), `transformers-static` (its forward over a static cache, as one CUDA graph),
 `16` (the lowq engine, weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the
@@ -28,59 +28,117 @@ from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.graph import capture
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_cli.hf.experts import STACKS, QuantExperts, Stack
 from lowq_kernels import registry, timing
 from lowq_kernels.decode import launch
 from lowq_kernels.linear import QuantLinear
 from lowq_packers import bitstream
 from lowq_packers.errors import LowqError
-from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts import PackedWeight, tile
 from lowq_packers.scheme import Scheme
 
 LLAMA = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072}
+MIXTURE = {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "1b": LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "head_dim": 64}
     | {"tie_word_embeddings": True},
+    "70b": LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "30b-a3b": MIXTURE
+    | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"vocab_size": 151936, "max_position_embeddings": 40960},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
     | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024},
+    "tiny-mixture": MIXTURE
+    | {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 2}
+    | {"vocab_size": 1024},
 }
 SEARCHED: dict[registry.Call, tuple[str, registry.Config]] = {}  # what --search found: asked before every other table
 TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
 
 
 def dense_model(shape: str, dtype: torch.dtype, device: str) -> Any:
-    """A Llama of that shape with random weights, built on the device."""
-    config = AutoConfig.for_model("llama", **SHAPES[shape], eos_token_id=None, bos_token_id=1, pad_token_id=0)
-    torch.manual_seed(0)
-    with torch.device(device):
+    """A model of that shape with random weights, built on the device."""
+    return fill(skeleton(shape, dtype), device)
+
+
+def skeleton(shape: str, dtype: torch.dtype) -> Any:
+    """A model of that shape on the meta device."""
+    facts = {"model_type": "llama"} | SHAPES[shape] | {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+    config = AutoConfig.for_model(**facts)
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 
 
+def fill(model: Any, device: str) -> Any:
+    """The model with everything that is still on the meta device made there: norms 1, weights of the spread of trained ones."""
+    torch.manual_seed(0)
+    for m in model.modules():
+        for name, p in list(m.named_parameters(recurse=False)):
+            if p.is_meta:
+                new = torch.ones(p.shape, dtype=p.dtype, device=device)
+                new = new if p.dim() == 1 else new.normal_(0, p.shape[-1] ** -0.5)
+                m.register_parameter(name, torch.nn.Parameter(new, requires_grad=False))
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are computed
+    model.tie_weights()
+    return model
+
+
 def random_packed(N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantLinear:
     """A layer of random codes whose weights have the spread of a trained layer's, about 1 / sqrt(K)."""
-    words = torch.randint(-(1 << 31), 1 << 31, (N, bitstream.words_per_row(K, scheme.bits)), device=device).to(torch.int32)
-    G = scheme.groups(K)
-    scales = (torch.rand(N, G, device=device) + 0.5) * (3.4 / scheme.levels / K**0.5)
-    zeros = (scheme.levels - 1) / 2 + torch.rand(N, G, device=device) - 0.5
-    return QuantLinear.from_packed(PackedWeight(words, scales.to(dtype), zeros.to(dtype), scheme, N, K, "rowstream"))
+    words = random_words(N, bitstream.words_per_row(K, scheme.bits), device=device)
+    scales, zeros = random_meta((N, scheme.groups(K)), K, scheme, dtype, device)
+    return QuantLinear.from_packed(PackedWeight(words, scales, zeros, scheme, N, K, "rowstream"))
+
+
+def random_words(*shape: int, device: str) -> torch.Tensor:
+    """Random bits, as int32."""
+    return torch.randint(0, 256, (*shape[:-1], shape[-1] * 4), dtype=torch.uint8, device=device).view(torch.int32)
+
+
+def random_meta(
+    shape: tuple[int, ...], K: int, scheme: Scheme, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zeros that give random codes that spread."""
+    scales = (torch.rand(shape, device=device) + 0.5) * (3.4 / scheme.levels / K**0.5)
+    return scales.to(dtype), ((scheme.levels - 1) / 2 + torch.rand(shape, device=device) - 0.5).to(dtype)
+
+
+def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantExperts:
+    """Packed experts in the place of transformers' (on the meta device); on a GPU in the layout of its kernels at once."""
+    experts = QuantExperts(module, dict.fromkeys(STACKS, scheme), dtype)
+    for name, (E, N, K) in experts.shapes.items():
+        if device == "cpu":
+            words, meta, layout = bitstream.words_per_row(K, scheme.bits), (E, N, scheme.groups(K)), "rowstream"
+            packed = random_words(E, N, words, device=device)
+        else:
+            tiles, layout = tile.padded_rows(N) // tile.ROWS, "tile"
+            packed = random_words(E, tiles, tile.chunks(K, scheme.bits) * tile.WORDS[scheme.bits], device=device)
+            meta = (E, tiles, scheme.groups(K), tile.ROWS)
+        scales, zeros = random_meta(meta, K, scheme, dtype, device)
+        experts._hold(name, Stack(packed, scales, zeros, None, scheme, N, K, layout))
+    return experts
 
 
 def quantized_model(shape: str, variant: str, dtype: torch.dtype, device: str) -> Any:
     """A model whose linear layers are packed as `variant` says: bits, then g and a group size, then h and the head's bits."""
     body, _, head = variant.partition("h")
     bits, _, group = body.partition("g")
-    model = dense_model(shape, dtype, device)
-    for path, lin in list(model.named_modules()):
-        if isinstance(lin, torch.nn.Linear):
-            width = (int(head) if head else 0) if path == "lm_head" else int(bits)
-            if width:
-                N, K = lin.weight.shape
-                model.set_submodule(path, random_packed(N, K, Scheme(width, int(group or 128)), dtype, device))
-            del lin
-    return model
+    model, scheme = skeleton(shape, dtype), Scheme(int(bits), int(group or 128))
+    for path, m in list(model.named_modules()):
+        if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj") and isinstance(m.down_proj, torch.nn.Parameter):
+            model.set_submodule(path, random_experts(m, scheme, dtype, device))
+        elif isinstance(m, torch.nn.Linear) and (path != "lm_head" or head):
+            N, K = m.weight.shape
+            own = Scheme(int(head), scheme.group_size) if path == "lm_head" else scheme
+            model.set_submodule(path, random_packed(N, K, own, dtype, device))
+    return fill(model, device)
 
 
 def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
