@@ -1,13 +1,16 @@
 """Compile the kernels that calls will need before they are needed, several at a time.
 
-Triton's compiler holds the interpreter lock for about half of its work, so threads gain little: worker processes compile,
-each launching its share once on rubbish, and leave the binaries in Triton's cache on disk, where the parent finds them.
+Triton's compiler holds the interpreter lock for about half of its work. `compile_all` has worker processes compile, each
+launching its share once on rubbish; the binaries are left in Triton's cache on disk, where the parent finds them. That pays
+for the hundreds of kernels that tuning tries; `launch_all` uses threads, for the dozen that one generation needs.
 """
 
 import multiprocessing
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from time import monotonic
 
 import torch
 
@@ -16,6 +19,7 @@ from lowq_packers.scheme import Scheme
 
 WORKERS = 8
 WORTH_WORKERS = 4  # fewer kernels than this compile faster here than a process starts
+SLOW = 0.3  # seconds of `launch_all` from which somebody may wonder what takes so long
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,28 @@ def compile_all(work: Sequence[Work], done: Callable[[int], None] | None = None,
             if done:
                 done(i + 1)
     return len(distinct)
+
+
+def launch_all(work: Sequence[Callable[[], object]], done: Callable[[int, int], None], workers: int = WORKERS) -> int:
+    """Make every launch once, in threads: what NVRTC compiles, and few kernels of Triton's. Returns how many there were.
+
+    For a process that will run these kernels itself: nothing is found again on disk, and no worker has to start. `done(n, of)`
+    is told of each once SLOW seconds have passed. A launch that fails is left for its real caller to report.
+    """
+    started = monotonic()
+
+    def launch(item: Callable[[], object]) -> None:
+        try:
+            with torch.inference_mode():
+                item()
+        except Exception:
+            return
+
+    with ThreadPoolExecutor(workers) as pool:
+        for i, _ in enumerate(as_completed([pool.submit(launch, item) for item in work])):
+            if monotonic() - started > SLOW:
+                done(i + 1, len(work))
+    return len(work)
 
 
 def _launch_once(work: Work) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,6 +63,7 @@ def generate(
         _answer_all(model, tokenizer, many, batch, settings)
         return
     generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
+    _compile(model, generation)
     if explain:
         _show_kernels(model, generation)
     interrupted = _write_text(generation, live=not as_json, batch=batch)
@@ -73,6 +76,21 @@ def generate(
         _show_profile(generation, Path(profile))
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _compile(model: Any, generation: "Generation") -> None:
+    """Compile this generation's kernels side by side; a progress line, but only where they are not in the caches yet."""
+    from lowq_cli.engine.warm import warm
+
+    with ExitStack() as shown:
+        bar: list[Callable[[int, str], None]] = []
+
+        def advance(n: int, of: int) -> None:
+            if not bar:
+                bar.append(shown.enter_context(console.progress("compile", of)))
+            bar[0](n, f"{n} of {of} kernels")
+
+        warm(model, generation.decoder, generation.prompts, generation.sampling, advance)
 
 
 def _read_prompts(where: str) -> list[str]:

@@ -1,0 +1,76 @@
+"""Compile what a generation will launch before its first token, several kernels at a time.
+
+A kernel is compiled by launching it once, on zeros and in a thread of its own: NVRTC and most of Triton's compiler run
+without the interpreter's lock. Exactly the kernels of this decoder, batch and prompt are launched; where all of them are
+in the caches on disk, that takes some milliseconds and nothing is shown.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from lowq_cli.engine import explain
+from lowq_cli.engine.fused import CHUNK, FusedDecoder
+from lowq_cli.engine.sampling import Sampling
+from lowq_kernels.linear import QuantLinear
+from lowq_kernels.precompile import launch_all
+
+SLOTS = 64  # of the cache that attention is compiled on; no kernel's binary depends on how many there are
+
+
+def warm(model: Any, decoder: Any, prompts: list[list[int]], sampling: Sampling, done: Callable[[int, int], None]) -> int:
+    """Compile in parallel; returns how many launches that took, 0 on a CPU. `done(n, of)` is called where it is slow."""
+    if model.device.type != "cuda" or not prompts:
+        return 0
+    work = [*_products(model, decoder, len(prompts), max(map(len, prompts)))]
+    if isinstance(decoder, FusedDecoder):
+        work += _between(decoder, len(prompts), sampling)
+    return launch_all(work, done)
+
+
+def _products(model: Any, decoder: Any, batch: int, longest: int) -> Iterator[Callable[[], object]]:
+    """One launch for each distinct matmul: a decode step has `batch` rows, a prompt is read in pieces of CHUNK tokens."""
+    rows = {batch, batch * min(longest, CHUNK), batch * (longest % CHUNK)} - {0}
+    seen = set()
+    for layer in explain.called(model, decoder).modules():
+        if isinstance(layer, QuantLinear):
+            shape = (layer.out_features, layer.in_features, layer.scheme, layer.layout, layer.kernel, layer.bias is None)
+            for M in rows:
+                if (M, shape) not in seen:
+                    seen.add((M, shape))
+                    yield partial(_multiply, layer, M, model.dtype)
+
+
+def _multiply(layer: QuantLinear, M: int, dtype: torch.dtype) -> None:
+    layer(torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
+
+
+def _between(decoder: FusedDecoder, batch: int, sampling: Sampling) -> list[Callable[[], object]]:
+    """One launch for each kernel that a step has between its matmuls."""
+    blocks, ops = decoder.blocks, decoder.ops
+    first = blocks.layers[0]
+    make = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
+    norm, heads = first.before_attention, first.heads
+    x = make(batch, norm.weight.shape[0])
+
+    def attend() -> None:
+        caches = [make(batch, heads.HKV, SLOTS, heads.D) for _ in range(2)]
+        pos = torch.zeros(batch, dtype=torch.int32, device=decoder.device)
+        cos, sin = blocks.rope_tables(SLOTS, decoder.device, decoder.dtype)[first.rope]
+        ops.attend(make(batch, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, pos, cos, sin, heads)
+
+    def choose(advance: int) -> None:
+        logits = make(batch, blocks.head.out_features)
+        token = torch.zeros(batch, dtype=torch.int64, device=decoder.device)
+        pos, seed = token.to(torch.int32), token[:1].clone()
+        ops.choose(logits, token, pos, seed, sampling.temperature, advance)
+
+    work: list[Callable[[], object]] = [attend, partial(choose, 0), partial(choose, 1)]
+    work.append(partial(ops.add_norm, x, None, norm.weight, norm.eps, None))
+    work.append(partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention))
+    gate_up = getattr(first.mlp, "gate_up", None)
+    if gate_up is not None:
+        work.append(partial(ops.gated, make(batch, gate_up.out_features), blocks.act))
+    return work

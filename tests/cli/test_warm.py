@@ -1,0 +1,67 @@
+"""Before a generation starts, each of its kernels is launched once: the right ones, side by side, and failures wait."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowq_cli.engine import warm
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.quantizers import rtn
+from lowq_kernels import linear
+from lowq_kernels.linear import QuantLinear
+from lowq_kernels.precompile import launch_all
+from lowq_packers.layouts import pack
+from lowq_packers.scheme import Scheme
+
+PROMPTS = [[1] * 5, [1] * 3]
+
+
+@pytest.fixture
+def decoder():
+    """A two-layer model of packed layers behind the fused decoder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **small, **heads)).float().eval()
+    for parent in model.modules():
+        for name, child in list(parent.named_children()):
+            if type(child) is torch.nn.Linear and name != "lm_head":
+                packed = pack(rtn.quantize(child.weight.detach(), Scheme(4, 32)), "rowstream")
+                setattr(parent, name, QuantLinear.from_packed(packed))
+    return FusedDecoder(model)
+
+
+def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
+    seen = []
+    whole = linear.matmul
+    monkeypatch.setattr(linear, "matmul", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)  # on a CPU there would be nothing to do
+    told = []
+    n = warm.warm(model, decoder, PROMPTS, Sampling(), lambda *progress: told.append(progress))
+    shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q with k and v, o, gate with up, down
+    assert sorted(seen) == sorted((M, N, K) for M in (2, 2 * 5) for N, K in shapes)
+    assert n == len(seen) + 6  # attention, two norms, activation, the choice after a prompt and after a step
+    assert warm.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), told.append) == 0
+
+
+def test_the_launches_between_products_are_the_steps_own(decoder):
+    """They run without an error, so their shapes are right; launch_all would hide one."""
+    for launch in warm._between(decoder, 2, Sampling(temperature=0.7)):
+        launch()
+
+
+def test_launches_run_side_by_side_and_a_failure_is_left_for_later(monkeypatch):
+    together = threading.Barrier(2, timeout=20)
+    monkeypatch.setattr("lowq_kernels.precompile.SLOW", 0.0)
+
+    def fails() -> None:
+        raise RuntimeError("no such kernel")
+
+    told = []
+    assert launch_all([together.wait, together.wait, fails], lambda n, of: told.append((n, of)), workers=2) == 3
+    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert not together.broken  # one thread alone would have waited in vain
