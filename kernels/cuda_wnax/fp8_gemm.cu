@@ -1,0 +1,295 @@
+// y[M,N] = x[M,K] @ W[N,K]^T of e4m3 matrices with scales, on Hopper: wgmma with both operands from shared memory.
+//
+// Operands A (wgmma's 64 rows) and B (its columns). SWAP false: A = x, B = W, for large M. SWAP true: A = W, B = x, for small
+//         M: eight columns are the least, where 64 rows would be.
+// Scales  of each operand, by mode. VECTOR: one per row, applied at the end (per token, per channel). GROUP: one per row and 128 k,
+//         read by TMA with the tile. BLOCK: one per 2^shift rows and 128 or 256 k, the same for a whole tile.
+// Sums    the tensor core keeps fewer than 23 bits: every 128 k its sums are scaled and added to fp32 sums in registers.
+// Warps   two consumer warpgroups own MH x 64 rows of A each and never meet: while one scales, the other one's products run. A
+//         producer thread feeds a ring of STAGES stages, 128 k each, by TMA (128-byte swizzle). LIGHT: two blocks fit an SM, so
+//         that the next kernel's weights are on their way while this one's last sums are written.
+// Grid    persistent, bands of BAND tiles of B. PAIR: two blocks of a cluster take neighbouring tiles of A and the same of B, half of
+//         which each loads for both. SPLIT (with SWAP): blocks of a cluster split K, partial sums meet in rank order.
+// Edges   TMA reads zeros outside; stores are masked. K a multiple of 16.
+// Source  own; two-level sums after DeepGEMM, 2-D scales after GridQuant.
+#include "tile.cuh"
+#include "hopper.cuh"
+#include "wgmma_fp8.cuh"
+
+enum { VECTOR = 0, GROUP = 1, BLOCK = 2 };
+
+__device__ __forceinline__ float read_float(u32 shared) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ float2 read_float2(u32 shared) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(shared) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store8(u16* to, u32 shared, int width, int column) {  // eight halves of a row of y
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
+    if (width % 8 == 0) {
+        *(uint4*)to = v;
+    } else {
+        const u32 four[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (column + i < width) to[i] = (u16)(four[i / 2] >> (i % 2 * 16));
+    }
+}
+
+template <bool SWAP, int T, int A_SCALE, int B_SCALE, int MH, int NB, int STAGES, bool PAIR, int SPLIT, bool LIGHT, int BAND>
+__global__ void __launch_bounds__(LIGHT ? 288 : 384, LIGHT ? 2 : 1)
+fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap groups_map,
+         const float* __restrict__ a_scales, const float* __restrict__ b_scales, const u16* __restrict__ bias, u16* __restrict__ y,
+         int A, int B, int chunks, int a_shift, int b_shift, int a_stride, int b_stride, int a_k_shift, int b_k_shift) {
+    static_assert(A_SCALE != GROUP || B_SCALE != GROUP, "only x has groups");
+    constexpr int ROWS = 128 * MH;  // of A in a tile
+    constexpr u32 A_BYTES = ROWS * 128, B_BYTES = NB * 128;
+    constexpr int GROUPS = A_SCALE == GROUP ? ROWS : B_SCALE == GROUP ? NB : 0;
+    constexpr u32 G_BYTES = GROUPS * 4, G_STEP = (G_BYTES + 127) / 128 * 128;
+    constexpr int CLUSTER = PAIR ? 2 : SPLIT;
+    extern __shared__ __align__(1024) unsigned char shared[];
+    __shared__ u64 full[STAGES], empty[STAGES];
+
+    const int g = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2;
+    const u32 base = shared_address(shared);
+    auto a_stage = [&](int s) { return base + s * A_BYTES; };
+    auto b_stage = [&](int s) { return base + STAGES * A_BYTES + s * B_BYTES; };
+    auto g_stage = [&](int s) { return base + STAGES * (A_BYTES + B_BYTES) + s * G_STEP; };
+
+    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, team = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
+    const int share = (chunks + SPLIT - 1) / SPLIT, begin = SPLIT > 1 ? smaller(rank * share, chunks) : 0, part = smaller(share, chunks - begin);
+    constexpr int A_STEP = PAIR ? 2 * ROWS : ROWS;
+    const int a_tiles = (A + A_STEP - 1) / A_STEP, b_tiles = (B + NB - 1) / NB, all = a_tiles * b_tiles;
+    auto place = [&](int tile, int& a0, int& b0) {  // bands of BAND tiles of B; within one, B fastest, then A
+        const int band = tile / (BAND * a_tiles), first = band * BAND, width = smaller(BAND, b_tiles - first);
+        const int in_band = tile - band * BAND * a_tiles;
+        b0 = (first + in_band % width) * NB, a0 = in_band / width * A_STEP + (PAIR ? rank * ROWS : 0);
+    };
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(full + i), 1), barrier_init(shared_address(empty + i), PAIR ? 16 : 8);
+        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    if constexpr (PAIR) cluster_sync();
+    else __syncthreads();
+
+    if (g == 2) {  // ----------------------------------------------------------------------------------- producer
+        if constexpr (!LIGHT) registers_down<40>();
+        if (threadIdx.x == 256) {
+            auto load_a = [&](int s, int c, int a0) {
+                barrier_expect(shared_address(full + s), A_BYTES + B_BYTES + G_BYTES);
+                tensor_load(a_stage(s), &a_map, c * 128, a0, shared_address(full + s));
+            };
+            auto load_b = [&](int s, int c, int a0, int b0) {
+                if constexpr (PAIR) {
+                    const int half = rank * (NB / 2);
+                    tensor_load_shared(b_stage(s) + half * 128, &b_map, c * 128, b0 + half, shared_address(full + s), 3);
+                } else tensor_load(b_stage(s), &b_map, c * 128, b0, shared_address(full + s));
+                if constexpr (GROUPS > 0) tensor_load(g_stage(s), &groups_map, A_SCALE == GROUP ? a0 : b0, c, shared_address(full + s));
+            };
+            int s = 0, round = 0, early = 0;
+            if (SWAP && team < all) {  // weights do not depend on the kernel before, x does
+                int a0, b0;
+                place(team, a0, b0);
+                for (; early < STAGES && early < part; early++) load_a(early, begin + early, a0);
+            }
+            previous_grid_wait();
+            for (int tile = team; tile < all; tile += teams) {
+                int a0, b0;
+                place(tile, a0, b0);
+                for (int c = 0; c < part; c++) {
+                    if (early > 0) early--;
+                    else {
+                        barrier_wait(shared_address(empty + s), (round & 1) ^ 1);
+                        load_a(s, begin + c, a0);
+                    }
+                    load_b(s, begin + c, a0, b0);
+                    if (++s == STAGES) s = 0, round++;
+                }
+            }
+        }
+        __syncwarp();
+        if constexpr (SPLIT > 1) cluster_sync();
+        if constexpr (CLUSTER > 1) cluster_sync();
+        return;
+    }
+
+    // ------------------------------------------------------------------------------------------------- consumers
+    if constexpr (!LIGHT) registers_up<232>();
+    previous_grid_wait();
+    next_grid_launch();
+    float acc[MH][NB / 2], part_sums[NB / 2];
+    int s = 0, round = 0;
+
+    auto release = [&](int stage) {
+        if constexpr (PAIR) {
+            if (lane < 2) barrier_arrive_remote(in_block(shared_address(empty + stage), lane));
+        } else if (lane == 0) barrier_arrive(shared_address(empty + stage));
+    };
+
+    for (int tile = team; tile < all; tile += teams) {
+        int a0, b0;
+        place(tile, a0, b0);
+        const int a_first = a0 + g * MH * 64;  // of this warpgroup
+#pragma unroll
+        for (int h = 0; h < MH; h++)
+#pragma unroll
+            for (int i = 0; i < NB / 2; i++) acc[h][i] = 0.f;
+
+        const float* a_block = A_SCALE == BLOCK ? a_scales + (size_t)(smaller(a_first, A - 1) >> a_shift) * a_stride : nullptr;
+        const float* b_block = B_SCALE == BLOCK ? b_scales + (size_t)(b0 >> b_shift) * b_stride : nullptr;
+        auto block_factor = [&](int c) {
+            float f = 1.f;
+            if constexpr (A_SCALE == BLOCK) f *= __ldg(a_block + (c >> a_k_shift));
+            if constexpr (B_SCALE == BLOCK) f *= __ldg(b_block + (c >> b_k_shift));
+            return f;
+        };
+        float ahead = part > 0 ? block_factor(begin) : 0.f;
+
+        for (int c = 0; c < part; c++) {
+            const float factor = ahead;
+            if (c + 1 < part) ahead = block_factor(begin + c + 1);
+            barrier_wait(shared_address(full + s), round & 1);
+            float rows[MH][2];
+            float2 columns[B_SCALE == GROUP ? NB / 8 : 1];
+            if constexpr (A_SCALE == GROUP) {
+#pragma unroll
+                for (int h = 0; h < MH; h++)
+#pragma unroll
+                    for (int o = 0; o < 2; o++)
+                        rows[h][o] = factor * read_float(g_stage(s) + ((g * MH + h) * 64 + warp * 16 + r + 8 * o) * 4);
+            }
+            if constexpr (B_SCALE == GROUP) {
+#pragma unroll
+                for (int i = 0; i < NB / 8; i++) {
+                    const float2 f = read_float2(g_stage(s) + (i * 8 + (lane & 3) * 2) * 4);
+                    columns[i] = make_float2(f.x * factor, f.y * factor);
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < MH; h++) {
+                const u64 a_tile = swizzled_tile(a_stage(s) + (g * MH + h) * 64 * 128), b_tile = swizzled_tile(b_stage(s));
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                for (int k = 0; k < 4; k++) WgmmaFp8<NB>::run(part_sums, a_tile + 2 * k, b_tile + 2 * k, k > 0);
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
+                if (h + 1 == MH) release(s);
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) {
+                    float f = factor;
+                    if constexpr (A_SCALE == GROUP) f = rows[h][(i >> 1) & 1];
+                    if constexpr (B_SCALE == GROUP) f = i & 1 ? columns[i >> 2].y : columns[i >> 2].x;
+                    acc[h][i] += f * part_sums[i];
+                }
+            }
+            if (++s == STAGES) s = 0, round++;
+        }
+
+        // ---------------------------------------------------------------------------------------------- epilogue
+        constexpr bool SHARED_SUM = NB / SPLIT >= 8;               // every block of a split sums some columns, or the first one all
+        constexpr int COLUMNS = SHARED_SUM ? NB / SPLIT : NB;
+        const int b_first = b0 + (SPLIT > 1 && SHARED_SUM ? rank * COLUMNS : 0);
+        if constexpr (SPLIT > 1) {  // sums[h][i][thread] of both warpgroups over the ring
+            float* sums = (float*)shared + g * MH * (NB / 2) * 128 + (threadIdx.x & 127);
+            asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
+#pragma unroll
+            for (int h = 0; h < MH; h++)
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) sums[(h * (NB / 2) + i) * 128] = acc[h][i];
+            cluster_sync();
+#pragma unroll
+            for (int h = 0; h < MH; h++)
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 2; i++) {
+                    const u32 here = shared_address(sums + (h * (NB / 2) + (SHARED_SUM ? rank * (COLUMNS / 2) : 0) + i) * 128);
+                    float v = 0.f;
+                    if (SHARED_SUM || rank == 0) {
+#pragma unroll
+                        for (int k = 0; k < SPLIT; k++) {
+                            float one;
+                            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(in_block(here, k)) : "memory");
+                            v += one;
+                        }
+                    }
+                    acc[h][i] = v;
+                }
+            cluster_sync();
+            if (!SHARED_SUM && rank != 0) continue;
+        }
+        unsigned char* const stage_out = shared + (SPLIT > 1 ? 0 : STAGES * (A_BYTES + B_BYTES + G_STEP));
+        const int w8 = g * 4 + warp;
+#pragma unroll
+        for (int h = 0; h < MH; h++) {
+            const int row = a_first + h * 64 + warp * 16;  // of A, the first of this warp's sixteen
+            float fa[2] = {1.f, 1.f}, ba[2] = {0.f, 0.f};
+#pragma unroll
+            for (int o = 0; o < 2; o++) {
+                const int at = row + r + 8 * o;
+                if (A_SCALE == VECTOR) fa[o] = at < A ? a_scales[at] : 0.f;
+                if (SWAP && bias) ba[o] = at < A ? to_floats<T>(bias[at]).x : 0.f;
+            }
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 8; i++) {
+                float fb[2] = {1.f, 1.f}, bb[2] = {0.f, 0.f};
+#pragma unroll
+                for (int o = 0; o < 2; o++) {
+                    const int at = b_first + i * 8 + (lane & 3) * 2 + o;
+                    if (B_SCALE == VECTOR) fb[o] = at < B ? b_scales[at] : 0.f;
+                    if (!SWAP && bias) bb[o] = at < B ? to_floats<T>(bias[at]).x : 0.f;
+                }
+#pragma unroll
+                for (int o = 0; o < 4; o++) acc[h][4 * i + o] = acc[h][4 * i + o] * fa[o >> 1] * fb[o & 1] + ba[o >> 1] + bb[o & 1];
+            }
+            if constexpr (!SWAP) {
+                constexpr int WIDE = NB < 64 ? NB : 64, LINE = WIDE + 8;  // halves: 16 bytes more than are staged, against bank conflicts
+                const u32 staging = shared_address(stage_out) + w8 * 16 * LINE * 2;
+#pragma unroll
+                for (int b = 0; b < NB / WIDE; b++) {
+                    __syncwarp();
+#pragma unroll
+                    for (int i = 0; i < WIDE / 8; i += 2) {
+                        const float* v = acc[h] + 4 * (b * (WIDE / 8) + i);
+                        const u32 at = staging + ((lane & 15) * LINE + (i + (lane >> 4)) * 8) * 2;
+                        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(from_floats<T>(v[0], v[1])),
+                                     "r"(from_floats<T>(v[2], v[3])), "r"(from_floats<T>(v[4], v[5])), "r"(from_floats<T>(v[6], v[7])) : "memory");
+                    }
+                    __syncwarp();
+#pragma unroll 4
+                    for (int e = lane; e < 16 * WIDE / 8; e += 32) {
+                        const int i = e / (WIDE / 8), m = row + i, n = b0 + b * WIDE + e % (WIDE / 8) * 8;
+                        if (m < A && n < B) store8(y + (size_t)m * B + n, staging + (i * LINE + e % (WIDE / 8) * 8) * 2, B, n);
+                    }
+                }
+            } else {
+                constexpr int LINE = 24;  // 16 halves of n, and 16 bytes more
+                __syncwarp();
+                const u32 staging = shared_address(stage_out) + w8 * COLUMNS * LINE * 2;
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 8; i++) {
+                    const float* v = acc[h] + 4 * i;
+                    const u32 at = staging + ((i * 8 + (lane & 7)) * LINE + ((lane >> 3) & 1) * 8) * 2;
+                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(from_floats<T>(v[0], v[1])),
+                                 "r"(from_floats<T>(v[2], v[3])) : "memory");
+                }
+                __syncwarp();
+#pragma unroll 2
+                for (int e = lane; e < COLUMNS * 2; e += 32) {
+                    const int m = b_first + (e >> 1), n = row + (e & 1) * 8;
+                    if (m < B && n < A) store8(y + (size_t)m * A + n, staging + ((e >> 1) * LINE + (e & 1) * 8) * 2, A, n);
+                }
+            }
+        }
+    }
+    if constexpr (PAIR) cluster_sync();  // the other block may still tell our barriers that a stage is free
+}

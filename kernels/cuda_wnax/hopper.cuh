@@ -1,0 +1,35 @@
+// Hopper's own means, as the wgmma kernels use them: TMA loads, clusters, register hand-over, stmatrix. Included after tile.cuh.
+#pragma once
+
+struct __align__(64) TensorMap { u64 opaque[16]; };
+
+template <int REGISTERS>
+__device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS>
+__device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+__device__ __forceinline__ void tensor_load(u32 shared, const TensorMap* map, int inner, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
+                 "l"(map), "r"(inner), "r"(row), "r"(barrier) : "memory");
+}
+// to the same place in every block of the cluster that `mask` names, each one's barrier told
+__device__ __forceinline__ void tensor_load_shared(u32 shared, const TensorMap* map, int inner, int row, u32 barrier, u16 mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+                 "l"(map), "r"(inner), "r"(row), "r"(barrier), "h"(mask) : "memory");
+}
+__device__ __forceinline__ u32 in_block(u32 shared, int rank) {  // an address of ours in another block of the cluster
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+    return there;
+}
+__device__ __forceinline__ void barrier_arrive_remote(u32 there) {
+    // without .release.cluster: that flushes the first-level cache, 900 cycles a call; what is handed over was read, not written
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// descriptor of a 128-byte swizzled tile in shared memory: 8 rows of 128 bytes 1024 bytes apart; + 2 per 32 bytes of k
+__device__ __forceinline__ u64 swizzled_tile(u32 shared) {
+    return (u64)((shared & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}

@@ -1,0 +1,43 @@
+"""Dynamic 8-bit activations: each row of x gets its scale as it comes. What `--act` records and layers apply.
+
+int8   symmetric, one scale per token: x ~ q * max / 127
+fp8    e4m3, one scale per token and 128 values (against block-scaled weights), or per token
+"""
+
+from typing import Literal, get_args
+
+import torch
+
+from lowq_packers import fp8
+from lowq_packers.errors import UsageError
+
+Act = Literal["none", "int8", "fp8"]
+ACTS: tuple[Act, ...] = get_args(Act)
+INT8_MAX = 127.0
+
+
+def check_act(act: object) -> Act:
+    """`act` if it is a mode. Raises UsageError."""
+    if act not in ACTS:
+        raise UsageError(f"act={act!r} does not exist; use one of {', '.join(ACTS)}")
+    return act  # type: ignore[return-value]
+
+
+def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) -> int8 (M, K), half to even, and fp32 scales (M, 1)."""
+    amax = x.abs().amax(1, keepdim=True).float().clamp(min=fp8.LEAST)
+    q = (x.float() * (INT8_MAX / amax)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return q, amax / INT8_MAX
+
+
+def rounded(x: torch.Tensor, act: Act, group: int | None = None) -> torch.Tensor:
+    """x (M, K) as it is after quantization and back, in its own dtype: the definition, and the path of every other device.
+
+    group: values of a token that share a scale (fp8); None: all of them.
+    """
+    if act == "none" or x.shape[0] == 0:
+        return x
+    if act == "int8":
+        q, scales = int8_rows(x)
+        return (q.float() * scales).to(x.dtype)
+    return fp8.quantize(x, (1, group or x.shape[1])).dequantize(x.dtype)

@@ -1,0 +1,166 @@
+"""cuda/fp8_gemm: products of e4m3 matrices with scales on Hopper's tensor cores. fp8_gemm.cu describes the kernel.
+
+A config: SWAP, W's rows are the tensor core's 64 rows (small M) or its columns; MH, halves of 64 rows that a warpgroup owns;
+NB, columns of a tile; PAIR, two blocks share a tile of the second operand; SPLIT, blocks of a cluster that split K.
+"""
+
+import ctypes
+import math
+from functools import cache
+
+import torch
+
+from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, multiprocessors
+from lowq_kernels.registry import Config
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.fp8 import Fp8Matrix
+
+CHUNK = 128  # k of a stage
+VECTOR, GROUP, BLOCK = range(3)  # the device code's modes of scales
+PARAMETERS = (TensorMap,) * 3 + (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 9
+SHARED = 226 << 10
+LIGHT_SHARED = 112 << 10  # two blocks an SM
+MAX_STAGES = 12
+NAMES = ("SWAP", "MH", "NB", "PAIR", "SPLIT", "LIGHT")
+BAND = 2048  # columns of the second operand whose tiles run side by side
+
+
+def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
+    return tuple(dict(zip(NAMES, row, strict=True)) for row in rows)
+
+
+LARGE = _configs(
+    (0, 2, 128, 1, 1, 0), (0, 1, 128, 1, 1, 0), (0, 2, 128, 0, 1, 0), (0, 1, 128, 0, 1, 0),
+    (0, 1, 64, 1, 1, 0), (0, 1, 64, 0, 1, 0),
+)  # fmt: skip
+SMALL = _configs(
+    *(
+        (1, 1, nb, 0, split, light)
+        for nb in (8, 16, 32, 64, 128)
+        for split in (1, 2, 4)
+        for light in ((1, 0) if nb < 128 else (0,))
+    )
+)
+CONFIGS = LARGE + SMALL
+
+
+def mode_of(m: Fp8Matrix) -> int:
+    """How the device code finds the scales of an operand."""
+    if m.block[0] == 1:
+        return VECTOR if m.scales.shape[1] == 1 else GROUP
+    return BLOCK
+
+
+def plan(config: Config, modes: tuple[int, int]) -> tuple[int, int]:
+    """(stages, dynamic shared memory) of a config; modes of the first and second operand."""
+    rows, nb = 128 * config["MH"], config["NB"]
+    groups = rows if modes[0] == GROUP else nb if modes[1] == GROUP else 0
+    stage = (rows + nb) * CHUNK + -(-groups * 4 // 128) * 128
+    split = config["SPLIT"] > 1
+    staging = 8 * nb * 24 * 2 if config["SWAP"] else 8 * 16 * (min(nb, 64) + 8) * 2
+    stages = min(MAX_STAGES, ((LIGHT_SHARED if config["LIGHT"] else SHARED) - (0 if split else staging)) // stage)
+    sums = config["MH"] * nb * 512 if split else 0
+    return stages, max(stages * stage + (0 if split else staging), sums, staging)
+
+
+def expression(config: Config, T: int, modes: tuple[int, int]) -> str:
+    """The template instance of fp8_gemm.cu."""
+    stages, flags = plan(config, modes)[0], ("false", "true")
+    return (
+        f"fp8_gemm<{flags[config['SWAP']]}, {T}, {modes[0]}, {modes[1]}, {config['MH']}, {config['NB']}, {stages}, "
+        f"{flags[config['PAIR']]}, {config['SPLIT']}, {flags[config['LIGHT']]}, {max(1, BAND // config['NB'])}>"
+    )
+
+
+def refuse(x: Fp8Matrix, w: Fp8Matrix, config: Config) -> str | None:
+    """The reason a config cannot multiply these two, or None."""
+    for name, m in (("x", x), ("W", w)):
+        if mode_of(m) == GROUP and (name == "W" or m.block[1] != CHUNK):
+            return f"{name} has a scale per {m.block[0]}x{m.block[1]}"
+        if mode_of(m) == BLOCK and m.block not in ((128, 128), (256, 256)):
+            return f"{name} has blocks of {m.block[0]}x{m.block[1]}; takes 128x128 and 256x256"
+    a, b = (w, x) if config["SWAP"] else (x, w)
+    if mode_of(b) == BLOCK and config["NB"] > b.block[0]:
+        return "a tile is wider than a block"
+    if x.q.shape[1] % 16:
+        return f"K={x.q.shape[1]} is no multiple of 16"
+    if config["SPLIT"] > math.ceil(x.q.shape[1] / CHUNK):
+        return "nothing to split"
+    stages, smem = plan(config, (mode_of(a), mode_of(b)))
+    return "too much shared memory" if stages < 2 or smem > SHARED else None
+
+
+def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
+    """The config that measured fastest on an H100 for the like (docs/fp8.md): W's rows in front up to M = 64, x's beyond."""
+    (M, K), N = x.q.shape, w.q.shape[0]
+    sms = multiprocessors(x.q.device.index)
+    if M <= 64:
+        nb = max(8, 1 << (M - 1).bit_length())
+        split = min((1, 2, 4), key=lambda k: abs(sms - math.ceil(N / 128) * k) if k <= K // CHUNK else math.inf)
+        return dict(zip(NAMES, (1, 1, nb, 0, split, 1), strict=True))
+
+    def cost(c: Config) -> float:
+        rows = 128 * c["MH"] * (2 if c["PAIR"] else 1)
+        rounds = math.ceil(math.ceil(M / rows) * math.ceil(N / c["NB"]) / (sms // (2 if c["PAIR"] else 1)))
+        return rounds * c["MH"] * c["NB"] * {(2, 128): 1.0, (1, 128): 1.15, (1, 64): 1.5}[c["MH"], c["NB"]]
+
+    return min((c for c in LARGE if refuse(x, w, c) is None), key=cost)
+
+
+@cache
+def _prepared(config: tuple[int, ...], T: int, modes: tuple[int, int], device: int) -> tuple[Kernel, int]:
+    named: Config = dict(zip(NAMES, config, strict=True))
+    smem = plan(named, modes)[1]
+    cluster = 2 if named["PAIR"] else named["SPLIT"]
+    instance = expression(named, T, modes)
+    return Kernel(
+        "fp8_gemm.cu", instance, device, 288 if named["LIGHT"] else 384, PARAMETERS, smem, cluster, serialize=True
+    ), smem
+
+
+def _shift(size: int) -> int:
+    return size.bit_length() - 1
+
+
+def _groups(m: Fp8Matrix) -> torch.Tensor:
+    """Scales of 1x128 groups stored by k, rows 16-byte aligned (the order that block_quant writes), (K / 128, M)."""
+    s = m.scales.t()
+    if s.stride(1) == 1 and s.stride(0) % 4 == 0 and s.data_ptr() % 16 == 0:
+        return s
+    wide = s.new_zeros(s.shape[0], (s.shape[1] + 3) // 4 * 4)
+    wide[:, : s.shape[1]] = s
+    return wide[:, : s.shape[1]]
+
+
+def fp8_gemm(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, config: Config) -> torch.Tensor:
+    """x (M, K) @ W (N, K)^T + bias -> (M, N) in `dtype` (fp16 or bf16): fp32 sums, rounded once."""
+    (M, K), N = x.q.shape, w.q.shape[0]
+    if why := refuse(x, w, config):
+        raise UnsupportedError(f"cuda/fp8_gemm cannot take this: {why}")
+    y = torch.empty(M, N, dtype=dtype, device=x.q.device)
+    if M == 0:
+        return y
+    a, b = (w, x) if config["SWAP"] else (x, w)
+    modes = (mode_of(a), mode_of(b))
+    kernel, smem = _prepared(tuple(config[n] for n in NAMES), TYPES[dtype], modes, x.q.device.index)
+    rows, nb, pair, split = 128 * config["MH"], config["NB"], config["PAIR"], config["SPLIT"]
+    a_map = tensor_map(a.q.data_ptr(), 1, K, a.q.shape[0], K, (CHUNK, rows), True)
+    b_map = tensor_map(b.q.data_ptr(), 1, K, b.q.shape[0], K, (CHUNK, nb // 2 if pair else nb), True)
+    groups_map = a_map
+    if GROUP in modes:
+        s = _groups(x)
+        groups_map = tensor_map(
+            s.data_ptr(), 4, s.shape[1], s.shape[0], s.stride(0) * 4, (nb if modes[1] == GROUP else rows, 1), False
+        )
+    step = rows * (2 if pair else 1)
+    tiles = math.ceil(a.q.shape[0] / step) * math.ceil(b.q.shape[0] / nb)
+    cluster = 2 if pair else split
+    slots = multiprocessors(x.q.device.index) * (2 if config["LIGHT"] else 1) // cluster
+    blocks = tiles * split if split > 1 else min(tiles, slots) * cluster
+    kernel(
+        blocks, 1, smem, a_map, b_map, groups_map, a.scales.data_ptr(), b.scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(), y.data_ptr(), a.q.shape[0], b.q.shape[0], math.ceil(K / CHUNK), _shift(a.block[0]), _shift(b.block[0]),
+        a.scales.stride(0), b.scales.stride(0), _shift(a.block[1] // CHUNK), _shift(b.block[1] // CHUNK),
+    )  # fmt: skip
+    return y

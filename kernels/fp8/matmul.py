@@ -1,0 +1,75 @@
+"""Products with fp8 weights: which kernel, on which hardware.
+
+Hopper                         cuda/fp8_gemm (gemm_wgmma.py); triton where NVRTC is missing or K is no multiple of 16
+other GPUs with FP8 (8.9, 10+) triton/fp8_gemm
+anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which, layers.py does it
+"""
+
+from functools import cache
+
+import torch
+
+from lowq_kernels.fp8.activations import Act
+from lowq_kernels.registry import Config, capability
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.fp8 import Block, Fp8Matrix
+
+GROUP = 128  # values of a token that share a scale
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device multiplies e4m3: NVIDIA from capability 8.9 on, with triton installed."""
+    if device.type != "cuda" or torch.version.hip is not None or capability(device) < (8, 9):
+        return False
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@cache
+def _wgmma(device: torch.device):  # type: ignore[no-untyped-def]
+    """gemm_wgmma where it can run, else None."""
+    if capability(device) != (9, 0):
+        return None
+    try:
+        from lowq_kernels.fp8 import gemm_wgmma
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] != "cuda":
+            raise
+        return None
+    return gemm_wgmma
+
+
+def activation_block(w: Fp8Matrix) -> Block:
+    """How activations are quantized against these weights: groups of 128 against blocks, whole tokens against channels."""
+    return (1, GROUP) if w.block[0] > 1 else (1, w.q.shape[1])
+
+
+def matmul(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None = None, act: Act = "fp8") -> torch.Tensor:
+    """x (M, K) fp16 or bf16 @ W (N, K)^T + bias -> (M, N), x's dtype; x is rounded to fp8 on the way unless act is "none".
+
+    Raises UnsupportedError on a device without FP8, and for int8 activations.
+    """
+    if not has_fp8(x.device) or act == "int8":
+        raise UnsupportedError(f"fp8 weights with act={act} have no kernel on {x.device}")
+    from lowq_kernels.fp8 import gemm_triton
+    from lowq_kernels.fp8.block_quant import fp8_block_quant
+
+    x = x.contiguous()
+    if act == "none":
+        return gemm_triton.fp8_gemm(x, w, bias, x.dtype, gemm_triton.config_for(x.shape[0], *w.q.shape))
+    return multiply(fp8_block_quant(x, activation_block(w)), w, bias, x.dtype)
+
+
+def multiply(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Two quantized matrices -> (M, N) in `dtype`."""
+    from lowq_kernels.fp8 import gemm_triton
+
+    M, (N, K) = x.q.shape[0], w.q.shape
+    wgmma = _wgmma(x.q.device)
+    if wgmma is not None and K % 16 == 0:
+        config: Config = wgmma.config_for(x, w)
+        return wgmma.fp8_gemm(x, w, bias, dtype, config)
+    return gemm_triton.fp8_gemm(x, w, bias, dtype, gemm_triton.config_for(M, N, K))

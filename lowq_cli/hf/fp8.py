@@ -1,0 +1,131 @@
+"""fp8-block checkpoints run as they are: Fp8Linear in the place of every linear whose weight is e4m3.
+
+transformers has a reader of its own for quant_method "fp8"; ours takes partial blocks and blocks of 256, and its kernels
+work at any number of rows. What it cannot hold (stacked experts, e8m0 scales, static activations) is imported dense: see importer.py.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from lowq_cli.fp8_checkpoint import ACT_KEY, BLOCKS
+from lowq_cli.hf.skeleton import Skeleton, build
+from lowq_cli.safetensors_io import TensorHeader, read_header
+from lowq_cli.source import Source
+from lowq_kernels.fp8.activations import Act
+from lowq_kernels.fp8.linear import Fp8Linear
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.fp8 import scale_shape
+
+METHOD = "lowq_fp8"  # what transformers is told while it loads; files keep saying "fp8"
+WEIGHT, SCALE = ".weight", ".weight_scale_inv"
+
+
+def why_not(source: Source) -> str | None:
+    """Why a checkpoint cannot be run with fp8 kernels as it is, or None."""
+    q = source.config.get("quantization_config")
+    if not isinstance(q, Mapping) or q.get("quant_method") != "fp8":
+        return "not an fp8 checkpoint"
+    if list(q.get("weight_block_size") or ()) not in [list(b) for b in BLOCKS.values()]:
+        return f"blocks of {q.get('weight_block_size')}"
+    if q.get("activation_scheme", "dynamic") != "dynamic" or q.get(ACT_KEY, "fp8") not in ("fp8", "none"):
+        return "activations with scales of their own"
+    found = _quantized(source.headers)
+    skeleton = Skeleton(build(source.config))
+    for name, header in source.headers.items():
+        if header.dtype.startswith("F8") and (name not in found or source.headers[found[name]].dtype != "F32"):
+            return f"{name} has no {SCALE[1:]} in float32"
+    for name in found:
+        place = skeleton.place(name)
+        if place is None or place.merged or type(skeleton.module(place.param)) is not nn.Linear:
+            return f"{name} is no plain linear weight"
+    return None
+
+
+def _quantized(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Name of each e4m3 weight -> name of its scales."""
+    pairs = {n: n.removesuffix(WEIGHT) + SCALE for n in headers if n.endswith(WEIGHT) and headers[n].dtype == "F8_E4M3"}
+    return {n: s for n, s in pairs.items() if s in headers and len(headers[n].shape) == 2}
+
+
+def native_config(source: Source) -> Any:
+    """What `from_pretrained` takes as `config` to load the checkpoint with fp8 kernels."""
+    q = source.config["quantization_config"]
+    config = AutoConfig.from_pretrained(str(source.folder), local_files_only=True)
+    config.quantization_config = {"quant_method": METHOD, "block": list(q["weight_block_size"]), "act": q.get(ACT_KEY, "fp8")}
+    return config
+
+
+@register_quantization_config(METHOD)
+class Fp8Config(QuantizationConfigMixin):
+    """Block and activation mode of the checkpoint that is being loaded."""
+
+    def __init__(self, quant_method: str = METHOD, block: tuple[int, int] = (128, 128), act: Act = "fp8", **_: Any) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]  # the base means its own enum
+        self.block, self.act = list(block), act
+
+
+@register_quantizer(METHOD)
+class Fp8Quantizer(HfQuantizer):
+    """Puts Fp8Linear where the checkpoint holds e4m3 weights."""
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        """Swap the modules (on the meta device), after checking every shape."""
+        headers = {n: h for f in checkpoint_files or () for n, h in read_header(Path(f)).tensors.items()}
+        skeleton = Skeleton(model)
+        facts: Any = self.quantization_config
+        swaps: dict[str, Fp8Linear] = {}
+        for name, scales in _quantized(headers).items():
+            place = skeleton.place(name)
+            if place is None:
+                raise DamagedError(f"{name} is in the files, which a {type(model).__name__} does not have")
+            module = skeleton.module(place.param)
+            assert type(module) is nn.Linear, name  # why_not saw to it
+            N, K = module.weight.shape
+            block = (facts.block[0], facts.block[1])
+            if headers[name].shape != (N, K) or headers[scales].shape != scale_shape((N, K), block):
+                got = f"{list(headers[name].shape)} with scales {list(headers[scales].shape)}"
+                raise DamagedError(f"{name} is {got}; config.json asks for {N} x {K} in blocks of {block[0]}x{block[1]}")
+            path = place.param.rpartition(".")[0]
+            swaps[path] = Fp8Linear(N, K, block, module.bias is not None, module.weight.dtype, "meta", facts.act)
+        for path, layer in swaps.items():
+            model.set_submodule(path, layer)
+
+    def get_state_dict_and_metadata(self, model: Any) -> Any:
+        """Saving again is not what this is for."""
+        raise UnsupportedError("a loaded fp8 checkpoint is not saved again; copy its folder")
+
+    def is_serializable(self) -> bool:
+        """See `get_state_dict_and_metadata`."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """e4m3 weights have no gradient."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` may compile the decode step."""
+        return True
+
+
+def prepare_fp8(model: PreTrainedModel) -> int:
+    """Ready every Fp8Linear for its device. Returns the bytes of weights that were widened for want of FP8 hardware."""
+    widened = 0
+    for name, layer in model.named_modules():
+        if isinstance(layer, Fp8Linear):
+            if not layer.weight_scale_inv.isfinite().all():
+                raise DamagedError(f"{name}.weight_scale_inv holds values that are not finite; fetch the model again")
+            before = layer.widened
+            layer.prepare(model.dtype)
+            widened += 0 if before == layer.widened else layer.weight.numel() * layer.weight.element_size()
+    return widened
