@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PLAIN_STEPS = 10  # progress lines in a log file
+_errors: TextIO | None = None  # where errors go once everything else is silenced
 
 
 @cache
@@ -42,7 +43,14 @@ def warn(message: str) -> None:
 
 def fail(message: str) -> None:
     """The one line of an error."""
-    print(f"lowq: {message}", file=sys.stderr, flush=True)
+    print(f"lowq: {message}", file=sys.stderr if _errors is None else _errors, flush=True)
+
+
+def only_errors() -> None:
+    """Print nothing but errors from now on: for the processes of torchrun behind the first, which speaks for all."""
+    global _errors
+    _errors = sys.stderr
+    sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # until the process ends
 
 
 def out(text: str, end: str = "\n") -> None:

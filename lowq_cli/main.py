@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from lowq_cli import commands, console
+from lowq_cli import commands, console, ranks
 from lowq_packers.errors import LowqError
 
 EXIT_INTERRUPTED = 130
@@ -75,7 +75,19 @@ def _fail(message: str, code: int) -> int:
 
 def run() -> None:
     """The console script."""
-    sys.exit(_run())
+    if ranks.rank():
+        console.only_errors()
+    code = _run()
+    if ranks.world() > 1:
+        _leave_group()
+    sys.exit(code)
+
+
+def _leave_group() -> None:
+    """End the processes' group, where one was made: torch warns of groups that are left open."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _run() -> int:

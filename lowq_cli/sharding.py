@@ -25,11 +25,11 @@ def shard_problems(
         N, K = shapes[name]
         leaf = name.rpartition(".")[2]
         if leaf in ROW:
-            found += _row(name, scheme, K, ranks)
+            found.append(row_problem(name, scheme, K, ranks))
         elif leaf != "lm_head":
             copies = heads if leaf in ("k_proj", "v_proj") and heads and ranks > heads else ranks  # few kv heads: replicated
-            found += _column(name, scheme, N, copies)
-    return found
+            found.append(column_problem(name, N, copies) or _packed_zeros_problem(name, scheme, N, copies))
+    return [line for line in found if line]
 
 
 def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
@@ -49,24 +49,28 @@ def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
     return lines
 
 
-def _row(name: str, s: Scheme, K: int, ranks: int) -> list[str]:
+def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str:
+    """Why `ranks` ranks cannot share a matrix along K, with the group size or number that would do; "" if they can."""
     if K % ranks:
-        return [f"{name}: K={K} is no multiple of {ranks}"]
+        return f"{name}: K={K} is no multiple of {ranks}"
     own = K // ranks
     if s.group_size != K and own % s.group_size:
         fitting = fit_group(own, s.group_size)
         way_out = f"--override '{name.rpartition('.')[2]}={s.bits}:{fitting}'" if fitting else "fewer ranks"
-        return [f"{name}: K={K} over {ranks} ranks is {own}, no multiple of group_size={s.group_size}; quantize with {way_out}"]
+        return f"{name}: K={K} over {ranks} ranks is {own}, no multiple of group_size={s.group_size}; quantize with {way_out}"
     if own * s.bits % 32:
-        return [f"{name}: K={K} over {ranks} ranks is {own} {s.bits}-bit codes, not whole words; use fewer ranks"]
-    return []
+        return f"{name}: K={K} over {ranks} ranks is {own} {s.bits}-bit codes, not whole words; use fewer ranks"
+    return ""
 
 
-def _column(name: str, s: Scheme, N: int, ranks: int) -> list[str]:
-    if N % ranks:
-        return [f"{name}: N={N} is no multiple of {ranks}"]
-    if s.zero == "int" and N // ranks * s.bits % 32:
-        return [
-            f"{name}: N={N} over {ranks} ranks is {N // ranks} {s.bits}-bit zeros, not whole words; quantize with --zero none"
-        ]
-    return []
+def column_problem(name: str, N: int, ranks: int) -> str:
+    """Why `ranks` ranks cannot share a matrix along N; "" if they can."""
+    return f"{name}: N={N} is no multiple of {ranks}" if N % ranks else ""
+
+
+def _packed_zeros_problem(name: str, s: Scheme, N: int, ranks: int) -> str:
+    """As `column_problem`, for formats that pack whole-number zeros along N."""
+    own = N // ranks
+    if s.zero == "int" and own * s.bits % 32:
+        return f"{name}: N={N} over {ranks} ranks is {own} {s.bits}-bit zeros, not whole words; quantize with --zero none"
+    return ""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
@@ -86,16 +87,21 @@ def bytes_per_token(model: Any, decoder: Any, batch: int = 1) -> int:
             if place not in seen:
                 seen.add(place)
                 total += share * t.numel() * t.element_size()
-    rows = embedding.weight
+    rows = _own(embedding.weight)
     if rows.untyped_storage().data_ptr() not in seen:
         total += batch * rows[0].numel() * rows.element_size()
     return round(total)
 
 
+def _own(t: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that is spread over several."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
 def _read(m: nn.Module) -> list[torch.Tensor]:
     """The tensors of one module, without its children, that its product reads."""
     if not isinstance(m, QuantLinear | QuantExperts):
-        return [*m.parameters(recurse=False)]
+        return [_own(p) for p in m.parameters(recurse=False)]
     held: list[Any] = [m.packed] if isinstance(m, QuantLinear) else [m.stack(name) for name in m.shapes]
     found = [m.bias] if isinstance(m, QuantLinear) else []
     for p in held:

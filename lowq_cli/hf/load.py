@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from lowq_cli import console
+from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class, one_line
@@ -74,13 +74,15 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     # straight to a GPU where accelerate is there, which transformers needs for that; else by way of the CPU's memory
     direct: dict[str, Any] = {"device_map": {"": chosen}} if chosen.type != "cpu" and find_spec("accelerate") else {}
     try:
+    if ranks.world() > 1:
+        direct = {"distributed_config": _over_processes(chosen)}
         with unprepared(), _no_progress_bar():
             loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
                 str(source.folder), dtype=kind, local_files_only=True, output_loading_info=True, **direct
             )
         if source.folder is not None:
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
-        prepare(loaded.to(chosen))
+        prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
     except LowqError:
         raise
     except torch.OutOfMemoryError as e:
@@ -96,6 +98,15 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
 
 
 @contextmanager
+def _over_processes(device: torch.device) -> Any:
+    """What asks transformers for tensor parallelism over the processes of torchrun. Raises UsageError if a device is named."""
+    from transformers.distributed import DistributedConfig
+
+    if device.index is not None or device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
+        raise UsageError("under torchrun each process takes the GPU of its number; leave --device out")
+    return DistributedConfig(tp_size=ranks.world())
+
+
 def _no_progress_bar() -> Iterator[None]:
     """transformers' own bar off: it is drawn over ours."""
     shown = logging.is_progress_bar_enabled()

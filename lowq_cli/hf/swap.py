@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
+from lowq_cli.hf import parallel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
@@ -94,6 +95,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
     for path, leaves in by_module.items():
         model.set_submodule(path, _packed_module(skeleton, path, leaves))
     _share_tied(model, skeleton)
+    parallel.split(model)
 
 
 def _headers(files: list[str] | None) -> dict[str, TensorHeader]:
@@ -184,8 +186,7 @@ def finish(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises DamagedError for scales or zeros that are not finite or not the kind of zero that the scheme says.
     """
-    if getattr(model, "_tp_size", None) is not None:
-        raise UnsupportedError("lowq does not split packed weights over devices (tp_plan); use device_map='auto'")
+    parallel.settle(model)
     packed = {name: m for name, m in model.named_modules() if isinstance(m, Packed)}
     for module in packed.values():
         for p in module.parameters(recurse=False):

@@ -1,0 +1,195 @@
+"""Tensor parallelism, as transformers does it: each process of torchrun holds its share of the packed weights.
+
+transformers has a plan for each family (module -> style). By it, it makes DTensors of the parameters before files are read,
+reads only this process's slices, and wraps each module's forward: "colwise" modules hold some of the rows and give some of
+the features, "rowwise" ones hold some of the columns and their products are summed over the processes. Words, scales and
+zeros of `rowstream` are cut alike along rows. Along columns each process must get whole groups and whole words, or the
+model is refused before anything is read.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
+from lowq_cli.hf.experts import STACKS, QuantExperts
+from lowq_cli.sharding import column_problem, row_problem
+from lowq_kernels.linear import DISK, QuantLinear
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.scheme import Scheme
+
+COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
+ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
+UNCUT = (None, "mla_kv_a_proj", "replicate")
+EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
+TENSORS = ("weight", "weight_scale", "weight_zero")
+
+
+def ranks(model: PreTrainedModel) -> int:
+    """Over how many processes transformers was asked to spread a model's weights."""
+    return getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+
+
+class ShardedLinear(nn.Module):
+    """The rows or columns of a packed linear layer that this process holds; transformers joins the processes' outputs.
+
+    Until `settle` its parameters are the whole layer's, which transformers cuts while loading. `out_features` and
+    `in_features` stay the whole layer's, for transformers; `local` is what computes.
+    """
+
+    _hf_quantized_needs_local_tp = True  # its forward takes and gives this process's own tensors
+    weight: Any  # a Parameter; a DTensor of transformers; None once settled
+    bias: Any
+
+    def __init__(self, whole: QuantLinear) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.scheme = whole.out_features, whole.in_features, whole.scheme
+        for leaf in (*TENSORS, "bias"):
+            self.register_parameter(leaf, getattr(whole, leaf))
+        self.local: QuantLinear | None = None
+
+    def settle(self) -> None:
+        """Make `local` of what was loaded. The bias of summed products stays here: transformers adds it once."""
+        weight = self.weight
+        assert isinstance(weight, DTensor)
+        by_columns = _dim(weight) == 1
+        scheme, K = _share(self.scheme, self.in_features, weight.device_mesh.size() if by_columns else 1)
+        words, scales, zeros = (_local(getattr(self, leaf), self.scheme) for leaf in TENSORS)
+        assert words is not None
+        assert scales is not None
+        own_bias = self.bias is not None and not by_columns
+        local = QuantLinear(words.shape[0], K, scheme, own_bias, scales.dtype, "meta")
+        local._hold(PackedWeight(words, scales, zeros, scheme, words.shape[0], K, DISK))
+        if own_bias:
+            local.bias = nn.Parameter(self.bias.to_local().detach(), requires_grad=False)
+            self.bias = None
+        for leaf in TENSORS:
+            setattr(self, leaf, None)
+        self.local = local
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., its K) -> (..., its N)."""
+        assert self.local is not None
+        return self.local(x)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        if self.local is not None:
+            raise UnsupportedError("a model that is spread over processes is not saved; load it in one process")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def split(model: PreTrainedModel) -> None:
+    """Prepare a model on the meta device, its packed modules in place, for transformers to cut. Nothing without torchrun.
+
+    Raises UnsupportedError: other kinds of parallelism, a plan of one's own, a family without a plan, and weights that so
+    many processes cannot share; the message says which would do.
+    """
+    if ranks(model) == 1:
+        return
+    n, plan = ranks(model), _plan(model)
+    _check_heads(model, n)
+    for path, module in list(model.named_modules()):
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+        if isinstance(module, QuantEmbedding | TiedHead):
+            plan.pop(pattern, None)  # look-ups read whole tables: every process keeps its copy
+        elif isinstance(module, QuantExperts):
+            _split_experts(module, path, pattern, plan, n)
+        elif type(module) is QuantLinear:
+            style = plan.get(pattern)
+            if style not in (*COLUMN, *ROW, *UNCUT):
+                raise UnsupportedError(f"{path} is packed, and lowq does not know how to cut it {style!r}")
+            if style not in UNCUT:
+                _check(path, module, style, n)
+                model.set_submodule(path, ShardedLinear(module))
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Turn the loaded shares into modules that compute with them."""
+    for module in model.modules():
+        if isinstance(module, ShardedLinear):
+            module.settle()
+        elif isinstance(module, QuantExperts):
+            _settle_experts(module)
+
+
+def _plan(model: PreTrainedModel) -> dict[str, Any]:
+    config: Any = model.config.distributed_config
+    others = {k: getattr(config, k, None) for k in ("fsdp_size", "pp_size", "ep_size", "dp_replicate_size")}
+    if asked := [k for k, size in others.items() if size not in (None, 1)]:
+        raise UnsupportedError(f"{asked[0]}={others[asked[0]]}: lowq spreads packed weights by tp_size only")
+    if isinstance(config.tp_plan, dict) or getattr(config, "enable_expert_parallel", False):
+        raise UnsupportedError("lowq cuts packed weights by the family's own tp_plan; leave tp_plan and experts' plans out")
+    if not model._tp_plan:
+        raise UnsupportedError(f"transformers has no tensor-parallel plan for {type(model).__name__}; use one process")
+    return model._tp_plan
+
+
+def _check_heads(model: PreTrainedModel, n: int) -> None:
+    config = model.config.get_text_config()
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, what, None)
+        if isinstance(heads, int) and heads % n:
+            raise UnsupportedError(f"{what} = {heads} cannot be shared by {n} processes; use a number that divides it")
+
+
+def _check(path: str, module: QuantLinear, style: str, n: int) -> None:
+    N, K = module.out_features, module.in_features
+    if module.layout != DISK:
+        raise UnsupportedError(f"{path} is stored in layout {module.layout}, which processes cannot share; use {DISK}")
+    if problem := row_problem(path, module.scheme, K, n) if style in ROW else column_problem(path, N, n):
+        raise UnsupportedError(problem)
+
+
+def _split_experts(module: QuantExperts, path: str, pattern: str, plan: dict[str, Any], n: int) -> None:
+    """The companions of packed stacks are cut as the stacks are."""
+    for stack in STACKS:
+        style, name = plan.get(f"{pattern}.{stack}"), f"{path}.{stack}"
+        if style is None:
+            continue
+        if style != EXPERTS[stack]:
+            raise UnsupportedError(f"{name} is packed, and lowq does not know how to cut it {style!r}")
+        _, N, K = module.shapes[stack]
+        scheme = module.schemes.get(stack)
+        if problem := column_problem(name, N // 2, n) if style in COLUMN else row_problem(name, scheme, K, n) if scheme else "":
+            raise UnsupportedError(problem)
+        plan |= {f"{pattern}.{stack}_{companion}": style for companion in ("scale", "zero")}
+
+
+def _settle_experts(module: QuantExperts) -> None:
+    for stack in STACKS:
+        if not isinstance(words := getattr(module, stack), DTensor):
+            continue
+        now, cut = module.stack(stack), words.device_mesh.size() if _dim(words) == 2 else 1
+        scheme, K = (None, now.K // cut) if now.scheme is None else _share(now.scheme, now.K, cut)
+        local = [_local(t, now.scheme) for t in (now.words, now.scales, now.zeros)]
+        assert local[0] is not None
+        E, N = local[0].shape[:2]
+        if scheme:
+            module.schemes[stack] = scheme
+        module.shapes[stack] = E, N, K
+        module._hold(stack, replace(now, words=local[0], scales=local[1], zeros=local[2], scheme=scheme, N=N, K=K))
+
+
+def _share(scheme: Scheme, K: int, parts: int) -> tuple[Scheme, int]:
+    """Scheme and width of one of `parts` runs of columns. A row's one scale stays the scale of each of its runs."""
+    return (Scheme(scheme.bits, K // parts, scheme.zero) if scheme.group_size == K else scheme), K // parts
+
+
+def _dim(t: DTensor) -> int:
+    """The dimension along which a tensor is cut."""
+    placement: Any = t.placements[0]
+    return placement.dim % t.ndim
+
+
+def _local(t: torch.Tensor | None, scheme: Scheme | None) -> torch.Tensor | None:
+    """This process's part of a tensor; all of a row's only scale, which the first process alone was given."""
+    if not isinstance(t, DTensor):
+        return None if t is None else t.detach()
+    alone = scheme is not None and _dim(t) == t.ndim - 1 and t.shape[-1] == 1
+    return (t.full_tensor() if alone else t.to_local()).detach().contiguous()
