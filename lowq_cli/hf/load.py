@@ -73,9 +73,9 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     found: dict[str, Any]
     # straight to a GPU where accelerate is there, which transformers needs for that; else by way of the CPU's memory
     direct: dict[str, Any] = {"device_map": {"": chosen}} if chosen.type != "cpu" and find_spec("accelerate") else {}
-    try:
     if ranks.world() > 1:
         direct = {"distributed_config": _over_processes(chosen)}
+    try:
         with unprepared(), _no_progress_bar():
             loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
                 str(source.folder), dtype=kind, local_files_only=True, output_loading_info=True, **direct
@@ -97,7 +97,6 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     return loaded.eval()
 
 
-@contextmanager
 def _over_processes(device: torch.device) -> Any:
     """What asks transformers for tensor parallelism over the processes of torchrun. Raises UsageError if a device is named."""
     from transformers.distributed import DistributedConfig
@@ -107,6 +106,7 @@ def _over_processes(device: torch.device) -> Any:
     return DistributedConfig(tp_size=ranks.world())
 
 
+@contextmanager
 def _no_progress_bar() -> Iterator[None]:
     """transformers' own bar off: it is drawn over ours."""
     shown = logging.is_progress_bar_enabled()
