@@ -54,6 +54,7 @@ class Layout:
 
 
 LAYOUTS: dict[str, Layout] = {}
+DISK = "rowstream"  # what files hold unless they say otherwise
 
 
 def register(layout: Layout) -> Layout:
