@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from lowq_cli import quantizers
+from lowq_cli import quantizers, scaling
 from lowq_cli.perplexity import tokenize, windows
 from lowq_cli.plan import Item, Plan
 from lowq_cli.quantizers.gptq import SLAB
@@ -42,7 +43,7 @@ FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
 class LayerDone:
     """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed.
 
-    notes: checkpoint name -> why it was not quantized as the recipe says.
+    notes: checkpoint name -> why it was not quantized as the recipe says. unscaled: modules whose inputs take no scale.
     """
 
     index: int
@@ -51,6 +52,7 @@ class LayerDone:
     seconds: float
     resumed: bool
     notes: dict[str, str] = field(default_factory=dict)
+    unscaled: tuple[str, ...] = ()
 
 
 def is_calibrated(plan: Plan) -> bool:
@@ -141,8 +143,9 @@ class Calibration:
         self.blocks = Blocks(source, device)
         self.ids = choose_windows(load_tokenizer(source), read_text(plan.recipe.calib), plan.recipe.calib_tokens)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
+        self.stored = {i.name: _dtype(i.outputs[0][1].dtype) for i in plan.items if i.scheme is None}
         self.folder = folder / (STAGED + run_hash)
-        self.layer_of: dict[str, Path] = {}
+        self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds what was found for it
         self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
 
     def run(self) -> Iterator[LayerDone]:
@@ -159,7 +162,8 @@ class Calibration:
             began = time.monotonic()
             path = self.folder / f"layer-{number:05d}.safetensors"
             mine = {n: s for n, s in blocks.linears(number).items() if n in self.items}
-            self.layer_of |= dict.fromkeys(mine, path)
+            kept = {p: n for p, n in blocks.kept(number).items() if n in self.stored}
+            self.layer_of |= dict.fromkeys([*mine, *kept.values()], path)
             done = path.is_file()
             error = 0.0
             with torch.no_grad(), blocks.layer(number) as module:
@@ -167,24 +171,37 @@ class Calibration:
                 if done:
                     for name in mine:
                         layer.set(name, _load(path, self.items[name]).dequantize().to(self.device))
+                    for parameter, name in kept.items():
+                        if (values := _load_tensor(path, f"{name}.values")) is not None:
+                            layer.quantized[parameter] = values.to(self.device, torch.float32)
                 else:
-                    error = self._quantize(layer, original, behind, path)
+                    error = self._quantize(layer, kept, original, behind, path)
                 if number + 1 < len(blocks):
                     layer.advance(original, behind)
-            self.notes |= (notes := _load_notes(path))
-            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes)
+            notes, unscaled = _load_notes(path)
+            self.notes |= notes
+            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
 
-    def _quantize(self, layer: Layer, original: Hidden, behind: Hidden, path: Path) -> float:
-        """Quantize a layer's linears stage by stage and save them; the mean error."""
+    def _quantize(self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path) -> float:
+        """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `Blocks.kept`."""
         results: dict[str, torch.Tensor] = {}
         notes: dict[str, str] = {}
+        unscaled: list[str] = []
         errors = []
+        if any(quantizers.needs_scales(str(self.items[n].method)) for n in layer.spots):
+            schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
+            stored = {p: self.stored[n] for p, n in kept.items()}
+            scaled = scaling.scale(layer, behind, schemes, stored, FEW_TOKENS)
+            results |= {f"{n}.rows": t.cpu() for n, t in scaled.rows.items()}
+            results |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
+            results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
+            unscaled = scaled.missing
         for stage in layer.stages(original, behind):
             for name in stage.names:
                 item = self.items[name]
                 assert item.scheme is not None
-                dtype = getattr(torch, TORCH_NAMES[item.outputs[1][1].dtype])
-                W = layer.matrix(name, layer.original)
+                dtype = _dtype(item.outputs[1][1].dtype)
+                W = layer.matrix(name, layer.original).contiguous()
                 if stage.tokens < FEW_TOKENS and item.kind == "expert":
                     method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
                     notes[name] = f"{method}, because {stage.tokens} tokens of the calibration text visit this expert"
@@ -197,7 +214,7 @@ class Calibration:
                 results |= _save(q, name, dtype)
         partial = path.with_suffix(".partial")
         with writing(path):
-            partial.write_bytes(save(results, {"notes": json.dumps(notes)}))
+            partial.write_bytes(save(results, {"notes": json.dumps([notes, unscaled])}))
             partial.replace(path)
         return sum(errors) / max(len(errors), 1)
 
@@ -216,9 +233,24 @@ class Calibration:
 
         return next_rows
 
+    def factors(self, item: Item) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What an item's rows (N,) and columns (K,) were multiplied by before it was quantized; None where by nothing."""
+        if item.name not in self.layer_of:
+            return None, None
+        path = self.layer_of[item.name]
+        return _load_tensor(path, f"{item.name}.rows"), _load_tensor(path, f"{item.name}.columns")
+
+    def values(self, item: Item) -> torch.Tensor | None:
+        """The new values of a kept tensor that scales were folded into; None for any other."""
+        return _load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
+
     def close(self) -> None:
         """Remove the finished layers; the checkpoint holds them now."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, TORCH_NAMES[name])
 
 
 def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor) -> float:
@@ -238,19 +270,29 @@ def _load(path: Path, item: Item) -> QuantizedTensor:
     """One item out of a finished layer. Raises DamagedError if the file is no longer what was written."""
     scheme = item.scheme
     assert scheme is not None
-    try:
-        with safe_open(path, framework="pt") as saved:
-            codes, scales = saved.get_tensor(f"{item.name}.codes"), saved.get_tensor(f"{item.name}.scales").float()
-            zeros = None if scheme.zero == "none" else saved.get_tensor(f"{item.name}.zeros").float()
-    except (SafetensorError, OSError) as e:
-        raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None
+    with _reading(path) as saved:
+        codes, scales = saved.get_tensor(f"{item.name}.codes"), saved.get_tensor(f"{item.name}.scales").float()
+        zeros = None if scheme.zero == "none" else saved.get_tensor(f"{item.name}.zeros").float()
     return QuantizedTensor(codes, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
 
 
-def _load_notes(path: Path) -> dict[str, str]:
-    """The notes of a finished layer."""
+def _load_tensor(path: Path, name: str) -> torch.Tensor | None:
+    """A tensor out of a finished layer; None if it holds none of that name."""
+    with _reading(path) as saved:
+        return saved.get_tensor(name) if name in saved.keys() else None  # noqa: SIM118  (not a dict)
+
+
+def _load_notes(path: Path) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The notes of a finished layer, and the inputs that could not be scaled."""
+    with _reading(path) as saved:
+        notes, unscaled = json.loads(saved.metadata()["notes"])
+        return notes, tuple(unscaled)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as saved:
-            return dict(json.loads(saved.metadata()["notes"]))
+            yield saved
     except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
         raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None

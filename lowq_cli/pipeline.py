@@ -222,9 +222,11 @@ def _write(
             def work(item: Item, device: torch.device, file: ShardFile = file) -> tuple[float | None, list[int], float]:
                 began = time.monotonic()
                 if item.scheme is None:
-                    return *transform.copy(item, source, file), time.monotonic() - began
+                    values = calibration.values(item) if calibration else None
+                    return *transform.copy(item, source, file, values), time.monotonic() - began
                 quantizer = calibration.quantizer(item) if calibration else None
-                outcome = transform.quantize(item, source, file, device, quantizer)
+                factors = calibration.factors(item) if calibration else (None, None)
+                outcome = transform.quantize(item, source, file, device, quantizer, factors)
                 return *outcome, time.monotonic() - began
 
             missing = [i for i in shard.items if i.name not in output.finished]

@@ -23,16 +23,23 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @torch.inference_mode()
 def quantize(
-    item: Item, source: Source, file: ShardFile, device: torch.device, quantizer: quantizers.Quantize | None = None
+    item: Item,
+    source: Source,
+    file: ShardFile,
+    device: torch.device,
+    quantizer: quantizers.Quantize | None = None,
+    factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[float, list[int]]:
     """Quantize one matrix into `file`, slab by slab; its relative error and the CRC-32 of each tensor written.
 
-    quantizer: given the matrix's rows in order; None takes the item's method.
+    quantizer: given the matrix's rows in order; None takes the item's method. factors: what rows (N,) and columns (K,) are
+    multiplied by first.
     """
     assert item.scheme
     assert item.method
     quantizer = quantizer or quantizers.get(item.method)
     dtype = getattr(torch, TORCH_NAMES[item.outputs[1][1].dtype])
+    by_row, by_column = factors
     N, K = item.shape
     step = slab_rows(K, device.type)
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
@@ -41,6 +48,8 @@ def quantize(
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device)
         try:
+        for factor in (f for f in (by_row, by_column) if f is not None):
+            W = W.float() * (factor[first : first + step].unsqueeze(1) if factor is by_row else factor).to(device)
             q = quantizer(W, item.scheme, dtype)
         except DamagedError as e:
             raise DamagedError(f"{item.source}: {e}") from None
@@ -97,15 +106,18 @@ def _bytes(t: torch.Tensor) -> memoryview:
 
 
 @torch.inference_mode()
-def copy(item: Item, source: Source, file: ShardFile) -> tuple[None, list[int]]:
-    """Copy a kept tensor into `file` in pieces, checked for NaN and infinities unless it is a buffer ("other")."""
+def copy(item: Item, source: Source, file: ShardFile, values: torch.Tensor | None = None) -> tuple[None, list[int]]:
+    """Copy a kept tensor into `file` in pieces, checked for NaN and infinities unless it is a buffer ("other").
+
+    values: written instead, where calibration gave the tensor others.
+    """
     name, target = item.outputs[0]
     size = ITEMSIZE[item.source_dtype]
     floats = item.source_dtype in FLOATS
     cast = target.dtype != item.source_dtype
     crc = at = 0
     for first in range(0, item.params * size, COPY):
-        raw: bytearray | memoryview = source.read_raw(item.source, first, min(COPY, item.params * size - first))
+        raw = source.read_raw(item.source, first, min(COPY, item.params * size - first))
         if floats and (cast or item.kind != "other"):
             t = as_tensor(raw, item.source_dtype, (len(raw) // size,))  # type: ignore[arg-type]
             if not torch.isfinite(t).all():
@@ -119,3 +131,7 @@ def copy(item: Item, source: Source, file: ShardFile) -> tuple[None, list[int]]:
         crc, at = zlib.crc32(raw, crc), at + len(raw)
     assert at == target.nbytes, item.name
     return None, [crc]
+    if values is not None:
+        raw: bytearray | memoryview = _bytes(values.to(getattr(torch, TORCH_NAMES[target.dtype])))
+        file.write(name, 0, raw)
+        return None, [zlib.crc32(raw)]

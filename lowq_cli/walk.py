@@ -42,11 +42,11 @@ class Layer:
         self.quantized = dict(self.original)
 
     def matrix(self, name: str, weights: Weights) -> torch.Tensor:
-        """The (N, K) weight of a name."""
+        """The (N, K) weight of a name: a view."""
         spot = self.spots[name]
         W = weights[spot.path]
         W = W if spot.expert is None else W[spot.expert]
-        W = W.T.contiguous() if spot.flipped else W
+        W = W.T if spot.flipped else W
         return W if spot.rows is None else W[slice(*spot.rows)]
 
     def set(self, name: str, W: torch.Tensor) -> None:
@@ -58,6 +58,22 @@ class Layer:
         if self.quantized[spot.path] is self.original[spot.path]:
             self.quantized[spot.path] = self.original[spot.path].clone()
         self.matrix(name, self.quantized).copy_(W)
+
+    def scale(self, name: str, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None) -> None:
+        """Multiply rows (N,) or columns (K,) of an original matrix, in place."""
+        W = self.matrix(name, self.original)
+        if rows is not None:
+            W *= rows.unsqueeze(1)
+        if columns is not None:
+            W *= columns
+
+    def parameter(self, path: str) -> torch.Tensor:
+        """The original values of any parameter of the layer."""
+        return self.original[path] if path in self.original else self.module.get_parameter(path).data
+
+    def replace(self, path: str, values: torch.Tensor) -> None:
+        """Give a parameter other values, in both sets of weights."""
+        self.original[path] = self.quantized[path] = values
 
     def run(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The layer's output with a set of weights."""
@@ -119,10 +135,9 @@ class Layer:
         clean = torch.cat([_flat(self._given(module, x, self.original)[0]) for x in original])
         inputs = [self._given(module, x, self.quantized) for x in behind]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
-        gate: Any = self.module.get_submodule(module)
         up, down = (f"{module}.{leaf}" for leaf in STACKS)
-        for expert in sorted({self.spots[n].expert for n in names}):  # type: ignore[type-var]
-            mine = visits.eq(expert).any(-1).nonzero().squeeze(-1)
+        for expert in self.experts(names):
+            mine = _visitors(visits, expert)
             x, x_behind = clean[mine], seen[mine]
             for path in (up, down):
                 wanted = [n for n in names if self.spots[n].expert == expert and self.spots[n].path == path]
@@ -130,13 +145,28 @@ class Layer:
                     yield Stage(wanted, _add(None, x, x_behind), len(mine))
                 if path == up:
                     x, x_behind = (
-                        gate._apply_gate(nn.functional.linear(t, self._stack(path, weights)[expert]))
-                        for t, weights in ((x, self.original), (x_behind, self.quantized))
+                        self._inside(module, expert, x, self.original),
+                        self._inside(module, expert, x_behind, self.quantized),
                     )
 
-    def _stack(self, path: str, weights: Weights) -> torch.Tensor:
-        """(E, N, K) weights of a stack of experts, which may be one that is not quantized."""
-        return weights[path] if path in weights else self.module.get_parameter(path).data
+    def experts(self, names: list[str]) -> list[int]:
+        """The numbers of the experts that some matrices belong to."""
+        return sorted({e for n in names if (e := self.spots[n].expert) is not None})
+
+    def inner(self, module: str, behind: Hidden) -> Iterator[tuple[str, torch.Tensor]]:
+        """For each expert the matrix that reads its inner values, and those (tokens, K), with original weights."""
+        inputs = [self._given(module, x, self.original) for x in behind]
+        seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
+        for name, spot in self.spots.items():
+            if spot.module == module and spot.leaf == STACKS[1] and spot.expert is not None:
+                yield name, self._inside(module, spot.expert, seen[_visitors(visits, spot.expert)], self.original)
+
+    def _inside(self, module: str, expert: int, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """An expert's inner values (tokens, I) for its inputs."""
+        path = f"{module}.{STACKS[0]}"
+        W = weights[path] if path in weights else self.module.get_parameter(path).data
+        gate: Any = self.module.get_submodule(module)
+        return gate._apply_gate(nn.functional.linear(x, W[expert]))
 
     def _given(self, module: str, hidden: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, ...]:
         """The arguments that a module is called with. The layer is run no further than to it."""
@@ -158,6 +188,11 @@ class Layer:
 
 class _Reached(Exception):
     """The input asked for has been seen."""
+
+
+def _visitors(visits: torch.Tensor, expert: int) -> torch.Tensor:
+    """The tokens that an expert gets."""
+    return visits.eq(expert).any(-1).nonzero().squeeze(-1)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

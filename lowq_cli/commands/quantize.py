@@ -9,7 +9,7 @@ from lowq_cli import console, quantizers, targets
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from lowq_cli.pipeline import Planned, Result
+    from lowq_cli.pipeline import LayerDone, Planned, Result
     from lowq_cli.recipe import Recipe
 
 EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
@@ -157,7 +157,7 @@ def _run(events: object, planned: "Planned") -> "Result":
     with console.progress("quantize", planned.plan.params) as advance:
         for event in events:  # type: ignore[attr-defined]
             if isinstance(event, pipeline.LayerDone):
-                console.say(f"calibrated layer {event.index} of {event.total}: output error {event.error:.4f}")
+                _show_layer(event, told)
             elif isinstance(event, pipeline.TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
                 for name, note in event.notes.items():
@@ -182,3 +182,15 @@ def _show_result(result: "Result", planned: "Planned", engine: str | None) -> No
     if engine:
         console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
     console.say("next: lowq tune, then lowq generate --prompt 'Hello'")
+    told: set[str] = set()
+def _show_layer(layer: "LayerDone", told: set[str]) -> None:
+    """A calibrated layer's error, and what could not be done to it; what `told` holds is said of another layer already."""
+    console.say(f"calibrated layer {layer.index} of {layer.total}: output error {layer.error:.4f}")
+    for name, note in layer.notes.items():
+        console.say(f"note: {name}: {note}")
+    for place in layer.unscaled:
+        if place not in told:
+            console.say(f"note: the inputs of {place} are not scaled: nothing before it takes the factor exactly")
+            told.add(place)
+
+

@@ -50,6 +50,11 @@ def needs_text(name: str) -> bool:
     return methods()[check(name)].endswith(NEEDS_TEXT)
 
 
+def needs_scales(name: str) -> bool:
+    """Whether `calibrate` folds activation-aware scales into a layer before the method sees it: its file says SCALES."""
+    return bool(getattr(importlib.import_module(f"{__name__}.{check(name)}"), "SCALES", False))
+
+
 def data_free() -> list[str]:
     """The methods that look at nothing but the weight."""
     return [name for name in methods() if not needs_text(name)]

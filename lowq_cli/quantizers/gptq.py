@@ -55,14 +55,14 @@ def quantize(
         return quantize_rows(W, scheme, partial(_solve, _Path.straight(K, W.device)), dtype, SLAB)
     if moments.second.shape != (K, K):
         raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
-    damped = _damp(moments.second)
+    damped = damp(moments.second)
     if moments.drift is not None:
         W = W.float()  # the weight that does best behind the drifted inputs: W + alpha W drift (second)^-1
         W = W + ALPHA * torch.cholesky_solve((W @ moments.drift.float()).T, torch.linalg.cholesky(damped)).T
     return quantize_rows(W, scheme, partial(_solve, _Path.of(damped, G)), dtype, SLAB)
 
 
-def _damp(second: torch.Tensor) -> torch.Tensor:
+def damp(second: torch.Tensor) -> torch.Tensor:
     """Second moments in fp32 with DAMP added, so that they have an inverse; inputs that are always 0 count as average."""
     damped = second.float().clone()
     diagonal = damped.diagonal()

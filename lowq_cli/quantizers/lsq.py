@@ -47,7 +47,7 @@ def fit_grid(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scales and zeros (R, G), rounded to `dtype`, with the least squared error over groups (R, G, g).
 
-    weights: (g,) positive importance of each place in a group; None counts all alike.
+    weights: (g,) or (G, g) positive importance of each place in a group; None counts all alike.
     """
     scales, zeros, center = _search(groups, scheme, weights)
     rounded = store_scales(torch.maximum(scales, groups.abs().amax(-1) / MAX_ZERO), dtype)
@@ -60,7 +60,7 @@ def fit_grid(
 
 
 def _mean(t: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    return t.sum(-1) / t.shape[-1] if weights is None else (t * weights).sum(-1) / weights.sum()
+    return t.sum(-1) / t.shape[-1] if weights is None else (t * weights).sum(-1) / weights.sum(-1)
 
 
 def _search(groups: torch.Tensor, scheme: Scheme, weights: torch.Tensor | None) -> Grid:
@@ -90,7 +90,7 @@ class _Fit:
 
     def __init__(self, groups: torch.Tensor, scheme: Scheme, weights: torch.Tensor | None) -> None:
         self.groups, self.scheme, self.weights = groups, scheme, weights
-        self.size = groups.shape[-1] if weights is None else float(weights.sum())
+        self.size = groups.shape[-1] if weights is None else weights.sum(-1)
         self.codes = torch.empty_like(groups)
         self.weighted = groups if weights is None else groups * weights
         self.sum_w = self.weighted.sum(-1)

@@ -1,0 +1,165 @@
+"""Where a scale on a linear's inputs can be taken out of what makes those inputs: the norm before it, v for o, up for down.
+
+Found by the flow of data and the names that transformers uses for all families, and never believed: `Fold` is only a proposal,
+which the caller proves by running the layer with a random scale (see scaling.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.hf.blocks import Spot
+
+
+@dataclass(frozen=True)
+class Fold:
+    """`after`: checkpoint names of matrices whose columns are multiplied by s (K,); the outputs of `before` are divided by it.
+
+    norm: path of the norm module whose weight (as `weight + offset`) and bias are divided; "" where a matrix is.
+    before: its checkpoint names and, for each, the rows that are divided (of the matrix). bias: parameter divided with them.
+    heads: (key/value heads, times each is used, head size) where one row serves several columns; s is alike for those.
+    expert: which one, in a mixture.
+    """
+
+    label: str
+    after: tuple[str, ...]
+    norm: str = ""
+    offset: float = 0.0
+    before: tuple[tuple[str, int, int], ...] = ()
+    bias: str = ""
+    bias_rows: tuple[int, int] = (0, 0)
+    heads: tuple[int, int, int] | None = None
+    expert: int | None = None
+
+    @property
+    def key(self) -> str:
+        """One word for how it works, alike in all layers and experts."""
+        return self.label
+
+
+def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) -> tuple[list[Fold], list[str]]:
+    """The folds that a decoder layer may have for the matrices in `spots`, and the inputs that have none.
+
+    run: runs the layer once on some text, with its weights in place.
+    """
+    by_module: dict[str, list[str]] = {}
+    for name, spot in spots.items():
+        by_module.setdefault(spot.module, []).append(name)
+    norms, inputs = _flow(layer, list(by_module), run)
+    folds, missing = [], []
+    seen: set[str] = set()
+    for module, names in by_module.items():
+        if module in seen:
+            continue
+        if any(spots[n].expert is not None for n in names):
+            experts = _experts(module, names, spots)
+            folds += experts
+            missing.append(f"{module}.gate_up_proj")
+            missing += [] if experts else [f"{module}.down_proj"]
+            continue
+        norm = norms.get(inputs[module]) if module in inputs else None
+        if norm is not None:
+            together = sorted(m for m in by_module if inputs.get(m) == inputs[module])
+            seen.update(together)
+            after = tuple(n for m in together for n in by_module[m])
+            folds.append(Fold(f"{norm} -> {', '.join(together)}", after, norm, _offset(layer, norm)))
+            continue
+        found = _linear(layer, module, by_module, spots)
+        if found:
+            folds.append(found)
+        else:
+            missing.append(module)
+    return folds, missing
+
+
+def _flow(layer: nn.Module, modules: list[str], run: Callable[[], object]) -> tuple[dict[int, str], dict[str, int]]:
+    """id of a norm's output -> the norm, and linear -> id of its input."""
+    norms: dict[int, str] = {}
+    inputs: dict[str, int] = {}
+    kept: list[Any] = []  # alive, so that no two tensors have one id
+
+    def after(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: object, out: torch.Tensor) -> None:
+            kept.append(out)
+            norms[id(out)] = name
+
+        return hook
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            kept.append(args[0])
+            inputs[name] = id(args[0])
+
+        return hook
+
+    hooks = [
+        m.register_forward_hook(after(n))
+        for n, m in layer.named_modules()
+        if isinstance(w := getattr(m, "weight", None), nn.Parameter) and w.dim() == 1
+    ]
+    hooks += [layer.get_submodule(n).register_forward_pre_hook(before(n)) for n in modules]
+    try:
+        run()
+    finally:
+        for h in hooks:
+            h.remove()
+    return norms, inputs
+
+
+def _offset(layer: nn.Module, norm: str) -> float:
+    """What a norm adds to its weight before it multiplies (1 in Gemma): its output for a weight of 0 tells."""
+    module: Any = layer.get_submodule(norm)
+    weight = module.weight.data
+    x = torch.ones(1, weight.shape[0], device=weight.device)
+    x[:, ::2] = -1
+    bias = module.bias.data if getattr(module, "bias", None) is not None else 0.0
+    module.weight.data = torch.zeros_like(weight)
+    try:
+        return 0.0 if float((module(x) - bias).abs().max()) == 0 else 1.0
+    finally:
+        module.weight.data = weight
+
+
+def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spots: dict[str, Spot]) -> Fold | None:
+    """o behind v, or down behind up: a linear of the same parent, or the last rows of a fused one."""
+    parent, _, leaf = module.rpartition(".")
+    sources = {"o_proj": ("v_proj", "qkv_proj"), "down_proj": ("up_proj", "gate_up_proj")}.get(leaf, ())
+    source = next((f"{parent}.{s}" for s in sources if f"{parent}.{s}" in by_module), None)
+    if source is None or len(by_module[source]) != 1 or any(spots[n].flipped for n in by_module[source] + by_module[module]):
+        return None
+    linear: Any = layer.get_submodule(source)
+    K, N = layer.get_submodule(module).in_features, linear.out_features
+    heads = None
+    rows = K
+    if leaf == "o_proj":
+        size = getattr(layer.get_submodule(parent), "head_dim", 0)
+        config = getattr(layer.get_submodule(parent), "config", None)
+        kv = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+        if not size or not kv or K % (size * kv):
+            return None
+        heads, rows = (int(kv), K // (size * kv), int(size)), size * kv
+    if rows > N:
+        return None
+    bias = f"{source}.bias" if linear.bias is not None else ""
+    before = ((by_module[source][0], N - rows, N),)
+    label = f"{source} -> {module}"
+    return Fold(label, tuple(by_module[module]), before=before, bias=bias, bias_rows=(N - rows, N), heads=heads)
+
+
+def _experts(module: str, names: list[str], spots: dict[str, Spot]) -> list[Fold]:
+    """up -> down inside each expert."""
+    folds = []
+    for expert in sorted({e for n in names if (e := spots[n].expert) is not None}):
+        mine = [n for n in names if spots[n].expert == expert]
+        down = [n for n in mine if spots[n].leaf == "down_proj"]
+        ups = [(n, *(spots[n].rows or (0, 0))) for n in mine if spots[n].leaf == "gate_up_proj"]
+        end = max((last for _, _, last in ups), default=0)
+        half = end // 2
+        if len(down) != 1 or not ups or sum(last - first for _, first, last in ups) != end:
+            continue
+        before = tuple((n, max(half, first) - first, last - first) for n, first, last in ups if last > half)
+        folds.append(Fold(f"{module}.up -> {module}.down", tuple(down), before=before, expert=expert))
+    return folds

@@ -1,0 +1,45 @@
+"""AWQ: large inputs get a finer step, by scales folded into what makes them; then least squares. Needs a calibration text."""
+
+from functools import partial
+
+import torch
+
+from lowq_cli.quantizers._slabs import Solution, check_weight, encode, quantize_rows
+from lowq_cli.quantizers.gptq import Moments, damp
+from lowq_cli.quantizers.lsq import fit_grid
+from lowq_packers.errors import SchemeError
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+SCALES = True  # `calibrate` folds the scales (scaling.py) into a layer before this sees its weights
+
+
+def quantize(
+    W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, moments: Moments | None = None
+) -> QuantizedTensor:
+    """Minimise each group's squared error, each column weighted by the power of its input.
+
+    The range that a group's grid spans is searched with the grid (AWQ's clip search, with a free zero and in closed form).
+
+    Args:
+        W: (N, K) float weight, scaled already; any dtype and device; K a multiple of scheme.group_size.
+        dtype: storage dtype of scales and zeros; both are rounded to it before codes are chosen. None keeps fp32.
+        moments: of the inputs, on W's device; only the diagonal counts. None weighs all columns alike: lsq.
+    Returns:
+        codes 0 .. 2**bits - 1; scales in weight units; zeros in code units.
+    Raises:
+        SchemeError: shape or group size that does not fit, moments of another K. DamagedError: NaN or infinite weights.
+    Source: AWQ (arXiv:2306.00978).
+    """
+    _, K, G = check_weight(W, scheme)
+    weights = None
+    if moments is not None:
+        if moments.second.shape != (K, K):
+            raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
+        weights = damp(moments.second).diagonal().reshape(G, -1)
+    return quantize_rows(W, scheme, partial(_solve, weights), dtype)
+
+
+def _solve(weights: torch.Tensor | None, groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
+    scales, zeros = fit_grid(groups, scheme, dtype, weights)
+    return encode(groups, scales, scheme.mid if zeros is None else zeros, scheme.levels), scales, zeros
