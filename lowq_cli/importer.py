@@ -38,11 +38,19 @@ def runnable(model: str | os.PathLike[str]) -> str:
         if found is None:
             return name
         fmt, matrices = found
+        if fmt.name == "fp8" and _runs_in_fp8(source):
+            return name
         target = cached(source)
         if not _is_whole(target):
             console.say(f"{name} is {fmt.title}; importing it into {target}")
             import_checkpoint(source, matrices, target)
     return str(target)
+
+
+def _runs_in_fp8(source: Source) -> bool:
+    from lowq_cli.hf.fp8 import why_not
+
+    return source.folder is not None and why_not(source) is None
 
 
 def cached(source: Source, kind: str = "imports") -> Path:

@@ -57,7 +57,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     config = source.config
     quantization = config.get("quantization_config")
     packed = isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
-    if quantization is not None and not packed:
+    in_fp8 = not packed and isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
+    if quantization is not None and not packed and not in_fp8:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedError(f"{source.name} is quantized as {method!r}; run `lowq quantize` on the original model")
     stray = next((n for n in source.headers if n.endswith(".weight_scale")), None)
@@ -68,13 +69,17 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         raise UnsupportedError(f"{source.name} is a {cls.__name__}, which generates no text")
     check_plausible(config, len(source.headers))
     chosen = pick_device(device)
-    kind = pick_dtype(dtype, packed, chosen)
+    kind = pick_dtype(dtype, packed or in_fp8, chosen)
     loaded: Any
     found: dict[str, Any]
     # straight to a GPU where accelerate is there, which transformers needs for that; else by way of the CPU's memory
     direct: dict[str, Any] = {"device_map": {"": chosen}} if chosen.type != "cpu" and find_spec("accelerate") else {}
     if ranks.world() > 1:
         direct = {"distributed_config": _over_processes(chosen)}
+    if in_fp8:
+        from lowq_cli.hf.fp8 import native_config, prepare_fp8
+
+        direct["config"] = native_config(source)
     try:
         with unprepared(), _no_progress_bar():
             loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
@@ -83,6 +88,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         if source.folder is not None:
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
+        if in_fp8 and (widened := prepare_fp8(loaded)):
+            console.say(f"{chosen} has no FP8: weights widened to {console.size(widened)} of 16 bits, activations rounded in software")
     except LowqError:
         raise
     except torch.OutOfMemoryError as e:
