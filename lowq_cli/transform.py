@@ -47,9 +47,9 @@ def quantize(
     rows = _rows(item, source)
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device)
-        try:
         for factor in (f for f in (by_row, by_column) if f is not None):
             W = W.float() * (factor[first : first + step].unsqueeze(1) if factor is by_row else factor).to(device)
+        try:
             q = quantizer(W, item.scheme, dtype)
         except DamagedError as e:
             raise DamagedError(f"{item.source}: {e}") from None
@@ -112,6 +112,10 @@ def copy(item: Item, source: Source, file: ShardFile, values: torch.Tensor | Non
     values: written instead, where calibration gave the tensor others.
     """
     name, target = item.outputs[0]
+    if values is not None:
+        raw: bytearray | memoryview = _bytes(values.to(getattr(torch, TORCH_NAMES[target.dtype])))
+        file.write(name, 0, raw)
+        return None, [zlib.crc32(raw)]
     size = ITEMSIZE[item.source_dtype]
     floats = item.source_dtype in FLOATS
     cast = target.dtype != item.source_dtype
@@ -131,7 +135,3 @@ def copy(item: Item, source: Source, file: ShardFile, values: torch.Tensor | Non
         crc, at = zlib.crc32(raw, crc), at + len(raw)
     assert at == target.nbytes, item.name
     return None, [crc]
-    if values is not None:
-        raw: bytearray | memoryview = _bytes(values.to(getattr(torch, TORCH_NAMES[target.dtype])))
-        file.write(name, 0, raw)
-        return None, [zlib.crc32(raw)]

@@ -154,18 +154,28 @@ def _run(events: object, planned: "Planned") -> "Result":
     """Follow the run with a progress bar; the result."""
     from lowq_cli import pipeline
 
+    told: set[str] = set()
     with console.progress("quantize", planned.plan.params) as advance:
         for event in events:  # type: ignore[attr-defined]
             if isinstance(event, pipeline.LayerDone):
                 _show_layer(event, told)
             elif isinstance(event, pipeline.TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
-                for name, note in event.notes.items():
-                    console.say(f"note: {name}: {note}")
                 advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
             elif isinstance(event, pipeline.Finished):
                 return event.result
     raise AssertionError("a run ends with Finished")
+
+
+def _show_layer(layer: "LayerDone", told: set[str]) -> None:
+    """A calibrated layer's error, and what could not be done to it; what `told` holds is said of another layer already."""
+    console.say(f"calibrated layer {layer.index} of {layer.total}: output error {layer.error:.4f}")
+    for name, note in layer.notes.items():
+        console.say(f"note: {name}: {note}")
+    for place in layer.unscaled:
+        if place not in told:
+            console.say(f"note: the inputs of {place} are not scaled: nothing before it takes the factor exactly")
+            told.add(place)
 
 
 def _show_result(result: "Result", planned: "Planned", engine: str | None) -> None:
@@ -182,15 +192,3 @@ def _show_result(result: "Result", planned: "Planned", engine: str | None) -> No
     if engine:
         console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
     console.say("next: lowq tune, then lowq generate --prompt 'Hello'")
-    told: set[str] = set()
-def _show_layer(layer: "LayerDone", told: set[str]) -> None:
-    """A calibrated layer's error, and what could not be done to it; what `told` holds is said of another layer already."""
-    console.say(f"calibrated layer {layer.index} of {layer.total}: output error {layer.error:.4f}")
-    for name, note in layer.notes.items():
-        console.say(f"note: {name}: {note}")
-    for place in layer.unscaled:
-        if place not in told:
-            console.say(f"note: the inputs of {place} are not scaled: nothing before it takes the factor exactly")
-            told.add(place)
-
-
