@@ -180,7 +180,7 @@ def _kept(source: Source, name: str, header: TensorHeader) -> torch.Tensor:
 
 
 def quantize_matrix(source: Source, name: str, block: Block, device: torch.device) -> tuple[fp8.Fp8Matrix, float]:
-    """One (N, K) tensor of a source in fp8, on the CPU, and its relative error. Raises DamagedError for NaN or infinite ones."""
+    """One (N, K) tensor of a source in fp8, on the CPU, and its relative error. Raises DamagedError for NaN and infinity."""
     N, K = source.headers[name].shape
     step = max(1, SLAB // (block[0] * K)) * block[0]
     parts = []

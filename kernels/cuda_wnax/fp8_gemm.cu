@@ -9,7 +9,8 @@
 //         producer thread feeds a ring of STAGES stages, 128 k each, by TMA (128-byte swizzle). LIGHT: two blocks fit an SM, so
 //         that the next kernel's weights are on their way while this one's last sums are written.
 // Grid    persistent, bands of BAND tiles of B. PAIR: two blocks of a cluster take neighbouring tiles of A and the same of B, half of
-//         which each loads for both. SPLIT (with SWAP): blocks of a cluster split K, partial sums meet in rank order.
+//         which each loads for both. SPLIT (with SWAP): blocks of a cluster split K, partial sums meet in rank order. WK = 2
+//         (with SWAP): both warpgroups own the same 64 rows and take chunks of k in turn.
 // Edges   TMA reads zeros outside; stores are masked. K a multiple of 16.
 // Source  own; two-level sums after DeepGEMM, 2-D scales after GridQuant.
 #include "tile.cuh"
@@ -42,13 +43,14 @@ __device__ __forceinline__ void store8(u16* to, u32 shared, int width, int colum
     }
 }
 
-template <bool SWAP, int T, int A_SCALE, int B_SCALE, int MH, int NB, int STAGES, bool PAIR, int SPLIT, bool LIGHT, int BAND>
+template <bool SWAP, int T, int A_SCALE, int B_SCALE, int MH, int NB, int STAGES, bool PAIR, int SPLIT, int WK, bool LIGHT, int BAND>
 __global__ void __launch_bounds__(LIGHT ? 288 : 384, LIGHT ? 2 : 1)
 fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap groups_map,
          const float* __restrict__ a_scales, const float* __restrict__ b_scales, const u16* __restrict__ bias, u16* __restrict__ y,
          int A, int B, int chunks, int a_shift, int b_shift, int a_stride, int b_stride, int a_k_shift, int b_k_shift) {
     static_assert(A_SCALE != GROUP || B_SCALE != GROUP, "only x has groups");
-    constexpr int ROWS = 128 * MH;  // of A in a tile
+    static_assert(WK == 1 || (SWAP && MH == 1), "only one half of rows is shared by warpgroups");
+    constexpr int ROWS = 128 * MH / WK;  // of A in a tile
     constexpr u32 A_BYTES = ROWS * 128, B_BYTES = NB * 128;
     constexpr int GROUPS = A_SCALE == GROUP ? ROWS : B_SCALE == GROUP ? NB : 0;
     constexpr u32 G_BYTES = GROUPS * 4, G_STEP = (G_BYTES + 127) / 128 * 128;
@@ -73,7 +75,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     };
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(full + i), 1), barrier_init(shared_address(empty + i), PAIR ? 16 : 8);
+        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(full + i), 1), barrier_init(shared_address(empty + i), PAIR ? 16 : 8 / WK);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
     if constexpr (PAIR) cluster_sync();
@@ -125,7 +127,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     previous_grid_wait();
     next_grid_launch();
     float acc[MH][NB / 2], part_sums[NB / 2];
-    int s = 0, round = 0;
+    const int first_row = WK == 2 ? 0 : g * MH * 64, k_group = WK == 2 ? g : 0;  // of this warpgroup
 
     auto release = [&](int stage) {
         if constexpr (PAIR) {
@@ -133,10 +135,11 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         } else if (lane == 0) barrier_arrive(shared_address(empty + stage));
     };
 
-    for (int tile = team; tile < all; tile += teams) {
+    for (int tile = team, before = k_group; tile < all; tile += teams, before += part) {
         int a0, b0;
         place(tile, a0, b0);
-        const int a_first = a0 + g * MH * 64;  // of this warpgroup
+        const int a_first = a0 + first_row;
+        int s = before % STAGES, round = before / STAGES;
 #pragma unroll
         for (int h = 0; h < MH; h++)
 #pragma unroll
@@ -144,56 +147,60 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 
         const float* a_block = A_SCALE == BLOCK ? a_scales + (size_t)(smaller(a_first, A - 1) >> a_shift) * a_stride : nullptr;
         const float* b_block = B_SCALE == BLOCK ? b_scales + (size_t)(b0 >> b_shift) * b_stride : nullptr;
-        auto block_factor = [&](int c) {
-            float f = 1.f;
-            if constexpr (A_SCALE == BLOCK) f *= __ldg(a_block + (c >> a_k_shift));
-            if constexpr (B_SCALE == BLOCK) f *= __ldg(b_block + (c >> b_k_shift));
-            return f;
+        float a_ahead = 1.f, b_ahead = 1.f;  // of the next chunk: two loads that nobody waits for
+        auto look_ahead = [&](int c) {
+            if (c >= part) return;
+            if constexpr (A_SCALE == BLOCK) a_ahead = __ldg(a_block + ((begin + c) >> a_k_shift));
+            if constexpr (B_SCALE == BLOCK) b_ahead = __ldg(b_block + ((begin + c) >> b_k_shift));
         };
-        float ahead = part > 0 ? block_factor(begin) : 0.f;
+        look_ahead(k_group);
 
-        for (int c = 0; c < part; c++) {
-            const float factor = ahead;
-            if (c + 1 < part) ahead = block_factor(begin + c + 1);
+        for (int c = k_group; c < part; c += WK) {
             barrier_wait(shared_address(full + s), round & 1);
-            float rows[MH][2];
-            float2 columns[B_SCALE == GROUP ? NB / 8 : 1];
-            if constexpr (A_SCALE == GROUP) {
-#pragma unroll
-                for (int h = 0; h < MH; h++)
-#pragma unroll
-                    for (int o = 0; o < 2; o++)
-                        rows[h][o] = factor * read_float(g_stage(s) + ((g * MH + h) * 64 + warp * 16 + r + 8 * o) * 4);
-            }
-            if constexpr (B_SCALE == GROUP) {
-#pragma unroll
-                for (int i = 0; i < NB / 8; i++) {
-                    const float2 f = read_float2(g_stage(s) + (i * 8 + (lane & 3) * 2) * 4);
-                    columns[i] = make_float2(f.x * factor, f.y * factor);
-                }
-            }
+            float factor = 1.f;
 #pragma unroll
             for (int h = 0; h < MH; h++) {
-                const u64 a_tile = swizzled_tile(a_stage(s) + (g * MH + h) * 64 * 128), b_tile = swizzled_tile(b_stage(s));
+                const u64 a_tile = swizzled_tile(a_stage(s) + (first_row + h * 64) * 128), b_tile = swizzled_tile(b_stage(s));
 #pragma unroll
                 for (int i = 0; i < NB / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                 for (int k = 0; k < 4; k++) WgmmaFp8<NB>::run(part_sums, a_tile + 2 * k, b_tile + 2 * k, k > 0);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                if (h == 0) {  // scales are read while the tensor cores work
+                    factor = a_ahead * b_ahead;
+                    look_ahead(c + WK);
+                }
+                float rows[2];
+                float2 columns[B_SCALE == GROUP ? NB / 8 : 1];
+                auto read_columns = [&](int i) {
+                    const float2 f = read_float2(g_stage(s) + (i * 8 + (lane & 3) * 2) * 4);
+                    columns[i] = make_float2(f.x * factor, f.y * factor);
+                };
+                if constexpr (A_SCALE == GROUP) {
+#pragma unroll
+                    for (int o = 0; o < 2; o++)
+                        rows[o] = factor * read_float(g_stage(s) + (first_row + h * 64 + warp * 16 + r + 8 * o) * 4);
+                }
+                if constexpr (B_SCALE == GROUP && !LIGHT) {
+#pragma unroll
+                    for (int i = 0; i < NB / 8; i++) read_columns(i);
+                }
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
                 for (int i = 0; i < NB / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
-                if (h + 1 == MH) release(s);
+                if (h + 1 == MH && !LIGHT) release(s);
 #pragma unroll
                 for (int i = 0; i < NB / 2; i++) {
+                    if (B_SCALE == GROUP && LIGHT && i % 4 == 0) read_columns(i / 4);  // few registers: one at a time
                     float f = factor;
-                    if constexpr (A_SCALE == GROUP) f = rows[h][(i >> 1) & 1];
+                    if constexpr (A_SCALE == GROUP) f = rows[(i >> 1) & 1];
                     if constexpr (B_SCALE == GROUP) f = i & 1 ? columns[i >> 2].y : columns[i >> 2].x;
                     acc[h][i] += f * part_sums[i];
                 }
+                if (h + 1 == MH && LIGHT) release(s);
             }
-            if (++s == STAGES) s = 0, round++;
+            if ((s += WK) >= STAGES) s -= STAGES, round++;
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
@@ -201,7 +208,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         constexpr int COLUMNS = SHARED_SUM ? NB / SPLIT : NB;
         const int b_first = b0 + (SPLIT > 1 && SHARED_SUM ? rank * COLUMNS : 0);
         if constexpr (SPLIT > 1) {  // sums[h][i][thread] of both warpgroups over the ring
-            float* sums = (float*)shared + g * MH * (NB / 2) * 128 + (threadIdx.x & 127);
+            float *const all_sums = (float*)shared + (threadIdx.x & 127), *const sums = all_sums + g * MH * (NB / 2) * 128;
             asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
 #pragma unroll
             for (int h = 0; h < MH; h++)
@@ -212,22 +219,36 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             for (int h = 0; h < MH; h++)
 #pragma unroll
                 for (int i = 0; i < COLUMNS / 2; i++) {
-                    const u32 here = shared_address(sums + (h * (NB / 2) + (SHARED_SUM ? rank * (COLUMNS / 2) : 0) + i) * 128);
+                    const u32 here = shared_address((WK == 2 ? all_sums : sums) + (h * (NB / 2) + (SHARED_SUM ? rank * (COLUMNS / 2) : 0) + i) * 128);
                     float v = 0.f;
                     if (SHARED_SUM || rank == 0) {
 #pragma unroll
-                        for (int k = 0; k < SPLIT; k++) {
+                        for (int k = 0; k < SPLIT * WK; k++) {
                             float one;
-                            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(in_block(here, k)) : "memory");
+                            const u32 there = in_block(here, k / WK) + (k % WK) * (NB / 2) * 512;
+                            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(there) : "memory");
                             v += one;
                         }
                     }
                     acc[h][i] = v;
                 }
             cluster_sync();
-            if (!SHARED_SUM && rank != 0) continue;
+            if ((!SHARED_SUM && rank != 0) || (WK == 2 && g == 1)) continue;
+        } else if constexpr (WK == 2) {
+            float* const sums = (float*)(shared + STAGES * (A_BYTES + B_BYTES + G_STEP)) + (threadIdx.x & 127);
+            if (g == 1) {
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) sums[i * 128] = acc[0][i];
+            }
+            asm volatile("bar.sync 3, 256;" ::: "memory");
+            if (g == 0) {
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) acc[0][i] += sums[i * 128];
+            }
+            asm volatile("bar.sync 3, 256;" ::: "memory");  // read: the other one may write the next tile's
+            if (g == 1) continue;
         }
-        unsigned char* const stage_out = shared + (SPLIT > 1 ? 0 : STAGES * (A_BYTES + B_BYTES + G_STEP));
+        unsigned char* const stage_out = shared + (SPLIT > 1 ? 0 : STAGES * (A_BYTES + B_BYTES + G_STEP) + (WK == 2 ? NB * 256 : 0));
         const int w8 = g * 4 + warp;
 #pragma unroll
         for (int h = 0; h < MH; h++) {

@@ -21,8 +21,8 @@ VECTOR, GROUP, BLOCK = range(3)  # the device code's modes of scales
 PARAMETERS = (TensorMap,) * 3 + (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 9
 SHARED = 226 << 10
 LIGHT_SHARED = 112 << 10  # two blocks an SM
-MAX_STAGES = 12
-NAMES = ("SWAP", "MH", "NB", "PAIR", "SPLIT", "LIGHT")
+MAX_STAGES = 24
+NAMES = ("SWAP", "MH", "NB", "PAIR", "SPLIT", "WK", "LIGHT")
 BAND = 2048  # columns of the second operand whose tiles run side by side
 
 
@@ -31,15 +31,16 @@ def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
 
 
 LARGE = _configs(
-    (0, 2, 128, 1, 1, 0), (0, 1, 128, 1, 1, 0), (0, 2, 128, 0, 1, 0), (0, 1, 128, 0, 1, 0),
-    (0, 1, 64, 1, 1, 0), (0, 1, 64, 0, 1, 0),
+    (0, 2, 128, 1, 1, 1, 0), (0, 1, 128, 1, 1, 1, 0), (0, 2, 128, 0, 1, 1, 0), (0, 1, 128, 0, 1, 1, 0),
+    (0, 1, 64, 1, 1, 1, 0), (0, 1, 64, 0, 1, 1, 0),
 )  # fmt: skip
 SMALL = _configs(
     *(
-        (1, 1, nb, 0, split, light)
+        (1, 1, nb, 0, split, wk, light)
         for nb in (8, 16, 32, 64, 128)
         for split in (1, 2, 4)
-        for light in ((1, 0) if nb < 128 else (0,))
+        for wk, light in ((1, 0), (1, 1), (2, 0), (2, 1))
+        if not (light and nb == 128)
     )
 )
 CONFIGS = LARGE + SMALL
@@ -54,13 +55,13 @@ def mode_of(m: Fp8Matrix) -> int:
 
 def plan(config: Config, modes: tuple[int, int]) -> tuple[int, int]:
     """(stages, dynamic shared memory) of a config; modes of the first and second operand."""
-    rows, nb = 128 * config["MH"], config["NB"]
+    rows, nb, wk = 128 * config["MH"] // config["WK"], config["NB"], config["WK"]
     groups = rows if modes[0] == GROUP else nb if modes[1] == GROUP else 0
     stage = (rows + nb) * CHUNK + -(-groups * 4 // 128) * 128
     split = config["SPLIT"] > 1
-    staging = 8 * nb * 24 * 2 if config["SWAP"] else 8 * 16 * (min(nb, 64) + 8) * 2
+    staging = 8 * nb * 24 * 2 + (nb * 256 if wk == 2 else 0) if config["SWAP"] else 8 * 16 * (min(nb, 64) + 8) * 2
     stages = min(MAX_STAGES, ((LIGHT_SHARED if config["LIGHT"] else SHARED) - (0 if split else staging)) // stage)
-    sums = config["MH"] * nb * 512 if split else 0
+    sums = 2 * config["MH"] * nb * 256 if split else 0
     return stages, max(stages * stage + (0 if split else staging), sums, staging)
 
 
@@ -69,7 +70,7 @@ def expression(config: Config, T: int, modes: tuple[int, int]) -> str:
     stages, flags = plan(config, modes)[0], ("false", "true")
     return (
         f"fp8_gemm<{flags[config['SWAP']]}, {T}, {modes[0]}, {modes[1]}, {config['MH']}, {config['NB']}, {stages}, "
-        f"{flags[config['PAIR']]}, {config['SPLIT']}, {flags[config['LIGHT']]}, {max(1, BAND // config['NB'])}>"
+        f"{flags[config['PAIR']]}, {config['SPLIT']}, {config['WK']}, {flags[config['LIGHT']]}, {max(1, BAND // config['NB'])}>"
     )
 
 
@@ -98,7 +99,7 @@ def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
     if M <= 64:
         nb = max(8, 1 << (M - 1).bit_length())
         split = min((1, 2, 4), key=lambda k: abs(sms - math.ceil(N / 128) * k) if k <= K // CHUNK else math.inf)
-        return dict(zip(NAMES, (1, 1, nb, 0, split, 1), strict=True))
+        return dict(zip(NAMES, (1, 1, nb, 0, split, 1, 0), strict=True))
 
     def cost(c: Config) -> float:
         rows = 128 * c["MH"] * (2 if c["PAIR"] else 1)
@@ -144,7 +145,7 @@ def fp8_gemm(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch
     a, b = (w, x) if config["SWAP"] else (x, w)
     modes = (mode_of(a), mode_of(b))
     kernel, smem = _prepared(tuple(config[n] for n in NAMES), TYPES[dtype], modes, x.q.device.index)
-    rows, nb, pair, split = 128 * config["MH"], config["NB"], config["PAIR"], config["SPLIT"]
+    rows, nb, pair, split = 128 * config["MH"] // config["WK"], config["NB"], config["PAIR"], config["SPLIT"]
     a_map = tensor_map(a.q.data_ptr(), 1, K, a.q.shape[0], K, (CHUNK, rows), True)
     b_map = tensor_map(b.q.data_ptr(), 1, K, b.q.shape[0], K, (CHUNK, nb // 2 if pair else nb), True)
     groups_map = a_map
@@ -160,7 +161,8 @@ def fp8_gemm(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch
     blocks = tiles * split if split > 1 else min(tiles, slots) * cluster
     kernel(
         blocks, 1, smem, a_map, b_map, groups_map, a.scales.data_ptr(), b.scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(), y.data_ptr(), a.q.shape[0], b.q.shape[0], math.ceil(K / CHUNK), _shift(a.block[0]), _shift(b.block[0]),
+        0 if bias is None else bias.data_ptr(), y.data_ptr(), a.q.shape[0], b.q.shape[0], math.ceil(K / CHUNK),
+        _shift(a.block[0]), _shift(b.block[0]),
         a.scales.stride(0), b.scales.stride(0), _shift(a.block[1] // CHUNK), _shift(b.block[1] // CHUNK),
     )  # fmt: skip
     return y

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from lowq_cli.recipe import Recipe
 
 EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
-·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --dry-run"""
+·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --format fp8
+·  lowq quantize ./my-model --dry-run"""
 FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
 METHODS = "; ".join(f"{name}: {summary}" for name, summary in quantizers.methods().items())
 
@@ -24,7 +25,9 @@ def quantize(
     group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
     method: Annotated[str | None, typer.Option(help=f"auto (the measured best per width), or {METHODS}.")] = None,
     zero: Annotated[str | None, typer.Option(help="Kind of zero: float, int or none (symmetric).  [default: float]")] = None,
-    layout: Annotated[str | None, typer.Option(help="Order of the words in the files: auto or rowstream.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Order of the words in the files: auto (rowstream), or tile for CUDA.")
+    ] = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep.")
     ] = None,
@@ -40,6 +43,9 @@ def quantize(
     rotate: Annotated[
         bool | None, typer.Option("--rotate/--no-rotate", help="Turn the model's space first, folded into the weights.")
     ] = None,
+    format: Annotated[str, typer.Option(help="lowq, or fp8: e4m3 with block scales, as DeepSeek's files.")] = "lowq",
+    block: Annotated[str | None, typer.Option(help="With --format fp8: 128x128 or 256x256.  [default: 128x128]")] = None,
+    act: Annotated[str | None, typer.Option(help="Activations: none or fp8 (--format fp8).  [default: fp8 there]")] = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.")] = "auto",
@@ -66,6 +72,18 @@ def quantize(
         "calib_tokens": calib_tokens,
         "rotate": rotate,
     }
+    if format == "fp8":
+        asked_for = {"skip": skip, "lm_head": lm_head, "block": block, "act": act}
+        others = {k: v for k, v in flags.items() if k not in asked_for} | {
+            "for": engine,
+            "recipe": recipe,
+            "fresh": fresh or None,
+        }
+        return _fp8(model, out, device, dry_run, as_json, asked_for, others)
+    if format != "lowq":
+        raise UsageError(f"format {format!r} does not exist; use lowq or fp8")
+    if given := next((k for k, v in {"block": block, "act": act}.items() if v is not None), None):
+        raise UsageError(f"--{given} needs --format fp8")
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
 
@@ -100,6 +118,48 @@ def quantize(
         console.out_json({**result.to_json(), "parameters": planned.plan.params})
     else:
         _show_result(result, planned, engine)
+
+
+def _fp8(
+    model: str, out: str | None, device: str, dry_run: bool, as_json: bool, asked: dict[str, Any], others: dict[str, Any]
+) -> None:
+    """Write an fp8-block checkpoint. `others`: flags of the lowq format, which must not be given."""
+    from lowq_cli import state
+
+    if given := next((k for k, v in others.items() if v not in (None, [])), None):
+        raise UsageError(f"--{given.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
+    if asked["lm_head"] not in (None, "keep", "fp8", "8"):
+        raise UsageError(f"--lm-head {asked['lm_head']} with --format fp8: write --lm-head fp8, or keep")
+    with console.status(f"reading {model}"):
+        from lowq_cli import fp8_checkpoint as fp8
+        from lowq_cli.devices import pick_device
+        from lowq_cli.foreign import open_decoded
+    with open_decoded(model, headers_only=dry_run) as source:
+        block = fp8.block_of(asked["block"] or fp8.DEFAULT_BLOCK)
+        head = asked["lm_head"] in ("fp8", "8")
+        plan = fp8.make_plan(source, block, asked["act"] or "fp8", asked["skip"] or (), head)
+        target = Path(out) if out else fp8.default_out(source, plan)
+        console.say(
+            f"{plan.source} -> {target}: {len(plan.quantized)} matrices, {plan.quantized_params / plan.params:.1%} of "
+            f"{plan.params / 1e6:,.1f} M parameters, in fp8 blocks of {block[0]}x{block[1]}, activations {plan.act}; "
+            f"{console.size(plan.source_bytes)} -> {console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight"
+        )
+        if dry_run:
+            if as_json:
+                console.out_json({**plan.to_json(), "out": str(target)})
+            else:
+                console.say("dry run: nothing was read but headers, nothing was written")
+            return
+        with console.progress("quantize", plan.params) as advance:
+            result = fp8.write(source, plan, target, pick_device(device), advance)
+    state.remember(target)
+    if as_json:
+        console.out_json({**result, "parameters": plan.params})
+        return
+    seconds, peak = console.duration(result["seconds"]), console.size(result["peak_rss_bytes"])
+    console.say(f"written in {seconds}; largest error of a matrix {result['rel_error']:.4f}, peak memory {peak}")
+    console.out(result["out"])
+    console.say("next: lowq eval --against MODEL, then lowq generate --prompt 'Hello'")
 
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":

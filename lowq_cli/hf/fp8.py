@@ -1,7 +1,8 @@
 """fp8-block checkpoints run as they are: Fp8Linear in the place of every linear whose weight is e4m3.
 
 transformers has a reader of its own for quant_method "fp8"; ours takes partial blocks and blocks of 256, and its kernels
-work at any number of rows. What it cannot hold (stacked experts, e8m0 scales, static activations) is imported dense: see importer.py.
+work at any number of rows. What it cannot hold (stacked experts, e8m0 scales, static activations) is imported dense:
+see importer.py.
 """
 
 from collections.abc import Mapping
