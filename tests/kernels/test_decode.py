@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
 pytest.importorskip("triton")
 
-from lowq_kernels.decode import attention, elementwise, reference, sample
+from lowq_kernels.decode import attention, elementwise, reference, router, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
@@ -135,6 +135,27 @@ def test_attend_reference_is_attention_over_the_text_so_far():
         pos = torch.full((2,), t, dtype=torch.int32, device=DEVICE)
         y = reference.attend(qkv[:, t], *caches, pos, cos, sin, h)
         assert error(y, whole[:, t]) < 1e-5
+
+
+# experts, H, top_k, whether weights sum to 1, whether they are rounded
+ROUTERS = [(8, 64, 2, True, False), (128, 200, 8, True, True), (60, 96, 4, False, False), (5, 2500, 3, True, True)]
+
+
+@pytest.mark.parametrize(("E", "H", "top_k", "normalise", "rounded"), ROUTERS)
+def test_route(E, H, top_k, normalise, rounded):
+    x, weight = randn(3, H), randn(E, H) / H**0.5
+    for _ in range(2):  # twice: the counters that the first launch used must be left at zero
+        ids, weights = router.route(x, weight, top_k, normalise, rounded)
+    wanted_ids, wanted = reference.route(x, weight, top_k, normalise, rounded)
+    assert torch.equal(ids, wanted_ids)
+    assert torch.allclose(weights, wanted, atol=1e-3 if rounded else 1e-6)
+    many = router.route(x.repeat(40, 1), weight, top_k, normalise, rounded)  # so many take a matrix product
+    assert torch.equal(many[0][-3:], ids)
+
+
+def test_route_of_nan_still_names_experts():
+    ids, _ = router.route(randn(2, 64) * float("nan"), randn(6, 64), 3, True, False)
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 6
 
 
 def pick(logits, seed=0, temperature=0.0, advance=1, start=7):

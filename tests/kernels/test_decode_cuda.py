@@ -1,0 +1,185 @@
+"""The CUDA kernels of decoding: attend.cu against its definition, experts.cu against fp32 truth.
+
+On a GPU they run there; elsewhere emulated on the CPU thread by thread, every launch twice, with the threads in two orders.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and shutil.which("g++") is None:
+    pytest.skip("no g++", allow_module_level=True)
+pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
+try:
+    from lowq_kernels.decode import attention_cuda
+    from lowq_kernels.decode import experts as mixture
+except ModuleNotFoundError:
+    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+import simt
+
+from lowq_kernels.decode import reference
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+F16, BF16 = torch.float16, torch.bfloat16
+TOLERANCE = {F16: 2e-3, BF16: 1.2e-2}
+# HQ, HKV, D, R, window, q/k norm (0 none, 1 of the dtype, 2 fp32), positions, dtype, blocks of a cluster, slots
+HEADS = {
+    "8b": (4, 1, 128, 128, 0, 0, [0, 600], F16, 8, 700),
+    "norm, windows, part turned": (4, 2, 128, 64, 40, 2, [39, 40, 95], BF16, 4, 100),
+    "eight queries, bf16 norm, round twice": (8, 1, 64, 64, 0, 1, [1100], BF16, 8, 1200),
+    "no cluster, eight warps": (3, 1, 64, 64, 0, 0, [16, 15], F16, 1, 4096),
+}
+# bits, group (0: a row), zero, act, dtype, H, I
+LAYERS = {
+    "4": (4, 128, "float", "silu", F16, 512, 128),
+    "4 small groups": (4, 32, "int", "gelu_tanh", BF16, 288, 48),
+    "8": (8, 64, "float", "silu", F16, 192, 64),
+    "3": (3, 48, "float", "silu", F16, 336, 48),
+    "2": (2, 0, "none", "silu", F16, 640, 32),
+    "1": (1, 128, "none", "silu", F16, 768, 256),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    """Where there is none, launchers see a GPU of capability 9.0 behind CPU tensors; all instances are built at once."""
+    if DEVICE == "cuda":
+        yield
+        return
+    modules = (attention_cuda, mixture)
+    patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in modules]
+    patches += [mock.patch.object(m, "capability", return_value=(9, 0)) for m in modules]
+    for p in patches:
+        p.start()
+    for m in modules:
+        m._kernel.cache_clear()
+    simt.Kernel.recording = True
+    for name in HEADS:
+        attend(name)
+    for name in LAYERS:
+        layer(name)
+    simt.Kernel.recording = False
+    simt.build_all(list(simt.Kernel.wanted))
+    yield
+    for p in patches:
+        p.stop()
+    for m in modules:
+        m._kernel.cache_clear()
+
+
+def on_device(made):
+    """`made` with torch's new tensors on DEVICE."""
+
+    def call(*args):
+        with torch.device(DEVICE):
+            return made(*args)
+
+    return call
+
+
+def error(y, wanted):
+    return ((y.float() - wanted.float()).norm() / wanted.float().norm()).item()
+
+
+@on_device
+def attend(name):
+    """(y, caches) by the kernel, by the reference, and the caches before."""
+    HQ, HKV, D, R, window, norm, places, dtype, cluster, S = HEADS[name]
+    torch.manual_seed(3)
+    weights = [torch.randn(D).to(torch.float32 if norm == 2 else dtype) if norm else None for _ in range(2)]
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *weights)
+    angles = torch.rand(S, R) * 6
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    caches = [torch.randn(len(places), HKV, S, D).to(dtype) for _ in range(2)]
+    for b, p in enumerate(places):  # what no text has reached yet must not be read
+        for cache in caches:
+            cache[b, :, p:] = float("nan")
+    qkv, pos = torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype), torch.tensor(places, dtype=torch.int32)
+    ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
+    with mock.patch.object(attention_cuda, "cluster_for", return_value=cluster):
+        y = attention_cuda.attend(qkv, *ours, pos, *tables, h)
+    return y, ours, reference.attend(qkv, *theirs, pos, *tables, h), theirs, caches, places
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_attend(name):
+    results = []
+    for simt.Kernel.order in (1, -1):
+        y, ours, wanted, theirs, before, places = attend(name)
+        assert error(y, wanted) < TOLERANCE[HEADS[name][7]]
+        for b, p in enumerate(places):
+            for cache, truth, old in zip(ours, theirs, before, strict=True):
+                assert error(cache[b, :, p], truth[b, :, p]) < TOLERANCE[HEADS[name][7]]
+                assert torch.equal(cache[b, :, :p], old[b, :, :p])
+                assert cache[b, :, p + 1 :].isnan().all()
+        results.append(y)
+    assert torch.equal(*results)
+
+
+def test_heads_it_does_not_take_go_to_triton():
+    h = reference.Heads(9, 1, 128, 1.0)
+    assert "queries" in attention_cuda.why_not(F16, torch.device("cuda"), 128, h)
+    assert "D=96" in attention_cuda.why_not(F16, torch.device("cuda"), 64, reference.Heads(4, 2, 96, 1.0))
+    assert "fp16" in attention_cuda.why_not(torch.float32, torch.device("cuda"), 128, reference.Heads(4, 2, 128, 1.0))
+
+
+def stack(E, N, K, bits, group, zero, dtype):
+    """(packed stack, its weights (E, N, K) in fp32)."""
+    scheme, made = Scheme(bits, group or K, zero), []
+    for _ in range(E):
+        codes = torch.randint(0, scheme.levels, (N, K), dtype=torch.uint8)
+        scales = (torch.rand(N, scheme.groups(K)) * 0.02 + 0.01).to(dtype)
+        zeros = (torch.rand_like(scales.float()) * (scheme.levels - 1)).to(dtype)
+        zeros = None if zero == "none" else zeros.round() if zero == "int" else zeros
+        made.append(QuantizedTensor(codes, scales, zeros, bits, group or K, zero))
+    packed = [pack(q, "tile") for q in made]
+    fields = {f: [getattr(p, f) for p in packed] for f in ("words", "scales", "zeros")}
+    held = {f: None if ts[0] is None else torch.stack(ts) for f, ts in fields.items()}
+    return SimpleNamespace(**held, scheme=scheme, N=N, K=K, layout="tile"), torch.stack([q.dequantize().float() for q in made])
+
+
+@on_device
+def layer(name):
+    """(y, truth) of a mixture layer of 5 experts, 4 a token, 3 tokens."""
+    bits, group, zero, act, dtype, H, I = LAYERS[name]  # noqa: E741
+    torch.manual_seed(bits)
+    up, up_weights = stack(5, 2 * I, H, bits, group, zero, dtype)
+    down, down_weights = stack(5, H, I, bits, group if group and I % group == 0 else 0, zero, dtype)
+    x, weights = torch.randn(3, H).to(dtype) * 0.3, torch.rand(3, 4)
+    ids = torch.stack([torch.randperm(5)[:4] for _ in range(3)])
+    assert mixture.why_not(up, down, 4, act, dtype, torch.device("cuda")) == ""
+    y = mixture.experts(x, ids, weights, up, down, act)
+    both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float())
+    h = reference.gated(both.reshape(12, -1), act).to(dtype).float().reshape(3, 4, I)
+    return y, torch.einsum("tk,tkhi,tki->th", weights, down_weights[ids], h)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_experts(name):
+    results = []
+    for simt.Kernel.order in (1, -1):
+        y, truth = layer(name)
+        assert error(y, truth) < TOLERANCE[LAYERS[name][4]]
+        results.append(y)
+    assert torch.equal(*results)
+
+
+def test_layers_it_does_not_take():
+    good, _ = stack(2, 64, 64, 4, 32, "float", F16)
+    facts = (2, "silu", F16, torch.device("cuda"))
+    assert mixture.why_not(good, good, *facts) == ""
+    assert "activation" in mixture.why_not(good, good, 2, "", *facts[2:])
+    assert "tile" in mixture.why_not(good, SimpleNamespace(**vars(good) | {"layout": "rowstream"}), *facts)
+    assert "rows of 60" in mixture.why_not(SimpleNamespace(**vars(good) | {"K": 60}), good, *facts)
+    assert "tiles" in mixture.why_not(SimpleNamespace(**vars(good) | {"N": 48}), good, *facts)
+    assert "GPU" in mixture.why_not(good, good, 2, "silu", F16, torch.device("cpu"))
