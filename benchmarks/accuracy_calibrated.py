@@ -1,9 +1,11 @@
 """Perplexity of calibrated checkpoints, as `lowq quantize` writes them: benchmarks/results/accuracy/calibrated.json.
 
     python benchmarks/accuracy_calibrated.py --models MODELS --data DATA [--calib FILE] [--only base] [--bits 4,2] [--group 64]
+        [--method gptq,awq,lsq] [--rotate]
 
 MODELS and DATA as for accuracy.py, whose texts and windows these are. Each cell runs the whole pipeline (bf16 scales and
-zeros, the bundled calibration text unless told otherwise), then reads the checkpoint's own bytes back into an fp32 model.
+zeros, the bundled calibration text unless told otherwise), then reads the checkpoint's own bytes back into an fp32 model. With
+--rotate the method's name in the rows is "gptq --rotate".
 """
 
 import argparse
@@ -26,7 +28,7 @@ LEAVES = (".weight", ".weight_scale", ".weight_zero")
 
 
 def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Parameter name -> the fp32 weight that a lowq checkpoint's bytes stand for."""
+    """Parameter name -> the fp32 values that a lowq checkpoint's bytes stand for; norms, embedding and head too."""
     found = {}
     with open_source(checkpoint) as source:
         stems = [n.removesuffix(".weight_scale") for n in source.headers if n.endswith(".weight_scale")]
@@ -41,28 +43,38 @@ def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:
             found[f"{stem}.weight"] = unpack(
                 PackedWeight(words, scales, zeros, schemes[stem], words.shape[0], K, "rowstream")
             ).dequantize()
+        kept = [n for n in source.headers if not n.endswith(LEAVES[1:]) and n not in found]
+        found |= {n: source.read(n).reshape(source.headers[n].shape).float() for n in kept}
     return found
+
+
+def fill(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Give a model the values of a checkpoint; its head is the embedding where the checkpoint has none."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(torch.empty_like(table.weight)) if "lm_head.weight" in values else table.weight
+    parameters = dict(model.named_parameters())
+    for name, value in values.items():
+        parameters[name].data.copy_(value)
 
 
 def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
     """One row per method, group and bits."""
     judge = Judge(folder, args)
-    parameters = dict(judge.model.named_parameters())
     calib = {"calib": Path(args.calib).name if args.calib else "bundled", "calib_tokens": args.calib_tokens}
     for method in args.method:
         for group in args.group:
             for bits in args.bits:
                 with tempfile.TemporaryDirectory() as out:
                     recipe = make_recipe(
-                        bits=bits, group=group, method=method, calib=args.calib, calib_tokens=args.calib_tokens
-                    )
+                        bits=bits, group=group, method=method, rotate=args.rotate, calib=args.calib,
+                        calib_tokens=args.calib_tokens,
+                    )  # fmt: skip
                     *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=pick_device())
-                    for name, W in dequantized(Path(out) / "q").items():
-                        parameters[name].data.copy_(W)
+                    fill(judge.model, dequantized(Path(out) / "q"))
                 layers = [e for e in events if isinstance(e, pipeline.LayerDone)]
                 yield {
                     "model": folder.name, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight(),
-                    "method": method, "stored": "bfloat16", **calib, "ppl": judge.ppl(),
+                    "method": method + " --rotate" * args.rotate, "stored": "bfloat16", **calib, "ppl": judge.ppl(),
                     "seconds": round(finished.result.seconds, 1),
                     "output_error": round(sum(e.error for e in layers) / max(len(layers), 1), 5),
                 }  # fmt: skip
@@ -72,6 +84,7 @@ def main() -> None:
     """Measure and write the file."""
     flags = parser(__doc__, "calibrated.json", BITS)
     flags.add_argument("--method", type=lambda text: text.split(","), default=["gptq"])
+    flags.add_argument("--rotate", action="store_true", help="rotate first")
     flags.add_argument("--calib", help="calibration text instead of the bundled one")
     flags.add_argument("--calib-tokens", type=int, default=65536)
     args = flags.parse_args()
