@@ -28,10 +28,11 @@ from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.graph import capture
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
-from lowq_cli.hf.experts import STACKS, QuantExperts, Stack
+from lowq_cli.hf.experts import STACKS, QuantExperts
 from lowq_kernels import registry, timing
 from lowq_kernels.decode import launch
 from lowq_kernels.linear import QuantLinear
+from lowq_kernels.stack import Stack
 from lowq_packers import bitstream
 from lowq_packers.errors import LowqError
 from lowq_packers.layouts import PackedWeight, tile

@@ -7,7 +7,6 @@ Launch   (tiles of 16 rows, slots or tokens) blocks of up to 16 warps; `parts` s
 import ctypes
 import math
 from functools import cache
-from typing import Protocol
 
 import torch
 
@@ -15,6 +14,7 @@ from lowq_kernels.cuda_wnax.driver import Kernel
 from lowq_kernels.cuda_wnax.tile_operands import TYPES, shared_memory_limit
 from lowq_kernels.decode import launch
 from lowq_kernels.registry import capability
+from lowq_kernels.stack import Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
 
@@ -24,18 +24,6 @@ DOWN = 2
 MOST_WARPS = 16
 AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # chunks a warp of experts.cu asks for at once
 LIMIT = 64 << 10  # bytes of x a block may hold
-
-
-class Stacked(Protocol):
-    """Packed weights (N, K) of several experts: tensors of a PackedWeight with experts along dim 0. scheme None: not packed."""
-
-    words: torch.Tensor
-    scales: torch.Tensor | None
-    zeros: torch.Tensor | None
-    scheme: Scheme | None
-    N: int
-    K: int
-    layout: str
 
 
 def parts(K: int, bits: int, products: int) -> int:
@@ -48,7 +36,7 @@ def _smem(K: int, bits: int, products: int) -> int:
     return products * n * math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2
 
 
-def why_not(gate_up: Stacked, down: Stacked, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> str:
+def why_not(gate_up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> str:
     """The reason `experts` cannot take this layer, or ""."""
     if device.type != "cuda" or capability(device) < (8, 0):
         return "needs a GPU of compute capability 8.0"
@@ -83,7 +71,7 @@ def _kernel(instance: str, device: int, threads: int, serialize: bool) -> Kernel
 
 
 def _launch(
-    x: torch.Tensor, s: Stacked, ids: torch.Tensor, weights: torch.Tensor | None, y: torch.Tensor, mode: int, top_k: int
+    x: torch.Tensor, s: Stack, ids: torch.Tensor, weights: torch.Tensor | None, y: torch.Tensor, mode: int, top_k: int
 ) -> None:
     assert s.scheme is not None
     assert s.scales is not None
@@ -114,9 +102,7 @@ def _launch(
     )
 
 
-def experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stacked, down: Stacked, act: str
-) -> torch.Tensor:
+def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
 
     act: "silu" or "gelu_tanh". fp32 inside; h = act(gate) * up and y are rounded to x's dtype. `why_not` says what it takes.

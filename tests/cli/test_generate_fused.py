@@ -11,9 +11,10 @@ from lowq_cli.engine.choose import choose
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
-from lowq_cli.hf.experts import QuantExperts, Stack
+from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_kernels.linear import QuantLinear
+from lowq_kernels.stack import Stack
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
