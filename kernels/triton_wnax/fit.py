@@ -12,11 +12,16 @@ SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}  # the most a
 SHARED_KIB_ELSEWHERE = 99  # sm_86, sm_89, sm_12x
 NATURAL_STEPS = (32, 128)  # codes of k a step in natural order: below, the loop costs more than the work; above, memory
 POSITION_ROWS = 16  # the depth of one tensor-core product
+SLACK = 8 << 10  # what the compiler takes beyond the tiles for odd N and groups, at most, in the cases of the tests
 MOST_CODES = 512  # decoded codes a thread and step; 2 warps of 512 were twice as fast as 4 of 256 at 1 and 3 bits
 
 
 def shared_bytes(call: Call, config: Config) -> int:
-    """Bytes of shared memory that a tile product's pipelined loads and operands take, rounded up a little."""
+    """Bytes of shared memory that a tile product's pipelined loads and operands take, rounded up a little.
+
+    Where rows of words begin off a 64-byte boundary, they are loaded in another order than tensor cores read weights, and
+    all codes of a step change places through shared memory: 208 KiB at 3 bits where an even N takes 96.
+    """
     rows, stages = config["ROWS"], max(config["num_stages"], 2)
     k = rows * codes_per_step(call.scheme.bits)
     words = rows * config["BLOCK_N"] * 4 * (3 if call.scheme.bits == 3 else 1)
@@ -25,7 +30,10 @@ def shared_bytes(call: Call, config: Config) -> int:
     operands = x if config["BLOCK_M"] >= 64 else 0  # wgmma reads x while the next stage is already being filled
     if config["NATURAL"]:
         operands += config["BLOCK_N"] * k * 2
-    return (stages - 1) * (words + x + meta) + operands
+    tiles = (stages - 1) * (words + x + meta) + operands
+    if call.N % 16 and not config["NATURAL"]:
+        tiles = max(tiles, (stages - 1) * (words + x) + operands + k * config["BLOCK_N"] * 2)
+    return tiles + (SLACK if call.N % 16 or call.scheme.group_size % k else 0)
 
 
 def tile_refusal(call: Call, config: Config) -> str | None:
