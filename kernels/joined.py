@@ -20,14 +20,20 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
         return parts[0].whole
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
         return _join_dense(parts)
-    if all(type(p) is QuantLinear for p in parts) and len({(p.scheme, p.kernel, p.weight_scale.dtype) for p in parts}) == 1:
+    if all(type(p) is QuantLinear for p in parts) and len({_kind(p) for p in parts}) == 1:
         whole = _join_packed(parts)
+        whole.set_act(parts[0].act)
         at = 0
         for name, p in zip(names, parts, strict=True):
             setattr(parent, name, Part(whole, at, at + p.out_features))
             at += p.out_features
         return whole
     return SideBySide(parts)
+
+
+def _kind(p: QuantLinear) -> tuple[object, ...]:
+    """What layers must share to be one."""
+    return p.scheme, p.kernel, p.weight_scale.dtype, p.act
 
 
 def _join_dense(parts: list[nn.Linear]) -> nn.Linear:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lowq_kernels import ops, tuning
+from lowq_kernels.activations import Act, check_act, rounded
 from lowq_kernels.registry import Call, capability, kernels, matmul
 from lowq_packers import bitstream
 from lowq_packers.errors import SchemeError
@@ -134,6 +135,12 @@ class QuantLinear(nn.Module):
             self._hold(repack(self.packed, wanted))
         return self
 
+    act: Act = "none"
+
+    def set_act(self, act: Act) -> None:
+        """Round the rows of x to 8 bits from now on ("int8", "fp8"), or leave them ("none")."""
+        self.act = check_act(act)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) -> (..., N), in x's dtype."""
         if x.shape[-1] != self.in_features:
@@ -143,9 +150,9 @@ class QuantLinear(nn.Module):
             s = self.scheme
             words, scales, zeros = self.weight, self.weight_scale, self.weight_zero
             shape = (self.out_features, self.in_features, s.bits, s.group_size, s.zero, self.layout, self.kernel)
-            y = ops.linear(flat, words, scales, zeros, self.aux, self.bias, *shape)
+            y = ops.linear(rounded(flat, self.act), words, scales, zeros, self.aux, self.bias, *shape)
         else:
-            y = matmul(flat, self.packed, self.bias, self.kernel)
+            y = matmul(flat, self.packed, self.bias, self.kernel, self.act)
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

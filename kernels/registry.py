@@ -11,10 +11,11 @@ import os
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
+from lowq_kernels.activations import Act, rounded
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme, ZeroKind
@@ -39,11 +40,12 @@ class Call:
     dtype: torch.dtype
     device: str
     capability: tuple[int, int] = (0, 0)
+    act: Act = "none"
 
     @classmethod
-    def of(cls, x: torch.Tensor, p: PackedWeight) -> "Call":
-        """The call y = x @ p^T, x (M, K)."""
-        return cls(x.shape[0], p.N, p.K, p.scheme, p.layout, x.dtype, x.device.type, capability(x.device))
+    def of(cls, x: torch.Tensor, p: PackedWeight, act: Act = "none") -> "Call":
+        """The call y = x @ p^T, x (M, K), its rows rounded to 8 bits by the kernel where `act` says so."""
+        return cls(x.shape[0], p.N, p.K, p.scheme, p.layout, x.dtype, x.device.type, capability(x.device), act)
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class KernelSpec:
     m_range: tuple[int, int] = ANY_M
     preferred_m: tuple[int, int] = ANY_M
     min_capability: tuple[int, int] = (0, 0)
+    acts: tuple[Act, ...] = ("none",)  # how the kernel itself rounds activations
     rank: int = 100  # the rule takes the lowest rank among kernels whose preferred_m holds M
     configs: tuple[Config, ...] = ({},)
     refuse: Callable[[Call], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
@@ -74,6 +77,8 @@ class KernelSpec:
             return f"reads layout {'/'.join(self.layouts)}, the weight is {call.layout}"
         if call.scheme.bits not in self.bits:
             return f"takes {'/'.join(map(str, self.bits))} bits, not {call.scheme.bits}"
+        if call.act not in self.acts:
+            return f"takes activations as {'/'.join(self.acts)}, not {call.act}"
         if call.dtype not in self.dtypes:
             return f"takes {'/'.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {call.dtype}"
         if call.scheme.zero not in self.zeros:
@@ -180,7 +185,20 @@ def _choose(call: Call) -> Choice:
     return best, best.default_config(call, best.legal_configs(call))
 
 
-def matmul(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None = None, kernel: str | None = None) -> torch.Tensor:
-    """x (M, K) @ dequantize(p)^T + bias -> (M, N) in x's dtype, by the kernel that `select` chooses."""
-    spec, config = select(Call.of(x, p), kernel)
+@lru_cache(4096)
+def _rounds_itself(call: Call, kernel: str | None) -> bool:
+    """Whether a kernel (the forced one) takes activations as this call has them."""
+    return any(s.why_not(call) is None for name, s in kernels().items() if kernel in (None, name))
+
+
+def matmul(
+    x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None = None, kernel: str | None = None, act: Act = "none"
+) -> torch.Tensor:
+    """x (M, K) @ dequantize(p)^T + bias -> (M, N) in x's dtype, by the kernel that `select` chooses.
+
+    act: round each row of x to 8 bits: inside a kernel that multiplies such, else here, for the kernels that do not.
+    """
+    if act != "none" and not _rounds_itself(Call.of(x, p, act), kernel or os.environ.get("LOWQ_KERNEL")):
+        x, act = rounded(x, act), "none"
+    spec, config = select(Call.of(x, p, act), kernel)
     return spec.launch(x.contiguous(), p, bias, config)

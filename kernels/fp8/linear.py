@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from lowq_kernels.fp8.activations import Act, check_act, rounded
+from lowq_kernels.activations import Act, check_act, rounded
 from lowq_kernels.fp8.matmul import GROUP, has_fp8, matmul
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.fp8 import FP8, Block, Fp8Matrix, scale_shape

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.fp8.activations import Act
+from lowq_kernels.activations import Act
 from lowq_kernels.registry import Config, capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix

@@ -19,7 +19,7 @@ from lowq_cli.fp8_checkpoint import ACT_KEY, BLOCKS
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_cli.safetensors_io import TensorHeader, read_header
 from lowq_cli.source import Source
-from lowq_kernels.fp8.activations import Act
+from lowq_kernels.activations import Act
 from lowq_kernels.fp8.linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.fp8 import scale_shape

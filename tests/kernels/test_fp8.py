@@ -9,7 +9,8 @@ pytest.importorskip("triton")
 
 import numpy as np
 
-from lowq_kernels.fp8 import activations, block_quant, gemm_triton, matmul
+from lowq_kernels import activations
+from lowq_kernels.fp8 import block_quant, gemm_triton, matmul
 from lowq_kernels.fp8.linear import Fp8Linear
 from lowq_packers import fp8
 from lowq_packers.errors import SchemeError, UnsupportedError
