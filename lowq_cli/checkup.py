@@ -8,6 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from lowq_kernels import registry
+from lowq_kernels.activations import rounded
+from lowq_kernels.fp8.linear import Fp8Linear
+from lowq_packers import fp8
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -27,7 +30,7 @@ class Check:
 
 def checkup() -> list[Check]:
     """Every check, in the order to read them."""
-    return [*_libraries(), *_devices(), *_kernel_files(), *_kernels()]
+    return [*_libraries(), *_devices(), *_kernel_files(), *_kernels(), _fp8()]
 
 
 def _installed(package: str) -> str | None:
@@ -85,6 +88,19 @@ def _kernels() -> Iterator[Check]:
             yield Check(f"kernel {name}", None, f"not for this machine: {tried[0][1] if tried else 'no layout'}")
 
 
+def _fp8() -> Check:
+    """A layer with fp8 weights against the definition, on whichever path this machine takes."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    g = torch.Generator().manual_seed(0)
+    w = fp8.quantize(torch.randn(N, K, generator=g), (128, 128))
+    x = torch.randn(3, K, generator=g).to(device, torch.bfloat16)
+    layer = Fp8Linear.from_matrix(fp8.Fp8Matrix(w.q.to(device), w.scales.to(device), w.block))
+    truth = fp8.quantize(x, (1, 128)).dequantize() @ w.dequantize().t().to(device)
+    error = float((layer(x).float() - truth).norm() / truth.norm())
+    path = "no FP8 hardware: weights are widened to 16 bits while loading" if layer.widened else "multiplied as fp8"
+    return Check("fp8 weights", error <= TOLERANCE[torch.bfloat16], f"{path}; relative error {error:.1e} on {device.type}")
+
+
 def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
     zeros = "none" if "float" not in spec.zeros else "float"
     g = torch.Generator().manual_seed(bits)
@@ -98,9 +114,9 @@ def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device
     p = pack(q, layout)
     M = max(1, spec.m_range[0])
     x = torch.randn(M, K, generator=g).to(device, dtype)
-    if why := spec.why_not(registry.Call.of(x, p)):
+    if why := spec.why_not(registry.Call.of(x, p, spec.acts[0])):
         return None, why
-    y = registry.matmul(x, p, kernel=spec.name).float()
-    truth = x.float() @ q.dequantize().t()
+    y = registry.matmul(x, p, kernel=spec.name, act=spec.acts[0]).float()
+    truth = rounded(x, spec.acts[0]).float() @ q.dequantize().t()
     error = float((y - truth).norm() / truth.norm())
     return error <= TOLERANCE[dtype], f"relative error {error:.1e} at {bits} bits, layout {layout}"
