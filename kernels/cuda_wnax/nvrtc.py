@@ -105,7 +105,7 @@ def _wgmma_header() -> str:
 
 
 def _wgmma_fp8_header() -> str:
-    """WgmmaFp8<NB>::run(d, a, b, add): d[NB / 2] = (add ? d : 0) + a (64 x 32) times b (32 x NB), e4m3, both in shared memory."""
+    """WgmmaFp8<NB>::run(d, a, b, add): d[NB / 2] = (add ? d : 0) + a (64 x 32) times b (32 x NB), e4m3 in shared memory."""
     lines = ["#pragma once", "template <int NB> struct WgmmaFp8;"]
     for nb in WGMMA_FP8_COLUMNS:
         n = nb // 2
@@ -116,8 +116,8 @@ def _wgmma_fp8_header() -> str:
             f"wgmma.mma_async.sync.aligned.m64n{nb}k32.f32.e4m3.e4m3 {{{d}}}, %{n}, %{n + 1}, add, 1, 1;}}"
         )
         lines.append(
-            f"template <> struct WgmmaFp8<{nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], unsigned long long a, "
-            f'unsigned long long b, int add) {{ asm volatile("{text}" : {outputs} : "l"(a), "l"(b), "r"(add)); }} }};'
+            f"template <> struct WgmmaFp8<{nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], "
+            f'unsigned long long a, unsigned long long b, int add) {{ asm volatile("{text}" : {outputs} : "l"(a), "l"(b), "r"(add)); }} }};'
         )
     return "\n".join(lines) + "\n"
 
