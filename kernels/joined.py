@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lowq_kernels.linear import QuantLinear
-from lowq_packers.layouts import PackedWeight, repack
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
 
 
 def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
@@ -54,7 +54,8 @@ def _join_dense(parts: list[nn.Linear]) -> nn.Linear:
 
 
 def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
-    rows = [repack(p.packed, "rowstream") for p in parts]
+    layout = _side_by_side(parts)
+    rows = [repack(p.packed, layout) for p in parts]
     N, first = sum(p.N for p in rows), rows[0]
     words, scales = torch.cat([p.words for p in rows]), torch.cat([p.scales for p in rows])
     zeros = None if first.zeros is None else torch.cat([p.zeros for p in rows if p.zeros is not None])
@@ -62,8 +63,15 @@ def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
     if any(p.bias is not None for p in parts):
         like = scales.new_zeros
         bias = torch.cat([like(p.out_features) if p.bias is None else p.bias.data.to(scales.dtype) for p in parts])
-    packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, "rowstream")
+    packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, layout)
     return QuantLinear.from_packed(packed, bias, layout=parts[0].wanted_layout, kernel=parts[0].kernel)
+
+
+def _side_by_side(parts: list[QuantLinear]) -> str:
+    """A layout in which joining along N is joining tensors: the one they are in if files may hold it so, else `DISK`."""
+    layout = LAYOUTS[parts[0].layout]
+    fits = layout.shapes and all(p.layout == layout.name and p.out_features % layout.row_step == 0 for p in parts)
+    return layout.name if fits else DISK
 
 
 class Part(nn.Module):
@@ -90,7 +98,7 @@ class Part(nn.Module):
         return self.whole(x)[..., self.begin : self.end]
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        p, rows = repack(self.whole.packed, "rowstream"), slice(self.begin, self.end)
+        p, rows = repack(self.whole.packed, DISK), slice(self.begin, self.end)
         tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.whole.bias}
         for name, t in tensors.items():
             if t is not None:

@@ -1,8 +1,8 @@
 """QuantLinear: the module that stands where nn.Linear stood.
 
-Its tensors are `weight`, `weight_scale`, `weight_zero`, `bias`. In files and state dicts they are in the layout
-`disk_layout` (rowstream unless said otherwise); before the first product `prepare` moves them into the layout that the
-device's kernels read, and `state_dict` brings them back, bit for bit.
+Its tensors are `weight`, `weight_scale`, `weight_zero`, `bias`. They come from files in the layout `stored_in` (rowstream
+unless said otherwise); before the first product `prepare` moves them into the layout that the device's kernels read, and
+`state_dict` brings them to rowstream, bit for bit.
 """
 
 import torch
@@ -11,13 +11,10 @@ from torch import nn
 from lowq_kernels import ops, tuning
 from lowq_kernels.activations import Act, check_act, rounded
 from lowq_kernels.registry import Call, capability, kernels, matmul
-from lowq_packers import bitstream
 from lowq_packers.errors import SchemeError
-from lowq_packers.layouts import LAYOUTS, PackedWeight, get, pack, repack
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, repack, stored
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
-
-DISK = "rowstream"
 
 
 def best_layout(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1) -> str:
@@ -46,6 +43,7 @@ class QuantLinear(nn.Module):
         dtype: of scales, zeros, bias (fp16, bf16 or fp32).
         layout: the layout to compute in; "auto" asks `best_layout` once the device is known.
         kernel: force one kernel by name; None lets dispatch choose.
+        stored_in: the layout of the tensors that will be assigned to it.
     Raises:
         SchemeError: a K that the scheme cannot group.
     """
@@ -60,15 +58,18 @@ class QuantLinear(nn.Module):
         device: torch.device | str | None = None,
         layout: str = "auto",
         kernel: str | None = None,
+        stored_in: str = DISK,
     ) -> None:
         super().__init__()
         self.out_features, self.in_features, self.scheme = N, K, scheme
-        self.wanted_layout, self.kernel, self.layout = layout, kernel, DISK
-        G = scheme.groups(K)
-        words = torch.zeros(N, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=device)
+        self.wanted_layout, self.kernel, self.layout = layout, kernel, stored_in
+        shapes = stored(stored_in).shapes
+        assert shapes
+        of_words, of_scales = shapes(scheme, N, K)
+        words = torch.zeros(of_words, dtype=torch.int32, device=device)
         self.weight = nn.Parameter(words, requires_grad=False)
-        self.weight_scale = nn.Parameter(torch.zeros(N, G, dtype=dtype, device=device), requires_grad=False)
-        zeros = None if scheme.zero == "none" else torch.zeros(N, G, dtype=dtype, device=device)
+        self.weight_scale = nn.Parameter(torch.zeros(of_scales, dtype=dtype, device=device), requires_grad=False)
+        zeros = None if scheme.zero == "none" else torch.zeros(of_scales, dtype=dtype, device=device)
         self.weight_zero = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(N, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.register_buffer("aux", None, persistent=False)
@@ -156,12 +157,13 @@ class QuantLinear(nn.Module):
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Moving to another kind of device changes the layout; go through the one that every device knows."""
+        """Moving to another kind of device may change the layout; one that means nothing there goes by way of `DISK`."""
         before = self.weight.device.type
         if self.layout != DISK and before != "meta":
             probe = fn(torch.empty(0, device=self.weight.device))
             if probe.device.type != before:
-                self._hold(repack(self.packed, DISK))
+                if LAYOUTS[self.layout].shapes is None:
+                    self._hold(repack(self.packed, DISK))
                 super()._apply(fn, recurse)
                 self._packed = None
                 return self if self.weight.is_meta else self.prepare()

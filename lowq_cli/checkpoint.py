@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.quant_config import METHOD, expand
+from lowq_cli.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.safetensors_io import TensorHeader, read_json
 from lowq_cli.shapes import check_shapes
 from lowq_cli.source import Source, open_source
 from lowq_cli.writer import JOURNAL, REPORT
-from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
+from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import Scheme
 
 SCALE_DTYPES = ("F16", "BF16", "F32")
@@ -34,6 +34,7 @@ class CheckpointTensor:
     scheme: Scheme | None
     dtype: str  # of the scales, or of the tensor (safetensors name)
     nbytes: int
+    layout: str = DISK  # of its words, where packed
 
     @cached_property
     def params(self) -> int:
@@ -131,8 +132,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise DamagedError(f"{folder}/config.json: quantization_config must be a table")
     names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight")]
     try:
-        schemes = expand(q, names)
-        tensors = _tensors(source, schemes)
+        tensors = _tensors(source, expand_stored(q, names))
         check_shapes(source.config, _logical_shapes(tensors))
     except SchemeError as e:
         raise DamagedError(f"{folder}: {e}") from None
@@ -154,13 +154,13 @@ def _logical_shapes(tensors: tuple[CheckpointTensor, ...]) -> dict[str, tuple[in
     return {f"{t.name}.weight" if t.scheme else t.name: t.shape for t in tensors}
 
 
-def _tensors(source: Source, schemes: dict[str, Scheme]) -> tuple[CheckpointTensor, ...]:
+def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTensor, ...]:
     """Every tensor of the folder, companions with their matrix. Raises DamagedError for what does not fit its scheme."""
     found = []
     for name, header in source.headers.items():
         stem, _, leaf = name.rpartition(".")
         if leaf == "weight" and stem in schemes:
-            found.append(_packed(source, stem, schemes[stem]))
+            found.append(_packed(source, stem, *schemes[stem]))
         elif leaf in COMPANIONS:
             if stem not in schemes:
                 raise DamagedError(f"{name} is there, but quantization_config has no scheme for {stem}")
@@ -171,8 +171,8 @@ def _tensors(source: Source, schemes: dict[str, Scheme]) -> tuple[CheckpointTens
     return tuple(found)
 
 
-def _packed(source: Source, name: str, scheme: Scheme) -> CheckpointTensor:
-    """One packed matrix. K is known from the scales, and the words must say the same."""
+def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> CheckpointTensor:
+    """One packed matrix. Its scales say N and K, and the words must say the same."""
     headers = source.headers
     words, scales, zeros = (headers.get(f"{name}.{leaf}") for leaf in ("weight", *COMPANIONS))
     assert words is not None
@@ -182,23 +182,27 @@ def _packed(source: Source, name: str, scheme: Scheme) -> CheckpointTensor:
         raise DamagedError(f"{name} ({scheme}) {verb} {lacks}; quantize again")
     if words.dtype != "I32" or len(words.shape) != 2:
         raise DamagedError(f"{name}.weight is {words.dtype} {list(words.shape)}; {scheme} words are a two-dimensional I32")
+    form = stored(layout)
+    assert form.shapes
+    dims = len(form.shapes(scheme, form.row_step, scheme.group_size)[1])
     for leaf, companion in zip(COMPANIONS, (scales, zeros), strict=True):
         if companion is None:
             continue
-        fits = len(companion.shape) == 2 and companion.shape[0] == words.shape[0] and companion.shape == scales.shape
+        fits = len(companion.shape) == dims and companion.shape[0] == words.shape[0] and companion.shape == scales.shape
         if not fits or companion.dtype not in SCALE_DTYPES or companion.dtype != scales.dtype:
             raise DamagedError(
                 f"{name}.{leaf} is {companion.dtype} {list(companion.shape)}, which does not fit words {list(words.shape)}"
             )
-    N, G = scales.shape
-    K = G * scheme.group_size
-    if 0 in (N, G) or scheme.groups(K) != G or words_per_row(K, scheme.bits) != words.shape[1]:
+    rows, G = scales.shape[0], scales.shape[1]
+    N, K = rows * form.row_step // form.shapes(scheme, form.row_step, scheme.group_size)[0][0], G * scheme.group_size
+    if 0 in (N, G) or scheme.groups(K) != G or form.shapes(scheme, N, K) != (words.shape, scales.shape):
+        wanted = " and ".join(str(list(shape)) for shape in form.shapes(scheme, N, K)) if N and G else "at least one group"
         raise DamagedError(
-            f"{name} is {scheme} with {G} groups, so K={K} and {words_per_row(K, scheme.bits)} words a row, "
-            f"but it has {words.shape[1]}; config.json and weights do not belong together"
+            f"{name} is {scheme} with {G} groups, so K={K} and {layout} words and scales are {wanted}, "
+            f"but they are {list(words.shape)} and {list(scales.shape)}; config.json and weights do not belong together"
         )
     nbytes = words.nbytes + scales.nbytes + (zeros.nbytes if zeros else 0)
-    return CheckpointTensor(name, (N, K), scheme, scales.dtype, nbytes)
+    return CheckpointTensor(name, (N, K), scheme, scales.dtype, nbytes, layout)
 
 
 def _check_report(source: Source, report: dict[str, Any]) -> None:

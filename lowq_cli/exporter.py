@@ -211,7 +211,7 @@ def read_matrix(found: Checkpoint, t: CheckpointTensor) -> QuantizedTensor:
     words, scales, zeros = read("weight"), read("weight_scale"), read("weight_zero")
     assert words is not None
     assert scales is not None
-    return unpack(PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], "rowstream"))
+    return unpack(PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout))
 
 
 def read_plain(found: Checkpoint, t: CheckpointTensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from lowq_cli.quant_config import METHOD
 from lowq_cli.safetensors_io import ITEMSIZE, TensorHeader, read_json
 from lowq_cli.source import Source
 from lowq_cli.writer import JOURNAL, REPORT
+from lowq_packers.layouts import DISK
 
 TUNED = "lowq_tune.json"
 SHOWN = 3  # traps of one kind spelled out
@@ -153,7 +154,9 @@ def _lowq(folder: Path, name: str) -> Inspection:
             rows.append(Row(t.name, kind, t.shape, str(t.scheme), t.scheme.bits, t.nbytes, True, own.get("rel_error")))
         else:
             rows.append(_kept(t.name, found.source.headers[t.name], kind))
-    notes = () if known else (f"no {REPORT}: errors of the tensors are not known",)
+    notes: tuple[str, ...] = () if known else (f"no {REPORT}: errors of the tensors are not known",)
+    if tiled := sum(t.layout != DISK for t in found.tensors):
+        notes += (f"{tiled} of {len(found.schemes)} packed matrices are stored in layout tile: as CUDA kernels read them",)
     targets = exportable(found)
     engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export)" for t in targets))
     found.source.close()

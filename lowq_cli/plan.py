@@ -18,6 +18,7 @@ from lowq_cli.quant_config import compact
 from lowq_cli.recipe import Recipe
 from lowq_cli.safetensors_io import ITEMSIZE, TensorHeader
 from lowq_cli.source import Source
+from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
 
 KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "other")
@@ -37,7 +38,7 @@ class Item:
     """One quantized matrix, or one kept tensor (scheme None).
 
     name: checkpoint name, without ".weight" where quantized. shape: (N, K), or the tensor's. note: why it is kept, or what
-    differs from the recipe. outputs: tensors written for it, in order words, scales, zeros. nbytes: their sum.
+    differs from the recipe. outputs: tensors written for it, in order words, scales, zeros, in `layout`. nbytes: their sum.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Item:
     note: str
     cut: Cut
     outputs: tuple[tuple[str, TensorHeader], ...]
+    layout: str = DISK
 
     @cached_property
     def params(self) -> int:
@@ -167,7 +169,9 @@ class Plan:
 
     def quantization_config(self) -> dict[str, Any]:
         """What config.json will say."""
-        return compact({i.name: i.scheme for i in self.items if i.scheme}, [i.kept_name for i in self.items if not i.scheme])
+        schemes = {i.name: i.scheme for i in self.items if i.scheme}
+        layouts = {i.name: i.layout for i in self.items if i.scheme}
+        return compact(schemes, [i.kept_name for i in self.items if not i.scheme], layouts)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""

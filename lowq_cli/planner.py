@@ -4,7 +4,7 @@ Reads config and headers only. Everything a person can get wrong about a recipe 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from lowq_cli import quantizers
@@ -14,8 +14,8 @@ from lowq_cli.plan import Cut, Item, Plan, Shard
 from lowq_cli.recipe import Group, Keep, Recipe, matches
 from lowq_cli.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.source import SINGLE, Source
-from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
+from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group
 
 SHARD_SIZE = 2 << 30
@@ -254,31 +254,44 @@ def _items(
     for c in candidates:
         mine[c.source].append(c)
     scales = scale_dtype(source, recipe)
+    shared = {target for target, n in Counter(c.target for c in candidates).items() if n > 1}
     items, made = [], []
     for name, header in source.headers.items():
         own = [c for c in mine[name] if c.name != "lm_head" or c.source.endswith("lm_head.weight")]
         made += [c for c in mine[name] if c not in own]
         if own and verdicts[own[0].name].scheme:
-            items += [_quantized(c, verdicts[c.name], recipe, scales) for c in own]
+            items += [_quantized(c, verdicts[c.name], recipe, scales, shared) for c in own]
         elif name != skip:
             why = verdicts[own[0].name].note if own else found[name].reason or "not a linear weight"
             items.append(_kept(name, header, found[name].kind, why, recipe))
-    return items + [_quantized(c, verdicts[c.name], recipe, scales) for c in made]
+    return items + [_quantized(c, verdicts[c.name], recipe, scales, shared) for c in made]
 
 
-def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str) -> Item:
-    """The item of a matrix that gets a scheme."""
+def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str, shared: Collection[str]) -> Item:
+    """The item of a matrix that gets a scheme. shared: parameters of the model that several matrices are parts of."""
     scheme = verdict.scheme
     assert scheme is not None, c.name  # parts of one tensor agree: _check_targets
-    (N, K), G = c.shape, scheme.groups(c.shape[1])
-    outputs = [
-        (f"{c.name}.weight", TensorHeader((N, words_per_row(K, scheme.bits)), "I32")),
-        (f"{c.name}.weight_scale", TensorHeader((N, G), scales)),
-    ]
+    layout, why = _layout(c, recipe, shared)
+    shapes = stored(layout).shapes
+    assert shapes
+    of_words, of_scales = shapes(scheme, *c.shape)
+    outputs = [(f"{c.name}.weight", TensorHeader(of_words, "I32")), (f"{c.name}.weight_scale", TensorHeader(of_scales, scales))]
     if scheme.zero != "none":
-        outputs.append((f"{c.name}.weight_zero", TensorHeader((N, G), scales)))
+        outputs.append((f"{c.name}.weight_zero", TensorHeader(of_scales, scales)))
     method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
-    return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, verdict.note, c.cut, tuple(outputs))
+    note = "; ".join(filter(None, (verdict.note, why)))
+    return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
+
+
+def _layout(c: Candidate, recipe: Recipe, shared: Collection[str]) -> tuple[str, str]:
+    """The layout that a matrix is stored in, and why it is not the recipe's."""
+    asked = DISK if recipe.layout == "auto" else recipe.layout
+    step = stored(asked).row_step
+    if asked == DISK:
+        return asked, ""
+    if c.kind in ("embedding", "expert") or c.target in shared:
+        return DISK, f"stored in {DISK}: {asked} is for linear layers of their own"
+    return (DISK, f"stored in {DISK}: N={c.shape[0]} is no multiple of {step}") if c.shape[0] % step else (asked, "")
 
 
 def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) -> Item:

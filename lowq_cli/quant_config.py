@@ -5,38 +5,51 @@
      "tensors": {"model.layers.*.self_attn.q_proj": "w4g64", "model.layers.0.mlp.down_proj": "w8g64"}}
 
 Keys of `tensors` are checkpoint names without ".weight". "*" stands for one component of a name; an exact name wins over
-a pattern, and a pattern with fewer stars over one with more. Tensors that no key matches are not quantized.
+a pattern, and a pattern with fewer stars over one with more. Tensors that no key matches are not quantized. `layout` is
+the order of the words in the files: rowstream, or tile (schemes named w4g64_tile), which CUDA kernels read as it is.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
+from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import Scheme
 
 METHOD = "lowq"
 VERSION = 1
-LAYOUT = "rowstream"
 _SUFFIX = {"float": "", "int": "_int", "none": "_sym"}
 Pattern = tuple[str, ...]
 
 
-def scheme_name(scheme: Scheme) -> str:
-    """The name a scheme goes by in the config, e.g. "w4g64"."""
-    return f"w{scheme.bits}g{scheme.group_size}{_SUFFIX[scheme.zero]}"
+class Stored(NamedTuple):
+    """How a matrix lies in the files."""
+
+    scheme: Scheme
+    layout: str = DISK
+
+    @property
+    def name(self) -> str:
+        """What it goes by in the config, e.g. "w4g64"."""
+        s = self.scheme
+        return f"w{s.bits}g{s.group_size}{_SUFFIX[s.zero]}{'' if self.layout == DISK else f'_{self.layout}'}"
 
 
-def compact(schemes: Mapping[str, Scheme], kept: Iterable[str] = ()) -> dict[str, Any]:
+def compact(
+    schemes: Mapping[str, Scheme], kept: Iterable[str] = (), layouts: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """The `quantization_config` that `expand` turns back into `schemes`.
 
     Args:
         schemes: tensor name (without ".weight") -> scheme.
         kept: names of the tensors that stay as they are, so that no pattern matches them.
+        layouts: tensor name -> layout, of those that are not stored in rowstream.
     Returns:
         a JSON-ready dict; layers and experts that agree share one pattern.
     """
-    named = {name: scheme_name(s) for name, s in schemes.items()}
+    facts = {name: Stored(s, (layouts or {}).get(name, DISK)) for name, s in schemes.items()}
+    named = {name: fact.name for name, fact in facts.items()}
     groups: dict[Pattern, dict[Pattern, str | None]] = defaultdict(dict)
     for name, scheme in (dict.fromkeys(kept) | named).items():
         parts = tuple(name.split("."))
@@ -44,13 +57,13 @@ def compact(schemes: Mapping[str, Scheme], kept: Iterable[str] = ()) -> dict[str
     tensors: dict[str, str] = {}
     for pattern, members in groups.items():
         _share(pattern, members, tensors)
-    used = {scheme_name(s): s for s in schemes.values()}
+    used = {fact.name: fact for fact in facts.values()}
     return {
         "quant_method": METHOD,
         "version": VERSION,
         "schemes": {
-            key: {"bits": s.bits, "group_size": s.group_size, "zero": s.zero, "layout": LAYOUT}
-            for key, s in sorted(used.items())
+            key: {"bits": s.bits, "group_size": s.group_size, "zero": s.zero, "layout": layout}
+            for key, (s, layout) in sorted(used.items())
         },
         "tensors": tensors,
     }
@@ -73,7 +86,12 @@ def _share(pattern: Pattern, members: dict[Pattern, str | None], out: dict[str, 
 
 
 def expand(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Scheme]:
-    """The scheme of each name that the config quantizes; other names are absent.
+    """The scheme of each name that the config quantizes; see `expand_stored`."""
+    return {name: fact.scheme for name, fact in expand_stored(config, names).items()}
+
+
+def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Stored]:
+    """Scheme and layout of each name that the config quantizes; other names are absent.
 
     Args:
         config: a `quantization_config`.
@@ -94,7 +112,7 @@ def expand(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Scheme]
     known = set(names)
     if missing := [key for key in tensors if "*" not in key.split(".") and key not in known]:
         raise DamagedError(f"quantization_config names {missing[0]}, which the checkpoint does not hold ({len(missing)} such)")
-    found: dict[str, Scheme] = {}
+    found: dict[str, Stored] = {}
     for name in names:
         chosen = tensors.get(name)
         if chosen is None:
@@ -112,8 +130,8 @@ def expand(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, Scheme]
     return found
 
 
-def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Scheme], dict[str, str]]:
-    """The schemes by key and the `tensors` table, after checking every field."""
+def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Schemes and layouts by key and the `tensors` table, after checking every field."""
     if config.get("quant_method") != METHOD:
         raise UnsupportedError(f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}: not a lowq checkpoint")
     if config.get("version") != VERSION:
@@ -125,13 +143,15 @@ def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Scheme], dict[str, st
     for key, fields in raw.items():
         if not isinstance(fields, Mapping) or not {"bits", "group_size", "zero"} <= fields.keys():
             raise DamagedError(f"scheme {key!r} in quantization_config needs bits, group_size and zero")
-        if fields.get("layout", LAYOUT) != LAYOUT:
-            raise UnsupportedError(f"scheme {key!r} is stored in layout {fields['layout']!r}; this lowq reads {LAYOUT}")
+        try:
+            layout = stored(fields.get("layout", DISK)).name
+        except (SchemeError, TypeError) as e:
+            raise UnsupportedError(f"scheme {key!r} in quantization_config: {e}") from e
         values = fields["bits"], fields["group_size"], fields["zero"]
         if [type(v) for v in values] != [int, int, str]:
             raise DamagedError(f"scheme {key!r} in quantization_config has bits, group_size, zero = {values}")
         try:
-            schemes[key] = Scheme(*values)
+            schemes[key] = Stored(Scheme(*values), layout)
         except SchemeError as e:
             raise DamagedError(f"scheme {key!r} in quantization_config: {e}") from e
     for name, key in tensors.items():

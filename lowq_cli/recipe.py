@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lowq_cli import quantizers
-from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import NotFoundError, UsageError
 from lowq_packers.scheme import BITS, GROUP_STEP, ZERO_KINDS, ZeroKind
 
 Group = int | Literal["channel"]
@@ -86,7 +86,8 @@ class Recipe:
         group: consecutive weights that share a scale; "channel" = a whole row; None = the default of each width.
         method: a file of `quantizers`, or "auto": each width's measured winner.
         zero: kind of zero.
-        layout: order of the words in the files; "auto" = rowstream.
+        layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; "tile" is what
+            CUDA kernels read as it is (embeddings, experts and odd row counts stay rowstream).
         lm_head: bits of the output head, or "keep".
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.
@@ -114,8 +115,6 @@ class Recipe:
             check_group(self.group, "group")
         if self.method != "auto":
             quantizers.check(self.method)
-        if self.layout == "tile":
-            raise UnsupportedError("files hold the layout rowstream; tile is made from it while loading, leave --layout out")
         for name, value, known in (
             ("zero", self.zero, ZERO_KINDS),
             ("dtype", self.dtype, DTYPES),

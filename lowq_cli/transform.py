@@ -12,7 +12,7 @@ from lowq_cli.safetensors_io import ITEMSIZE, TORCH_NAMES, as_tensor
 from lowq_cli.source import Source
 from lowq_cli.writer import ShardFile
 from lowq_packers.errors import DamagedError
-from lowq_packers.layouts import pack
+from lowq_packers.layouts import pack, stored
 from lowq_packers.qtensor import QuantizedTensor
 
 COPY = 1 << 24  # bytes of a kept tensor in memory at a time
@@ -44,7 +44,8 @@ def quantize(
     step = slab_rows(K, device.type)
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = 0.0
-    rows = _rows(item, source)
+    rows, unit = _rows(item, source), stored(item.layout).row_step
+    rest: QuantizedTensor | None = None  # rows that do not fill a unit of the layout: they go with the next slab
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device)
         for factor in (f for f in (by_row, by_column) if f is not None):
@@ -57,11 +58,14 @@ def quantize(
         q = QuantizedTensor(q.W_q, q.scales.to(dtype), zeros, q.bits, q.group_size, q.zero)
         e2, w2 = _squares(W, q)
         squared_error, squared_norm = squared_error + e2, squared_norm + w2
-        p = pack(q)
         if not squared_error < float("inf"):
             raise DamagedError(
                 f"{item.source}: its scales do not fit {TORCH_NAMES[item.outputs[1][1].dtype]}; use --dtype bfloat16"
             )
+        whole, rest = _cut(q, rest, unit)
+        if not whole.shape[0]:
+            continue
+        p = pack(whole, item.layout)
         for i, tensor in enumerate(t for t in (p.words, p.scales, p.zeros) if t is not None):
             raw = _bytes(tensor)
             file.write(item.outputs[i][0], at[i], raw)
@@ -82,6 +86,20 @@ def _rows(item: Item, source: Source) -> Callable[[int, int], torch.Tensor]:
         return lambda first, last: whole[offset + first : offset + last].contiguous()
     start += cut.rows[0] * B if cut.rows else 0
     return lambda first, last: source.read(item.source, start + first * B, (last - first) * B).reshape(last - first, B)
+
+
+def _cut(q: QuantizedTensor, before: QuantizedTensor | None, unit: int) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    """`before` and `q` as one, cut after the last whole `unit` of rows."""
+    facts = q.bits, q.group_size, q.zero
+    if before is not None:
+        zeros = None if q.zeros is None or before.zeros is None else torch.cat([before.zeros, q.zeros])
+        q = QuantizedTensor(torch.cat([before.W_q, q.W_q]), torch.cat([before.scales, q.scales]), zeros, *facts)
+
+    def part(rows: slice) -> QuantizedTensor:
+        return QuantizedTensor(q.W_q[rows], q.scales[rows], None if q.zeros is None else q.zeros[rows], *facts)
+
+    cut = q.shape[0] // unit * unit
+    return (q, None) if cut == q.shape[0] else (part(slice(cut)), part(slice(cut, None)))
 
 
 def _squares(W: torch.Tensor, q: QuantizedTensor) -> tuple[float, float]:

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from lowq_kernels.linear import DISK, QuantLinear
+from lowq_kernels.linear import QuantLinear
 from lowq_packers import bitstream
-from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.scheme import Scheme
 
 

@@ -68,9 +68,11 @@ class LowqQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """No state dict of our own; but the config to be saved must use the names that saving will give the tensors."""
-        from lowq_cli.hf.swap import saved_tensors
+        from lowq_cli.hf.swap import saved_config
 
-        self.quantization_config.tensors = saved_tensors(model)  # type: ignore[attr-defined]
+        saved = saved_config(model)
+        self.quantization_config.schemes = saved["schemes"]  # type: ignore[attr-defined]
+        self.quantization_config.tensors = saved["tensors"]  # type: ignore[attr-defined]
         return None, {}
 
     def is_serializable(self) -> bool:

@@ -18,12 +18,12 @@ from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
 from lowq_cli.hf.structure import FLOATS, check_complete
-from lowq_cli.quant_config import compact, expand
+from lowq_cli.quant_config import Stored, compact, expand_stored
 from lowq_cli.safetensors_io import TensorHeader, read_header
 from lowq_kernels.joined import Part
 from lowq_kernels.linear import QuantLinear
-from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
+from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import Scheme
 
 WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
@@ -46,7 +46,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
     headers = _headers(checkpoint_files)
     schemes = _schemes(config, headers)
     skeleton = Skeleton(model)
-    targets: dict[str, dict[str, Scheme]] = defaultdict(dict)  # parameter -> checkpoint name -> scheme
+    targets: dict[str, dict[str, Stored]] = defaultdict(dict)  # parameter -> checkpoint name -> how it is stored
     rows: dict[str, int] = defaultdict(int)
     filled: set[str] = set()
     for name, header in headers.items():
@@ -63,26 +63,26 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             if place.why_not:
                 raise UnsupportedError(f"{stem} is packed, but {place.why_not}")
             targets[place.param][stem] = schemes[stem]
-            rows[place.param] += header.shape[0] if header.shape else 0
+            rows[place.param] += _rows(schemes[stem], header)
         elif not place.merged and tuple(header.shape) != tuple(skeleton.params[place.param].shape):
             wanted = tuple(skeleton.params[place.param].shape)
             raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
         elif header.dtype not in FLOATS and skeleton.params[place.param].is_floating_point():
             raise DamagedError(f"{name} is {header.dtype}, but quantization_config does not say that it is packed")
     check_complete(skeleton, filled)
-    by_module: dict[str, dict[str, Scheme]] = defaultdict(dict)
+    by_module: dict[str, dict[str, Stored]] = defaultdict(dict)
     for param, members in targets.items():
         N, K = _dense_shape(skeleton, param)
         slices = skeleton.split(param) if len(members) > 1 else {}
-        for stem, scheme in members.items():
+        for stem, how in members.items():
             part = slices.get(stem + WEIGHT)
             own = N if len(members) == 1 else None if part is None else part.rows[1] - part.rows[0]
-            _check_packed(stem, headers, scheme, own, K)
+            _check_packed(stem, headers, how, own, K)
         if rows[param] != N:
             raise DamagedError(f"{param} has {N} rows; the checkpoint packs {rows[param]} for it, in {len(members)} tensors")
         agreed = set(members.values())
         if len(agreed) > 1:
-            some = sorted(map(str, agreed))
+            some = sorted(f"{how.scheme}{'' if how.layout == DISK else f' in {how.layout}'}" for how in agreed)
             raise UnsupportedError(
                 f"{param} is made of tensors with different schemes ({some[0]} and {some[1]}); they must agree"
             )
@@ -105,10 +105,10 @@ def _headers(files: list[str] | None) -> dict[str, TensorHeader]:
     return {name: header for file in files for name, header in read_header(Path(file)).tensors.items()}
 
 
-def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Scheme]:
-    """Packed tensor (without ".weight") -> scheme. Raises DamagedError unless config and files agree on which are packed."""
+def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Stored]:
+    """Packed tensor (without ".weight") -> how it is stored. Raises DamagedError unless config and files agree on them."""
     stems = {n.removesuffix(WEIGHT) for n in headers if n.endswith(WEIGHT)}
-    schemes = expand(config, stems)
+    schemes = expand_stored(config, stems)
     packed = {n.removesuffix(suffix) for n in headers for suffix in (SCALE, ZERO) if n.endswith(suffix)}
     if packed - schemes.keys():
         name = min(packed - schemes.keys())
@@ -124,18 +124,30 @@ def _dense_shape(skeleton: Skeleton, param: str) -> tuple[int, int]:
     return shape[:-1].numel(), shape[-1]
 
 
-def _check_packed(stem: str, headers: Mapping[str, TensorHeader], scheme: Scheme, N: int | None, K: int) -> None:
+def _rows(how: Stored, header: TensorHeader) -> int:
+    """Rows of the matrix whose words are of this shape."""
+    form = stored(how.layout)
+    assert form.shapes
+    each = form.shapes(how.scheme, form.row_step, how.scheme.group_size)[0][0]
+    return header.shape[0] * form.row_step // each if header.shape else 0
+
+
+def _check_packed(stem: str, headers: Mapping[str, TensorHeader], how: Stored, N: int | None, K: int) -> None:
     """Raise DamagedError unless weight, scale and zero of one tensor are what its scheme says. N None: whatever weight has."""
-    weight = headers[stem + WEIGHT]
+    scheme, layout = how
     if N is None:
-        N = weight.shape[0] if weight.shape else 0
+        N = _rows(how, headers[stem + WEIGHT])
+    form = stored(layout)
+    assert form.shapes
     try:
-        G = scheme.groups(K)
+        words, companion = form.shapes(scheme, N, K)
     except SchemeError as e:
         raise DamagedError(f"{stem} cannot be {scheme}: {e}") from e
-    wanted = {WEIGHT: (N, bitstream.words_per_row(K, scheme.bits)), SCALE: (N, G)}
+    if N % form.row_step:
+        raise DamagedError(f"{stem} has {N} rows; files hold {layout} only for multiples of {form.row_step}")
+    wanted = {WEIGHT: words, SCALE: companion}
     if scheme.zero != "none":
-        wanted[ZERO] = (N, G)
+        wanted[ZERO] = companion
     elif stem + ZERO in headers:
         raise DamagedError(f"{stem}{ZERO} is in the files, but {scheme} stores no zeros")
     for suffix, shape in wanted.items():
@@ -145,24 +157,36 @@ def _check_packed(stem: str, headers: Mapping[str, TensorHeader], scheme: Scheme
         dtypes = ("I32",) if suffix == WEIGHT else META_DTYPES
         if tuple(header.shape) != shape or header.dtype not in dtypes:
             got = f"{header.dtype} {tuple(header.shape)}"
-            raise DamagedError(f"{stem}{suffix} is {got}; {scheme} of a row of {K} needs {'/'.join(dtypes)} {shape}")
+            form_of = "" if layout == DISK else f" in layout {layout}"
+            raise DamagedError(f"{stem}{suffix} is {got}; {scheme} of a row of {K}{form_of} needs {'/'.join(dtypes)} {shape}")
 
 
-def _packed_module(skeleton: Skeleton, path: str, leaves: dict[str, Scheme]) -> nn.Module:
+def _packed_module(skeleton: Skeleton, path: str, leaves: dict[str, Stored]) -> nn.Module:
     """What replaces the module at `path`, on the meta device."""
     module = skeleton.model.get_submodule(path)
     if leaves.keys() <= set(STACKS):
         if reason := next(filter(None, (why_not_experts(module, leaf) for leaf in leaves)), ""):
             raise UnsupportedError(f"{path} is packed: {reason}, which lowq cannot compute with")
-        return QuantExperts(module, leaves, skeleton.params[f"{path}.down_proj"].dtype)
+        _rowstream_only(path, leaves, "experts")
+        return QuantExperts(
+            module, {leaf: how.scheme for leaf, how in leaves.items()}, skeleton.params[f"{path}.down_proj"].dtype
+        )
     if leaves.keys() == {"weight"}:
-        scheme, dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
+        (scheme, layout), dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
         if isinstance(module, nn.Embedding) and embed_scale(module) is not None:
+            _rowstream_only(path, leaves, "embeddings")
             return QuantEmbedding(module, scheme, dtype)
         if type(module) in (nn.Linear, Conv1D):
             N, K = _dense_shape(skeleton, f"{path}.weight")
-            return QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta")
+            return QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta", stored_in=layout)
     raise UnsupportedError(f"{path}.{min(leaves)} is packed, but lowq cannot compute with a packed {type(module).__name__}")
+
+
+def _rowstream_only(path: str, leaves: dict[str, Stored], what: str) -> None:
+    """Raise UnsupportedError if a module that reads rows is stored otherwise."""
+    for leaf, how in leaves.items():
+        if how.layout != DISK:
+            raise UnsupportedError(f"{path}.{leaf} is stored in layout {how.layout}; lowq reads {what} in {DISK}")
 
 
 def _share_tied(model: PreTrainedModel, skeleton: Skeleton) -> None:
@@ -252,8 +276,8 @@ def _check_values(packed: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def saved_tensors(model: PreTrainedModel) -> dict[str, str]:
-    """The `tensors` table for the names that `save_pretrained` will give this model's packed weights."""
+def saved_config(model: PreTrainedModel) -> dict[str, Any]:
+    """The `quantization_config` for the names and the layout that `save_pretrained` will give this model's packed weights."""
     skeleton = Skeleton(model)
     schemes: dict[str, Scheme] = {}
     for path, module in model.named_modules():
@@ -265,4 +289,4 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, str]:
             schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
     found = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}
     kept = {n.removesuffix(WEIGHT) for n, p in model.named_parameters() if n.endswith(WEIGHT) and p.is_floating_point()}
-    return compact(found, kept - found.keys())["tensors"]
+    return compact(found, kept - found.keys())

@@ -1,6 +1,6 @@
 """Memory layouts: where each code of an (N, K) weight lies. One file per layout; each calls `register`.
 
-A kernel names the layouts it reads; a weight is held in one layout at a time. `rowstream` is what files hold.
+A kernel names the layouts it reads; a weight is held in one layout at a time. Files hold `rowstream`, or `tile` where asked.
 """
 
 import importlib
@@ -42,7 +42,8 @@ class Layout:
     """One layout. `why_not(scheme, N, K)` is the reason it cannot hold such a weight, or None.
 
     Layouts that only differ from rowstream by a cheap move set `from_rowstream`, which skips the one-byte-per-code detour.
-    `portable` is False for bytes that mean something on one machine only and so may not be written to disk.
+    Layouts that files may hold say the `shapes` of words and of scales (and zeros) for a scheme, N and K; in files N is a
+    multiple of `row_step`, and rows are packed in slabs of so many.
     """
 
     name: str
@@ -50,7 +51,8 @@ class Layout:
     unpack: Callable[[PackedWeight], QuantizedTensor]
     why_not: Callable[[Scheme, int, int], str | None] = lambda scheme, N, K: None
     from_rowstream: Callable[[PackedWeight], PackedWeight] | None = None
-    portable: bool = True
+    shapes: Callable[[Scheme, int, int], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+    row_step: int = 1
 
 
 LAYOUTS: dict[str, Layout] = {}
@@ -72,7 +74,16 @@ def get(name: str) -> Layout:
     return LAYOUTS[name]
 
 
-def pack(q: QuantizedTensor, layout: str = "rowstream") -> PackedWeight:
+def stored(name: str) -> Layout:
+    """The layout of that name, which files may hold. Raises SchemeError naming those that they may."""
+    layout = LAYOUTS.get(name)
+    if layout is None or layout.shapes is None:
+        known = ", ".join(sorted(k for k, v in LAYOUTS.items() if v.shapes))
+        raise SchemeError(f"files hold no layout {name!r}; they hold {known}")
+    return layout
+
+
+def pack(q: QuantizedTensor, layout: str = DISK) -> PackedWeight:
     """Lay a quantized tensor out. Raises SchemeError if the layout cannot hold it."""
     chosen = get(layout)
     if reason := chosen.why_not(q.scheme, *q.shape):
@@ -90,7 +101,7 @@ def repack(p: PackedWeight, layout: str) -> PackedWeight:
     if p.layout == layout:
         return p
     target = get(layout)
-    if p.layout == "rowstream" and target.from_rowstream and not target.why_not(p.scheme, p.N, p.K):
+    if p.layout == DISK and target.from_rowstream and not target.why_not(p.scheme, p.N, p.K):
         return target.from_rowstream(p)
     return pack(unpack(p), layout)
 

@@ -6,6 +6,7 @@ The same words as compressed-tensors `weight_packed`, Humming `weight` and MLX `
 from lowq_packers import bitstream
 from lowq_packers.layouts import Layout, PackedWeight, register
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
@@ -17,4 +18,9 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     return QuantizedTensor(bitstream.unpack(p.words, s.bits, p.K), p.scales, p.zeros, s.bits, s.group_size, s.zero)
 
 
-register(Layout("rowstream", _pack, _unpack))
+def expected_shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of `words` and of `scales` (and zeros) for an (N, K) weight."""
+    return (N, bitstream.words_per_row(K, scheme.bits)), (N, scheme.groups(K))
+
+
+register(Layout("rowstream", _pack, _unpack, shapes=expected_shapes))

@@ -124,4 +124,4 @@ def expected_shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tu
     return (T, chunks(K, scheme.bits) * WORDS[scheme.bits]), (T, scheme.groups(K), ROWS)
 
 
-register(Layout("tile", _pack, _unpack))
+register(Layout("tile", _pack, _unpack, shapes=expected_shapes, row_step=ROW_STEP))

@@ -139,7 +139,7 @@ CASES = [
     Case("nothing left to quantize", nothing, 5, "nothing to quantize", {"skip": ["*"]}),
     Case("method unknown", nothing, 2, "use one of", {"method": "awesome"}),
     Case("method without its zero", nothing, 2, "--method rtn", {"method": "hqq", "zero": "none"}),
-    Case("layout only in memory", nothing, 5, "rowstream", {"layout": "tile"}),
+    Case("layout only in memory", nothing, 2, "rowstream, tile", {"layout": "strided"}),
     Case("recipe missing", nothing, 3, "recipe none.toml does not exist", {"recipe": "none.toml"}),
     Case("recipe not TOML", recipe("bits: 4"), 2, "not valid TOML", {"recipe": "{m}/r.toml"}),
     Case("recipe key misspelt", recipe("bitts = 4"), 2, "did you mean 'bits'", {"recipe": "{m}/r.toml"}),

@@ -80,9 +80,9 @@ def scheme(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (scheme(bits=8), "words a row, but it has"),
-        (scheme(bits=3), "words a row, but it has"),
-        (scheme(group_size=64), "words a row, but it has"),
+        (scheme(bits=8), "words and scales are"),
+        (scheme(bits=3), "words and scales are"),
+        (scheme(group_size=64), "words and scales are"),
         (scheme(group_size=33), "group_size=33"),
         (scheme(bits=5), "bits=5"),
         (scheme(zero="none"), "has a stray weight_zero"),
@@ -117,7 +117,7 @@ def rewrite(folder, change):
         (lambda t: t.pop(f"{Q}.weight_scale"), "lacks weight_scale"),
         (lambda t: t.pop(f"{Q}.weight_zero"), "lacks weight_zero"),
         (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float()}), "F32"),
-        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, :4].contiguous()}), "words a row"),
+        (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:, :4].contiguous()}), "words and scales are"),
         (lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:32].contiguous()}), "does not fit words"),
         (lambda t: t.update({f"{Q}.weight_zero": t[f"{Q}.weight_zero"].half()}), "weight_zero is F16"),
         (lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].to(torch.int32)}), "weight_scale is I32"),

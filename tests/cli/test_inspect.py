@@ -89,7 +89,7 @@ BAD = {
     "no scales": ({f"{NAME}.weight_scale": None}, "lacks weight_scale"),
     "no zeros": ({f"{NAME}.weight_zero": None}, "lacks weight_zero"),
     "fewer rows of zeros": ({f"{NAME}.weight_zero": torch.ones(47, 2)}, "does not fit words"),
-    "too few words": ({f"{NAME}.weight": torch.zeros(48, 15, dtype=torch.int32)}, "but it has 15"),
+    "too few words": ({f"{NAME}.weight": torch.zeros(48, 15, dtype=torch.int32)}, "but they are \\[48, 15\\]"),
     "floats for words": ({f"{NAME}.weight": torch.zeros(48, 16)}, "two-dimensional I32"),
     "no weight": ({f"{NAME}.weight": None}, "which the checkpoint does not hold"),
 }
