@@ -20,8 +20,8 @@ from lowq_packers.qtensor import QuantizedTensor
 
 NEVER_TUNED = {"cpu": ("reference",), "cuda": ("reference", "dequant")}  # truth, and a fallback that triton's outruns
 COARSE_REPLAYS, COARSE_US = 3, 200.0  # the first look at a config; the best few are then timed by the full protocol
-FINALISTS = 3
-RUNNERS_UP = 2
+FINALISTS = 5
+RUNNERS_UP = 4  # kept, for a race within whole decode steps
 RACE = 1.5
 PRUNE = 2.5  # times the cheapest config of a kernel, by the model of `candidates`: costlier ones are not timed
 failed: dict[str, str] = {}  # "kernel config" -> why it could not be compiled or launched: reported, then passed over

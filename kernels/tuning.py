@@ -142,14 +142,14 @@ class Table:
 
     def lookup(self, call: Call, near: bool = False) -> tuple[str, Config] | None:
         """Kernel and config for a call: the entry of the next larger M, else of the largest; `near` also asks like shapes."""
-        by_m = self.entries.get(_place(call)) or (self._nearest(call) if near else None)
+        by_m = self.entries.get(place_of(call)) or (self._nearest(call) if near else None)
         if not by_m:
             return None
         e = by_m[min((m for m in by_m if m >= call.M), default=max(by_m))]
         return e.kernel, e.config
 
     def _nearest(self, call: Call) -> dict[int, Entry] | None:
-        bits, _, zero, dtype, layout, N, K = _place(call)
+        bits, _, zero, dtype, layout, N, K = place_of(call)
         best, found = REACH, None
         for place, by_m in self.entries.items():
             if (place[0], place[4]) != (bits, layout):
@@ -162,7 +162,8 @@ class Table:
         return found
 
 
-def _place(call: Call) -> tuple[Any, ...]:
+def place_of(call: Call) -> tuple[Any, ...]:
+    """The `Entry.place` that answers a call."""
     s, dtype = call.scheme, str(call.dtype).removeprefix("torch.")
     return s.bits, s.group_size, s.zero, dtype, call.layout, call.N, call.K
 

@@ -1,6 +1,7 @@
 """`lowq tune` without its printing: shapes -> compiled candidates -> measured entries -> lowq_tune.json in the checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from lowq_kernels.measure import Budget
 from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.tuning import Entry, Machine, Shape
 from lowq_packers.errors import UsageError
+
+IN_PLACE_TOKENS = 64  # of the text that steps are timed at, and of the room after it
 
 
 def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
@@ -77,6 +80,54 @@ def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
         raise UsageError(f"{path} cannot be written ({e.strerror}); tune a copy of the checkpoint that you own") from None
     tuning.use(folder, device)
     return path
+
+
+def in_place(
+    folder: Path, device: torch.device, entries: Sequence[Entry], budget: Budget, done: Callable[[int, str], None]
+) -> tuple[list[Entry], str]:
+    """Entries whose winners were chosen by the time of whole decode steps, and why that was not done, or "".
+
+    Alone the best kernel fills a GPU; in a step the next one wants to start early. So winners race their runners-up in the
+    loaded model, one batch size after the other. `done(M, text)` is told the times of each.
+    """
+    from lowq_cli.engine import search
+    from lowq_cli.engine.choose import choose
+    from lowq_cli.engine.fused import FusedDecoder
+    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.sampling import Sampling
+
+    model, _ = ready(str(folder), device.type, lambda text: None)
+    decoder = choose(model)
+    if not isinstance(decoder, FusedDecoder) or not decoder.graphs:
+        return list(entries), decoder.reason or "its steps are not recorded"
+    found = {(*e.place, e.M): e for e in entries}
+    for M in sorted({e.M for e in entries}):
+        if not budget.left:
+            return list(found.values()), "the budget ended"
+        decoder.start([[1] * IN_PLACE_TOKENS] * M, Sampling(), IN_PLACE_TOKENS)
+        now = search.calls_of(decoder, M, model.dtype)
+        known = {call: e for call in now if (e := found.get((*tuning.place_of(call), M)))}
+        options = {c: [_named(e), *((r["kernel"], r["config"]) for r in e.runners_up)] for c, e in known.items()}
+        chosen, before, after = search.search(decoder, now, options, lambda: budget.left)
+        decoder.captured.clear()
+        found |= {(*e.place, M): _reordered(e, chosen[call]) for call, e in known.items()}
+        done(M, f"{before / 1e3:.3f} ms a step, {after / 1e3:.3f} with the winners in place")
+    return list(found.values()), ""
+
+
+def _named(e: Entry) -> tuple[str, dict[str, int]]:
+    return e.kernel, e.config
+
+
+def _reordered(e: Entry, winner: tuple[str, dict[str, int]]) -> Entry:
+    """The entry with another of its finalists in front."""
+    own = {"kernel": e.kernel, "config": e.config, "us": e.us}
+    best = next((r for r in e.runners_up if (r["kernel"], r["config"]) == winner), None)
+    if best is None:
+        return e
+    others = tuple(r for r in (own, *e.runners_up) if r is not best)
+    source = tuning.source_hash(best["kernel"])
+    return replace(e, kernel=best["kernel"], config=best["config"], us=best["us"], source=source, runners_up=others)
 
 
 def crossovers(entries: Sequence[Entry]) -> list[str]:

@@ -62,6 +62,17 @@ def tune(
     if not entries:
         raise UsageError(f"nothing measured: {stopped or 'no kernel takes these shapes here'}; try --budget {2 * budget:g}")
     path = tuner.save(opened.folder, where, entries)
+    if where.type == "cuda" and not stopped:
+        with console.progress("whole steps", len(batches)) as advance:
+            try:
+                entries, why = tuner.in_place(
+                    opened.folder, where, entries, clock, lambda M, text: advance(batches.index(M) + 1, f"batch {M}: {text}")
+                )
+            except KeyboardInterrupt:
+                stopped, why = "interrupted", ""
+        if why:
+            console.say(f"kernels were timed alone, not all in whole decode steps: {why}")
+        path = tuner.save(opened.folder, where, entries)
     _report(entries, as_json)
     for line in tuner.crossovers(entries):
         console.say(line)

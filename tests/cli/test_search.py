@@ -1,0 +1,46 @@
+"""The search within whole steps keeps what makes the step shorter, one call after the other, and leaves dispatch as it was."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowq_cli.engine import search
+from lowq_cli.quantizers import rtn
+from lowq_kernels import registry
+from lowq_kernels.linear import QuantLinear
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.scheme import Scheme
+
+
+@pytest.fixture
+def decoder():
+    torch.manual_seed(0)
+    layers = [QuantLinear.from_quantized(rtn.quantize(torch.randn(n, 64), Scheme(4, 32))) for n in (32, 96, 96)]
+    return SimpleNamespace(linears=torch.nn.ModuleList(layers))
+
+
+def test_calls_are_those_of_the_layers_the_heaviest_first(decoder):
+    calls = search.calls_of(decoder, 2, torch.bfloat16)
+    assert [(c.M, c.N, c.K) for c in calls] == [(2, 96, 64), (2, 32, 64)]
+
+
+def test_search_keeps_what_helps_together(decoder, monkeypatch):
+    now = dict.fromkeys(search.calls_of(decoder, 1, torch.bfloat16), ("a", {}))
+    wide, narrow = now
+    price = {("a", "a"): 10.0, ("b", "a"): 9.0, ("c", "a"): 8.0, ("c", "b"): 8.5, ("c", "c"): 7.0}
+
+    def step_us(decoder):
+        names = tuple(search._trial[call][0] for call in (wide, narrow))
+        if "d" in names:
+            raise UnsupportedError("does not fit")
+        return price[names]
+
+    monkeypatch.setattr(search, "step_us", step_us)
+    options = {wide: [("b", {}), ("c", {}), ("d", {})], narrow: [("b", {}), ("c", {})]}
+    tables = list(registry.TABLES)
+    chosen, before, after = search.search(decoder, now, options)
+    assert (chosen, before, after) == ({wide: ("c", {}), narrow: ("c", {})}, 10.0, 7.0)
+    assert registry.TABLES == tables
+    trials = iter([True, False, False, False, False])
+    assert search.search(decoder, now, options, lambda: next(trials))[2] == 9.0
