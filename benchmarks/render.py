@@ -118,20 +118,20 @@ def calibrated() -> str:
     report, free = read("accuracy/calibrated.json"), read("accuracy/data_free.json")
     rows = [r for r in report["rows"] if r["calib"] == "bundled"]
     parts = [_measured(report), f"Calibration text: bundled, at most {max(r['calib_tokens'] for r in rows):,} tokens.\n"]
-    methods = sorted({r["method"] for r in rows}, key=lambda m: (m != "gptq", m))
+    methods = sorted({(r["method"], r["stored"]) for r in rows}, key=lambda m: (m[0] != "gptq", m))
     for dense in (r for r in free["rows"] if "bits" not in r):
         for name, floor in dense["ppl"].items():
             others = _cells([r for r in free["rows"] if "bits" in r], dense["model"], name)
             lines = []
             for cell, found in _cells(rows, dense["model"], name).items():
                 wanted = [("hqq package", "float32"), (quantizers.default_method(*cell), "bfloat16")]
-                ppl = [(others[cell] | found).get(m) for m in [*wanted, *((m, "bfloat16") for m in methods)]]
+                ppl = [(others[cell] | found).get(m) for m in [*wanted, *methods]]
                 logs = [None if p is None else math.log(p / floor) for p in ppl]
                 shown = ["" if p is None else f"{p:,.2f} ({x:.4f})" for p, x in zip(ppl, logs, strict=True)]
                 # at 8 bits the differences are chance
                 ratios = ["" if x is None or cell[0] == 8 else f"{x / logs[0]:.2f}" for x in logs[1:]]
                 lines.append((f"{cell[0]}-bit g{cell[1]}", *shown, *ratios))
-            ours = ["without data", *methods]
+            ours = ["without data", *(m for m, _ in methods)]
             columns = ["", ">hqq package", *(f">{m}" for m in ours), *(f">{m} / hqq" for m in ours)]
             if lines:
                 parts.append(f"### {dense['model']}, {name}: unquantized {floor:.2f}\n\n{markdown(columns, lines)}")
