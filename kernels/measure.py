@@ -13,8 +13,9 @@ from functools import cache
 import torch
 
 from lowq_kernels.registry import Call, Config, KernelSpec, capability, kernels
+from lowq_kernels.sources import source_hash
 from lowq_kernels.timing import graph_time, rotation, wall_time
-from lowq_kernels.tuning import Entry, Shape, source_hash
+from lowq_kernels.tuning import Entry, Shape
 from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 

@@ -6,9 +6,9 @@ triton versions, a hash of the kernel's sources. Stale ones are skipped, and `st
 """
 
 import datetime
-import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -21,6 +21,7 @@ import torch
 
 from lowq_kernels import registry
 from lowq_kernels.registry import Call, Config, capability, kernels
+from lowq_kernels.sources import source_hash
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import LAYOUTS
 from lowq_packers.scheme import Scheme
@@ -95,36 +96,17 @@ def _version(name: str) -> str:
         return ""
 
 
-@cache
-def source_hash(kernel: str) -> str:
-    """Twelve hex digits of the sources next to a kernel's launcher: any edit there makes its times stale."""
-    module = kernels()[kernel].launch.__module__
-    package, _, name = module.rpartition(".")
-    folder = resources.files(package)
-    if package == "lowq_kernels":  # single files: cpu.py, dequant.py
-        files = [folder / f"{name}.py"]
-    else:
-        files = sorted((f for f in folder.iterdir() if f.name.endswith((".py", ".cu", ".cuh"))), key=lambda f: f.name)
-    digest = hashlib.sha256()
-    for f in files:
-        digest.update(f.read_bytes())
-    return digest.hexdigest()[:12]
-
-
 # ---- tables ----
 
 
 class Table:
-    """Entries of one machine, found by place and M. `sources` False takes entries whatever sources they were timed with.
+    """Entries of one machine by place and M; those of kernels that are not here, or changed since, only count as stale."""
 
-    Entries of kernels that cannot be imported here, and otherwise those of changed sources, are counted as stale.
-    """
-
-    def __init__(self, entries: Iterable[Entry] = (), sources: bool = True) -> None:
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self.entries: dict[tuple[Any, ...], dict[int, Entry]] = {}
         self.stale = 0
         for e in entries:
-            if e.kernel not in kernels() or (sources and e.source != source_hash(e.kernel)):
+            if e.kernel not in kernels() or e.source != source_hash(e.kernel):
                 self.stale += 1
             else:
                 self.add(e)
@@ -291,13 +273,19 @@ def forget() -> None:
 
 @cache
 def shipped(gpu: str) -> Table:
-    """The table measured for this GPU and shipped with lowq, possibly empty."""
+    """The table measured for this GPU and shipped with lowq, possibly empty. Versions of torch and triton may differ.
+
+    A kernel that changed since drops out of it, and the rule decides until the table is measured again: what an old source
+    needed says nothing of the new one.
+    """
     table = Table()
     for f in sorted(resources.files("lowq_kernels.tuned").iterdir(), key=lambda f: f.name):
         if f.name.endswith(".json"):
             for m in json.loads(f.read_text())["machines"]:
                 if m["gpu"] == gpu:
-                    for e in Table(_entries(m), sources=False):
+                    measured = Table(_entries(m))
+                    table.stale += measured.stale
+                    for e in measured:
                         table.add(e)
     return table
 
@@ -310,6 +298,15 @@ def _from_shipped(call: Call) -> tuple[str, Config] | None:
     if call.device != "cuda" or not torch.cuda.is_available():
         return None
     return shipped(torch.cuda.get_device_name()).lookup(call, near=True)
+
+
+def chosen_by(call: Call, kernel: str | None = None) -> str:
+    """Who made `registry.select`'s choice for a call: "name", "tuned" (the checkpoint's table), "shipped" or "rule"."""
+    if kernel or os.environ.get("LOWQ_KERNEL"):
+        return "name"
+    spec, config = registry.select(call)
+    asked = {"tuned": _from_checkpoint, "shipped": _from_shipped}
+    return next((who for who, table in asked.items() if table(call) == (spec.name, config)), "rule")
 
 
 def best_layout(shape: Shape, device: torch.device) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from lowq_kernels import registry
 from lowq_kernels.activations import rounded
 from lowq_kernels.fp8.linear import Fp8Linear
+from lowq_kernels.tuning import shipped
 from lowq_packers import fp8
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor
@@ -67,6 +68,11 @@ def _devices() -> Iterator[Check]:
         yield Check(f"gpu {i}", p.major >= 8, found, "" if p.major >= 8 else "lowq's GPU kernels need capability 8.0 or newer")
         fp8 = "tensor cores multiply fp8" if (p.major, p.minor) >= (8, 9) else "no fp8 tensor cores: fp8 falls back to 16 bits"
         yield Check(f"gpu {i} fp8", True if (p.major, p.minor) >= (8, 9) else None, fp8)
+        table = shipped(p.name)
+        held = f"{len(table)} measured choices of kernels ship for this GPU"
+        stale = f"; {table.stale} more are of kernels that changed since" if table.stale else ""
+        fix = "" if len(table) else "lowq tune measures them for a checkpoint"
+        yield Check(f"gpu {i} table", True if len(table) else None, held + stale, fix)
 
 
 def _kernel_files() -> Iterator[Check]:

@@ -14,6 +14,7 @@ from lowq_packers.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
+    from lowq_cli.engine.explain import LayerKernel
 
 EXAMPLES = """Examples:  lowq generate --prompt 'Once upon a time'  ·  lowq generate ./my-model-lowq --prompt 'Hi!' --chat
 ·  echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8  ·  lowq generate --prompts questions.jsonl --batch 8"""
@@ -200,6 +201,12 @@ def _show_profile(generation: "Generation", timeline: Path) -> None:
     console.say(f"timeline: {timeline} (open it in ui.perfetto.dev)")
 
 
+def _kernel_row(r: "LayerKernel") -> tuple[object, ...]:
+    """One row of --explain; a config as its values alone, the kernel's file names them."""
+    config = ",".join(str(v) for v in r.config.values())
+    return r.layers, r.count, f"{r.N} x {r.K}", r.scheme, r.layout, r.kernel, config, r.chosen
+
+
 def _show_kernels(model: Any, generation: "Generation") -> None:
     """--explain: one row per distinct layer on stderr, then the reasons of those that refused."""
     from lowq_cli.engine import explain
@@ -207,8 +214,8 @@ def _show_kernels(model: Any, generation: "Generation") -> None:
     decoder = generation.decoder
     console.say(f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else ""))
     rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
-    columns = ("layers", ">count", ">N x K", "weight", "layout", "kernel")
-    console.table("", columns, [(r.layers, r.count, f"{r.N} x {r.K}", r.scheme, r.layout, r.kernel) for r in rows])
+    columns = ("layers", ">count", ">N x K", "weight", "layout", "kernel", "config", "chosen by")
+    console.table("", columns, [_kernel_row(r) for r in rows])
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         for kernel, why in r.refused.items():

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.linear import QuantLinear
-from lowq_kernels.registry import Call, capability, refusals, select
+from lowq_kernels.registry import Call, Config, capability, refusals, select
+from lowq_kernels.tuning import chosen_by
 
 DENSE = "torch"  # what an unquantized layer takes
 EXPERTS = "cuda/experts"  # what the packed experts of a few tokens take on a GPU, where their shape allows it
@@ -20,7 +21,10 @@ EXPERTS = "cuda/experts"  # what the packed experts of a few tokens take on a GP
 
 @dataclass(frozen=True)
 class LayerKernel:
-    """Layers of one pattern, shape and scheme: how many there are, the kernel they take, who refused and why."""
+    """Layers of one pattern, shape and scheme: how many, the kernel and config they take and who chose it, who refused and why.
+
+    chosen: "tuned", "shipped", "rule" or "name" (`tuning.chosen_by`); "" where there was no choice.
+    """
 
     layers: str
     count: int
@@ -29,6 +33,8 @@ class LayerKernel:
     scheme: str
     layout: str
     kernel: str
+    config: dict[str, int]
+    chosen: str
     refused: dict[str, str]
 
 
@@ -40,11 +46,13 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
         found[key] = found.get(key, 0) + count
     rows = []
     for (pattern, N, K, scheme, layout, forced, device), count in found.items():
-        kernel, refused = (DENSE, {}) if layout == "dense" else (EXPERTS, {})
+        kernel, chosen = DENSE if layout == "dense" else EXPERTS, ""
+        config, refused = Config(), dict[str, str]()
         if layout != "dense" and forced != EXPERTS:
             call = Call(M, N, K, scheme, layout, dtype, device.type, capability(device))
-            kernel, refused = select(call, forced)[0].name, refusals(call)
-        rows.append(LayerKernel(pattern, count, N, K, str(scheme), layout, kernel, refused))
+            spec, config = select(call, forced)
+            kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
+        rows.append(LayerKernel(pattern, count, N, K, str(scheme), layout, kernel, config, chosen, refused))
     return rows
 
 

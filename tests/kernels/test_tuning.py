@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+from importlib import resources
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lowq_kernels import measure, registry, tuning
+from lowq_kernels import measure, registry, sources, tuning
 from lowq_kernels.measure import Budget
 from lowq_kernels.registry import Call, select
-from lowq_kernels.tuning import Entry, Machine, Shape, Table, source_hash
+from lowq_kernels.sources import code_of, source_hash
+from lowq_kernels.tuning import Entry, Machine, Shape, Table
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
 
@@ -57,7 +60,48 @@ def test_entries_of_changed_sources_and_unknown_kernels_are_stale():
     table = Table([entry(1, source="0" * 12), entry(2), entry(4, source="x", kernel="dequant")])
     assert (len(table), table.stale) == (1, 2)
     gone = dataclasses.replace(entry(1), kernel="triton/of_last_year")
-    assert Table([gone], sources=False).stale == 1
+    assert Table([gone]).stale == 1
+
+
+def test_a_comment_leaves_entries_fresh_and_code_does_not():
+    before = '"""What it does."""\nX = 3  # because\n\n\ndef f():\n    """Doc."""\n    # why\n    return "# kept"\n'
+    after = 'X = 3\ndef f():\n    """Another."""\n    return "# kept"\n'
+    assert code_of(before, "a.py") == code_of(after, "a.py") == 'X = 3\ndef f():\n    return "# kept"'
+    assert code_of(before, "a.py") != code_of(before.replace("3", "4"), "a.py")
+    assert code_of("int a; // one\n/* two\n three */ int b;\n", "a.cu") == "int a;\n int b;"
+
+
+def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
+    pytest.importorskip("triton")
+    folder, found = resources.files("lowq_kernels.triton_wnax"), {}
+    sources._collect(folder, "lowq_kernels.triton_wnax", "gemm.py", found)
+    assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= set(found)
+    assert not {"gemv.py", "gemm_streamk.py", "read.py"} & set(found)
+    found.clear()
+    sources._collect(resources.files("lowq_kernels.cuda_wnax"), "lowq_kernels.cuda_wnax", "tile_mma.py", found)
+    assert {"tile_mma.py", "tile_mma.cu", "tile.cuh", "driver.py", "nvrtc.py"} <= set(found)
+    assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py"} & set(found)
+
+
+def test_a_table_shipped_with_other_sources_does_not_decide(monkeypatch):
+    machine = {"gpu": "cpu", "capability": [0, 0], "torch": "1", "triton": "", "entries": [dataclasses.asdict(entry(1))]}
+    old = dataclasses.asdict(entry(2, source="0" * 12))
+    text = json.dumps({"machines": [{**machine, "entries": [*machine["entries"], old]}]})
+    file = SimpleNamespace(name="x.json", read_text=lambda: text)
+    monkeypatch.setattr(tuning.resources, "files", lambda package: SimpleNamespace(iterdir=lambda: [file]))
+    table = tuning.shipped.__wrapped__("cpu")
+    assert (len(table), table.stale) == (1, 1)
+    assert tuning.shipped.__wrapped__("another GPU").stale == 0
+
+
+def test_who_chose_is_said(tmp_path, monkeypatch):
+    assert tuning.chosen_by(call(1)) == "rule"
+    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1, "reference")])
+    tuning.use(tmp_path, CPU)
+    assert tuning.chosen_by(call(1)) == "tuned"
+    assert tuning.chosen_by(call(1), "dequant") == "name"
+    monkeypatch.setenv("LOWQ_KERNEL", "dequant")
+    assert tuning.chosen_by(call(1)) == "name"
 
 
 def test_a_file_keeps_other_machines_and_replaces_its_own_entries(tmp_path):
@@ -136,8 +180,6 @@ def test_no_budget_measures_nothing():
 
 def test_the_shipped_tables_read_and_name_kernels_and_configs_that_exist():
     """Every shipped entry is one that dispatch would accept on the GPU it was measured on."""
-    from importlib import resources
-
     files = [f for f in resources.files("lowq_kernels.tuned").iterdir() if f.name.endswith(".json")]
     assert files, "no table is shipped"
     for f in files:
