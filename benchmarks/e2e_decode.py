@@ -2,7 +2,8 @@
 
     python benchmarks/e2e_decode.py --out FILE.json [--model 8b|1b|70b|30b-a3b] [--variants NAMES] [--batches 1,4,8]
 
-A variant is `transformers` (model.generate), `transformers-static` (its forward over a static cache, as one CUDA graph),
+A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which it compiles),
+`transformers-static` (its forward over a static cache as one CUDA graph of ours),
 `16` (the lowq engine, weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the
 device from random codes. A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of
 weights a step reads, percent of the time that the measured read bandwidth allows, time to first token; with --profile
@@ -23,18 +24,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowq_cli.engine import Generation, explain, stream
+from lowq_cli.engine import Generation, explain, search, stream
 from lowq_cli.engine.fused import FusedDecoder
-from lowq_cli.engine.graph import capture
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.experts import STACKS, QuantExperts
+from lowq_kernels import measure as kernel_times_alone
 from lowq_kernels import registry, timing
 from lowq_kernels.decode import launch
 from lowq_kernels.linear import QuantLinear
 from lowq_kernels.stack import Stack
+from lowq_kernels.tuning import Shape
 from lowq_packers import bitstream
-from lowq_packers.errors import LowqError
 from lowq_packers.layouts import PackedWeight, tile
 from lowq_packers.scheme import Scheme
 
@@ -153,13 +154,14 @@ def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str) -> tu
     return model, FusedDecoder(model)
 
 
-def generate_tps(model: Any, ids: torch.Tensor, new: int) -> tuple[float, float]:
+def generate_tps(model: Any, ids: torch.Tensor, new: int, **how: Any) -> tuple[float, float]:
     """Tokens per second of transformers' own generate, its time to the first token taken off, and CPU seconds per step."""
     seconds, cpu = [], []
     for n in (1, new):
         start, cpu_start = time.perf_counter(), time.process_time()
         mask = torch.ones_like(ids)
-        model.generate(ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0)
+        fixed = {"max_new_tokens": n, "min_new_tokens": n, "do_sample": False, "pad_token_id": 0}
+        model.generate(ids, attention_mask=mask, **fixed, **how)
         if ids.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
@@ -167,64 +169,31 @@ def generate_tps(model: Any, ids: torch.Tensor, new: int) -> tuple[float, float]
     return ids.shape[0] * (new - 1) / (seconds[1] - seconds[0]), (cpu[1] - cpu[0]) / (new - 1)
 
 
-def step_ms(decoder: Any, replays: int = 30) -> float:
-    """Milliseconds of one recorded step at the decoder's present position, kernels chosen anew."""
-    registry.forget_choices()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with torch.inference_mode():
-        at = decoder.pos.clone()
-        run = capture(decoder._step)
-        run.replay()
-        start.record()
-        for _ in range(replays):
-            run.replay()
-        stop.record()
-        stop.synchronize()
-        decoder.pos.copy_(at)
-    return start.elapsed_time(stop) / replays
-
-
-def search_configs(decoder: Any, batch: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Choose each shape's config by the time of the whole step, where neighbours overlap and alone they do not.
-
-    First every config for all shapes at once, then shape by shape among the five best. Fills SEARCHED.
-    """
-    registry.load_kernels()
+def search_in_place(decoder: Any, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Let the best kernels of each shape race within whole steps, as `lowq tune` does. Fills SEARCHED."""
+    now = search.calls_of(decoder, batch, dtype)
+    options = {}
+    for call in now:
+        shape = Shape(call.N, call.K, call.scheme, dtype)
+        weights = kernel_times_alone.copies(kernel_times_alone.random_weight(shape, call.layout, device))
+        if e := kernel_times_alone.best(shape, batch, weights, device):
+            options[call] = [(e.kernel, e.config), *((r["kernel"], r["config"]) for r in e.runners_up)]
+    chosen, before, after = search.search(decoder, now, options)
+    SEARCHED.update(chosen)
     if SEARCHED.get not in registry.TABLES:
         registry.TABLES.insert(0, SEARCHED.get)
-    calls = {}
-    for m in decoder.linears.modules():
-        if isinstance(m, QuantLinear):
-            p, device = m.packed, m.weight.device
-            call = registry.Call(batch, p.N, p.K, p.scheme, p.layout, dtype, device.type, registry.capability(device))
-            calls[call] = registry.select(call)
-    if not calls:
-        return {}
-    default = best = step_ms(decoder)
-    legal = {call: spec.legal_configs(call) for call, (spec, _) in calls.items()}
-    chosen = {call: config for call, (_, config) in calls.items()}
-    ranked = []
+    registry.forget_choices()
+    decoder.captured.clear()
+    named = {f"{c.N}x{c.K}": chosen[c] for c in chosen}
+    return {"step_us_default": round(before, 1), "step_us_searched": round(after, 1), "searched": named}
 
-    def tried(configs: dict[Any, Any]) -> float:
-        SEARCHED.update({call: (calls[call][0].name, c) for call, c in configs.items()})
-        try:
-            return step_ms(decoder)
-        except (RuntimeError, LowqError):
-            return float("inf")
 
-    for config in {tuple(c.items()): c for configs in legal.values() for c in configs}.values():
-        trial = {call: config if config in legal[call] else chosen[call] for call in calls}
-        ranked.append((tried(trial), len(ranked), config, trial))
-    ranked.sort(key=lambda r: r[:2])
-    if ranked[0][0] < best:
-        best, chosen = ranked[0][0], ranked[0][3]
-    for call in calls:
-        for _, _, config, _ in ranked[:5]:
-            if config in legal[call] and config != chosen[call] and (ms := tried(chosen | {call: config})) < best:
-                best, chosen = ms, chosen | {call: config}
-    tried(chosen)
-    named = {f"{c.N}x{c.K}": config for c, config in chosen.items()}
-    return {"step_ms_default_configs": round(default, 4), "step_ms_searched": round(best, 4), "configs": named}
+def memory(model: Any, decoder: Any) -> dict[str, float]:
+    """GB of the model's tensors, of its cache, and at the peak since the last reset."""
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
+    cache = sum(t.nbytes for pair in getattr(decoder, "caches", ()) for t in pair)
+    found = {"weights_gb": sum(held.values()), "cache_gb": cache, "peak_gb": torch.cuda.max_memory_allocated()}
+    return {k: round(v / 1e9, 3) for k, v in found.items()}
 
 
 def kernel_times(decoder: Any, steps: int = 8) -> list[tuple[str, float, float]]:
@@ -249,11 +218,15 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
         ids = torch.randint(2, model.config.vocab_size, (batch, args.prompt), generator=generator)
         nbytes = explain.bytes_per_token(model, decoder, batch)
         row = {"variant": variant, "model": shape, "batch": batch, "dtype": args.dtype, "bytes_per_step": nbytes}
-        if variant == "transformers":
-            with torch.inference_mode():
-                generate_tps(model, ids.to(device), 4)
-                tps, cpu_s = generate_tps(model, ids.to(device), min(args.new, args.generate_new))
-            row |= {"decoder": "transformers generate"}
+        if variant in ("transformers", "transformers-compile"):
+            static: dict[str, Any] = {"cache_implementation": "static"} if variant.endswith("compile") else {}
+            new = args.new if static else min(args.new, args.generate_new)
+            start = time.perf_counter()
+            with torch.no_grad():  # not inference_mode: torch.compile would compile for it anew
+                generate_tps(model, ids.to(device), new if static else 4, **static)
+                row["warm_up_s"] = round(time.perf_counter() - start, 1)
+                tps, cpu_s = generate_tps(model, ids.to(device), new, **static)
+            row |= {"decoder": f"transformers generate{', static cache, its own torch.compile' if static else ''}"}
         else:
             new = args.new if batch == 1 else min(args.new, args.new_batched)
 
@@ -265,20 +238,24 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
                 return g, (time.process_time() - first) / max(g.steps, 1)
 
             decode(8)  # compiles and records
-            if args.search and isinstance(decoder, FusedDecoder) and decoder.graphs and batch == 1:
-                row |= search_configs(decoder, batch, dtype)
-                decoder.captured.clear()
+            if args.search and isinstance(decoder, FusedDecoder) and decoder.graphs:
+                row |= search_in_place(decoder, batch, dtype, torch.device(device))
             decode(new)
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             g, cpu_s = decode(new)
             tps = g.decode_tps
             row |= {"decoder": decoder.name, "reason": decoder.reason, "ttft_s": round(g.ttft_s, 4)}
             kernels = explain.kernels_of(explain.called(model, decoder), batch, dtype)
             row["kernels"] = {k.layers: f"{k.scheme} {k.kernel}" for k in kernels}
+        if device == "cuda" and isinstance(decoder, FusedDecoder):
+            row |= memory(model, decoder)
+            row["memory_as_promised"] = row["peak_gb"] <= 1.1 * (row["weights_gb"] + row["cache_gb"]) + 1
         row |= {"tokens_per_s": round(tps, 2), "ms_per_step": round(1e3 * batch / tps, 4)}
         if device == "cpu":
             row["cpu_ms_per_step"] = round(1e3 * cpu_s, 2)  # of all threads together: what a busy machine leaves unchanged
         row["roofline_pct"] = round(100 * nbytes * tps / batch / (gbs * 1e9), 1)
-        if args.profile and device == "cuda" and variant != "transformers" and batch == 1:
+        if args.profile and device == "cuda" and not variant.startswith("transformers") and batch == 1:
             row["kernel_us"] = kernel_times(decoder)
         rows.append(row)
         print({k: v for k, v in row.items() if k not in ("kernel_us", "kernels")}, flush=True)
@@ -298,7 +275,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--new-batched", type=int, default=128, help="new tokens at batches above 1")
     parser.add_argument("--batched", default="", help="variants that are measured at every batch; default all")
-    parser.add_argument("--search", action="store_true", help="choose kernel configs by the time of the whole step, at batch 1")
+    parser.add_argument("--search", action="store_true", help="first let kernels race within whole steps, as lowq tune does")
     parser.add_argument("--generate-new", type=int, default=64, help="new tokens for transformers' own generate")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -326,6 +303,9 @@ def main() -> None:
             torch.cuda.empty_cache()
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
+    broken = [f"{r['variant']} batch {r['batch']}" for r in result["rows"] if not r.get("memory_as_promised", True)]
+    if broken:
+        raise SystemExit(f"more memory than weights + cache, a tenth of it and 1 GB: {', '.join(broken)}")
 
 
 if __name__ == "__main__":

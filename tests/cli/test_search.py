@@ -41,6 +41,6 @@ def test_search_keeps_what_helps_together(decoder, monkeypatch):
     tables = list(registry.TABLES)
     chosen, before, after = search.search(decoder, now, options)
     assert (chosen, before, after) == ({wide: ("c", {}), narrow: ("c", {})}, 10.0, 7.0)
-    assert registry.TABLES == tables
+    assert tables == registry.TABLES
     trials = iter([True, False, False, False, False])
     assert search.search(decoder, now, options, lambda: next(trials))[2] == 9.0
