@@ -4,15 +4,12 @@ int8   symmetric, one scale per token: x ~ q * max / 127
 fp8    e4m3, one scale per token and 128 values (against block-scaled weights), or per token
 """
 
-from typing import Literal, get_args
-
 import torch
 
 from lowq_packers import fp8
 from lowq_packers.errors import UsageError
+from lowq_packers.scheme import ACTS, Act
 
-Act = Literal["none", "int8", "fp8"]
-ACTS: tuple[Act, ...] = get_args(Act)
 INT8_MAX = 127.0
 
 

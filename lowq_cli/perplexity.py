@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lowq_kernels.activations import check_act
 from lowq_packers.errors import NotFoundError, UsageError
 
 WINDOW = 512
@@ -127,20 +128,41 @@ def measure(
     device: str = "auto",
     max_tokens: int | None = None,
     progress: Progress | None = None,
+    act: str | None = None,
 ) -> Report:
     """`evaluate` on a text, of models loaded by name.
 
     Args:
         model, against: lowq checkpoints, Hugging Face folders or hub ids; `against` fills base_ppl, kl, top1_agreement.
         progress: called with (percent done, note).
+        act: how `model` rounds activations; None leaves what its checkpoint says.
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
     """
     from lowq_cli.hf.load import load
 
     loaded, tokenizer = load(model, device=device)
+    if act is not None:
+        from lowq_cli.hf.activations import set_activations
+
+        set_activations(loaded, check_act(act))
     reference = load(against, device=device)[0] if against else None
     return evaluate(loaded, tokenize(tokenizer, text), reference, _window(loaded), max_tokens, progress)
+
+
+def measure_modes(
+    model: str | Path, text: str, device: str = "auto", max_tokens: int | None = None, progress: Progress | None = None
+) -> dict[str, Report]:
+    """Activation mode -> `evaluate` on a text, for every mode that the model's layers take. Arguments as of `measure`."""
+    from lowq_cli.hf.activations import modes, set_activations
+    from lowq_cli.hf.load import load
+
+    loaded, tokenizer = load(model, device=device)
+    ids, found = tokenize(tokenizer, text), {}
+    for act in modes(loaded):
+        set_activations(loaded, act)
+        found[act] = evaluate(loaded, ids, None, _window(loaded), max_tokens, progress)
+    return found
 
 
 def perplexity(

@@ -163,6 +163,7 @@ class Plan:
         """A hash of everything that decides the bytes written, but for the weights themselves."""
         facts = [[i.name, i.source, str(i.scheme), i.method, asdict(i.cut)] for i in self.items]
         h = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        h.update(b"" if self.recipe.act == "none" else self.recipe.act.encode())
         for shard in self.shards:
             h.update(shard.name.encode() + shard.header)
         return h.hexdigest()[:16]
@@ -214,6 +215,8 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
         if "tie_word_embeddings" in (config.get("text_config") or {}):
             config["text_config"]["tie_word_embeddings"] = False
     config["quantization_config"] = plan.quantization_config()
+    if plan.recipe.act != "none":
+        config["quantization_config"]["activations"] = plan.recipe.act
     return config
 
 

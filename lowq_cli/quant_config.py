@@ -4,7 +4,8 @@
      "schemes": {"w4g64": {"bits": 4, "group_size": 64, "zero": "float", "layout": "rowstream"}},
      "tensors": {"model.layers.*.self_attn.q_proj": "w4g64", "model.layers.0.mlp.down_proj": "w8g64"}}
 
-Keys of `tensors` are checkpoint names without ".weight". "*" stands for one component of a name; an exact name wins over
+Keys of `tensors` are checkpoint names without ".weight". `activations` ("int8", "fp8"), where it is there, says how
+layers round their inputs, per token, at run time. "*" stands for one component of a name; an exact name wins over
 a pattern, and a pattern with fewer stars over one with more. Tensors that no key matches are not quantized. `layout` is
 the order of the words in the files: rowstream, or tile (schemes named w4g64_tile), which CUDA kernels read as it is.
 """
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
 from lowq_packers.layouts import DISK, stored
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import ACTS, Scheme
 
 METHOD = "lowq"
 VERSION = 1
@@ -136,6 +137,8 @@ def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, st
         raise UnsupportedError(f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}: not a lowq checkpoint")
     if config.get("version") != VERSION:
         raise UnsupportedError(f"checkpoint version {config.get('version')!r}; this lowq reads {VERSION}: upgrade lowq")
+    if config.get("activations", "none") not in ACTS:
+        raise UnsupportedError(f"activations {config['activations']!r}; this lowq rounds them to {', '.join(ACTS)}")
     raw, tensors = config.get("schemes"), config.get("tensors")
     if not isinstance(raw, Mapping) or not isinstance(tensors, Mapping):
         raise DamagedError("quantization_config needs `schemes` and `tensors`, each a table")

@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 from lowq_cli import quantizers
 from lowq_packers.errors import NotFoundError, UsageError
-from lowq_packers.scheme import BITS, GROUP_STEP, ZERO_KINDS, ZeroKind
+from lowq_packers.scheme import ACTS, BITS, GROUP_STEP, ZERO_KINDS, Act, ZeroKind
 
 Group = int | Literal["channel"]
 Keep = Literal["keep"]
@@ -93,6 +93,7 @@ class Recipe:
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.
         calib_tokens: how many tokens of it, at most.
         rotate: turn the residual stream and the heads first, folded into the weights; exact, for the families of `rotation`.
+        act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
         overrides, skip: exceptions by tensor name.
     """
 
@@ -105,6 +106,7 @@ class Recipe:
     dtype: Dtype = "source"
     calib: str | None = None
     calib_tokens: int = 65536
+    act: Act = "none"
     rotate: bool = False
     overrides: tuple[Override, ...] = ()
     skip: tuple[str, ...] = ()
@@ -117,6 +119,7 @@ class Recipe:
             quantizers.check(self.method)
         for name, value, known in (
             ("zero", self.zero, ZERO_KINDS),
+            ("act", self.act, ACTS),
             ("dtype", self.dtype, DTYPES),
             ("layout", self.layout, LAYOUTS),
         ):

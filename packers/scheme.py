@@ -9,6 +9,8 @@ BITS = (8, 4, 3, 2, 1)
 GROUP_STEP = 16  # groups are multiples of one tensor-core k step, so no fragment ever straddles two groups
 ZeroKind = Literal["float", "int", "none"]
 ZERO_KINDS: tuple[ZeroKind, ...] = get_args(ZeroKind)
+Act = Literal["none", "int8", "fp8"]  # how activations are rounded at run time
+ACTS: tuple[Act, ...] = get_args(Act)
 
 
 @dataclass(frozen=True)

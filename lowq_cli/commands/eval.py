@@ -6,7 +6,8 @@ import typer
 
 from lowq_cli import console
 
-EXAMPLES = "Examples:  lowq eval --against demo  ·  lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3"
+EXAMPLES = """Examples:  lowq eval --against demo  ·  lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3
+·  lowq eval --act all"""
 
 
 def eval(
@@ -19,6 +20,10 @@ def eval(
         float | None, typer.Option(min=0, help="Exit 6 if perplexity is more than this many percent above --against.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
+    act: Annotated[
+        str | None,
+        typer.Option(help="Activations: none, int8, fp8, or all to compare them.  [default: as the checkpoint says]"),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -28,14 +33,27 @@ def eval(
 
     if max_ppl_increase is not None and against is None:
         raise UsageError("--max-ppl-increase compares with another model; add --against MODEL")
+    if act == "all" and against is not None:
+        raise UsageError("--act all compares modes with each other; leave --against out")
     name = state.checkpoint_or_last(ckpt)
 
     with console.status("starting"):
-        from lowq_cli.perplexity import measure, read_text
+        from lowq_cli.perplexity import measure, measure_modes, read_text
 
     contents = read_text(text)
+    if act == "all":
+        with console.progress("eval", 100) as advance:
+            found = measure_modes(name, contents, device, max_tokens, advance)
+        if as_json:
+            console.out_json({"modes": {mode: vars(r) for mode, r in found.items()}})
+        else:
+            plain = found["none"].ppl
+            lines = [(mode, f"{r.ppl:.3f}", f"{100 * (r.ppl / plain - 1):+.2f}%") for mode, r in found.items()]
+            tokens = found["none"].tokens
+            console.table(f"{name}, {tokens} tokens", ("activations", ">perplexity", ">against none"), lines, on_stdout=True)
+        return
     with console.progress("eval", 100) as advance:
-        report = measure(name, contents, against, device, max_tokens, advance)
+        report = measure(name, contents, against, device, max_tokens, advance, act)
     increase = report.ppl_increase_pct
     if as_json:
         console.out_json(vars(report))

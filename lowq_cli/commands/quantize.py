@@ -45,7 +45,9 @@ def quantize(
     ] = None,
     format: Annotated[str, typer.Option(help="lowq, or fp8: e4m3 with block scales, as DeepSeek's files.")] = "lowq",
     block: Annotated[str | None, typer.Option(help="With --format fp8: 128x128 or 256x256.  [default: 128x128]")] = None,
-    act: Annotated[str | None, typer.Option(help="Activations: none or fp8 (--format fp8).  [default: fp8 there]")] = None,
+    act: Annotated[
+        str | None, typer.Option(help="Round activations while running: none, int8 or fp8.  [default: none; --format fp8: fp8]")
+    ] = None,
     recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.")] = "auto",
@@ -71,6 +73,7 @@ def quantize(
         "calib": calib,
         "calib_tokens": calib_tokens,
         "rotate": rotate,
+        "act": act,
     }
     if format == "fp8":
         asked_for = {"skip": skip, "lm_head": lm_head, "block": block, "act": act}
@@ -82,8 +85,8 @@ def quantize(
         return _fp8(model, out, device, dry_run, as_json, asked_for, others)
     if format != "lowq":
         raise UsageError(f"format {format!r} does not exist; use lowq or fp8")
-    if given := next((k for k, v in {"block": block, "act": act}.items() if v is not None), None):
-        raise UsageError(f"--{given} needs --format fp8")
+    if block is not None:
+        raise UsageError("--block needs --format fp8")
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
 

@@ -62,9 +62,10 @@ class LowqQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Check scales and zeros, freeze, and repack for the devices the weights arrived on."""
+        from lowq_cli.hf.activations import set_activations
         from lowq_cli.hf.swap import finish
 
-        return finish(model)
+        return set_activations(finish(model), getattr(self.quantization_config, "activations", "none"))
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """No state dict of our own; but the config to be saved must use the names that saving will give the tensors."""

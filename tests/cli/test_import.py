@@ -104,7 +104,7 @@ def test_what_is_ours_or_dense_is_taken_as_it_is(family_checkpoints):
     assert not state.cache_dir().exists()
 
 
-def test_fp8_blocks_become_dense(family_checkpoints, tmp_path):
+def test_fp8_blocks_with_static_activations_become_dense(family_checkpoints, tmp_path):
     made = family_checkpoints("llama", "bfloat16", SYM)
     folder = tmp_path / "fp8"
     shutil.copytree(made.dequantized, folder)
@@ -114,7 +114,7 @@ def test_fp8_blocks_become_dense(family_checkpoints, tmp_path):
         tensors[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"}
     (folder / "config.json").write_text(json.dumps(config))
     out = runnable(folder)
     assert not is_checkpoint(out)

@@ -1,0 +1,38 @@
+"""How the linear layers of a loaded model take their activations."""
+
+from transformers import PreTrainedModel
+
+from lowq_cli.hf.embedding import TiedHead
+from lowq_kernels.fp8.linear import Fp8Linear
+from lowq_kernels.linear import QuantLinear
+from lowq_packers.errors import UsageError
+from lowq_packers.scheme import Act
+
+
+def quantized_linears(model: PreTrainedModel) -> list[QuantLinear | Fp8Linear]:
+    """The packed and fp8 linear layers, but for the output head, whose rounding every logit would see."""
+    head = model.get_output_embeddings()
+    return [
+        m for m in model.modules() if isinstance(m, QuantLinear | Fp8Linear) and m is not head and not isinstance(m, TiedHead)
+    ]
+
+
+def set_activations(model: PreTrainedModel, act: Act) -> PreTrainedModel:
+    """The model, its quantized linears rounding activations as `act` says.
+
+    Raises UsageError where there are none, UnsupportedError for int8 against fp8 weights.
+    """
+    layers = quantized_linears(model)
+    if not layers and act != "none":
+        raise UsageError(f"act={act}: this model has no quantized linear layers; quantize it first")
+    for layer in layers:
+        layer.set_act(act)
+    return model
+
+
+def modes(model: PreTrainedModel) -> list[Act]:
+    """The modes that the model's layers take; just "none" where nothing is quantized."""
+    layers = quantized_linears(model)
+    if not layers:
+        return ["none"]
+    return ["none", "fp8"] if any(isinstance(m, Fp8Linear) for m in layers) else ["none", "int8", "fp8"]
