@@ -169,11 +169,9 @@ class Calibration:
             with torch.no_grad(), blocks.layer(number) as module:
                 layer = Layer(module, others[number], mine)
                 if done:
+                    scaling.repeat(layer, self._scaled(path, list(mine), kept))
                     for name in mine:
                         layer.set(name, _load(path, self.items[name]).dequantize().to(self.device))
-                    for parameter, name in kept.items():
-                        if (values := _load_tensor(path, f"{name}.values")) is not None:
-                            layer.quantized[parameter] = values.to(self.device, torch.float32)
                 else:
                     error = self._quantize(layer, kept, original, behind, path)
                 if number + 1 < len(blocks):
@@ -202,9 +200,9 @@ class Calibration:
                 assert item.scheme is not None
                 dtype = _dtype(item.outputs[1][1].dtype)
                 W = layer.matrix(name, layer.original).contiguous()
-                if stage.tokens < FEW_TOKENS and item.kind == "expert":
+                if stage.moments.tokens < FEW_TOKENS and item.kind == "expert":
                     method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
-                    notes[name] = f"{method}, because {stage.tokens} tokens of the calibration text visit this expert"
+                    notes[name] = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
                     q = quantizers.get(method)(W, item.scheme, dtype)
                 else:
                     q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
@@ -217,6 +215,19 @@ class Calibration:
             partial.write_bytes(save(results, {"notes": json.dumps([notes, unscaled])}))
             partial.replace(path)
         return sum(errors) / max(len(errors), 1)
+
+    def _scaled(self, path: Path, names: list[str], kept: dict[str, str]) -> scaling.Scaled:
+        """What was folded into a finished layer."""
+        found = scaling.Scaled()
+        for tensors, leaf, keys in (
+            (found.rows, "rows", {n: n for n in names}),
+            (found.columns, "columns", {n: n for n in names}),
+            (found.kept, "values", kept),
+        ):
+            for key, name in keys.items():
+                if (t := _load_tensor(path, f"{name}.{leaf}")) is not None:
+                    tensors[key] = t.to(self.device, torch.float32)
+        return found
 
     def quantizer(self, item: Item) -> Callable[..., QuantizedTensor]:
         """The quantizer of one item: rows of what `run` made, in order; a data-free method for what it did not see."""

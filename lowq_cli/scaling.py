@@ -51,7 +51,7 @@ def scale(
         if fold.label not in exact:
             exact[fold.label] = _is_exact(layer, fold, behind[0], dtypes)
     done.missing += [label.partition(" -> ")[2] for label, good in exact.items() if not good]
-    folds = [f for f in folds if exact[f.label]]
+    folds = sorted((f for f in folds if exact[f.label]), key=lambda f: bool(f.norm))  # rows before columns, as `repeat` does
     for fold, x in _inputs(layer, folds, behind):
         if fold.expert is not None and x.tokens < few_tokens:
             continue
@@ -60,6 +60,15 @@ def scale(
             _apply(layer, fold, s, dtypes, done)
     layer.quantized = dict(layer.original)
     return done
+
+
+def repeat(layer: Layer, done: Scaled) -> None:
+    """Fold into a layer what was found for it before: the same weights, bit for bit."""
+    for name in layer.spots:
+        layer.scale(name, done.rows.get(name), done.columns.get(name))
+    for path, values in done.kept.items():
+        layer.replace(path, values)
+    layer.quantized = dict(layer.original)
 
 
 @dataclass

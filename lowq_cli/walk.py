@@ -21,11 +21,10 @@ Hidden = list[torch.Tensor]  # one (windows, T, K) per batch
 
 @dataclass
 class Stage:
-    """Linears (by checkpoint name) that share an input, and the moments of it. tokens: how many were seen."""
+    """Linears (by checkpoint name) that share an input, and the moments of it."""
 
     names: list[str]
     moments: Moments
-    tokens: int
 
 
 class Layer:
@@ -122,13 +121,12 @@ class Layer:
 
     def _dense(self, module: str, names: list[str], original: Hidden, behind: Hidden) -> Stage:
         """The stage of plain linears: moments over all batches."""
-        moments, tokens = None, 0
+        moments = None
         for x, x_behind in zip(original, behind, strict=True):
             (clean, *_), (seen, *_) = self._given(module, x, self.original), self._given(module, x_behind, self.quantized)
             moments = _add(moments, _flat(clean), _flat(seen))
-            tokens += _flat(seen).shape[0]
         assert moments is not None
-        return Stage(names, moments, tokens)
+        return Stage(names, moments)
 
     def _experts(self, module: str, names: list[str], original: Hidden, behind: Hidden) -> Iterator[Stage]:
         """Two stages an expert: what reads its tokens, what reads its inner values. Routed as behind the quantized layers."""
@@ -142,7 +140,7 @@ class Layer:
             for path in (up, down):
                 wanted = [n for n in names if self.spots[n].expert == expert and self.spots[n].path == path]
                 if wanted:
-                    yield Stage(wanted, _add(None, x, x_behind), len(mine))
+                    yield Stage(wanted, _add(None, x, x_behind))
                 if path == up:
                     x, x_behind = (
                         self._inside(module, expert, x, self.original),
@@ -205,6 +203,7 @@ def _add(moments: Moments | None, clean: torch.Tensor, seen: torch.Tensor) -> Mo
         K = seen.shape[1]
         moments = Moments(torch.zeros(K, K, device=seen.device), torch.zeros(K, K, device=seen.device))
     assert moments.drift is not None
+    moments.tokens += seen.shape[0]
     moments.second.addmm_(seen.T, seen)
     moments.drift.addmm_((clean - seen).T, seen)
     return moments

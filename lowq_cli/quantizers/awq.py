@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from lowq_cli.quantizers._slabs import Solution, check_weight, encode, quantize_rows
-from lowq_cli.quantizers.gptq import Moments, damp
+from lowq_cli.quantizers.gptq import Moments, behind_drift, damp
 from lowq_cli.quantizers.lsq import fit_grid
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
@@ -17,14 +17,14 @@ SCALES = True  # `calibrate` folds the scales (scaling.py) into a layer before t
 def quantize(
     W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, moments: Moments | None = None
 ) -> QuantizedTensor:
-    """Minimise each group's squared error, each column weighted by the power of its input.
+    """Minimise each group's squared error, each column weighted by the power of its input, behind the drift of its inputs.
 
     The range that a group's grid spans is searched with the grid (AWQ's clip search, with a free zero and in closed form).
 
     Args:
         W: (N, K) float weight, scaled already; any dtype and device; K a multiple of scheme.group_size.
         dtype: storage dtype of scales and zeros; both are rounded to it before codes are chosen. None keeps fp32.
-        moments: of the inputs, on W's device; only the diagonal counts. None weighs all columns alike: lsq.
+        moments: of the inputs, on W's device; columns count by the diagonal. None weighs all alike: lsq.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units.
     Raises:
@@ -36,7 +36,8 @@ def quantize(
     if moments is not None:
         if moments.second.shape != (K, K):
             raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
-        weights = damp(moments.second).diagonal().reshape(G, -1)
+        weights = damp(moments).diagonal().reshape(G, -1)
+        W = behind_drift(W, moments)
     return quantize_rows(W, scheme, partial(_solve, weights), dtype)
 
 

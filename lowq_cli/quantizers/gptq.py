@@ -16,6 +16,10 @@ BLOCK = 128  # columns rounded before the rest of the row is corrected in one pr
 # Added to the second moment's diagonal, relative to its mean, against chance correlations of the calibration text. Base model,
 # 2 bits g64, 79k tokens of calibration: perplexity on WikiText-2 56.96 at 0.1, 57.86 at 0.3 (16k tokens: 60.63 at 0.03).
 DAMP = 0.1
+# What T tokens say of K inputs' correlations is believed by the share T / (T + SHRINK K). One matrix of the base model (down,
+# K=1408), 2 bits g64, relative error on another text: with 128 tokens 0.118 at 0, 0.0905 at 2, 0.0903 at 4 (lsq 0.0922); with
+# 16k tokens 0.0895, 0.0883, 0.0871.
+SHRINK = 4
 # Share of the drift of earlier layers that a layer makes up for (GPTAQ uses 1): 56.96 without, 52.43 at 0.5, 52.58 at 1.
 ALPHA = 0.5
 
@@ -24,11 +28,12 @@ ALPHA = 0.5
 class Moments:
     """What a layer's inputs were on the calibration text: x in the original model, x' behind the layers quantized so far.
 
-    second: (K, K) sum over tokens of x' x'^T. drift: (K, K) sum of (x - x') x'^T, or None.
+    second: (K, K) sum over tokens of x' x'^T. drift: (K, K) sum of (x - x') x'^T, or None. tokens: how many; 0: enough.
     """
 
     second: torch.Tensor
     drift: torch.Tensor | None = None
+    tokens: int = 0
 
 
 def quantize(
@@ -55,20 +60,28 @@ def quantize(
         return quantize_rows(W, scheme, partial(_solve, _Path.straight(K, W.device)), dtype, SLAB)
     if moments.second.shape != (K, K):
         raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
-    damped = damp(moments.second)
-    if moments.drift is not None:
-        W = W.float()  # the weight that does best behind the drifted inputs: W + alpha W drift (second)^-1
-        W = W + ALPHA * torch.cholesky_solve((W @ moments.drift.float()).T, torch.linalg.cholesky(damped)).T
-    return quantize_rows(W, scheme, partial(_solve, _Path.of(damped, G)), dtype, SLAB)
+    W = behind_drift(W, moments)
+    return quantize_rows(W, scheme, partial(_solve, _Path.of(damp(moments), G)), dtype, SLAB)
 
 
-def damp(second: torch.Tensor) -> torch.Tensor:
-    """Second moments in fp32 with DAMP added, so that they have an inverse; inputs that are always 0 count as average."""
-    damped = second.float().clone()
+def behind_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
+    """The weight that does best behind the drifted inputs, by a share: W + alpha W drift second^-1."""
+    if moments.drift is None:
+        return W
+    W = W.float()
+    return W + ALPHA * torch.cholesky_solve((W @ moments.drift.float()).T, torch.linalg.cholesky(damp(moments))).T
+
+
+def damp(moments: Moments) -> torch.Tensor:
+    """Second moments in fp32, shrunk and with DAMP added, so that they have an inverse; dead inputs count as average."""
+    damped = moments.second.float().clone()
     diagonal = damped.diagonal()
-    alive = diagonal > 0
-    mean = diagonal[alive].mean() if alive.any() else torch.ones((), device=second.device)
-    diagonal.copy_(torch.where(alive, diagonal + DAMP * mean, mean))
+    own = diagonal.clone()
+    if moments.tokens:
+        damped *= moments.tokens / (moments.tokens + SHRINK * len(own))
+    alive = own > 0
+    mean = own[alive].mean() if alive.any() else torch.ones((), device=own.device)
+    diagonal.copy_(torch.where(alive, own + DAMP * mean, mean))
     return damped
 
 

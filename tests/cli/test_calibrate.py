@@ -90,6 +90,18 @@ def test_gptq_makes_up_for_the_drift_of_earlier_layers():
     assert loss[1] < 0.6 * loss[0]
 
 
+def test_few_tokens_are_believed_little():
+    g = torch.Generator().manual_seed(1)
+    mix = torch.eye(128) + 0.05 * torch.randn(128, 128, generator=g)
+    draw = lambda n: torch.randn(n, 128, generator=g) @ mix  # noqa: E731
+    x, other = draw(160), draw(4096)
+    W, scheme = torch.randn(64, 128, generator=g), Scheme(2, 32)
+    found = [gptq.quantize(W, scheme, None, Moments(x.T @ x, tokens=tokens)) for tokens in (0, 160)]
+    error = [output_error(q, W, other.T @ other) for q in (*found, lsq.quantize(W, scheme))]
+    assert error[1] < 0.9 * error[0]
+    assert error[1] < error[2] < error[0]
+
+
 def test_gptq_survives_dead_and_repeated_inputs():
     W, second = correlated()
     second[5], second[:, 5] = 0, 0
@@ -196,14 +208,14 @@ def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoi
         with blocks.layer(0) as module:
             stages = list(Layer(module, others[0], spots).stages(hidden, hidden))
     x, visits, _ = calls[0]
-    assert sum(stage.tokens for stage in stages) == 2 * visits.numel()
+    assert sum(stage.moments.tokens for stage in stages) == 2 * visits.numel()
     for stage in stages:
         spot = spots[stage.names[0]]
         mine = x[(visits == spot.expert).any(-1)]
         if spot.leaf == "down_proj":
             assert len(stage.names) == 1
             mine = experts._apply_gate(mine @ experts.gate_up_proj[spot.expert].T)
-        assert stage.tokens == len(mine)
+        assert stage.moments.tokens == len(mine)
         assert torch.allclose(stage.moments.second, mine.T @ mine, rtol=1e-4, atol=1e-5)
         assert float(stage.moments.drift.abs().max()) == 0
 
