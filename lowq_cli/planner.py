@@ -72,7 +72,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     head, stored_head = _tied_head(source, found, recipe, wishes, candidates)
     if head:
         candidates.append(head)
-        wishes[head.name] = Wish(recipe.lm_head)
+        wishes[head.name] = Wish(recipe.head)
         notes.append("the output head shared the embedding; it is written separately and no longer tied")
     verdicts = {c.name: _verdict(c, recipe, wishes[c.name]) for c in candidates}
     _check_targets(candidates, verdicts)
@@ -186,7 +186,7 @@ def _wishes(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Wish]:
     owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
     for c in candidates:
         default: int | Keep = "keep" if c.kind in ASKED_FOR_BY_NAME else recipe.bits
-        wishes[c.name] = Wish(recipe.lm_head if c.kind == "head" else default)
+        wishes[c.name] = Wish(recipe.head if c.kind == "head" else default)
         for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
             owners[name].append(c.name)
     asked = [(o.pattern, Wish(o.bits, o.group, by_name=True)) for o in recipe.overrides]
@@ -230,7 +230,7 @@ def _tied_head(
     source: Source, found: Mapping[str, Role], recipe: Recipe, wishes: Mapping[str, Wish], candidates: list[Candidate]
 ) -> tuple[Candidate | None, str | None]:
     """The head that `lm_head` asks for on a model whose head is its embedding, and the stored copy of it to leave out."""
-    if recipe.lm_head == "keep" or any(c.kind == "head" for c in candidates):
+    if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
         return None, None
     table = next((c for c in candidates if c.kind == "embedding"), None)
     if table is None:

@@ -34,16 +34,29 @@ def schemes(plan):
     return {i.name: i.scheme for i in plan.items if i.scheme}
 
 
+# bits of the body, whether the head is the embedding, what the recipe says of it, its bits
+HEADS = [(4, False, {}, 8), (2, False, {}, 8), (8, False, {}, None), (4, True, {}, None), (4, False, {"lm_head": "auto"}, 8)]
+HEADS += [(4, False, {"lm_head": "keep"}, None), (8, False, {"lm_head": 4}, 4), (4, True, {"lm_head": 8}, 8)]
+
+
 def test_linear_weights_are_quantized_and_the_rest_kept_with_a_reason(plan_of):
     plan = plan_of(group=32)
     kinds = {i.kind for i in plan.items if i.scheme}
-    assert kinds == {"attention", "mlp"}
-    assert set(schemes(plan).values()) == {Scheme(4, 32)}
-    assert {i.note.partition(";")[0] for i in plan.items if not i.scheme} == {"head", "embedding", "norm"}
+    assert kinds == {"attention", "mlp", "head"}
+    assert {i.scheme for i in plan.items if i.scheme and i.kind != "head"} == {Scheme(4, 32)}
+    assert {i.note.partition(";")[0] for i in plan.items if not i.scheme} == {"embedding", "norm"}
     assert sum(i.params for i in plan.items) == plan.params == sum(c.params for c in plan.classes)
     assert plan.coverage == sum(i.params for i in plan.items if i.scheme) / plan.params
-    assert plan.quantized_bpw == pytest.approx(4 + 2 * 32 / 32)  # fp32 scales and zeros
+    kept = plan_of(group=32, lm_head="keep")
+    assert {i.note.partition(";")[0] for i in kept.items if not i.scheme} == {"head", "embedding", "norm"}
+    assert kept.quantized_bpw == pytest.approx(4 + 2 * 32 / 32)  # fp32 scales and zeros
     assert json.loads(json.dumps(plan.to_json()))["quantized_fraction"] == plan.coverage
+
+
+@pytest.mark.parametrize(("bits", "tied", "given", "head"), HEADS)
+def test_the_head_gets_8_bits_below_a_body_of_4_unless_it_is_the_embedding(plan_of, bits, tied, given, head):
+    found = schemes(plan_of("llama-tied" if tied else "llama", bits=bits, group=32, **given))
+    assert found.get("lm_head") == (head and Scheme(head, 32))
 
 
 def test_the_planned_config_expands_to_the_planned_schemes(plan_of):
@@ -67,7 +80,7 @@ def test_a_group_that_does_not_divide_k_gives_way_and_the_plan_says_so(plan_of):
     plan = plan_of(group=64)  # K = 64 but for down_proj, where it is 96
     assert schemes(plan)["model.layers.0.mlp.down_proj"] == Scheme(4, 48)
     assert plan.notes == ("group 48, because 64 does not divide K=96: model.layers.0.mlp.down_proj and 1 more",)
-    assert set(schemes(plan_of(group="channel")).values()) == {Scheme(4, 64), Scheme(4, 96)}
+    assert set(schemes(plan_of(group="channel", lm_head="keep")).values()) == {Scheme(4, 64), Scheme(4, 96)}
 
 
 def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints):
@@ -77,7 +90,7 @@ def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints
         for name, h in source.headers.items():
             if ".mlp." in name:
                 source.headers[name] = replace(h, shape=tuple(90 if n == 96 else n for n in h.shape))
-        plan = make_plan(source, make_recipe())
+        plan = make_plan(source, make_recipe(lm_head="keep"))
         assert {n.rpartition(".")[2] for n in schemes(plan)} == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
         assert "K=90 is no multiple of 16, so no group divides it" in plan.notes[0]
         channel = schemes(make_plan(source, make_recipe(group="channel")))
