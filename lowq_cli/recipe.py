@@ -34,8 +34,8 @@ Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 NOT_CALIBRATED = ("head", "embedding", "router")
 # An 8-bit head costs under 0.03% of perplexity, a 4-bit one 0.4 to 0.9% (benchmarks/results/accuracy/head.json), and a decode
-# step reads the whole head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers. A tied head is the embedding: quantized
-# apart it would make the model larger.
+# step reads the whole head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers. A tied head is the embedding:
+# quantized apart it would make the model larger.
 HEAD_BITS, HEAD_FROM = 8, 4
 LAYOUTS = ("auto", "rowstream", "tile")  # what files may hold
 

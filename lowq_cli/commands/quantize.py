@@ -32,7 +32,9 @@ def quantize(
         list[str] | None, typer.Option(metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep.")
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights as they are.")] = None,
-    lm_head: Annotated[str | None, typer.Option(metavar="BITS|keep|auto", help="Output head.  [default: 8 for a body of 4 bits or less, unless tied]")] = None,
+    lm_head: Annotated[
+        str | None, typer.Option(metavar="BITS|keep", help="Output head.  [default: 8 beside 4 bits or less, unless tied]")
+    ] = None,
     engine: Annotated[
         str | None, typer.Option("--for", metavar="ENGINE", help="Only what this engine takes exactly: vllm, llama.cpp or mlx.")
     ] = None,
