@@ -3,11 +3,12 @@
 // Grid    a cluster of CLUSTER blocks for each key head of each sequence; tiles of 16 slots go round the blocks, then round
 //         the warps of a block, so that a short text keeps as many multiprocessors busy as it has tiles.
 // Warp    q K^T and V^T p^T by mma.sync straight from registers: the order of head dims inside a product is free, so a lane
-//         loads 16 bytes of a slot and calls its pairs what it likes. K: lane (g, t) has dims 8 t + 32 j of slots g, g + 8; V:
+//         reads 16 bytes of a slot and calls its pairs what it likes. K: lane (g, t) has dims 8 t + 32 j of slots g, g + 8; V:
 //         dims 8 g + 64 i of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A score's accumulator is p's operand as it stands.
 // New     the token's own k and v go from registers into the tile as well as into the cache: nobody reads slot `pos`.
-// Early   position, tables and the first tile of every warp are read before the previous kernel has ended (they were written
-//         in an earlier step): 512 slots of a key head are in registers when q arrives.
+// Early   position, tables and the first two tiles of every warp are fetched before the previous kernel has ended (they were
+//         written in an earlier step): 1024 slots of a key head are on the multiprocessors when q arrives. By way of shared
+//         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
 // Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
 //         memory): one cluster barrier, no trip to memory. Every sum has a fixed order.
 // Limits  fp16 or bf16, D of 64 or 128, R a multiple of 64, G <= 8.
@@ -19,7 +20,11 @@ __device__ __forceinline__ uint4 load16(const u16* p) {
     asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
 }
-__device__ __forceinline__ uint4 load16_if(bool there, const u16* p) { return there ? load16(p) : make_uint4(0, 0, 0, 0); }
+__device__ __forceinline__ uint4 read16(u32 shared) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared) : "memory");
+    return v;
+}
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 __device__ __forceinline__ float exp2_of(float v) {
     float e;
@@ -98,12 +103,14 @@ __device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)
 }
 
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER>
-__global__ void __launch_bounds__(WARPS * 32, 12 / WARPS)
+__global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u16* cos_table, const u16* sin_table,
        const void* q_norm, const void* k_norm, u16* y, int S, int HKV, int window, float scale, float eps) {
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
     constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
+    constexpr int STAGES = 2, PIECES = 2 * CH + 4 * VH;       // tiles in flight a warp; 16-byte pieces a lane has of a tile
     constexpr float NONE = -1e30f;                            // the maximum of no scores: finite, so that differences stay numbers
+    extern __shared__ float4 shared[];                        // [warp][stage][piece][lane] 16 bytes
     __shared__ float4 parts[WARPS * G * ROW / 4];             // [warp][query][dim]
     __shared__ float tops[WARPS * G];
     __shared__ float totals[WARPS * G];
@@ -118,80 +125,78 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
     const int tiles = (n - first + 15) / 16, last = tiles - 1;
     const size_t head = (size_t)blockIdx.y * S * D;
     const u16 *k_head = k_cache + head + 8 * t, *v_head = v_cache + head + 8 * g;
-    uint4 k[2][CH], v[4][VH];
     auto v_slot = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
-    auto load_k = [&](int tile) {
+    // A tile on its way: every lane fetches its own pieces to places of its own, so no other thread need be waited for.
+    const u32 ring = shared_address(shared) + warp * STAGES * PIECES * 512 + lane * 16;
+    auto fetch = [&](u32 to, const u16* from, bool there) { copy_async_or_zero(to, there ? from : k_cache, there ? 16 : 0); };
+    auto copy = [&](int stage, int tile) {
+        const u32 to = ring + stage * PIECES * 512;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int slot = first + tile * 16 + g + 8 * i;
 #pragma unroll
-            for (int j = 0; j < CH; j++) k[i][j] = load16_if(slot < pos, k_head + (size_t)slot * D + 32 * j);
+            for (int j = 0; j < CH; j++) fetch(to + (i * CH + j) * 512, k_head + (size_t)slot * D + 32 * j, slot < pos);
         }
-    };
-    auto load_v = [&](int tile) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int slot = first + tile * 16 + v_slot(i);
 #pragma unroll
-            for (int j = 0; j < VH; j++) v[i][j] = load16_if(slot < pos, v_head + (size_t)slot * D + 64 * j);
+            for (int j = 0; j < VH; j++) fetch(to + (2 * CH + i * VH + j) * 512, v_head + (size_t)slot * D + 64 * j, slot < pos);
         }
+        copy_commit();
     };
-    uint4 cos[R / 32], sin[R / 32];
-    auto load_tables = [&] {
+    constexpr int ROUND = WARPS * CLUSTER;
+    const int mine = warp * CLUSTER + rank;  // this warp's first tile
 #pragma unroll
-        for (int j = 0; j < R / 32; j++) {
-            cos[j] = load16(cos_table + (size_t)pos * R + 8 * t + 32 * j);
-            sin[j] = load16(sin_table + (size_t)pos * R + 8 * t + 32 * j);
-        }
-    };
-    int tile = warp * CLUSTER + rank;
-    load_k(tile);
-    load_v(tile);
-    load_tables();
+    for (int u = 0; u < STAGES; u++) copy(u, mine + u * ROUND);
+    uint4 cos[R / 32], sin[R / 32];
+#pragma unroll
+    for (int j = 0; j < R / 32; j++) {
+        cos[j] = load16(cos_table + (size_t)pos * R + 8 * t + 32 * j);
+        sin[j] = load16(sin_table + (size_t)pos * R + 8 * t + 32 * j);
+    }
+    if constexpr (NORM != 0) {  // into L1, for `prepare`
+        load16((const u16*)q_norm + NORM * 8 * lane % (NORM * D));
+        load16((const u16*)k_norm + NORM * 8 * lane % (NORM * D));
+    }
     previous_grid_wait();
 
     const u16* token = qkv + (size_t)b * (G + 2) * HKV * D;
-    auto load_new = [&](int tile) {  // where slot `pos` is due: the lanes that have it in their registers
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-            if (first + tile * 16 + g + 8 * i == pos)
-#pragma unroll
-                for (int j = 0; j < CH; j++) k[i][j] = load16(token + (size_t)(HKV * G + h) * D + 8 * t + 32 * j);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            if (first + tile * 16 + v_slot(i) == pos)
-#pragma unroll
-                for (int j = 0; j < VH; j++) v[i][j] = load16(token + (size_t)(HKV * G + HKV + h) * D + 8 * g + 64 * j);
-    };
-    uint4 q[CH];
+    const bool owner = last % ROUND == mine;  // this warp's last tile is the one with the new token
+    uint4 q[CH], new_k[CH], new_v[VH];
 #pragma unroll
     for (int j = 0; j < CH; j++) q[j] = load16(token + (size_t)(h * G + smaller(g, G - 1)) * D + 8 * t + 32 * j);
-    load_new(tile);
+    if (owner) {
+#pragma unroll
+        for (int j = 0; j < CH; j++) new_k[j] = load16(token + (size_t)(HKV * G + h) * D + 8 * t + 32 * j);
+#pragma unroll
+        for (int j = 0; j < VH; j++) new_v[j] = load16(token + (size_t)(HKV * G + HKV + h) * D + 8 * g + 64 * j);
+    }
     prepare<T, D, R, NORM>(q, cos, sin, q_norm, eps, t);
+    if (owner) {
+        prepare<T, D, R, NORM>(new_k, cos, sin, k_norm, eps, t);
+        if (g == 0)
+#pragma unroll
+            for (int j = 0; j < CH; j++) *(uint4*)(k_cache + head + (size_t)pos * D + 8 * t + 32 * j) = new_k[j];
+        if (t == 0)
+#pragma unroll
+            for (int j = 0; j < VH; j++) *(uint4*)(v_cache + head + (size_t)pos * D + 8 * g + 64 * j) = new_v[j];
+    }
 
     float top = NONE, total = 0.f, acc[VH][4][4] = {};  // [..][j][c]: query 2 t + c % 2, dim 8 g + 2 j + c / 2, plus 64 h
-    for (; tile < tiles; tile += WARPS * CLUSTER) {
+    int stage = 0;
+    for (int tile = mine; tile < tiles; tile += ROUND) {
         const int start = first + tile * 16;
-        if (tile == last) {  // the new token's k: normed, turned and kept; its v: kept
-            load_tables();     // again, from L1: holding them costs every warp 32 registers
-            const bool upper = pos - start >= 8;
-            uint4 row[CH];
+        const u32 from = ring + stage * PIECES * 512;
+        copy_wait<STAGES - 1>();
+        uint4 k[2][CH], v[4][VH];
 #pragma unroll
-            for (int j = 0; j < CH; j++) row[j] = upper ? k[1][j] : k[0][j];
-            prepare<T, D, R, NORM>(row, cos, sin, k_norm, eps, t);
-            if (g == (pos - start) % 8)
+        for (int i = 0; i < 2; i++)
 #pragma unroll
-                for (int j = 0; j < CH; j++) {
-                    if (upper) k[1][j] = row[j];
-                    else k[0][j] = row[j];
-                    *(uint4*)(k_cache + head + (size_t)pos * D + 8 * t + 32 * j) = row[j];
-                }
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (start + v_slot(i) == pos)
-#pragma unroll
-                    for (int j = 0; j < VH; j++) *(uint4*)(v_cache + head + (size_t)pos * D + 8 * g + 64 * j) = v[i][j];
-        }
+            for (int j = 0; j < CH; j++) {
+                k[i][j] = read16(from + (i * CH + j) * 512);
+                if (start + g + 8 * i == pos) k[i][j] = new_k[j];
+            }
         float score[2][4] = {};
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -202,7 +207,6 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
                     const u32 a[4] = {word(q[j], 2 * half), 0, word(q[j], 2 * half + 1), 0};
                     mma<T>(score[i], a, word(k[i][j], 2 * half), word(k[i][j], 2 * half + 1), score[i][0], score[i][1], 0.f, 0.f);
                 }
-        load_k(tile + WARPS * CLUSTER);
         float higher = top;
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -222,6 +226,13 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int c = 0; c < 2; c++) score[i][c] = exp2_of(score[i][c] - top), total += score[i][c];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+            for (int j = 0; j < VH; j++) {
+                v[i][j] = read16(from + (2 * CH + i * VH + j) * 512);
+                if (start + v_slot(i) == pos) v[i][j] = new_v[j];
+            }
         const u32 p0 = from_floats<T>(score[0][0], score[0][1]), p1 = from_floats<T>(score[1][0], score[1][1]);
         const float fade0 = __shfl_sync(0xffffffffu, fade, 8 * t), fade1 = __shfl_sync(0xffffffffu, fade, 8 * t + 4);
 #pragma unroll
@@ -233,8 +244,8 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
                 float(&sum)[4] = acc[i][j];
                 mma<T>(sum, a, p0, p1, sum[0] * fade0, sum[1] * fade1, sum[2] * fade0, sum[3] * fade1);
             }
-        load_v(tile + WARPS * CLUSTER);
-        load_new(tile + WARPS * CLUSTER);
+        copy(stage, tile + STAGES * ROUND);
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);

@@ -18,6 +18,7 @@ from lowq_kernels.registry import capability
 PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 BLOCKS = 256  # wanted on the GPU: about two per multiprocessor
 WIDEST_CLUSTER = 8  # what every GPU with clusters allows
+MOST_SMEM = 2 * 8 * 128 * 64  # two tiles of 16 slots, k and v of 128 dims, for each of 8 warps
 LONG = 4096  # slots of a cache from which a block has 8 warps: more bytes in flight
 
 
@@ -44,7 +45,7 @@ def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: i
 
 @cache
 def _kernel(instance: str, device: int, warps: int, cluster: int, serialize: bool) -> Kernel:
-    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, cluster=cluster, serialize=serialize)
+    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, MOST_SMEM, cluster, serialize)
 
 
 def attend(
@@ -69,7 +70,7 @@ def attend(
     kernel(
         cluster,
         B * h.HKV,
-        0,
+        2 * warps * h.D * 64,
         *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos, cos, sin)),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),
