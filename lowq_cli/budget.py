@@ -24,6 +24,7 @@ from lowq_packers.scheme import Scheme
 SLAB = 1 << 23  # weights quantized at a time, whatever the tensor's size
 BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_memory.py
 WORKING = 160 << 20  # buffers of the quantizers, of copying and of the allocator that do not grow with the slab
+ROTATING = 12  # bytes per weight of a matrix that is rotated: what mixes rows is made whole, in fp32
 PROBE = 1 << 19  # weights in the timing sample
 
 
@@ -61,6 +62,7 @@ def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, w
     calibrating = working_bytes(plan)
     peak = current_rss() + WORKING + workers * max(slab_bytes(i) for i in plan.items)
     peak += calibrating if device.type == "cpu" else 0
+    peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
     # a sample says little of a walk through the model
     seconds = None if calibrating else sum(probe(plan, device, workers).values())
     return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)

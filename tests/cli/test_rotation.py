@@ -1,6 +1,7 @@
 """Rotations: orthogonal at every size, and a rotated model is the same function."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lowq_cli.orthogonal import Rotation
 from lowq_cli.recipe import make_recipe
 from lowq_cli.rotation import EXACT, rotated
 from lowq_cli.source import open_source
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import UnsupportedError, UsageError
 
 FAMILIES = ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3-moe"]
 
@@ -76,6 +77,34 @@ def test_parts_of_a_tensor_are_read_as_the_whole(family_checkpoints):
 def test_other_families_are_refused_with_the_reason(family, family_checkpoints):
     with open_source(family_checkpoints(family).dense) as raw, pytest.raises(UnsupportedError, match=r"norms|mean"):
         rotated(raw)
+
+
+def test_a_refusal_comes_before_anything_is_written_and_says_the_way_out(family_checkpoints, tmp_path):
+    dense = family_checkpoints("gemma3").dense
+    with pytest.raises(UnsupportedError, match="leave it out"):
+        list(pipeline.run(dense, make_recipe(rotate=True), tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UsageError, match="rotate='yes' must be true or false"):
+        make_recipe(rotate="yes")
+
+
+def test_rotated_weights_have_no_outliers(family_checkpoints, tmp_path):
+    """A large channel of the stream and of a norm is shared out over all."""
+    from safetensors.torch import load_file, save_file
+
+    dense = tmp_path / "dense"
+    shutil.copytree(family_checkpoints("llama").dense, dense)
+    tensors = load_file(dense / "model.safetensors")
+    tensors["model.layers.0.input_layernorm.weight"][5] = 40.0
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with open_source(dense) as raw:
+        before, after = (s.read(name).reshape(64, 64) for s in (raw, rotated(raw)))
+    before = before * tensors["model.layers.0.input_layernorm.weight"]
+    assert torch.allclose(before.norm(), after.norm(), rtol=1e-4)
+    kurtosis = [float((W / W.std()).pow(4).mean()) for W in (before, after)]
+    assert kurtosis[0] > 20
+    assert kurtosis[1] < 4
 
 
 def test_every_exact_family_is_tested():
