@@ -187,8 +187,10 @@ def _choose(call: Call) -> Choice:
 
 @lru_cache(4096)
 def _rounds_itself(call: Call, kernel: str | None) -> bool:
-    """Whether a kernel (the forced one) takes activations as this call has them."""
-    return any(s.why_not(call) is None for name, s in kernels().items() if kernel in (None, name))
+    """Whether a kernel takes activations as this call has them: the forced one, or any but a last resort."""
+    return any(
+        s.why_not(call) is None for name, s in kernels().items() if name == kernel or (kernel is None and s.rank < LAST_RESORT)
+    )
 
 
 def matmul(

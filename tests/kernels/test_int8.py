@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from lowq_kernels.activations import int8_rows, rounded
 from lowq_kernels.linear import QuantLinear
-from lowq_kernels.registry import Call, kernels, matmul
+from lowq_kernels.registry import Call, _rounds_itself, kernels, matmul
 from lowq_kernels.triton_wnax import gemm_int8 as kernel
 from lowq_packers.errors import UsageError
 from lowq_packers.layouts import pack
@@ -72,7 +72,12 @@ def test_products(bits, zero):
 
 
 def test_dispatch():
-    """A layout or device without such a kernel gets rounded activations; the kernel is not offered to others."""
+    """Activations are rounded before the kernels that win; the int8 kernel is not offered to others, and taken by name only."""
+    call = Call(3, 64, 128, weight(64, 128, 64, 4, "float").scheme, "strided", torch.float16, "cuda", (9, 0), "int8")
+    assert SPEC.why_not(call) is None
+    assert _rounds_itself(call, SPEC.name)
+    assert not _rounds_itself(call, None)
+    assert not _rounds_itself(call, "triton/gemm")
     w = weight(64, 128, 64, 4, "float")
     x = torch.randn(3, 128, device=DEVICE).half()
     assert SPEC.why_not(Call(3, 64, 128, w.scheme, "strided", x.dtype, "cuda", (9, 0))) == "takes activations as int8, not none"
