@@ -16,9 +16,16 @@ ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
 
 
 def shard_problems(
-    config: Mapping[str, Any], schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], ranks: int
+    config: Mapping[str, Any],
+    schemes: Mapping[str, Scheme],
+    shapes: Mapping[str, tuple[int, int]],
+    ranks: int,
+    packed_zeros: bool = True,
 ) -> list[str]:
-    """A line for each matrix that `ranks` ranks cannot share, with the group size that they could; [] if all is well."""
+    """A line for each matrix that `ranks` ranks cannot share, with the group size that they could; [] if all is well.
+
+    packed_zeros: whole-number zeros are packed along N, as foreign formats do.
+    """
     found = fusion_problems(schemes)
     heads = whole(text_config(config), "num_key_value_heads", "num_attention_heads")
     for name, scheme in schemes.items():
@@ -28,7 +35,9 @@ def shard_problems(
             found.append(row_problem(name, scheme, K, ranks))
         elif leaf != "lm_head":
             copies = heads if leaf in ("k_proj", "v_proj") and heads and ranks > heads else ranks  # few kv heads: replicated
-            found.append(column_problem(name, N, copies) or _packed_zeros_problem(name, scheme, N, copies))
+            found.append(column_problem(name, N, copies))
+            if packed_zeros and not found[-1]:
+                found.append(_packed_zeros_problem(name, scheme, N, copies))
     return [line for line in found if line]
 
 

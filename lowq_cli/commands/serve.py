@@ -20,11 +20,14 @@ def serve(
     ] = None,
     tp: Annotated[int, typer.Option("--tp", help="GPUs to spread the weights over.")] = 1,
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    native: Annotated[
+        bool, typer.Option("--native", help="Do not export: lowq's own kernels, through its vLLM plugin.")
+    ] = False,
     args: Annotated[str, typer.Option(help="More arguments for `vllm serve`, as one string.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object on stdout.")] = False,
 ) -> None:
-    """Serve a checkpoint with vLLM, exported into the cache in the format that it has kernels for."""
+    """Serve a checkpoint with vLLM: exported into the cache where vLLM has kernels for it, else with lowq's."""
     from lowq_cli import state
 
     model = state.checkpoint_or_last(ckpt)
@@ -36,7 +39,7 @@ def serve(
 
     from lowq_cli.serving import command
 
-    line = command(model, tp, port, tuple(shlex.split(args)), write=not dry_run)
+    line = command(model, tp, port, tuple(shlex.split(args)), write=not dry_run, native=native)
     if dry_run:
         if as_json:
             console.out_json({"command": line})

@@ -68,12 +68,28 @@ def test_without_vllm_it_says_what_to_install(family_checkpoints, monkeypatch, c
     assert "pip install vllm" in capsys.readouterr().err
 
 
+def test_what_vllm_has_no_kernels_for_is_served_by_ours(family_checkpoints, monkeypatch, capsys):
+    three = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(3, 32, "none")}
+    for schemes in (FLOAT, three, {"attention": Scheme(1, 16, "int"), "mlp": Scheme(2, 16, "float")}):
+        made = family_checkpoints("llama", "bfloat16", schemes)
+        assert serving.command(str(made.packed))[2] == str(made.packed.resolve())
+    made = family_checkpoints("llama", "bfloat16", SYM)
+    assert cli(monkeypatch, made.packed, "--native", "--tp", 2, "--dry-run") == 0
+    out = capsys.readouterr().out.split()
+    assert out[:3] == ["vllm", "serve", str(made.packed.resolve())]
+    assert out[-2:] == ["--tensor-parallel-size", "2"]
+
+
+def test_zeros_that_formats_pack_along_n_do_not_bind_our_plugin(family_checkpoints):
+    made = family_checkpoints("llama", "bfloat16", {"attention": Scheme(1, 16, "int")})  # k_proj: 32 rows, 16 a rank
+    assert serving.command(str(made.packed), 2)[2] == str(made.packed.resolve())
+
+
 @pytest.mark.parametrize(
     ("schemes", "ranks", "message"),
     [
-        (FLOAT, 1, "--for vllm"),
         (SYM, 8, "on 8 GPU"),
-        ({"attention": Scheme(4, 32, "none"), "mlp": Scheme(3, 32, "none")}, 1, "--for vllm"),
+        ({"mlp": Scheme(4, 32, "float")}, 2, r"down_proj: K=96 over 2 ranks is 48"),
     ],
 )
 def test_what_vllm_cannot_serve_is_refused(family_checkpoints, schemes, ranks, message):

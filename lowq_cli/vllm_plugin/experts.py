@@ -1,0 +1,147 @@
+"""Packed experts in vLLM: gate and up side by side, cut over ranks like merged columns; down cut like a row-parallel layer.
+
+Few tokens on a GPU, and whatever a CUDA graph captures, take the kernel that reads only the chosen experts, where it can;
+else tokens are grouped by expert.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+
+from lowq_cli.hf.experts import FEW_ROWS, FEW_TOKENS, experts_linear
+from lowq_cli.vllm_plugin.linear import Held, LowqLinearMethod, check_companions
+from lowq_kernels.linear import best_layout
+from lowq_kernels.stack import Stack
+from lowq_packers.errors import UnsupportedError
+from lowq_packers.layouts import DISK
+from lowq_packers.scheme import Scheme
+
+ACTS = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+}
+LEAVES = ("weight", "weight_scale", "weight_zero")
+
+
+class LowqExpertsMethod(FusedMoEMethodBase):
+    """The weighted sum of each token's experts, from packed weights; vLLM adds up the ranks.
+
+    Args:
+        moe: vLLM's facts about the layer.
+        schemes: of "w13" (gate and up) and "w2" (down).
+        name: of the layer, for messages.
+    """
+
+    def __init__(self, moe: Any, schemes: Mapping[str, Scheme], name: str) -> None:
+        super().__init__(moe)
+        self.schemes, self.name = schemes, name
+        if getattr(moe, "has_bias", False) or not getattr(moe, "is_act_and_mul", True):
+            raise UnsupportedError(f"{name}: lowq has no kernel for experts with biases, or without a gate")
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *others: Any, **more: Any
+    ) -> tuple[int, int]:
+        """As they are: padding would move groups."""
+        return hidden_size, intermediate_size_per_partition
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register w13_weight, w13_weight_scale, ... of this rank. Raises UnsupportedError if a group is cut."""
+        own = intermediate_size_per_partition
+        shapes = {"w13": (2 * own, hidden_size, hidden_size), "w2": (hidden_size, own, own * self.moe.tp_size)}
+        layer.lowq = {}
+        for weight, (N, K, whole_K) in shapes.items():
+            held = LowqLinearMethod(self.schemes[weight], f"{self.name}.{weight}").share(N, K, whole_K)
+            layer.lowq[weight] = held
+            how = "channel" if self.schemes[weight].group_size == whole_K else "group"
+            for leaf, data in held.blank(params_dtype).items():
+                param = nn.Parameter(data.new_empty(num_experts, *data.shape), requires_grad=False)
+                param.weight_loader = extra_weight_attrs["weight_loader"]  # type: ignore[attr-defined]
+                param.quant_method, param.is_transposed = how, False  # type: ignore[attr-defined]
+                layer.register_parameter(f"{weight}_{leaf}", param)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """None: the kernels are ours."""
+        return None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Move the loaded experts into the layout that the device computes in. Raises DamagedError for scales that are none."""
+        for weight, p in layer.lowq.items():
+            words, scales, zeros = (getattr(layer, f"{weight}_{leaf}", None) for leaf in LEAVES)
+            check_companions(scales.data, None if zeros is None else zeros.data, p.scheme, f"{self.name}.{weight}")
+            tensors = (words.data, scales.data, None if zeros is None else zeros.data, None)
+            stack = Stack(*tensors, p.scheme, p.N, p.K, DISK)
+            stack = stack.repacked(best_layout(p.scheme, p.N, p.K, scales.dtype, words.device))
+            for leaf, t in zip((*LEAVES, "weight_aux"), (stack.words, stack.scales, stack.zeros, stack.aux), strict=True):
+                setattr(layer, f"{weight}_{leaf}", None if t is None else nn.Parameter(t, requires_grad=False))
+            layer.lowq[weight] = Held(p.scheme, p.N, p.K, stack.layout)
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x (T, H), topk_weights and topk_ids (T, top_k) -> (T, H), of this rank's experts."""
+        act = getattr(layer.activation, "value", layer.activation)
+        limits = ("swiglu_limit", "swiglu_alpha", "swiglu_beta")
+        if act not in ACTS or any(getattr(layer, limit, None) is not None for limit in limits):
+            raise UnsupportedError(f"{self.name}: lowq computes experts with {', '.join(ACTS)}, not {act} (with limits)")
+        ids, weights = topk_ids.long(), topk_weights
+        if layer.expert_map is not None:  # expert-parallel: those of other ranks count nothing here
+            local = layer.expert_map[ids]
+            ids, weights = local.clamp(min=0), weights.masked_fill(local < 0, 0)
+        if layer.apply_router_weight_on_input:  # models that do have one expert a token
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        up, down = (_current(layer, weight) for weight in ("w13", "w2"))
+        if kernel := _kernel(x, ids, up, down, act):
+            return kernel(x, ids, weights, up, down, act)
+        top_k, experts = ids.shape[-1], ids.reshape(-1)
+        gate, value = _product(x.repeat_interleave(top_k, 0), experts, up).chunk(2, -1)
+        h = ACTS[act](gate) * value  # type: ignore[operator]
+        weighted = _product(h, experts, down).float() * weights.reshape(-1, 1).float()
+        return weighted.reshape(x.shape[0], top_k, -1).sum(1).to(x.dtype)
+
+
+def _current(layer: Any, weight: str) -> Stack:
+    """The weights as the layer holds them now: vLLM may have moved them."""
+    s = layer.lowq[weight]
+    tensors = (getattr(layer, f"{weight}_{leaf}") for leaf in (*LEAVES, "weight_aux"))
+    return Stack(*tensors, s.scheme, s.N, s.K, s.layout)
+
+
+def _kernel(x: torch.Tensor, ids: torch.Tensor, up: Stack, down: Stack, act: str) -> Any:
+    """The kernel for a few tokens, where it takes the call; None otherwise."""
+    if not x.is_cuda or (x.shape[0] > FEW_TOKENS and not torch.cuda.is_current_stream_capturing()):
+        return None
+    try:
+        from lowq_kernels.decode.experts import experts, why_not
+    except ModuleNotFoundError as e:
+        if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
+            raise
+        return None
+    return None if why_not(up, down, ids.shape[-1], act, x.dtype, x.device) else experts
+
+
+def _product(x: torch.Tensor, experts: torch.Tensor, s: Stack) -> torch.Tensor:
+    """Row i of x times the weight of expert `experts[i]`; a few rows at a time where a graph must hold copies of experts."""
+    assert s.scheme is not None
+    facts = (s.words, s.scales, s.zeros, s.aux, s.N, s.K, s.scheme.bits, s.scheme.group_size, s.scheme.zero, s.layout)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing() and x.shape[0] > FEW_ROWS:
+        parts = zip(x.split(FEW_ROWS), experts.split(FEW_ROWS), strict=True)
+        return torch.cat([experts_linear(a, e, *facts) for a, e in parts])
+    return experts_linear(x, experts, *facts)

@@ -1,0 +1,115 @@
+"""Packed linear layers in vLLM: its loaders cut them over tensor-parallel ranks, our kernels compute them.
+
+A row of words, scales and zeros belongs to one output, so column-parallel, merged and q/k/v layers are cut along dim 0 by
+vLLM's own parameter classes. Row-parallel ones are cut along dim 1, where each rank must get whole groups and words.
+"""
+
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
+
+from lowq_cli.sharding import row_problem
+from lowq_kernels import ops
+from lowq_kernels.linear import best_layout
+from lowq_packers.bitstream import words_per_row
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.layouts import DISK, PackedWeight, repack
+from lowq_packers.scheme import Scheme
+
+
+class Held(NamedTuple):
+    """What the tensors of a layer stand for. The tensors themselves stay with the layer, where vLLM may move them."""
+
+    scheme: Scheme
+    N: int
+    K: int
+    layout: str = DISK
+
+    def blank(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Tensors for vLLM's loaders to fill, on the default device."""
+        words = torch.empty(self.N, words_per_row(self.K, self.scheme.bits), dtype=torch.int32)
+        companions = ("weight_scale",) if self.scheme.zero == "none" else ("weight_scale", "weight_zero")
+        return {"weight": words} | {leaf: torch.empty(self.N, self.scheme.groups(self.K), dtype=dtype) for leaf in companions}
+
+
+@register_weight_loader_v2_supported_method
+class LowqLinearMethod(LinearMethodBase):
+    """y = x @ dequantize(weight)^T + bias for one of vLLM's linear layers.
+
+    Args:
+        scheme: of the whole layer.
+        name: of the layer, for messages.
+    """
+
+    def __init__(self, scheme: Scheme, name: str) -> None:
+        self.scheme, self.name = scheme, name
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register `weight`, `weight_scale` and `weight_zero` of this rank. Raises UnsupportedError if a group is cut."""
+        layer.lowq = own = self.share(sum(output_partition_sizes), input_size_per_partition, input_size)
+        for leaf, data in own.blank(params_dtype).items():
+            dims: dict[str, Any] = {"input_dim": 1, "output_dim": 0}
+            kind: Any = GroupQuantScaleParameter
+            if leaf == "weight":
+                kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, own.scheme.bits)}
+            elif self.scheme.group_size == input_size:  # a row's one scale: every rank that has a part of the row needs it
+                kind, dims = ChannelQuantScaleParameter, {"output_dim": 0}
+            layer.register_parameter(leaf, kind(data=data, weight_loader=extra_weight_attrs["weight_loader"], **dims))
+
+    def share(self, N: int, K: int, whole_K: int) -> Held:
+        """What a rank holds that has K of each row's `whole_K` codes."""
+        if whole_K != K and (problem := row_problem(self.name, self.scheme, whole_K, whole_K // K)):
+            raise UnsupportedError(problem)
+        s = self.scheme
+        return Held(Scheme(s.bits, K, s.zero) if s.group_size == whole_K else s, N, K)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Move the loaded weight into the layout that the device computes in. Raises DamagedError for scales that are none."""
+        hold(layer, loaded(layer, self.name))
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., K) -> (..., N), through a custom op that torch.compile and CUDA graphs can hold."""
+        p = layer.lowq
+        tensors = (layer.weight, layer.weight_scale, layer.weight_zero, layer.weight_aux, bias)
+        facts = (p.N, p.K, p.scheme.bits, p.scheme.group_size, p.scheme.zero, p.layout, None)
+        return ops.linear(x.reshape(-1, p.K), *tensors, *facts).reshape(*x.shape[:-1], p.N)
+
+
+def loaded(layer: Any, name: str) -> PackedWeight:
+    """The weight that the loaders filled."""
+    own = layer.lowq
+    zeros = None if own.scheme.zero == "none" else layer.weight_zero.data
+    check_companions(layer.weight_scale.data, zeros, own.scheme, name)
+    return PackedWeight(layer.weight.data, layer.weight_scale.data, zeros, own.scheme, own.N, own.K, own.layout)
+
+
+def check_companions(scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme, name: str) -> None:
+    """Raise DamagedError for scales and zeros that no quantizer writes: kernels would compute with them in silence."""
+    good = scales.isfinite().all()
+    if zeros is not None:
+        good = good & zeros.isfinite().all()
+        if scheme.zero == "int":
+            good = good & (zeros == zeros.round()).all() & (zeros >= 0).all() & (zeros < scheme.levels).all()
+    if not good:
+        raise DamagedError(f"{name} holds scales or zeros that are not finite or out of range; quantize the model again")
+
+
+def hold(layer: Any, p: PackedWeight) -> None:
+    """Keep `p`, in its device's layout, as the layer's tensors."""
+    p = repack(p, best_layout(p.scheme, p.N, p.K, p.scales.dtype, p.words.device))
+    for leaf, t in (("weight", p.words), ("weight_scale", p.scales), ("weight_zero", p.zeros), ("weight_aux", p.aux)):
+        setattr(layer, leaf, None if t is None else nn.Parameter(t, requires_grad=False))
+    layer.lowq = Held(p.scheme, p.N, p.K, p.layout)
