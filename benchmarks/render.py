@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder import each other by name
+import decode_page
 import summary
 
 ROOT = Path(__file__).parent.parent
@@ -87,6 +88,11 @@ def measured() -> str:
     return summary.measured(markdown)
 
 
+def decode() -> str:
+    """Tokens per second of whole models."""
+    return decode_page.page(markdown)
+
+
 def accuracy() -> str:
     """Perplexity of the data-free methods beside the hqq package, one table per model and text."""
     from lowq_cli import quantizers
@@ -153,7 +159,9 @@ def _cells(rows: Iterable[dict[str, Any]], model: str, text: str) -> dict[tuple[
     return cells
 
 
-PARTS: dict[str, Callable[[], str]] = {f.__name__: f for f in (commands, cli_help, kernels, measured, accuracy, calibrated)}
+PARTS: dict[str, Callable[[], str]] = {
+    f.__name__: f for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated)
+}
 
 
 def rendered(text: str) -> str:

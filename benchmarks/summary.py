@@ -9,6 +9,7 @@ RESULTS = Path(__file__).parent / "results"
 Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
 DECODERS = {  # variants of benchmarks/e2e_decode.py, as a reader would name them
     "transformers": "transformers `generate`, 16-bit",
+    "transformers-compile": "transformers `generate`, static cache, its own torch.compile, 16-bit",
     "transformers-static": "transformers, static cache, one CUDA graph, 16-bit",
     "16": "lowq, 16-bit",
     "8": "lowq, 8-bit g128",
@@ -17,7 +18,9 @@ DECODERS = {  # variants of benchmarks/e2e_decode.py, as a reader would name the
     "4h8": "lowq, 4-bit g128, 8-bit head",
     "4h4": "lowq, 4-bit g128, 4-bit head",
     "3": "lowq, 3-bit g128",
+    "3h8": "lowq, 3-bit g128, 8-bit head",
     "2": "lowq, 2-bit g128",
+    "2h8": "lowq, 2-bit g128, 8-bit head",
     "2h4": "lowq, 2-bit g128, 4-bit head",
 }
 

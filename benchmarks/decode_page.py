@@ -1,0 +1,77 @@
+"""The tables of docs/decode.md: every decode_*.json of results/h100."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import summary
+
+RESULTS = Path(__file__).parent / "results"
+Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
+MODELS = {
+    "8b": "8B, Llama 3.1's shape",
+    "1b": "1B, Llama 3.2's shape (tied head)",
+    "70b": "70B, Llama 3.1's shape",
+    "30b-a3b": "30B mixture, Qwen3-30B-A3B's shape: 8 of 128 experts a token",
+}
+
+
+def page(table: Table) -> str:
+    """All tables, one or two a model."""
+    parts = []
+    for model, title in MODELS.items():
+        path = RESULTS / "h100" / f"decode_{model}.json"
+        if not path.is_file():
+            continue
+        report = json.loads(path.read_text())
+        rows = sorted((r for r in report["rows"] if "error" not in r), key=lambda r: _order(r["variant"]))
+        about = f"{report['device']}, prompt {report['prompt']}, {report['date'][:10]}, torch {report['versions']['torch']}"
+        parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
+        if batched := _batched(rows):
+            parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def label(variant: str) -> str:
+    """A variant of e2e_decode.py as a reader would name it."""
+    if variant in summary.DECODERS:
+        return summary.DECODERS[variant]
+    body, _, head = variant.partition("h")
+    bits, _, group = body.partition("g")
+    return f"lowq, {bits}-bit g{group or 128}" + (f", {head}-bit head" if head else "")
+
+
+def _order(variant: str) -> tuple[Any, ...]:
+    """transformers first, then by bits, wide groups before narrow, a 16-bit head before a quantized one."""
+    if variant.startswith("transformers"):
+        return (0, variant.endswith("compile"), variant.endswith("static"))
+    body, _, head = variant.partition("h")
+    bits, _, group = body.partition("g")
+    return (1, -int(bits), -int(group or 128), -int(head or 16))
+
+
+def _one(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[object]]]:
+    columns = ("", ">tokens/s", ">ms per token", ">GB read", ">of the read roofline", ">ms to the first token", ">peak GB")
+    found = []
+    for r in rows:
+        if r["batch"] == 1:
+            first, peak = r.get("ttft_s"), r.get("peak_gb")
+            cells = (f"{r['tokens_per_s']:.0f}", f"{r['ms_per_step']:.2f}", f"{r['bytes_per_step'] / 1e9:.2f}")
+            tail = (
+                f"{r['roofline_pct']:.0f}%",
+                "" if first is None else f"{1e3 * first:.0f}",
+                "" if peak is None else f"{peak:.2f}",
+            )
+            found.append((label(r["variant"]), *cells, *tail))
+    return columns, found
+
+
+def _batched(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[object]]] | None:
+    batches = sorted({r["batch"] for r in rows})
+    if batches == [1]:
+        return None
+    cells = {(r["variant"], r["batch"]): f"{r['tokens_per_s']:,.0f}" for r in rows}
+    variants = [v for v in dict.fromkeys(r["variant"] for r in rows) if any((v, b) in cells for b in batches if b > 1)]
+    return ("", *(f">batch {b}" for b in batches)), [(label(v), *(cells.get((v, b), "") for b in batches)) for v in variants]
