@@ -1,30 +1,48 @@
-"""The tile kernels against cuBLAS fp16 and the read-only floor, every cell checked before it is timed.
+"""The tile kernels against cuBLAS fp16 on one GPU, every cell checked against fp32 before it is timed.
 
-    python benchmarks/cuda_tile.py                         # all cells, the kernel and config that dispatch picks
-    python benchmarks/cuda_tile.py --sweep --bits 4 --m 1,8,16   # every legal config of every tile kernel
+    python benchmarks/cuda_tile.py                                  # PLAN: the tables of docs/cuda.md
+    python benchmarks/cuda_tile.py --shapes 4096x4096 --bits 4 --m 1,8,16 --sweep    # every legal config of every kernel
 
-Protocol: `lowq_kernels.timing.graph_time` (weights rotated past the L2 cache, one CUDA graph, median of replays).
-Writes benchmarks/results/<gpu>/cuda_tile.json, or --out.
+Without --sweep a cell is the kernel and config that dispatch picks. Protocol: `lowq_kernels.timing.graph_time` (weights
+rotated past the L2 cache, one CUDA graph, median of replays). Writes benchmarks/results/<gpu>/cuda_tile.json, or --out.
 """
 
 import argparse
 import datetime
 import json
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from lowq_kernels import registry
-from lowq_kernels.registry import Call
+from lowq_kernels.registry import Call, Config, KernelSpec
 from lowq_kernels.timing import graph_time, rotation
 from lowq_packers.layouts import PackedWeight, unpack
-from lowq_packers.layouts.tile import expected_shapes
+from lowq_packers.layouts.tile import ROW_STEP, ROWS, expected_shapes
 from lowq_packers.scheme import Scheme
 
-SHAPES = "4096x4096,28672x4096,4096x14336,8192x8192,57344x8192"
-ROWS = "1,2,4,8,16,32,64,128,256,1024,4096"
-LIMIT = 2e-3  # relative Frobenius error, fp16
+SMALL = "1,2,4,8,16"
+ALL = SMALL + ",32,64,128,256,1024,4096"
+LAYERS = "4096x4096,28672x4096,4096x14336,8192x8192,57344x8192"
+QWEN_7B = "4608x3584,3584x3584,37888x3584,3584x18944"
+MISTRAL_7B = "6144x4096,4096x4096,28672x4096,4096x14336"
+LLAMA_1B = "3072x2048,2048x2048,16384x2048,2048x8192"
+PLAN = (  # shapes, bits, group sizes (0: per channel), rows of x
+    (LAYERS, "4", "128", ALL),
+    (LAYERS, "8", "128", ALL),
+    (LAYERS, "3,2,1", "128", SMALL + ",64,256"),
+    ("4096x4096,28672x4096", "2", "128", "4096"),
+    ("4096x4096,28672x4096", "4", "32,64,0", "1,16,64,256,1024"),
+    (QWEN_7B, "4", "128", "1,3,7,16,17,33,100,1000"),
+    (MISTRAL_7B, "4", "128", "1,3,7,17,33,100,1000"),
+    (LLAMA_1B, "4", "128", "1,3,7,16,17,33,100,1000"),
+)
+LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # relative Frobenius error
+CHECKED = 2048  # rows of W at most that truth is computed for, in blocks spread over all of them
+LARGEST = 57344 * 1024  # N * M
 
 
 def random_weight(N: int, K: int, scheme: Scheme, dtype: torch.dtype, seed: int) -> PackedWeight:
@@ -39,90 +57,104 @@ def random_weight(N: int, K: int, scheme: Scheme, dtype: torch.dtype, seed: int)
     return PackedWeight(w, scales, zeros, scheme, N, K, "tile")
 
 
-def error(y: torch.Tensor, x: torch.Tensor, p: PackedWeight) -> float:
-    """||y - ref|| / ||ref||, ref in fp32 on at most 2048 rows of W (spread over all of them by stride)."""
-    step = max(1, p.N // 2048)
-    q = unpack(p)
-    W = type(q)(
-        q.W_q[::step].contiguous(), q.scales[::step], None if q.zeros is None else q.zeros[::step], q.bits, q.group_size, q.zero
-    )
-    ref = x.float() @ W.dequantize().t()
-    return float((y[:, ::step].float() - ref).norm() / ref.norm())
+def sample(p: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, W): indices of some rows of W, and those rows in fp32, transposed; whole blocks of rows are unpacked."""
+    blocks = p.N // ROW_STEP
+    chosen = torch.arange(0, blocks, max(1, -(-blocks * ROW_STEP // CHECKED)), device="cuda")
+    tiles = (chosen[:, None] * (ROW_STEP // ROWS) + torch.arange(ROW_STEP // ROWS, device="cuda")).flatten()
+    rows = (tiles[:, None] * ROWS + torch.arange(ROWS, device="cuda")).flatten()
+    zeros = None if p.zeros is None else p.zeros[tiles]
+    part = PackedWeight(p.words[tiles], p.scales[tiles], zeros, p.scheme, len(rows), p.K, "tile")
+    return rows, unpack(part).dequantize().t()
 
 
-def cells(args: argparse.Namespace):
-    """(N, K, scheme) of every weight to measure."""
-    for shape in args.shapes.split(","):
-        N, K = map(int, shape.split("x"))
-        for bits in map(int, args.bits.split(",")):
-            for group in map(int, args.group.split(",")):
-                yield N, K, Scheme(bits, group or K, args.zero)
+Cell = tuple[int, int, Scheme]
+
+
+def cells(args: argparse.Namespace) -> Iterator[tuple[Cell, list[int]]]:
+    """((N, K, scheme), rows of x) of every weight to measure; what several lines of the plan ask for comes once."""
+    plan = [(args.shapes, args.bits, args.group, args.m)] if args.shapes else PLAN
+    found: dict[Cell, dict[int, None]] = {}
+    for shapes, widths, groups, rows in plan:
+        for shape in shapes.split(","):
+            N, K = map(int, shape.split("x"))
+            for bits in map(int, widths.split(",")):
+                for group in map(int, groups.split(",")):
+                    some = found.setdefault((N, K, Scheme(bits, group or K, args.zero)), {})
+                    some.update(dict.fromkeys(m for m in map(int, rows.split(",")) if N * m <= LARGEST))
+    for cell in sorted(found, key=lambda c: (c[0], c[1], -c[2].bits, c[2].group_size)):
+        yield cell, sorted(found[cell])
+
+
+def candidates(call: Call, args: argparse.Namespace) -> list[tuple[KernelSpec, Config]]:
+    """What to time in one cell, the choice of dispatch first."""
+    chosen = registry.select(call)
+    if not args.sweep:
+        return [chosen]
+    specs = [s for k, s in registry.kernels().items() if k.startswith("cuda/") and args.kernel in k and s.why_not(call) is None]
+    every = [(s, c) for s in specs for c in s.legal_configs(call)]
+    return [chosen, *(e for e in every if (e[0].name, e[1]) != (chosen[0].name, chosen[1]))]
 
 
 def main() -> None:
+    """Measure; print a line a cell, write all rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--bits", default="4,8,3,2,1")
+    parser.add_argument("--shapes", default="", help="NxK,...; without it the plan of this file")
+    parser.add_argument("--bits", default="4")
     parser.add_argument("--group", default="128", help="0 is per channel")
     parser.add_argument("--zero", default="float")
-    parser.add_argument("--m", default=ROWS)
-    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    parser.add_argument("--m", default=ALL)
+    parser.add_argument("--kernel", default="", help="with --sweep: only kernels whose name contains this")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--sweep", action="store_true", help="every legal config, not only the chosen one")
-    parser.add_argument("--no-cublas", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop when so many have passed")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
+    dtype, start = getattr(torch, args.dtype), time.monotonic()
     gpu = torch.cuda.get_device_name().split()[1].lower()
     out = Path(args.out or Path(__file__).parent / "results" / gpu / "cuda_tile.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
     anchors: dict[tuple[int, int, int], float] = {}
-    for N, K, scheme in cells(args):
+    for (N, K, scheme), Ms in cells(args):
         first = random_weight(N, K, scheme, dtype, 0)
         copies = [first] + [random_weight(N, K, scheme, dtype, i) for i in range(1, rotation(first.nbytes))]
-        for M in map(int, args.m.split(",")):
-            if N * M > 57344 * 1024:
-                continue
-            x = torch.randn(M, K, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(7)) / 8
-            if not args.no_cublas and (N, K, M) not in anchors:
+        some, truth = sample(first)
+        xs = {
+            M: torch.randn(M, K, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(7)) / 8 for M in Ms
+        }
+        work = [(M, *c) for M in Ms for c in candidates(Call.of(xs[M], first), args)]
+        with ThreadPoolExecutor(16) as pool:  # compiles run side by side
+            list(pool.map(lambda w, p=first, xs=xs: w[1].launch(xs[w[0]], p, None, w[2]), work))
+        for M in Ms:
+            if (N, K, M) not in anchors:
                 dense = [torch.randn(N, K, device="cuda", dtype=dtype) for _ in range(rotation(N * K * 2))]
-                anchors[N, K, M] = graph_time([lambda w=w, x=x: x @ w.t() for w in dense])
+                anchors[N, K, M] = graph_time([lambda w=w, x=xs[M]: x @ w.t() for w in dense])
                 del dense
-            call = Call.of(x, first)
-            chosen = registry.select(call)
-            candidates = [chosen]
-            if args.sweep:
-                specs = [s for k, s in registry.kernels().items() if k.startswith("cuda/") and args.kernel in k]
-                candidates = [(s, c) for s in specs if s.why_not(call) is None for c in s.legal_configs(call)]
-            with ThreadPoolExecutor(16) as pool:  # compiles run side by side
-                list(pool.map(lambda kc, x=x, p=first: kc[0].launch(x, p, None, kc[1]), candidates))
-            torch.cuda.synchronize()
-            best = None
-            for spec, config in candidates:
-                err = error(spec.launch(x, first, None, config), x, first)
+            ref, best = xs[M].float() @ truth, None
+            for i, (spec, config) in enumerate(w[1:] for w in work if w[0] == M):
+                y = spec.launch(xs[M], first, None, config)
+                err = float((y[:, some].float() - ref).norm() / ref.norm())
                 row = {"N": N, "K": K, "M": M, "bits": scheme.bits, "group": scheme.group_size, "zero": scheme.zero}
-                row |= {"dtype": args.dtype, "kernel": spec.name, "config": config, "error": err}
-                if not err < LIMIT * (1 if dtype == torch.float16 else 6):
-                    print("WRONG", row, flush=True)
-                    rows.append(row)
-                    continue
-                row["us"] = graph_time([lambda p=p: spec.launch(x, p, None, config) for p in copies])  # noqa: B023
-                row["gbs"] = first.nbytes / row["us"] / 1e3
-                row["tflops"] = 2 * M * N * K / row["us"] / 1e6
-                row["cublas_us"] = anchors.get((N, K, M))
-                row["chosen"] = (spec.name, config) == (chosen[0].name, chosen[1])
+                row |= {"dtype": args.dtype, "kernel": spec.name, "config": config, "error": err, "chosen": i == 0}
                 rows.append(row)
-                if best is None or row["us"] < best["us"]:
-                    best = row
+                if not err < LIMIT[dtype]:
+                    print("WRONG", row, flush=True)
+                    continue
+                row["us"] = graph_time([lambda p=p, x=xs[M]: spec.launch(x, p, None, config) for p in copies])  # noqa: B023
+                row |= {"gbs": first.nbytes / row["us"] / 1e3, "tflops": 2 * M * N * K / row["us"] / 1e6}
+                row["cublas_us"] = anchors[N, K, M]
+                best = row if best is None or row["us"] < best["us"] else best
             if best:
-                mine = [r for r in rows[-len(candidates) :] if r.get("chosen")]
-                picked = f"{mine[0]['us']:.2f}" if mine else "-"
+                picked = next((f"{r['us']:.2f}" for r in rows[::-1] if r["chosen"] and "us" in r), "-")
                 cell = f"{scheme.bits}b g{scheme.group_size} {N}x{K} M={M}"
                 how = f"{best['kernel']} {list(best['config'].values())} err {best['error']:.1e}"
-                print(f"{cell}: chosen {picked} best {best['us']:.2f} us, cublas {best['cublas_us']}; {how}", flush=True)
-            stamp = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
-            out.write_text(json.dumps(stamp | {"script": "benchmarks/cuda_tile.py", "rows": rows}, indent=0))
+                print(f"{cell}: chosen {picked} best {best['us']:.2f} us, cublas {best['cublas_us']:.2f}; {how}", flush=True)
+        stamp = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
+        out.write_text(json.dumps(stamp | {"script": "benchmarks/cuda_tile.py", "rows": rows}, indent=0))
+        if time.monotonic() - start > args.seconds:
+            print(f"stopped after {args.seconds:.0f} s")
+            break
 
 
 if __name__ == "__main__":

@@ -174,7 +174,8 @@ struct Codes {
         }
     };
 
-    // Fragment f of the chunk in w: a[j] = two halves magic(f) + code.
+    // Fragment f of the chunk in w: a[j] = two halves magic(f) + code; BARE (fp16): code * 2^(p(f) - 24), subnormal numbers.
+    template <bool BARE = false>
     static __device__ __forceinline__ void fragment(const u32 (&w)[Tile<BITS>::REGS], int f, const Masks& masks, u32 (&a)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -183,7 +184,7 @@ struct Codes {
                 const u32 low = (v & masks.at[0]) | Half<T>::power(7);
                 a[j] = add2<T>(low, (~v & 0x00800080u) * 0x186u);
             } else {
-                a[j] = (v & masks.at[p(f) / FIELD]) | magic(f);
+                a[j] = BARE ? v & mask(p(f) / FIELD) : (v & masks.at[p(f) / FIELD]) | magic(f);
             }
             if constexpr (BITS == 3) {  // the third bit lies at 2*f + j % 2 and belongs at p + 2
                 const u32 h = w[4 + (j >> 1)];

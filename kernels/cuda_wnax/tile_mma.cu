@@ -1,280 +1,233 @@
 // y[M,N] = x[M,K] @ dequantize(W)^T + bias for small M: W is the A operand of mma.sync, x^T the B operand.
 //
-// Grid    x: as many blocks as the GPU holds at once (times SPLIT), each with an equal share of the units; a unit is NT
-//         row tiles of 16. y: blocks of `block_rows` rows of x.
-// Block   the steps (STEP k of a unit) of all its units are one list, cut into WARPS equal runs: a warp streams through its
-//         run, STAGES steps ahead by cp.async into its own ring, and stops for nobody. (Loads into registers cannot be that
-//         far ahead: a warp has six scoreboards, and waiting for one load waits for all that share its scoreboard.) A unit
-//         that one warp finishes goes straight to y; the ends of runs meet in shared memory at the end.
-// Cluster SPLIT blocks share their units and split K; one sum over distributed shared memory at the very end.
-// Warp    raw codes go into the mma; per flush of FG fragments the fp32 sums are scaled by the group's scale, and sum(x),
-//         which a constant A fragment yields, by scale * zero.
-// x       travels with the weights, a step at a time, through L1: a block meets all of x again with every unit. Fetched
-//         whole at the start instead, it delayed the first product by 1 to 3 us. Rows of a step are 16 bytes longer than a
-//         multiple of 128, so ldmatrix meets no bank conflict.
+// Grid    x: NT row tiles of 16 a block. y: blocks of `block_rows` rows of x. Blocks do not persist: several share an SM, and
+//         the last ones of a launch leave room for the first of the next, which are there early and load their weights.
+// Block   WARPS warps take the steps (STEP k) of all its tiles in turn and add up through shared memory at the end.
+// Warp    weights, scales and zeros go from global memory into registers, UNROLL steps ahead: before anything else, and in
+//         front of the wait for the kernel before. x goes through the warp's own ring in shared memory and ldmatrix.
+// EXACT   (fp16) a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
+//         (code - zero) / 1024, whose error is 2^-14 of a code. Else the magic numbers of tile.cuh go into the mma, and a
+//         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
+//         bf16 has no such numbers, so there the first way is closed.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
-// Launch  weights do not depend on the kernel before, x does: with programmatic dependent launch the first weights are on
-//         their way while that kernel drains. Every sum has a fixed order: equal bits on every run.
+// Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "tile.cuh"
 
-template <int BITS, int T, int GROUP, bool ZEROS, int WARPS, int NT, int STAGES, int MT, int SPLIT, int RESIDENT>
-__global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+// 16, 8 and 4 bytes of this lane, read once (weights) or by neighbours too (scales, zeros).
+__device__ __forceinline__ void load16_once(u32& a, u32& b, u32& c, u32& d, const u32* p) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(p));
+}
+__device__ __forceinline__ void load8_once(u32& a, u32& b, const u32* p) {
+    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "l"(p));
+}
+__device__ __forceinline__ u32 load4(const u16* p) {
+    u32 v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+template <int BITS>  // a lane's words of a chunk; at: the chunk's start and 16 bytes for each lane
+__device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32* at, int lane) {
+    load16_once(w[0], w[1], w[2], w[3], at);
+    if constexpr (BITS == 8) load16_once(w[4], w[5], w[6], w[7], at + 128);
+    if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
+}
+
+template <int BITS, int T, int GROUP, bool ZEROS, bool EXACT, int WARPS, int NT, int UNROLL, int MT, int X_COPIES, int BLOCKS>
+__global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
-         int groups, int units, int block_rows) {
+         int groups, int block_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int STEP = L::CHUNK < 128 ? 128 : L::CHUNK, CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
-    // fragments between two flushes: all of one group; x of a flush is held in registers, so at most 8 / MT of them
-    constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), MT == 1 ? 8 : MT == 2 ? 4 : 2);
+    constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
     constexpr int METAS = GROUP == 0 || GROUP % STEP == 0 ? 1 : STEP / gcd(GROUP, STEP);  // groups a step meets
     constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;                            // flushes that share a group
-    constexpr int KINDS = ZEROS ? 2 : 1;
-    constexpr int META_AT = CHUNKS * L::WORDS * 4, SLOT = META_AT + METAS * KINDS * 32;  // bytes of a tile's step
-    constexpr int X_ROW = STEP * 2 + 16;
-    constexpr int E = NT * MT * 128;  // fp32 sums of a unit: [t][m][register][lane]
+    constexpr bool STRIDES = GROUP && STEP % (GROUP ? GROUP : 1) == 0;                    // a warp's next groups lie equally far on
+    constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
+    constexpr int E = NT * MT * 128;      // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
-    __shared__ uint4 constant[C::PLACES];  // constant A fragments: rows 0-7 yield -magic * x, rows 8-15 x
     __shared__ u32 mask[C::PLACES];
+    __shared__ u32 constant[C::PLACES + 1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
-    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
-    const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
-    const int steps = (chunks + CHUNKS - 1) / CHUNKS, share = (steps + SPLIT - 1) / SPLIT;
-    const int begin = smaller(rank * share, steps), part = smaller(share, steps - begin);  // this block's steps of a row
-    const int more = units % teams, unit0 = units / teams * team + smaller(team, more), my_units = units / teams + (team < more);
-    const int all = my_units * part;
-    auto run_start = [&](int w) { return (int)((u32)(w * all) / WARPS); };
-    const int q0 = run_start(warp), q1 = run_start(warp + 1);
-    const int first_unit = part ? (u32)q0 / (u32)part : 0;
-    const int slot_bytes = NT * SLOT + block_rows * X_ROW;
-    const u32 ring = shared_address(shared) + warp * STAGES * slot_bytes;
-    float* sums_at = (float*)((char*)shared + WARPS * STAGES * slot_bytes);  // [WARPS][2][E]: the ends of runs
-    float* total_at = sums_at + WARPS * 2 * E;                               // [my_units][E], where SPLIT > 1
+    const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows), tile0 = blockIdx.x * NT;
+    const int steps = (chunks + CHUNKS - 1) / CHUNKS;
+    const bool tail = steps * STEP != K;
+    next_grid_launch();
 
-    // ------------------------------------------------------------------------------------------- copies of a step
-    const int tile_words = chunks * L::WORDS;
-    int next_w = part ? q0 - first_unit * part : 0, next_x = next_w;  // steps of the row that the copies take next
-    const u32* w_tile = words + (size_t)(unit0 + first_unit) * NT * tile_words + (begin + next_w) * CHUNKS * L::WORDS;
-    // scales and zeros: 32 bytes for each tile, group and kind, two lanes each
-    const int entry = lane >> 1;
-    const u16* meta_tile = (ZEROS && entry % KINDS ? zeros : scales) + (size_t)(unit0 + first_unit) * NT * groups * 16 + lane % 2 * 8;
-    constexpr int GRANULES = STEP / 8, ROWS_AT_ONCE = 32 / GRANULES;  // of x: 16 bytes each; rows that a warp copies at once
-    const int x_k = lane % GRANULES * 8, x_row = lane / GRANULES;
-    const u16* x_lane = x + (size_t)(m0 + x_row) * K + x_k;
-    asm volatile("" : "+l"(w_tile), "+l"(meta_tile), "+l"(x_lane));  // else they are recomputed at every use
-    auto copy_weights = [&](int u) {
-        const u32 slot = ring + u * slot_bytes;
-        const int c = (begin + next_w) * CHUNKS;
+    // ---------------------------------------------------------------------------------------------- loads of a step
+    const u32* w_at[NT];  // pointers advance: addresses made anew for each load were a quarter of all instructions
+    const u16 *scale_at[NT], *zero_at[NT];
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        const size_t meta = (size_t)(tile0 + t) * groups * 16 + 2 * r + (STRIDES ? warp * METAS * 16 : 0);
+        w_at[t] = words + ((size_t)(tile0 + t) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
+        scale_at[t] = scales + meta, zero_at[t] = zeros + meta;
+    }
+    u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
+    auto load_weights = [&](int u, int s) {  // and step on
 #pragma unroll
         for (int t = 0; t < NT; t++) {
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
-                if (i == 0 || c + i < chunks) copy_chunk<BITS>(slot + t * SLOT + i * L::WORDS * 4, w_tile + t * tile_words + i * L::WORDS, lane);
+                if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], w_at[t] + i * L::WORDS, lane);
+            w_at[t] += WARPS * CHUNKS * L::WORDS;
 #pragma unroll
-            for (int i = 0; i < METAS * KINDS; i += 16)
-                if (entry + i < METAS * KINDS) {
-                    const int k0 = c * L::CHUNK + (entry + i) / KINDS * (STEP / METAS);
-                    const int g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
-                    copy_async<16>(slot + t * SLOT + META_AT + (entry + i) * 32 + lane % 2 * 16, meta_tile + (t * groups + g) * 16);
-                }
-        }
-        w_tile += CHUNKS * L::WORDS;
-        if (++next_w == part) {
-            next_w = 0;
-            w_tile += (NT * chunks - part * CHUNKS) * L::WORDS;
-            meta_tile += NT * groups * 16;
+            for (int i = 0; i < METAS; i++) {
+                int g = 0;  // relative to the pointer; past the last group: the last one
+                if (STRIDES) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
+                else if (GROUP) g = smaller((u32)(s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
+                scale[u][t][i] = load4(scale_at[t] + g * 16);
+                if (ZEROS) zero[u][t][i] = load4(zero_at[t] + g * 16);
+            }
+            if (STRIDES) scale_at[t] += WARPS * METAS * 16, zero_at[t] += WARPS * METAS * 16;
         }
     };
-    auto copy_x = [&](int u) {
-        const u32 to = ring + u * slot_bytes + NT * SLOT + x_row * X_ROW + x_k * 2;
-        const int k = (begin + next_x) * STEP;
-        const int bytes = k + x_k < K ? 16 : 0;  // past K: zeros
-        const u16* from = bytes ? x_lane + k : x;
+    constexpr int GRANULES = STEP / 8, AT_ONCE = 32 / GRANULES;  // 16-byte pieces of a row; rows that one copy of a warp takes
+    constexpr int SLOT_ROWS = X_COPIES * AT_ONCE, SLOT = SLOT_ROWS * X_ROW;
+    const int x_k = lane % GRANULES * 8, x_row = lane / GRANULES;
+    const u32 ring = shared_address(shared) + warp * UNROLL * SLOT, x_to = ring + x_row * X_ROW + x_k * 2;
+    const u16* x_from[X_COPIES];  // rows past the last repeat it: those columns are never stored
 #pragma unroll
-        for (int i = 0; i < MT * 8 / ROWS_AT_ONCE; i++) {
-            if (i * ROWS_AT_ONCE >= rows) break;
-            if (x_row + i * ROWS_AT_ONCE < rows) copy_async_or_zero(to + i * ROWS_AT_ONCE * X_ROW, bytes ? from + (size_t)(i * ROWS_AT_ONCE) * K : x, bytes);
+    for (int i = 0; i < X_COPIES; i++)
+        x_from[i] = x + (size_t)(m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * K + warp * STEP + x_k;
+    auto load_x = [&](int u, int s) {  // and step on
+        const bool inside = !tail || s * STEP + x_k < K;  // past K: zeros
+#pragma unroll
+        for (int i = 0; i < X_COPIES; i++) {
+            const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW;
+            if (tail) copy_async_or_zero(to, inside ? x_from[i] : x, inside ? 16 : 0);
+            else copy_async<16>(to, x_from[i]);
+            x_from[i] += WARPS * STEP;
         }
-        if (++next_x == part) next_x = 0;
     };
 
-    if (threadIdx.x == 0) {
-        C::Masks::store(mask);
 #pragma unroll
-        for (int i = 0; i < C::PLACES; i++) constant[i] = make_uint4(C::minus_magic(i), Half<T>::ONE, C::minus_magic(i), Half<T>::ONE);
+    for (int u = 0; u < UNROLL; u++)
+        if (warp + u * WARPS < steps) load_weights(u, warp + u * WARPS);
+    typename C::Masks masks;
+    u32 minus[C::PLACES], one = 0;  // halves of the constant A fragment: rows 0-7 yield -magic * x, rows 8-15 x
+    if constexpr (!EXACT) {
+        if (threadIdx.x == 0) {
+            C::Masks::store(mask);
+#pragma unroll
+            for (int i = 0; i < C::PLACES; i++) constant[i] = C::minus_magic(i);
+            constant[C::PLACES] = Half<T>::ONE;
+        }
+        __syncthreads();
+        masks.load(mask);
+#pragma unroll
+        for (int i = 0; i < C::PLACES; i++) minus[i] = read4(shared_address(constant + i));
+        one = read4(shared_address(constant + C::PLACES));
     }
-    constexpr int EARLY = (STAGES + 1) / 2;  // copies complete in order: what is asked for before x delays the first x
+    u32 x_at[MT];  // ldmatrix: this lane's row
 #pragma unroll
-    for (int u = 0; u < EARLY; u++)
-        if (q0 + u < q1) copy_weights(u);
+    for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
     previous_grid_wait();
 #pragma unroll
-    for (int u = 0; u < STAGES; u++) {
-        if (u >= EARLY && q0 + u < q1) copy_weights(u);
-        if (q0 + u < q1) copy_x(u);
+    for (int u = 0; u < UNROLL; u++) {
+        if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
         copy_commit();
     }
-    __syncthreads();
-    next_grid_launch();
 
     // ------------------------------------------------------------------------------------------------- one step
-    u32 x_at[MT];  // ldmatrix: this lane's row (rows past the last repeat it: those columns are never stored)
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-        x_at[m] = ring + NT * SLOT + smaller(m * 8 + (lane & 7), rows - 1) * X_ROW + (lane >> 3) * 16;
-        asm volatile("" : "+r"(x_at[m]));
-    }
-    typename C::Masks masks;
-    masks.load(mask);
-    auto load_constant = [&](u32 (&a)[4], int place) {
-        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(constant + place)));
-    };
-    constexpr bool KEEP = C::PLACES <= 2 && RESIDENT * WARPS <= 16;  // registers to spare; else one load a use
-    u32 kept[KEEP ? C::PLACES : 1][4];
-#pragma unroll
-    for (int i = 0; i < (KEEP ? C::PLACES : 0); i++) load_constant(kept[i], i);
-
     float acc[NT][MT][4] = {};
     auto compute = [&](int u) {
-        const u32 slot = ring + u * slot_bytes;
-        u32 w[NT][CHUNKS][L::REGS];
-#pragma unroll
-        for (int t = 0; t < NT; t++)
-#pragma unroll
-            for (int i = 0; i < CHUNKS; i++) read_chunk<BITS>(slot + t * SLOT + i * L::WORDS * 4, lane, w[t][i]);
 #pragma unroll
         for (int i = 0; i < FLUSHES; i++) {
-            if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top: 255 registers and spills
-            u32 b[FG][MT][2];
-            float sums[MT][4];  // 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)
+            if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top
+            u32 minus_zero[NT][2];
+#pragma unroll
+            for (int t = 0; t < (EXACT ? NT : 0); t++) {
+                minus_zero[t][0] = minus_zero[t][1] = from_floats<T>(-mid<BITS>() / 1024, -mid<BITS>() / 1024);
+                if constexpr (ZEROS) {
+                    const u32 both = fma2<T>(zero[u][t][i / PER], Half<T>::power(-10) | 0x80008000u, 0u);
+                    minus_zero[t][0] = (both & 0xffffu) * 0x10001u, minus_zero[t][1] = (both >> 16) * 0x10001u;
+                }
+            }
+            float sum[NT][MT][4], sums[MT][4];  // sums: 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)
+            u32 b[MT][4];
 #pragma unroll
             for (int f = 0; f < FG; f++) {
-                const int at = i * FG + f, place = C::p(at % L::FRAGS) / C::FIELD;
-                u32 a[4];
-                if constexpr (!KEEP) load_constant(a, place);
-                else a[0] = kept[place][0], a[1] = kept[place][1], a[2] = kept[place][2], a[3] = kept[place][3];
+                const int at = i * FG + f, half = at % 2 * 2, place = C::p(at % L::FRAGS);
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
-                    if (FG == 1 || f % 2 == 0) {
-                        u32 four[4];
-                        load_matrix4(four, x_at[m] + u * slot_bytes + (at >> 1) * 64);
-                        b[f][m][0] = four[FG == 1 ? at % 2 * 2 : 0], b[f][m][1] = four[FG == 1 ? at % 2 * 2 + 1 : 1];
-                        if (FG > 1) b[f + (FG > 1)][m][0] = four[2], b[f + (FG > 1)][m][1] = four[3];
+                    if (f == 0 || half == 0) load_matrix4(b[m], x_at[m] + u * SLOT + (at >> 1) * 64);
+                    if constexpr (!EXACT) {
+                        const u32 a[4] = {minus[place / C::FIELD], one, minus[place / C::FIELD], one};
+                        if (f == 0) mma<T>(sums[m], a, b[m][half], b[m][half + 1], 0.f, 0.f, 0.f, 0.f);
+                        else mma<T>(sums[m], a, b[m][half], b[m][half + 1], sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
                     }
-                    if (f == 0) mma<T>(sums[m], a, b[f][m][0], b[f][m][1], 0.f, 0.f, 0.f, 0.f);
-                    else mma<T>(sums[m], a, b[f][m][0], b[f][m][1], sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
+                }
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    u32 a[4];
+                    C::template fragment<EXACT>(w[u][t][at / L::FRAGS], at % L::FRAGS, masks, a);
+#pragma unroll
+                    for (int j = 0; j < (EXACT ? 4 : 0); j++) a[j] = fma2<T>(a[j], Half<T>::power(14 - place), minus_zero[t][j % 2]);
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        float(&d)[4] = sum[t][m];
+                        if (f == 0) mma<T>(d, a, b[m][half], b[m][half + 1], 0.f, 0.f, 0.f, 0.f);
+                        else mma<T>(d, a, b[m][half], b[m][half + 1], d[0], d[1], d[2], d[3]);
+                    }
                 }
             }
 #pragma unroll
             for (int t = 0; t < NT; t++) {
-                float sum[MT][4];
+                const float2 s = to_floats<T>(scale[u][t][i / PER]);
+                float2 z = make_float2(mid<BITS>(), mid<BITS>());
+                if (ZEROS && !EXACT) z = to_floats<T>(zero[u][t][i / PER]);
 #pragma unroll
-                for (int f = 0; f < FG; f++) {
-                    const int at = i * FG + f;
-                    u32 a[4];
-                    C::fragment(w[t][at / L::FRAGS], at % L::FRAGS, masks, a);
-#pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        if (f == 0) mma<T>(sum[m], a, b[f][m][0], b[f][m][1], sums[m][0], sums[m][1], sums[m][0], sums[m][1]);
-                        else mma<T>(sum[m], a, b[f][m][0], b[f][m][1], sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
-                    }
-                }
-                const u32 meta = slot + t * SLOT + META_AT + (i / PER) * KINDS * 32 + 4 * r;
-                const float2 scale = to_floats<T>(read4(meta));
-                float2 zero = make_float2(mid<BITS>(), mid<BITS>());
-                if (ZEROS) zero = to_floats<T>(read4(meta + 32));
-                const float minus_x = -zero.x * scale.x, minus_y = -zero.y * scale.y;
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
+                for (int m = 0; m < MT; m++)
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const float with_scale = __fmaf_rn(j < 2 ? scale.x : scale.y, sum[m][j], acc[t][m][j]);
-                        acc[t][m][j] = __fmaf_rn(j < 2 ? minus_x : minus_y, sums[m][2 + j % 2], with_scale);
+                        float v = sum[t][m][j];
+                        if (!EXACT) v += __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], sums[m][j % 2]);
+                        acc[t][m][j] = __fmaf_rn(j < 2 ? s.x : s.y, v, acc[t][m][j]);
                     }
-                }
             }
         }
     };
-
-    // ---------------------------------------------------------------------------------------------- ends of units
-    // Sum number e of unit j (place [t][m][register][lane] of E) is final: to y.
-    auto store = [&](int j, int e, float v) {
-        const int l = e & 31, i = (e >> 5) & 3, m = (e >> 7) % MT, t = (e >> 7) / MT;
-        const int row = m * 8 + 2 * (l & 3) + (i & 1), column = ((unit0 + j) * NT + t) * 16 + (l >> 2) + 8 * (i >> 1);
-        if (row >= rows || column >= N) return;
-        if (bias) v += to_floats<T>(bias[column]).x;
-        y[(size_t)(m0 + row) * N + column] = (u16)from_floats<T>(v, 0.f);
-    };
-    auto finish = [&](int j) {  // the sums of a run's part of unit j: straight to y where the run holds all of it
-        const bool whole = j * part >= q0 && (j + 1) * part <= q1;
-        float* to = SPLIT > 1 && whole ? total_at + j * E : sums_at + (warp * 2 + (j != first_unit)) * E;
+    for (int s = warp; s < steps; s += WARPS * UNROLL) {
 #pragma unroll
-        for (int t = 0; t < NT; t++)
-#pragma unroll
-            for (int m = 0; m < MT; m++)
-#pragma unroll
-                for (int i = 0; i < 4; i++) to[((t * MT + m) * 4 + i) * 32 + lane] = acc[t][m][i], acc[t][m][i] = 0.f;
-        if (SPLIT == 1 && whole)
-#pragma unroll 1
-            for (int e = lane; e < E; e += 32) store(j, e, to[e]);
-    };
-
-    int j = first_unit, c = part ? q0 - first_unit * part : 0;
-    for (int q = q0; q < q1; q += STAGES) {
-#pragma unroll
-        for (int u = 0; u < STAGES; u++) {
-            if (q + u < q1) {
-                copy_wait<STAGES - 1>();
+        for (int u = 0; u < UNROLL; u++) {
+            const int now = s + u * WARPS;
+            if (now < steps) {
+                copy_wait<UNROLL - 1>();
                 __syncwarp();
                 compute(u);
                 __syncwarp();  // everyone has read this slot
-                if (q + u + STAGES < q1) copy_weights(u), copy_x(u);
+                if (now + UNROLL * WARPS < steps) load_weights(u, now + UNROLL * WARPS), load_x(u, now + UNROLL * WARPS);
                 copy_commit();
-                if (++c == part || q + u + 1 == q1) finish(j), j++, c = 0;
             }
         }
     }
 
-    // Units that several runs share: one warp each, in the order of the runs. Integer divisions are what costs here (in 64
-    // bits, and by all threads for every unit, this loop took 7 of 36 us at 28672 x 4096).
+    // ---------------------------------------------------------------------------------------- sum over the warps
     __syncthreads();
-    for (int j = warp; j < my_units; j += WARPS) {
-        const int w0 = all ? (int)(((u32)(j * part + 1) * WARPS - 1) / (u32)all) : 0;
-        float v[E / 32] = {};
-        int w1 = w0;
-        for (int k = w0; k < WARPS && run_start(k) < (j + 1) * part; k++) {
-            w1 = k;
-            if (run_start(k) < run_start(k + 1)) {
-                const float* from = sums_at + (k * 2 + (run_start(k) < j * part)) * E + lane;
+    float* sums_at = (float*)shared;
 #pragma unroll
-                for (int i = 0; i < E / 32; i++) v[i] += from[i * 32];
-            }
-        }
-        if (w0 == w1 && all) continue;  // one run held it all
+    for (int t = 0; t < NT; t++)
 #pragma unroll
-        for (int i = 0; i < E / 32; i++) {
-            if constexpr (SPLIT == 1) store(j, i * 32 + lane, v[i]);
-            else total_at[j * E + i * 32 + lane] = v[i];
-        }
-    }
-    if constexpr (SPLIT > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-        for (int e = rank * WARPS * 32 + threadIdx.x; e < my_units * E; e += SPLIT * WARPS * 32) {
-            float v = 0.f;
+        for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int k = 0; k < SPLIT; k++) {
-                u32 there;
-                float one;
-                asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(total_at + e)), "r"(k));
-                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(there) : "memory");
-                v += one;
-            }
-            store(e / E, e % E, v);
-        }
-        asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+            for (int i = 0; i < 4; i++) sums_at[warp * E + ((t * MT + m) * 4 + i) * 32 + lane] = acc[t][m][i];
+    __syncthreads();
+    constexpr int COLUMNS = NT * 16;
+    for (int o = threadIdx.x; o < COLUMNS * rows; o += WARPS * 32) {
+        const int row = o / COLUMNS, c = o % COLUMNS, column = tile0 * 16 + c;
+        const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
+        const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
+        float v = 0.f;
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) v += from[k * E];
+        if (column >= N) continue;
+        if (EXACT) v *= 1024.f;
+        if (bias) v += to_floats<T>(bias[column]).x;
+        y[(size_t)(m0 + row) * N + column] = (u16)from_floats<T>(v, 0.f);
     }
 }

@@ -1,7 +1,7 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
-A config: WARPS of a block, NT row tiles of 16 a warp works on at once, STAGES chunks in flight a warp, SPLIT blocks of a
-cluster that split K (sm_90), BLOCKS of one launch an SM is meant to hold. MT, tiles of 8 rows of x, follows from M.
+A config: WARPS of a block share K, NT row tiles of 16 a block, UNROLL steps of K that a warp has in flight, BLOCKS that an
+SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M.
 """
 
 import ctypes
@@ -12,141 +12,139 @@ from functools import cache
 import torch
 
 from lowq_kernels.cuda_wnax.driver import Kernel
-from lowq_kernels.cuda_wnax.tile_operands import (
-    TYPES,
-    companions,
-    multiprocessors,
-    rows_of_x,
-    shared_memory_limit,
-)
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, rows_of_x, shared_memory_limit
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
-from lowq_packers.layouts.tile import CHUNK, WORDS, chunks, padded_rows
+from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
 CONFIGS: tuple[Config, ...] = tuple(
-    {"WARPS": w, "NT": nt, "STAGES": s, "SPLIT": k, "BLOCKS": b}
-    for w, nt, s, k, b in (
-        (8, 2, 3, 1, 1),
-        (8, 2, 4, 1, 1),
-        (8, 2, 2, 1, 2),
-        (8, 2, 3, 1, 2),
-        (16, 1, 2, 1, 1),
-        (16, 1, 3, 1, 1),
-        (16, 1, 2, 1, 2),
-        (16, 2, 2, 1, 1),
-        (16, 2, 3, 1, 1),
-        (8, 4, 2, 1, 1),
-        (8, 4, 3, 1, 1),
-        (8, 1, 3, 1, 2),
-        (8, 2, 2, 1, 1),
-        (8, 1, 3, 1, 1),
-        (8, 1, 2, 1, 1),
-        (4, 2, 2, 1, 1),
-        (4, 1, 2, 1, 1),
-        (8, 2, 3, 2, 1),
-        (8, 2, 2, 2, 2),
-        (8, 2, 3, 4, 1),
-        (8, 2, 3, 8, 1),
+    {"WARPS": w, "NT": nt, "UNROLL": u, "BLOCKS": b}
+    for w, nt, u, b in (
+        (16, 1, 1, 2),
+        (16, 1, 2, 2),
+        (16, 2, 1, 1),
+        (16, 1, 1, 1),
+        (8, 1, 1, 5),
+        (8, 1, 1, 4),
+        (8, 1, 2, 3),
+        (8, 1, 2, 1),
+        (8, 1, 4, 2),
+        (8, 2, 1, 1),
+        (8, 2, 2, 2),
+        (8, 2, 2, 1),
+        (4, 1, 1, 10),
+        (4, 1, 2, 8),
+        (4, 1, 2, 1),
+        (4, 2, 1, 4),
+        (4, 2, 1, 1),
+        (4, 2, 2, 4),
+        (4, 2, 2, 1),
+        (2, 2, 2, 8),
+        (2, 2, 2, 1),
+        (4, 1, 1, 1),
+        (2, 1, 1, 1),
     )
 )
-STEP = 128  # k of a step of the device code, or a chunk where that is longer
-PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 7)
-# registers an instance needs without spills, by bits: NT * MT = 1, 2, more
-REGISTERS = {8: (64, 128, 168), 4: (64, 128, 168), 3: (84, 168, 255), 2: (64, 128, 168), 1: (104, 168, 255)}
+PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6)
+MOST_ROWS = 32  # of x a block: MT = 4
 
 
-def resident(bits: int, config: Config, MT: int) -> int:
-    """Blocks that share an SM (the device code's RESIDENT), by the registers an instance needs; 0: not even one."""
-    column = 2 if MT > 1 and bits != 2 else min(config["NT"] * MT, 3) - 1
-    return 65536 // (32 * config["WARPS"] * REGISTERS[bits][column])
+def step(bits: int) -> int:
+    """k that a warp takes at once: STEP of the device code."""
+    return max(128, CHUNK[bits])
 
 
-def slot_bytes(scheme: Scheme, K: int) -> int:
-    """Shared memory of a tile's step in flight: its words, and 32 bytes of scales (and zeros) for each group it meets."""
-    step, group = max(STEP, CHUNK[scheme.bits]), scheme.group_size
-    metas = 1 if group % step == 0 or group == K else step // math.gcd(group, step)
-    return step // CHUNK[scheme.bits] * WORDS[scheme.bits] * 4 + metas * (1 if scheme.zero == "none" else 2) * 32
+def exact(dtype: torch.dtype) -> bool:
+    """The device code's EXACT: 4 half2 operations a fragment, but no sums of x and fewer registers than magic numbers."""
+    return dtype == torch.float16
+
+
+def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
+    """Registers that an instance needs, fitted to where ptxas (sm_80 to sm_90a) begins to spill."""
+    bits, group = scheme.bits, scheme.group_size
+    groups = 1 if group % step(bits) == 0 or group == K else step(bits) // math.gcd(step(bits), group)
+    words = bits * step(bits) // 64
+    loads = config["UNROLL"] * config["NT"] * (words + groups * (1 if scheme.zero == "none" else 2))
+    extra = (8 if groups > 1 else 0) + (0 if exact(dtype) else 24 if bits > 2 else 66)
+    return 26 + loads + 10 * config["NT"] * MT + 12 * (MT - 1) + 2 * copies + extra
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: MT tiles of 8 rows, `rows` of x a block, blocks along x and y, dynamic shared memory in bytes."""
+    """How a call is cut: MT tiles of 8 rows, `rows` of x a block, copies of x a lane and step, grid, shared memory bytes."""
 
     MT: int
     rows: int
+    copies: int
     grid: tuple[int, int]
     smem: int
 
 
 def plan(call: Call, config: Config) -> Plan | None:
-    """Blocks of at most 32 rows (16 at 1 bit: registers) share M evenly; more blocks where the rings would not fit."""
-    bits, split = call.scheme.bits, config["SPLIT"]
-    units = padded_rows(call.N) // (16 * config["NT"])
-    teams = min(units, max(1, multiprocessors() * config["BLOCKS"] // split))
-    budget = (shared_memory_limit(call.capability) - 1024) // config["BLOCKS"] - 1536
-    for blocks in range(math.ceil(call.M / (16 if bits == 1 else 32)), call.M + 1):
+    """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
+    bits, warps, nt = call.scheme.bits, config["WARPS"], config["NT"]
+    at_once = 256 // step(bits)  # rows of x that one copy of a warp takes
+    for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
-        slot = config["NT"] * slot_bytes(call.scheme, call.K) + rows * (2 * max(STEP, CHUNK[bits]) + 16)
-        unit_bytes = config["NT"] * MT * 512
-        smem = config["WARPS"] * (config["STAGES"] * slot + 2 * unit_bytes)
-        if split > 1:
-            smem += math.ceil(units / teams) * unit_bytes
-        if smem <= budget:
-            return Plan(MT, rows, (teams * split, math.ceil(call.M / rows)), smem)
+        copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
+        ring = config["UNROLL"] * copies * at_once * (2 * step(bits) + 16)
+        smem = warps * max(ring, nt * MT * 512)
+        if smem <= shared_memory_limit(call.capability) - 1024:
+            return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
         if rows == 1:
             return None
     return None
 
 
-def expression(bits: int, T: int, group: int, zeros: bool, config: Config, MT: int) -> str:
-    """The template instance of tile_mma.cu."""
-    c = config
-    tail = f"{c['WARPS']}, {c['NT']}, {c['STAGES']}, {MT}, {c['SPLIT']}, {resident(bits, config, MT)}"
-    return f"tile_mma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tail}>"
+def expression(bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int) -> str:
+    """The template instance of tile_mma.cu; group 0: one group."""
+    flags = ", ".join("true" if flag else "false" for flag in (zeros, exact(dtype)))
+    tail = f"{config['WARPS']}, {config['NT']}, {config['UNROLL']}, {MT}, {copies}, {config['BLOCKS']}"
+    return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
-    if config["SPLIT"] > 1 and call.capability < (9, 0):
-        return "clusters need compute capability 9.0"
     cut = plan(call, config)
     if cut is None:
         return "too much shared memory"
-    if config["NT"] * cut.MT > 4 or resident(call.scheme.bits, config, cut.MT) < config["BLOCKS"]:
+    cap = min(255, 65536 // (32 * config["WARPS"] * config["BLOCKS"]) // 8 * 8)
+    if registers(call.scheme, call.K, call.dtype, config, cut.MT, cut.copies) > cap:
         return "too many registers"
-    if config["SPLIT"] > chunks(call.K, call.scheme.bits):
-        return "more blocks than chunks of K"
     return None
 
 
-# (WARPS, NT, STAGES, BLOCKS) in order of preference, by rows of x and size of the layer; the first legal one is taken.
-# From benchmarks/results/h100/tune_llama3_8b.json (4 bits): within 3% of the best config in all its cells of M <= 16.
-PREFERRED = {
-    ("few", "small"): ((8, 2, 3, 2), (8, 2, 3, 1), (16, 2, 2, 1), (8, 2, 2, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
-    ("few", "large"): ((16, 2, 3, 1), (16, 2, 2, 1), (8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
-    ("more", "small"): ((8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 3, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
-    ("more", "large"): ((8, 2, 3, 1), (8, 2, 2, 1), (8, 1, 3, 1), (8, 1, 2, 1), (4, 2, 2, 1)),
+# (WARPS, NT, UNROLL, BLOCKS) in order of preference by rows of x a block and by N; the first legal one is taken.
+# From the sweeps behind docs/cuda.md on an H100: within 3% of the best config of its cells.
+NARROW = {
+    8: ((16, 1, 1, 2), (16, 1, 1, 1), (8, 1, 1, 4), (8, 1, 2, 1), (4, 1, 1, 1)),
+    16: ((8, 2, 2, 1), (16, 2, 1, 1), (8, 2, 1, 1), (16, 1, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
+    32: ((8, 2, 2, 1), (8, 2, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
 }
-LARGE = 24 << 20  # weights; 4096 x 4096 is small, 4096 x 14336 large
+WIDE = {
+    8: ((8, 1, 1, 5), (4, 1, 2, 8), (8, 1, 1, 4), (16, 1, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
+    16: ((4, 2, 1, 4), (4, 2, 1, 1), (8, 2, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
+    32: ((2, 2, 2, 1), (4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 1, 1)),
+}
+WIDE_ROWS = 8448  # of W: more row tiles than 132 SMs hold at two blocks of 16 warps each, twice over
+LONG = 8192  # K from which 16 warps at one step each beat 8 at two, for 9 to 16 rows
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    """The first of PREFERRED that is legal; else the legal config with the fewest blocks of x, hence passes over W."""
+    """The first preferred config that is legal; of the rest the one with the fewest blocks of x, hence passes over W."""
     cuts = {tuple(c.values()): plan(call, c) for c in legal}
     fewest = min(cut.grid[1] for cut in cuts.values() if cut)
-    kind = ("few" if call.M <= 8 else "more", "large" if call.N * call.K > LARGE else "small")
-    if kind == ("few", "large") and call.scheme.bits <= 2:  # instructions, not memory: more rows a fragment of x
-        order: tuple[tuple[int, int, int, int], ...] = ((8, 4, 3, 1), (8, 4, 2, 1), *PREFERRED[kind])
-    else:
-        order = PREFERRED[kind]
-    for warps, nt, stages, blocks in order:
-        if blocks == 2 and padded_rows(call.N) // (16 * nt) <= multiprocessors():
-            continue  # one block an SM has them all
-        wanted: Config = {"WARPS": warps, "NT": nt, "STAGES": stages, "SPLIT": 1, "BLOCKS": blocks}
-        cut = cuts.get(tuple(wanted.values()))
+    rows = next(most for most in (8, 16, 32) if math.ceil(call.M / fewest) <= most)
+    order = (WIDE if call.N > WIDE_ROWS else NARROW)[rows]
+    if rows == 16 and call.K > LONG and call.N <= WIDE_ROWS:
+        order = ((16, 2, 1, 1), *order)
+    if rows == 8 and call.N > WIDE_ROWS and call.M > 4:
+        order = ((4, 1, 2, 8), *order)
+    for wanted in order:
+        cut = cuts.get(wanted)
         if cut is not None and cut.grid[1] == fewest:
-            return wanted
+            return dict(zip(CONFIGS[0], wanted, strict=True))
     return next(c for c in legal if (cut := cuts[tuple(c.values())]) and cut.grid[1] == fewest)
 
 
@@ -160,15 +158,14 @@ def _prepared(
     cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named)
     assert cut is not None  # config_refuse has asked
     one_group = 0 if scheme.groups(K) == 1 else group
-    instance = expression(bits, TYPES[dtype], one_group, zero != "none", named, cut.MT)
-    return _kernel(instance, device, named["WARPS"], named["SPLIT"]), cut
+    return _kernel(expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies), device, named["WARPS"]), cut
 
 
 @cache
-def _kernel(instance: str, device: int, warps: int, split: int) -> Kernel:
-    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
-    limit = shared_memory_limit(torch.cuda.get_device_capability(device)) - 1024
-    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, smem=limit, cluster=split, serialize=hopper)
+def _kernel(instance: str, device: int, warps: int) -> Kernel:
+    capability = torch.cuda.get_device_capability(device)
+    limit = shared_memory_limit(capability) - 1024
+    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, smem=limit, serialize=capability >= (9, 0))
 
 
 @register(
@@ -207,7 +204,6 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
         x.shape[1],
         chunks(p.K, s.bits),
         scales.shape[1],
-        p.words.shape[0] // config["NT"],
         cut.rows,
     )
     return y

@@ -272,6 +272,9 @@ inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2
                                                                                              u32 at, uint64_t) {
     cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, at);
 }
+inline void cp_async_bulk_prefetch_L2_global(const void* from, int bytes) {
+    if ((uintptr_t)from % 16 || bytes % 16 || bytes <= 0) fail("misaligned prefetch");
+}
 inline void createpolicy_fractional_L2__evict_first_b64(unsigned long long& policy, double) { policy = 0; }
 inline void st_shared_u32(u32 at, u32 v) { memcpy(shared(at, 4), &v, 4); }
 template <class T>

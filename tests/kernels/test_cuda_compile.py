@@ -10,12 +10,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 nvrtc = pytest.importorskip("lowq_kernels.cuda_wnax.nvrtc", reason="NVRTC is not installed")
 
 from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, tile_dequant, tile_mma, tile_wgmma  # noqa: E402
-from lowq_packers.scheme import BITS  # noqa: E402
+from lowq_kernels.registry import Call  # noqa: E402
+from lowq_packers.scheme import BITS, Scheme  # noqa: E402
 
+DTYPES = (torch.float16, torch.bfloat16)
 ARCHS = ("sm_80", "sm_89", "sm_90a")
 
 
@@ -26,16 +29,17 @@ def clean(file, expression, arch):
 
 
 def mma_instances(bits):
-    """Every config with an MT it takes, over architectures, dtypes, groups and zeros in turn."""
+    """Every config with a number of rows that it takes, over architectures, dtypes, groups and zeros in turn."""
     for i, config in enumerate(tile_mma.CONFIGS):
-        legal = [
-            MT for MT in (1, 2, 3, 4) if config["NT"] * MT <= 4 and tile_mma.resident(bits, config, MT) >= config["BLOCKS"]
-        ]
-        if not legal:
-            continue
-        group, zeros, T = (128, 0, 32)[i % 3], i % 2 == 0, i // 2 % 2
-        arch = "sm_90a" if config["SPLIT"] > 1 else ARCHS[(i + bits) % 3]
-        yield tile_mma.expression(bits, T, group, zeros, config, legal[i % len(legal)]), arch
+        group, zero, dtype = (128, 4096, 32)[i % 3], ("float", "none")[i % 2], DTYPES[i // 2 % 2]
+        for M in ((32, 24, 16, 8, 1), (8, 16, 1), (1, 3, 8))[i % 3]:
+            call = Call(M, 4096, 4096, Scheme(bits, group, zero), "tile", dtype, "cuda", (9, 0))
+            if tile_mma._config_refuse(call, config) is None:
+                cut = tile_mma.plan(call, config)
+                one_group = 0 if group == 4096 else group
+                arch = ARCHS[(i + bits) % 3]
+                yield tile_mma.expression(bits, dtype, one_group, zero != "none", config, cut.MT, cut.copies), arch
+                break
 
 
 @pytest.mark.parametrize("bits", BITS)

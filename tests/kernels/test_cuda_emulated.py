@@ -41,7 +41,7 @@ GROUPS = (16, 32, 48, 64, 96, 128, 0)  # 0: a row is one group
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One launch. `config`: which of the legal ones (a fraction of the list); `sms`: of the GPU that is planned for."""
+    """One launch. `config`: which of the legal ones (a fraction of the list)."""
 
     kernel: str
     bits: int
@@ -52,12 +52,11 @@ class Case:
     N: int = 40
     K: int = 1152
     config: float = 0.0
-    sms: int = 132
     bias: bool = False
 
     def __str__(self):
         kind = "fp16" if self.dtype == F16 else "bf16"
-        tail = f"-sms{self.sms}" * (self.sms != 132) + "-bias" * self.bias
+        tail = "-bias" * self.bias
         at = f"b{self.bits}-{kind}-g{self.group}-{self.zero}-{self.M}x{self.N}x{self.K}-c{self.config:.2f}"
         return f"{self.kernel.removeprefix('cuda/')}-{at}{tail}"
 
@@ -108,14 +107,12 @@ def launch(case, q=None):
     x = torch.randn(case.M, case.K, generator=torch.Generator().manual_seed(case.M)).to(case.dtype)
     bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
     p = pack(q, spec.layouts[0])
-    with mock.patch.object(tile_mma, "multiprocessors", return_value=case.sms):
-        tile_mma._prepared.cache_clear()  # a plan depends on the number of SMs
-        call = dataclasses.replace(Call.of(x, p), device="cuda")
-        if spec.why_not(call):
-            return None
-        legal = spec.legal_configs(call)
-        config = legal[min(int(case.config * len(legal)), len(legal) - 1)]
-        y = spec.launch(x, p, bias, config)
+    call = dataclasses.replace(Call.of(x, p), device="cuda")
+    if spec.why_not(call):
+        return None
+    legal = spec.legal_configs(call)
+    config = legal[min(int(case.config * len(legal)), len(legal) - 1)]
+    y = spec.launch(x, p, bias, config)
     ref = x.float() @ weight(case).dequantize().t()
     return y, ref if bias is None else ref + bias.float()
 
@@ -138,7 +135,7 @@ def check(case):
 
 
 def every_width_group_and_zero():
-    """Each width with each group, dtypes in turn (fewer of the simple kernels); M, N, zero, config and SMs go round."""
+    """Each width with each group, dtypes in turn (fewer of the simple kernels); M, N, zero and config go round."""
     for kernel, step in zip(KERNELS, (2, 4, 5, 3), strict=True):  # one of so many combinations
         combinations = list(itertools.product(GROUPS, (F16, BF16), BITS))
         if kernel == "cuda/gemv_rows":
@@ -154,7 +151,6 @@ def every_width_group_and_zero():
                 N=(17, 40, 33, 100)[i % 4],
                 K=1152,  # a multiple of every group and of no chunk of 256
                 config=(i * 0.382) % 1,
-                sms=(1, 2, 132, 3)[(i + i // 4) % 4],
                 bias=i % 3 == 0,
             )
 
@@ -170,11 +166,13 @@ def tails():
         yield Case("cuda/gemv_rows", bits, F16, 16, "float", M=3, N=33, K=K, config=0.6)
 
 
-def splits():
-    """Clusters, and blocks with more units than one."""
-    for config in (17, 18, 19, 20):
-        for bits, M, sms in ((4, 9, 8), (1, 1, 16)):
-            yield Case("cuda/tile_mma", bits, F16, 64, "float", M, N=200, K=2304, config=(config + 0.5) / 21, sms=sms)
+def warps():
+    """Each config of tile_mma: warps with more steps than they hold in flight, with one, with none."""
+    count = len(tile_mma.CONFIGS)
+    for i in range(count):
+        bits, dtype = BITS[i % 5], (F16, BF16)[i // 5 % 2]
+        M, K = ((1, 2304), (8, 1152), (16, 640), (27, 1280))[i % 4]
+        yield Case("cuda/tile_mma", bits, dtype, 64, "float", M, N=72, K=K, config=(i + 0.5) / count)
 
 
 def groups_inside_words():
@@ -183,7 +181,7 @@ def groups_inside_words():
         yield Case("cuda/gemv_warp32", 3, F16, 128, "int", M=1, N=17, K=1152, config=config)
 
 
-CASES = [*every_width_group_and_zero(), *tails(), *splits(), *groups_inside_words()]
+CASES = [*every_width_group_and_zero(), *tails(), *warps(), *groups_inside_words()]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -241,12 +239,13 @@ def test_dequantised_slabs():
 @pytest.mark.parametrize(
     ("good", "bad"),
     [
-        ("copy_wait<STAGES - 1>();", "copy_wait<STAGES>();"),
+        ("copy_wait<UNROLL - 1>();", "copy_wait<UNROLL>();"),
         ("__syncwarp();  // everyone has read this slot", ""),
-        ("smaller(m * 8 + (lane & 7), rows - 1)", "(m * 8 + (lane & 7))"),
-        ("if (row >= rows || column >= N) return;", "if (row >= rows || column >= N - 1) return;"),
+        ("x_row + i * AT_ONCE, rows - 1)", "x_row, rows - 1)"),
+        ("    __syncthreads();\n    constexpr int COLUMNS", "    constexpr int COLUMNS"),
+        ("if (column >= N) continue;", "if (column >= N - 1) continue;"),
     ],
-    ids=["late wait", "slot overwritten early", "x outside its slot", "last column unwritten"],
+    ids=["late wait", "slot overwritten early", "wrong rows of x", "no barrier", "last column unwritten"],
 )
 def test_the_emulator_notices(good, bad, monkeypatch, tmp_path):
     """Defects put into the source of tile_mma fail, as an error text or as a wrong number."""
@@ -257,5 +256,5 @@ def test_the_emulator_notices(good, bad, monkeypatch, tmp_path):
     monkeypatch.setattr(simt.Kernel, "made", {})
     forget()
     with pytest.raises(AssertionError):
-        check(Case("cuda/tile_mma", 4, F16, 128, "float", M=3, N=40, K=2304, sms=1))
+        check(Case("cuda/tile_mma", 4, F16, 128, "float", M=3, N=40, K=2304))
     forget()
