@@ -1,5 +1,8 @@
 """Decoding on a GPU: recorded steps and Triton kernels give transformers' tokens, and keep giving them."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,8 +10,11 @@ from lowq_cli import demo
 from lowq_cli.engine import stream
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_cli.hf.experts import STACKS, QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_kernels.linear import QuantLinear
+from lowq_kernels.stack import Stack
+from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
 pytestmark = [
@@ -80,3 +86,40 @@ def test_packed_models(bits):
     list(g.pieces())
     assert decoder.reason == ""
     assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 2), ("mixtral", 8), ("mixtral", 3)])
+def test_packed_mixtures(kind, bits):
+    """The experts' kernel inside recorded steps, for one sequence and for several."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    facts = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    facts |= {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    facts |= {"num_local_experts": 8} if kind == "mixtral" else {"num_experts": 8, "moe_intermediate_size": 64}
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(kind, **facts, num_experts_per_tok=2)
+    truth = AutoModelForCausalLM.from_config(config).float().cuda().eval()
+    for p in truth.parameters():
+        if p.dim() > 1:
+            p.data *= 4
+    model, scheme = copy.deepcopy(truth).half(), Scheme(bits, 32)
+    for path, module in list(model.named_modules()):
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+            packed = {}
+            for leaf in STACKS:
+                qs = [rtn.quantize(w.float(), scheme) for w in getattr(module, leaf).data]
+                packed[leaf] = [pack(q, "rowstream") for q in qs]
+                getattr(truth.get_submodule(path), leaf).data = torch.stack([q.dequantize() for q in qs])
+            experts = QuantExperts(module, dict.fromkeys(STACKS, scheme), torch.float16)
+            for leaf, ps in packed.items():
+                words, scales, zeros = (torch.stack([getattr(p, f) for p in ps]) for f in ("words", "scales", "zeros"))
+                experts._hold(leaf, Stack(words, scales.half(), zeros.half(), None, scheme, ps[0].N, ps[0].K, "rowstream"))
+            model.set_submodule(path, experts.prepare())
+            assert experts.fused(torch.float16, 2) is not None
+    decoder = FusedDecoder(model)
+    tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
+    for prompts in ([5, 6, 7], [[9, 8], [1, 2, 3, 4], [7] * 80]):
+        g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)
+        list(g.pieces())
+        assert decoder.reason == ""
+        assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
