@@ -111,11 +111,12 @@ class LowqVllmConfig(QuantizationConfig):
             weight: self.scheme(prefix, [f"{prefix}.{e}.{name}" for e in range(layer.global_num_experts) for name in parts])
             for weight, parts in names.items()
         }
-        if set(schemes.values()) == {None}:
+        packed = {weight: scheme for weight, scheme in schemes.items() if scheme}
+        if not packed:
             return UnquantizedFusedMoEMethod(layer.moe_config)
-        if None in schemes.values():
+        if len(packed) < len(schemes):
             raise UnsupportedError(f"{prefix}: vLLM needs all of an expert's weights packed, or none")
-        return LowqExpertsMethod(layer.moe_config, schemes, prefix)
+        return LowqExpertsMethod(layer.moe_config, packed, prefix)
 
     def _table(self, layer: torch.nn.Module, prefix: str) -> Any:
         scheme = self.scheme(prefix, [prefix])

@@ -78,10 +78,10 @@ class LowqExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Move the loaded experts into the layout that the device computes in. Raises DamagedError for scales that are none."""
         for weight, p in layer.lowq.items():
-            words, scales, zeros = (getattr(layer, f"{weight}_{leaf}", None) for leaf in LEAVES)
-            check_companions(scales.data, None if zeros is None else zeros.data, p.scheme, f"{self.name}.{weight}")
-            tensors = (words.data, scales.data, None if zeros is None else zeros.data, None)
-            stack = Stack(*tensors, p.scheme, p.N, p.K, DISK)
+            words, scales = (getattr(layer, f"{weight}_{leaf}").data for leaf in LEAVES[:2])
+            zeros = None if p.scheme.zero == "none" else getattr(layer, f"{weight}_{LEAVES[2]}").data
+            check_companions(scales, zeros, p.scheme, f"{self.name}.{weight}")
+            stack = Stack(words, scales, zeros, None, p.scheme, p.N, p.K, DISK)
             stack = stack.repacked(best_layout(p.scheme, p.N, p.K, scales.dtype, words.device))
             for leaf, t in zip((*LEAVES, "weight_aux"), (stack.words, stack.scales, stack.zeros, stack.aux), strict=True):
                 setattr(layer, f"{weight}_{leaf}", None if t is None else nn.Parameter(t, requires_grad=False))
@@ -120,8 +120,8 @@ class LowqExpertsMethod(FusedMoEMethodBase):
 def _current(layer: Any, weight: str) -> Stack:
     """The weights as the layer holds them now: vLLM may have moved them."""
     s = layer.lowq[weight]
-    tensors = (getattr(layer, f"{weight}_{leaf}") for leaf in (*LEAVES, "weight_aux"))
-    return Stack(*tensors, s.scheme, s.N, s.K, s.layout)
+    words, scales, zeros, aux = (getattr(layer, f"{weight}_{leaf}") for leaf in (*LEAVES, "weight_aux"))
+    return Stack(words, scales, zeros, aux, s.scheme, s.N, s.K, s.layout)
 
 
 def _kernel(x: torch.Tensor, ids: torch.Tensor, up: Stack, down: Stack, act: str) -> Any:

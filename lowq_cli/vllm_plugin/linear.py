@@ -50,7 +50,7 @@ class LowqLinearMethod(LinearMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -80,7 +80,7 @@ class LowqLinearMethod(LinearMethodBase):
         """Move the loaded weight into the layout that the device computes in. Raises DamagedError for scales that are none."""
         hold(layer, loaded(layer, self.name))
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., K) -> (..., N), through a custom op that torch.compile and CUDA graphs can hold."""
         p = layer.lowq
         tensors = (layer.weight, layer.weight_scale, layer.weight_zero, layer.weight_aux, bias)
