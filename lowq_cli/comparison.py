@@ -69,19 +69,24 @@ def _decode_tps(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) 
     return float(generation.decode_tps)
 
 
-def plot(rows: Sequence[Compared], path: Path) -> None:
-    """Draw perplexity against size. Raises UsageError where matplotlib is not installed."""
+def figure(width: float, height: float) -> tuple[Any, Any]:
+    """An empty matplotlib figure of so many inches, and its axis. Raises UsageError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         from lowq_packers.errors import UsageError
 
         raise UsageError("--plot needs matplotlib; install it with: pip install 'lowq[plot]'") from None
-    figure = Figure(figsize=(6, 4))
-    axis = figure.subplots()
+    made = Figure(figsize=(width, height))
+    return made, made.subplots()
+
+
+def plot(rows: Sequence[Compared], path: Path) -> None:
+    """Draw perplexity against size. Raises UsageError where matplotlib is not installed."""
+    drawn, axis = figure(6, 4)
     axis.plot([r.bytes / 1e6 for r in rows], [r.ppl for r in rows], "o")
     for r in rows:
         axis.annotate(Path(r.model).name, (r.bytes / 1e6, r.ppl), xytext=(4, 4), textcoords="offset points", fontsize=8)
     axis.set(xlabel="size of the weights, MB", ylabel="perplexity", xscale="log", yscale="log")
-    figure.tight_layout()
-    figure.savefig(path)
+    drawn.tight_layout()
+    drawn.savefig(path)

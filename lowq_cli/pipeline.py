@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,11 @@ from lowq_cli.recipe import Recipe, make_recipe
 from lowq_cli.rotation import rotated
 from lowq_cli.source import INDEX, Source
 from lowq_cli.workers import in_order, spread, worker_devices
-from lowq_cli.writer import REPORT, OutputFolder, ShardFile, output_names
+from lowq_cli.writer import REPORT, SENSITIVITY, OutputFolder, ShardFile, output_names
 from lowq_packers.errors import DamagedError, LowqError, UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.mixed import Mixed
 
 WORST = 5
 
@@ -42,6 +45,7 @@ class Planned:
     out: Path
     device: str
     budget: Budget
+    mixed: "Mixed | None" = None  # how a budget of bits was spent
 
 
 @dataclass(frozen=True)
@@ -141,17 +145,23 @@ def run(
 ) -> Iterator[Event]:
     """Quantize `model` by `recipe` into `out`, yielding Planned, then TensorDone and ShardDone, then Finished.
 
-    dry_run: stop after Planned; no weight is read or downloaded, nothing is written. fresh: start over what lowq wrote
-    into `out` before. Interrupted anywhere, the same call continues. device: one, or several as "cuda:0,cuda:1", which
-    take a tensor each; the bytes are the same. Raises LowqError.
+    dry_run: stop after Planned; nothing is written, and but for a budget of bits no weight is read or downloaded. fresh: start
+    over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. device: one, or several as
+    "cuda:0,cuda:1", which take a tensor each; the bytes are the same. Raises LowqError.
     """
     start = time.monotonic()
     devices = pick_devices(device)
     on = devices[0]
-    with open_decoded(model, headers_only=dry_run) as raw:
+    budgeted = recipe.bpw is not None or recipe.size is not None
+    with open_decoded(model, headers_only=dry_run and not budgeted) as raw:
         source = rotated(raw) if recipe.rotate else raw
-        plan = make_plan(source, recipe, shard_size)
         folder = default_out(source, recipe) if out is None else Path(out)
+        found = None
+        if budgeted:
+            from lowq_cli import mixed  # builds a model with transformers
+
+            recipe, found = mixed.resolve(source, recipe, folder, on)
+        plan = make_plan(source, recipe, shard_size)
         lanes = worker_devices(devices, _independent(source, plan))
         if len(lanes) < len(devices):
             raise UsageError(
@@ -159,7 +169,7 @@ def run(
                 "read, or the method is calibrated); name one device"
             )
         budget = make_budget(plan, folder, on, len(lanes), written=_bytes_in(folder, plan))
-        yield Planned(plan, folder, ", ".join(map(str, devices)), budget)
+        yield Planned(plan, folder, ", ".join(map(str, devices)), budget, found)
         if dry_run:
             return
         budget.check(folder)
@@ -170,6 +180,8 @@ def run(
             if output.already_done:
                 yield Finished(_known_result(plan, output, time.monotonic() - start))
                 return
+            if found:
+                output.replace(SENSITIVITY, found.cache)
             output.log(f"lowq {version('lowq')}: {source.name} -> {folder}, {json.dumps(recipe.to_json())}, {on}")
             try:
                 for layer in calibration.run() if calibration else ():

@@ -224,5 +224,9 @@ def default_out(source: Source | str, recipe: Recipe) -> Path:
     """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64."""
     name = source if isinstance(source, str) else source.name
     stem = Path(os.path.abspath(name)).name if os.path.isdir(name) else name.rstrip("/").rpartition("/")[2]
+    if recipe.bpw is not None:
+        return Path(f"{stem}-lowq-{recipe.bpw:g}bpw")
+    if recipe.size is not None:
+        return Path(f"{stem}-lowq-{recipe.size / 1e9:.3g}GB")
     group = recipe.group_for(recipe.bits)
     return Path(f"{stem}-lowq-{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}")

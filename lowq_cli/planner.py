@@ -102,6 +102,15 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     return replace(plan, warnings=tuple(_warnings(plan)))
 
 
+def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
+    """The matrices that `recipe` says nothing about: linears, experts, head and embedding. Raises as `make_plan`."""
+    refuse_quantized(source)
+    candidates = _candidates(source, roles(source.config, source.headers))
+    wishes = _wishes(recipe, candidates)
+    kinds = ("attention", "mlp", "expert", *(("head", "embedding") if recipe.lm_head == "auto" else ()))
+    return [c for c in candidates if c.kind in kinds and not wishes[c.name].by_name]
+
+
 def refuse_quantized(source: Source) -> None:
     """Raise unless the source's weights are plain floats: lowq's own (UsageError) and other formats (UnsupportedError)."""
     q = source.config.get("quantization_config")

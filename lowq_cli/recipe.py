@@ -98,6 +98,9 @@ class Recipe:
         calib_tokens: how many tokens of it, at most.
         rotate: turn the residual stream and the heads first, folded into the weights; exact, for the families of `rotation`.
         act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
+        bpw, size: a budget instead of `bits`: bits per weight of all weights that may be quantized and that no exception
+            names, head and embedding among them; or bytes of the weight files. See `mixed`.
+        widths: of the codes, that a budget may be spent on.
         overrides, skip: exceptions by tensor name.
     """
 
@@ -112,6 +115,9 @@ class Recipe:
     calib_tokens: int = 65536
     act: Act = "none"
     rotate: bool = False
+    bpw: float | None = None
+    size: int | None = None
+    widths: tuple[int, ...] = (8, 4, 3, 2)
     overrides: tuple[Override, ...] = ()
     skip: tuple[str, ...] = ()
 
@@ -131,7 +137,8 @@ class Recipe:
                 raise UsageError(f"{name}={value!r} does not exist; use one of {', '.join(known)}")
         if type(self.calib_tokens) is not int or self.calib_tokens < 4096:
             raise UsageError(f"calib_tokens={self.calib_tokens!r} must be a whole number of at least 4096")
-        if self.calib is not None and (self.method == "auto" or not quantizers.needs_text(self.method)):
+        budgeted = self.bpw is not None or self.size is not None
+        if self.calib is not None and not budgeted and (self.method == "auto" or not quantizers.needs_text(self.method)):
             raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
         if not isinstance(self.rotate, bool):
             raise UsageError(f"rotate={self.rotate!r} must be true or false")
@@ -146,6 +153,18 @@ class Recipe:
         if self.lm_head != "auto":
             return self.lm_head
         return HEAD_BITS if self.bits <= HEAD_FROM else "keep"
+
+    def _check_budget(self) -> None:
+        if self.bpw is not None and self.size is not None:
+            raise UsageError("--bpw and --size are two budgets; give one of them")
+        if self.bpw is not None and not (isinstance(self.bpw, int | float) and 1 <= self.bpw <= 16):
+            raise UsageError(f"bpw={self.bpw!r} must be a number of bits per weight from 1 to 16, such as 3.2")
+        if self.size is not None and (type(self.size) is not int or self.size < 1):
+            raise UsageError(f"size={self.size!r} must be a positive number of bytes")
+        if not self.widths:
+            raise UsageError("widths must name at least one width, such as 8,4,3,2")
+        for bits in self.widths:
+            check_bits(bits, "widths")
 
     def group_for(self, bits: int) -> Group:
         """The group size at a width."""
@@ -162,6 +181,7 @@ class Recipe:
         plain = asdict(self)
         plain["overrides"] = [f"{o.pattern}={_spell(o)}" for o in self.overrides]
         plain["skip"] = list(self.skip)
+        plain["widths"] = list(self.widths)
         return plain
 
 
@@ -190,13 +210,42 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
                 values[name] = (*values.get(name, ()), *_strings(value))
             elif name == "bits":
                 values[name] = number(value, name)
+            elif name == "widths":
+                parts = value.split(",") if isinstance(value, str) else _listed(value)
+                values[name] = tuple(number(v, name) for v in parts)
+            elif name == "size":
+                values[name] = parse_size(str(value))
             elif name == "group":
                 values[name] = group_of(value, name)
             elif name == "lm_head":
                 values[name] = value if value in ("keep", "auto") else number(value, name)
             else:
                 values[name] = value
+    if "bits" in values and (values.get("bpw") or values.get("size")):
+        raise UsageError(
+            "--bpw and --size choose the bits of every weight; leave --bits out, or name its choices with --widths"
+        )
     return Recipe(**values)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in '2GiB', '500MB' or '4096'. Raises UsageError."""
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+    digits = text.rstrip("bBkKmMgGiI ")
+    unit = text[len(digits) :].strip().lower()
+    try:
+        size = int(float(digits) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise UsageError(f"size {text!r} is not one; write 2GiB, 500MB or a number of bytes")
+    return size
+
+
+def _listed(value: object) -> Iterable[object]:
+    if not isinstance(value, Iterable):
+        raise UsageError(f"widths={value!r} must be a list of widths")
+    return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:

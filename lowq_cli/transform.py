@@ -8,6 +8,7 @@ import torch
 from lowq_cli import quantizers
 from lowq_cli.budget import slab_rows
 from lowq_cli.plan import Item
+from lowq_cli.planner import Candidate
 from lowq_cli.safetensors_io import ITEMSIZE, TORCH_NAMES, as_tensor
 from lowq_cli.source import Source
 from lowq_cli.writer import ShardFile
@@ -44,7 +45,7 @@ def quantize(
     step = slab_rows(K, device.type)
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = 0.0
-    rows, unit = _rows(item, source), stored(item.layout).row_step
+    rows, unit = read_rows(item, source), stored(item.layout).row_step
     rest: QuantizedTensor | None = None  # rows that do not fill a unit of the layout: they go with the next slab
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device)
@@ -75,7 +76,7 @@ def quantize(
     return float(f"{relative:.6g}"), crc
 
 
-def _rows(item: Item, source: Source) -> Callable[[int, int], torch.Tensor]:
+def read_rows(item: Item | Candidate, source: Source) -> Callable[[int, int], torch.Tensor]:
     """A function (first, last) -> those rows of the item's matrix, read from the source."""
     shape, cut = source.headers[item.source].shape, item.cut
     A, B = shape[-2:]

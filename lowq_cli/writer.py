@@ -1,5 +1,6 @@
 """The folder a run writes: one process at a time, resumable after a kill at any instant, never half-written and whole-looking.
 
+    lowq-sensitivity.json       what mixed.py measured; kept whatever run comes next
     lowq-journal.jsonl          what the run is, then one line per finished item: {"item", "rel_error", "crc": [per tensor]}
     model-....safetensors.partial   full size from the start; each tensor is written at its final place
     model-....safetensors       renamed once all its items are in and on disk
@@ -29,6 +30,7 @@ JOURNAL, REPORT, LOG, CONFIG = "lowq-journal.jsonl", "lowq_report.json", "lowq.l
 PARTIAL = ".partial"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+SENSITIVITY = "lowq-sensitivity.json"
 CHUNK = 1 << 24
 
 Record = dict[str, Any]
@@ -88,7 +90,7 @@ class OutputFolder:
         header, records = read_journal(self.path / JOURNAL)
         report = _read_report(self.path / REPORT)
         ours = bool(header or report)
-        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in (LOG, JOURNAL, JOURNAL + PARTIAL))
+        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in (LOG, JOURNAL, JOURNAL + PARTIAL, SENSITIVITY))
         if foreign and not ours:
             raise UsageError(f"{self.path} holds files that lowq did not write, such as {foreign[0]}; use another --out")
         if self.fresh:

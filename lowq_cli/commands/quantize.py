@@ -9,6 +9,7 @@ from lowq_cli import console, quantizers, targets
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from lowq_cli.mixed import Mixed
     from lowq_cli.pipeline import LayerDone, Planned, Result
     from lowq_cli.recipe import Recipe
 
@@ -16,6 +17,7 @@ EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-
 ·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --format fp8
 ·  lowq quantize ./my-model --dry-run"""
 FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
+BAR = "#"
 METHODS = "; ".join(f"{name}: {summary}" for name, summary in quantizers.methods().items())
 
 
@@ -25,6 +27,18 @@ def quantize(
     group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
     method: Annotated[str | None, typer.Option(help=f"auto (the measured best per width), or {METHODS}.")] = None,
     zero: Annotated[str | None, typer.Option(help="Kind of zero: float, int or none (symmetric).  [default: float]")] = None,
+    bpw: Annotated[
+        float | None, typer.Option(metavar="BITS", help="Mixed widths: so many bits per weight, spent where they matter most.")
+    ] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="4GB", help="Mixed widths: as --bpw, for weight files of so many bytes.")
+    ] = None,
+    widths: Annotated[
+        str | None, typer.Option(metavar="8,4,3,2", help="Widths that --bpw and --size may choose.  [default: 8,4,3,2]")
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="With --bpw or --size: draw the width of every layer.")
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(help="Order of the words in the files: auto (rowstream), or tile for CUDA.")
     ] = None,
@@ -76,6 +90,9 @@ def quantize(
         "calib_tokens": calib_tokens,
         "rotate": rotate,
         "act": act,
+        "bpw": bpw,
+        "size": size,
+        "widths": widths,
     }
     if format == "fp8":
         asked_for = {"skip": skip, "lm_head": lm_head, "block": block, "act": act}
@@ -89,10 +106,15 @@ def quantize(
         raise UsageError(f"format {format!r} does not exist; use lowq or fp8")
     if block is not None:
         raise UsageError("--block needs --format fp8")
+    from lowq_cli.recipe import parse_size
+
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
+    budgeted = any(one.bpw or one.size for one in asked)
+    if plot and not (budgeted and Path(plot).absolute().parent.is_dir()):
+        raise UsageError(f"--plot {plot} needs --bpw or --size, and a folder that is there")
 
-    with console.status(f"reading {model}"):
+    with console.status(f"measuring {model} for its budget" if budgeted else f"reading {model}"):
         from lowq_cli import pipeline
 
         faults = []
@@ -107,11 +129,17 @@ def quantize(
         else:
             raise UnsupportedError(f"--for {engine}: {faults[0]}")
     _show_plan(planned)
+    if plot and planned.mixed:
+        from lowq_cli import mixed
+
+        mixed.plot(planned.mixed, Path(plot))
+        console.say(f"drew {plot}")
     if dry_run:
         if as_json:
-            console.out_json({**planned.plan.to_json(), "out": str(planned.out), "budget": planned.budget.to_json()})
+            more = {"mixed": planned.mixed.to_json()} if planned.mixed else {}
+            console.out_json({**planned.plan.to_json(), "out": str(planned.out), "budget": planned.budget.to_json(), **more})
         else:
-            console.say("dry run: nothing was read but headers, nothing was written")
+            console.say(f"dry run: nothing was {'' if planned.mixed else 'read but headers, nothing was '}written")
         return
     try:
         result = _run(events, planned)
@@ -177,20 +205,6 @@ def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "li
     return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
 
 
-def parse_size(text: str) -> int:
-    """Bytes in '2GiB', '500MB' or '4096'. Raises UsageError."""
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-    digits = text.rstrip("bBkKmMgGiI ")
-    unit = text[len(digits) :].strip().lower()
-    try:
-        size = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise UsageError(f"size {text!r} is not one; write 2GiB, 500MB or a number of bytes")
-    return size
-
-
 def _show_plan(planned: "Planned") -> None:
     """The table of classes, then totals, budget, notes and warnings: everything worth knowing before long work."""
     plan, budget = planned.plan, planned.budget
@@ -207,12 +221,24 @@ def _show_plan(planned: "Planned") -> None:
     time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
     available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
     console.say(f"on {planned.device}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
+    if planned.mixed:
+        _show_mixed(planned.mixed)
     for note in plan.notes:
         console.say(f"note: {note}")
     for warning in plan.warnings:
         console.warn(warning)
     if any(i.scheme and i.scheme.bits <= FEW_BITS and i.method and not quantizers.needs_text(i.method) for i in plan.items):
         console.say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
+
+
+def _show_mixed(mixed: "Mixed") -> None:
+    """How many groups and weights got which scheme, and what it is expected to cost."""
+    params = sum(s.params for s in mixed.shares)
+    rows = [(scheme, groups, f"{100 * n / params:.1f}%", BAR * round(40 * n / params)) for scheme, groups, n in mixed.histogram]
+    console.table("bits where they matter most", ("scheme", ">groups", ">weights", ""), rows)
+    expected = f"expected KL divergence from the original {mixed.error:.4f} nats per token"
+    by_weights = f"by the errors of the weights alone, because {mixed.why_not_nats}"
+    console.say(f"{mixed.bpw:.3f} bits per weight over {len(mixed.shares)} groups; {expected if mixed.in_nats else by_weights}")
 
 
 def _run(events: object, planned: "Planned") -> "Result":

@@ -1,7 +1,7 @@
 """A causal model's decoder layers, one at a time in memory: what calibration walks through."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -122,6 +122,28 @@ class Blocks:
                 layer.forward = forward
             self._empty(self.model, self._rest)
         return first, others
+
+    @contextmanager
+    def tail(self) -> Iterator[Callable[[torch.Tensor, Hidden], torch.Tensor]]:
+        """A function from ids (n, T) and the last layer's output for them to the logits, differentiable in the latter."""
+        self._fill(self.model, self._rest)
+        tied = {p: s for p, s in self.skeleton.tied.items() if not p.startswith(self._prefix)}
+        for param, source in tied.items():
+            (module, leaf), (other, theirs) = _owner(self.model, param), _owner(self.model, source)
+            module._parameters[leaf] = other._parameters[theirs]
+        forwards = [layer.forward for layer in self.layers]
+        try:
+
+            def logits(ids: torch.Tensor, hidden: Hidden) -> torch.Tensor:
+                for layer in self.layers:
+                    layer.forward = lambda *_, **__: hidden
+                return self.model(input_ids=ids.to(self.device), use_cache=False).logits
+
+            yield logits
+        finally:
+            for layer, forward in zip(self.layers, forwards, strict=True):
+                layer.forward = forward
+            self._empty(self.model, self._rest)
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
