@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowq_kernels.fp8.linear import Fp8Linear
 from lowq_kernels.linear import QuantLinear
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
 
@@ -28,7 +29,31 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
             setattr(parent, name, Part(whole, at, at + p.out_features))
             at += p.out_features
         return whole
+    if all(type(p) is Fp8Linear for p in parts) and _fit(parts):
+        return _join_fp8(parts)
     return SideBySide(parts)
+
+
+def _fit(parts: list[Fp8Linear]) -> bool:
+    """Whether fp8 layers can be one: alike, and no block would begin inside a part."""
+    alike = len({(p.block, p.act, p.widened, p.bias is None) for p in parts}) == 1
+    return alike and all(p.out_features % p.block[0] == 0 for p in parts[:-1])
+
+
+def _join_fp8(parts: list[Fp8Linear]) -> Fp8Linear:
+    """One fp8 layer; the parts keep views of its tensors."""
+    first, N = parts[0], sum(p.out_features for p in parts)
+    whole = Fp8Linear(N, first.in_features, first.block, first.bias is not None, first.dtype, "meta", first.act)
+    leaves = ("weight", "weight_scale_inv") if first.bias is None else ("weight", "weight_scale_inv", "bias")
+    for leaf in leaves:
+        joined = torch.cat([getattr(p, leaf).detach() for p in parts])
+        setattr(whole, leaf, nn.Parameter(joined, requires_grad=False))
+        at = 0
+        for p in parts:
+            rows = getattr(p, leaf).shape[0]
+            setattr(p, leaf, nn.Parameter(joined[at : at + rows], requires_grad=False))
+            at += rows
+    return whole
 
 
 def _kind(p: QuantLinear) -> tuple[object, ...]:

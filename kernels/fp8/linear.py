@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from lowq_kernels.activations import Act, check_act, rounded
-from lowq_kernels.fp8.matmul import GROUP, has_fp8, matmul
+from lowq_kernels.fp8.matmul import GROUP, has_fp8, kernel_for, matmul
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.fp8 import FP8, Block, Fp8Matrix, scale_shape
 
@@ -67,6 +67,11 @@ class Fp8Linear(nn.Module):
     def widened(self) -> bool:
         """Whether the weight is held in 16 bits, for want of FP8 hardware."""
         return self.weight.dtype != FP8
+
+    @property
+    def kernel(self) -> str:
+        """What multiplies: for `--explain`."""
+        return "torch (widened)" if self.widened else kernel_for(self.weight.device, self.in_features, self.act)
 
     @property
     def matrix(self) -> Fp8Matrix:

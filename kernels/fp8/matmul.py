@@ -63,6 +63,11 @@ def matmul(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None = None, act:
     return multiply(fp8_block_quant(x, activation_block(w)), w, bias, x.dtype)
 
 
+def kernel_for(device: torch.device, K: int, act: Act) -> str:
+    """The name of the kernel that `matmul` takes."""
+    return "cuda/fp8_gemm" if act != "none" and _wgmma(device) is not None and K % 16 == 0 else "triton/fp8_gemm"
+
+
 def multiply(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Two quantized matrices -> (M, N) in `dtype`."""
     from lowq_kernels.fp8 import gemm_triton

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
+from lowq_kernels.fp8.linear import Fp8Linear
 from lowq_kernels.linear import QuantLinear
 from lowq_kernels.registry import Call, Config, capability, refusals, select
 from lowq_kernels.tuning import chosen_by
@@ -48,7 +49,9 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
     for (pattern, N, K, scheme, layout, forced, device), count in found.items():
         kernel, chosen = DENSE if layout == "dense" else EXPERTS, ""
         config, refused = Config(), dict[str, str]()
-        if layout != "dense" and forced != EXPERTS:
+        if layout == "fp8":
+            kernel = forced
+        elif layout != "dense" and forced != EXPERTS:
             call = Call(M, N, K, scheme, layout, dtype, device.type, capability(device))
             spec, config = select(call, forced)
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
@@ -61,6 +64,9 @@ def _products(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, 
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear):
             yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device)
+        elif isinstance(m, Fp8Linear):
+            scheme = f"fp8 {m.block[0]}x{m.block[1]}, activations {m.act}"
+            yield name, 1, (m.out_features, m.in_features, scheme, "fp8", m.kernel, m.weight.device)
         elif isinstance(m, nn.Linear):
             yield name, 1, (*m.weight.shape, str(m.weight.dtype).removeprefix("torch."), "dense", None, m.weight.device)
         elif isinstance(m, QuantExperts):

@@ -85,7 +85,8 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
-    return ["lowq (as bf16)", "transformers", "vLLM", "SGLang"]
+    block = _block(c.section(config, "quantization_config"))
+    return ["lowq" if block in ((128, 128), (256, 256)) else "lowq (as bf16)", "transformers", "vLLM", "SGLang"]
 
 
 def _notes(config: Config, headers: Headers) -> list[str]:

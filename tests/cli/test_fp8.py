@@ -174,3 +174,16 @@ def test_activations_of_packed_weights(tmp_path):
     assert "no quantized linear layers" in run(
         "eval", "demo", "--act", "int8", "--max-tokens", "600", "--device", "cpu", code=2
     )
+
+
+def test_decoding_joins_layers_and_says_which_kernel(checkpoint):
+    """q, k, v become one product; the tokens are those of the separate layers."""
+    told = json.loads(
+        run("generate", checkpoint, "--prompt", "Once upon a time", "--max-new-tokens", "6", "--device", "cpu", "--json")
+    )
+    model, tokenizer = load(checkpoint, "cpu")
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    wanted = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    assert told["text"] == tokenizer.decode(wanted)
+    rows = {r["layers"]: r["kernel"] for r in told["kernels"]}
+    assert rows["layers.*.qkv"] == "torch (widened)", rows
