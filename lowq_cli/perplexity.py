@@ -158,7 +158,8 @@ def measure_modes(
     from lowq_cli.hf.load import load
 
     loaded, tokenizer = load(model, device=device)
-    ids, found = tokenize(tokenizer, text), {}
+    ids = tokenize(tokenizer, text)
+    found: dict[str, Report] = {}
     for act in modes(loaded):
         set_activations(loaded, act)
         found[act] = evaluate(loaded, ids, None, _window(loaded), max_tokens, progress)
