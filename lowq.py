@@ -7,6 +7,7 @@
     model, tokenizer = lowq.load("dir")
     for piece in lowq.stream(model, tokenizer, "prompt", max_new_tokens=64): ...
     lowq.perplexity("dir", text)                                    # {"ppl": ..., "tokens": ...}
+    lowq.export("dir", "compressed-tensors")                        # for vLLM; also gptq, awq, humming, mlx, hqq, gguf
 
 `import lowq` makes `transformers.AutoModelForCausalLM.from_pretrained(lowq_dir)` work. It imports neither torch nor
 transformers itself: names below are fetched when they are first used.
@@ -19,6 +20,7 @@ from lowq_cli.hf import register
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation, stream
+    from lowq_cli.exporter import export
     from lowq_cli.hf.load import load
     from lowq_cli.perplexity import perplexity
     from lowq_cli.pipeline import quantize
@@ -34,6 +36,7 @@ _HOME = {
     "QuantLinear": "lowq_kernels.linear",
     "QuantizedTensor": "lowq_packers.qtensor",
     "Scheme": "lowq_packers.scheme",
+    "export": "lowq_cli.exporter",
     "load": "lowq_cli.hf.load",
     "perplexity": "lowq_cli.perplexity",
     "quantize": "lowq_cli.pipeline",
@@ -42,7 +45,7 @@ _HOME = {
 }
 __all__ = [
     "Generation", "LowqError", "QuantLinear", "QuantizedTensor", "Scheme",
-    "load", "perplexity", "quantize", "quantize_tensor", "stream",
+    "export", "load", "perplexity", "quantize", "quantize_tensor", "stream",
 ]  # fmt: skip
 
 

@@ -1,20 +1,22 @@
 """A lowq checkpoint -> the same weights in another tool's format: bit for bit, or refused before anything is written.
 
 One matrix is in memory at a time, and one output file of at most `SHARD`. Every matrix is read back from the tensors made for
-it and compared before they are written. All goes into a folder beside the target, which gets its name when it is whole.
+it and compared before they are written. All goes into a folder beside the target, which gets its name when it is whole; after
+a kill the same call goes on behind the last file that was finished.
 """
 
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowq_cli.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
-from lowq_cli.foreign import DTYPES, slabs
+from lowq_cli.foreign import DTYPES, foreign_matrices, open_foreign, slabs
 from lowq_cli.safetensors_io import TensorHeader
 from lowq_cli.sharding import fusion_problems, shard_problems
 from lowq_cli.shards import NAMES, ShardWriter, new_folder, to_json
@@ -83,7 +85,7 @@ def export(
 
             return export_gguf(found, Path(out or f"{name}.gguf"), rounding, progress)
         target = Path(out or f"{name}-{to}")
-        with new_folder(target) as folder:
+        with new_folder(target, run_name(found, to, rounding)) as folder:
             config, written = _write(found, fmt, folder, rounding, progress)
         engines, notes = fmt.engines(config, written), fmt.notes(config, {})
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes)):
@@ -147,18 +149,17 @@ def _write(
         if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2
     ]
     assert fmt.config
+    assert fmt.write
     section = fmt.config(found.schemes, shapes, kept)
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
     shards = ShardWriter(folder, "mlx" if fmt.name == "mlx" else "pt")
-    seen: list[formats.Matrix] = []
     done, total = 0, sum(t.params for t in found.tensors)
+    finished = {name.rpartition(".")[0] for name in shards.done}
     for t in found.tensors:
-        if t.scheme:
-            tensors, matrix = encoded(fmt, t.name, read_matrix(found, t), {**config, "round": rounding})
-            seen.append(matrix)
-        else:
-            tensors = {t.name: read_plain(found, t)}
-        shards.add(tensors)
+        if t.scheme and t.name not in finished:
+            shards.add(encoded(fmt, t.name, read_matrix(found, t), {**config, "round": rounding}))
+        elif not t.scheme and t.name not in shards.done:
+            shards.add({t.name: read_plain(found, t)})
         done += t.params
         if progress:
             progress(100 * done // total, t.name)
@@ -169,10 +170,17 @@ def _write(
         if fmt.name == "gptq":
             (folder / "quantize_config.json").write_bytes(to_json(section["quantization_config"]))
         (folder / "config.json").write_bytes(to_json(config))
-    return config, seen
+    with open_foreign(folder) as source:
+        read = foreign_matrices(source)
+    return config, [] if read is None else read[1]
 
 
-def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> tuple[Tensors, formats.Matrix]:
+def run_name(found: Checkpoint, to: str, rounding: bool) -> str:
+    """What names an export: two share it only if they write the same bytes."""
+    return " ".join((version("lowq"), found.source.identity, to, "round" if rounding else "exact"))
+
+
+def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> Tensors:
     """The tensors of one matrix, read back and compared. Raises UnsupportedError if the format does not hold its values."""
     assert fmt.write
     try:
@@ -187,7 +195,7 @@ def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any
 
     (matrix,) = fmt.matrices(config, headers, fetch)
     check_same(matrix.read(fetch), q, name, bool(config.get("round")))
-    return tensors, matrix
+    return tensors
 
 
 def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: str, rounding: bool) -> None:

@@ -1,0 +1,81 @@
+"""lowq export, interrupted: the next call goes on behind the last whole file and leaves the bytes of an uninterrupted one."""
+
+import subprocess
+import sys
+
+import pytest
+
+from lowq_cli import exporter, shards
+from lowq_cli.exporter import export
+from lowq_cli.foreign import open_foreign
+from lowq_packers.errors import UsageError
+from lowq_packers.scheme import Scheme
+
+SCHEMES = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none")}
+SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
+
+KILLED = """
+import os, signal, sys
+from lowq_cli import exporter, shards
+shards.SHARD = int(sys.argv[4])
+def progress(percent, name):
+    progress.count += 1
+    if progress.count == int(sys.argv[5]):
+        os.kill(os.getpid(), signal.SIGKILL)
+progress.count = 0
+exporter.export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress)
+"""
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, tmp_path, monkeypatch):
+    made = family_checkpoints("llama", "bfloat16", SCHEMES)
+    monkeypatch.setattr(shards, "SHARD", SMALL_FILES)
+    export(made.packed, "compressed-tensors", tmp_path / "whole")
+    assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
+    out, read = tmp_path / "out", []
+    for at in (2, 6, 9):
+        line = [sys.executable, "-c", KILLED, made.packed, "compressed-tensors", out, SMALL_FILES, at]
+        assert subprocess.run(list(map(str, line)), check=False).returncode == -9
+        assert not out.exists()
+    parts = len(list((tmp_path / "out.partial").glob("part-*.safetensors")))
+    assert parts > 1
+    real = exporter.read_matrix
+    monkeypatch.setattr(exporter, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
+    export(made.packed, "compressed-tensors", out)
+    assert 0 < len(read) < len(made.schemes), "what was written is not made again"
+    assert contents(out) == contents(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_what_another_export_left_is_not_gone_on_with(family_checkpoints, tmp_path, monkeypatch):
+    made = family_checkpoints("llama", "bfloat16", SCHEMES)
+    monkeypatch.setattr(shards, "SHARD", SMALL_FILES)
+
+    def stop(percent, name):
+        if percent > 50:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export(made.packed, "compressed-tensors", tmp_path / "out", progress=stop)
+    left = tmp_path / "out.partial"
+    assert list(left.glob("part-*"))
+    export(made.packed, "gptq", tmp_path / "out")
+    with open_foreign(tmp_path / "out") as source:
+        assert source.config["quantization_config"]["quant_method"] == "gptq"
+        assert not any(n.endswith("weight_packed") for n in source.headers)
+    assert not left.exists()
+
+
+def test_one_process_at_a_time(family_checkpoints, tmp_path):
+    made = family_checkpoints("llama", "bfloat16", SCHEMES)
+
+    def second(percent, name):
+        with pytest.raises(UsageError, match="another lowq is writing"):
+            export(made.packed, "compressed-tensors", tmp_path / "out")
+
+    export(made.packed, "compressed-tensors", tmp_path / "out", progress=second)
+    assert (tmp_path / "out" / "config.json").is_file()
