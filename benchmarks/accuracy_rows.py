@@ -90,5 +90,5 @@ class Results:
 
 def key(row: Row) -> tuple[Any, ...]:
     """What a row is about, in the order of the file."""
-    texts = (row.get(name, "") for name in ("stored", "method", "calib", "measure"))
+    texts = (row.get(name, "") for name in ("stored", "method", "calib", "part"))
     return (row["model"], -row.get("bits", 99), row.get("group", 0), row.get("target", 0), *texts)
