@@ -134,7 +134,7 @@ class ShardWriter:
         for i, (path, names) in enumerate(self.files, 1):
             final = SINGLE if len(self.files) == 1 else f"model-{i:05d}-of-{len(self.files):05d}.safetensors"
             os.replace(path, self.folder / final)
-            weight_map |= dict.fromkeys(names, final)
+            weight_map |= dict.fromkeys(sorted(names), final)
         if len(self.files) > 1:
             with writing(self.folder):
                 (self.folder / INDEX).write_bytes(to_json({"metadata": {"total_size": self.total}, "weight_map": weight_map}))
