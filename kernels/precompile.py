@@ -19,6 +19,7 @@ from lowq_packers.scheme import Scheme
 
 WORKERS = 8
 WORTH_WORKERS = 4  # fewer kernels than this compile faster here than a process starts
+MOST_ROWS = 128  # of x in one block of a CUDA kernel
 SLOW = 0.3  # seconds of `launch_all` from which somebody may wonder what takes so long
 
 
@@ -38,8 +39,9 @@ class Work:
 
     @classmethod
     def of(cls, kernel: str, config: Config, scheme: Scheme, layout: str, dtype: torch.dtype, M: int, N: int, K: int) -> "Work":
-        """The work of one launch; M is cut to 16, for no binary depends on it."""
-        return cls(kernel, tuple(sorted(config.items())), scheme, layout, dtype, min(M, 16), N, K)
+        """The work of one launch. No binary of Triton's depends on M; those of CUDA do, in steps of 8 rows up to MOST_ROWS."""
+        rows = min(-(-M // 8) * 8, MOST_ROWS) if kernel.startswith("cuda/") else 1
+        return cls(kernel, tuple(sorted(config.items())), scheme, layout, dtype, rows, N, K)
 
 
 def compile_all(work: Sequence[Work], done: Callable[[int], None] | None = None, workers: int = WORKERS) -> int:
@@ -47,7 +49,7 @@ def compile_all(work: Sequence[Work], done: Callable[[int], None] | None = None,
 
     A kernel that does not compile is left for the launch to report.
     """
-    distinct = list(dict.fromkeys(work))
+    distinct = sorted(dict.fromkeys(work), key=lambda w: w.M)  # one binary for two M: the later one finds it in the cache
     workers = min(workers, os.cpu_count() or 1, len(distinct))
     if workers < 2 or len(distinct) < WORTH_WORKERS:
         for i, w in enumerate(distinct):

@@ -57,7 +57,7 @@ def _same_binary(work: Sequence[Work]) -> list[Work]:
     """One item for each binary: Triton specializes on sizes only as far as 16 divides them and steps of k tile K."""
     found: dict[object, Work] = {}
     for w in work:
-        key = (w.kernel, w.config, w.scheme, w.layout, w.dtype, w.N % 16 == 0, w.K % 4096 == 0 or w.K)
+        key = (w.kernel, w.config, w.scheme, w.layout, w.dtype, w.M, w.N % 16 == 0, w.K % 4096 == 0 or w.K)
         found.setdefault(key, w)
     return list(found.values())
 

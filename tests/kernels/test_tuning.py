@@ -10,6 +10,7 @@ import torch
 
 from lowq_kernels import measure, registry, sources, tuning
 from lowq_kernels.measure import Budget
+from lowq_kernels.precompile import MOST_ROWS, Work
 from lowq_kernels.registry import Call, select
 from lowq_kernels.sources import code_of, source_hash
 from lowq_kernels.tuning import Entry, Machine, Shape, Table
@@ -192,3 +193,10 @@ def test_the_shipped_tables_read_and_name_kernels_and_configs_that_exist():
                 asked = Call(e["M"], e["N"], e["K"], scheme, e["layout"], dtype, "cuda", tuple(m["capability"]))
                 assert spec.why_not(asked) is None, (f.name, e)
                 assert e["config"] in spec.legal_configs(asked), (f.name, e)
+
+
+def test_work_is_the_same_where_the_binary_is():
+    """Triton's kernels are compiled once for every M, CUDA's once for each number of tiles of 8 rows."""
+    rows = {kernel: [Work.of(kernel, {}, Scheme(4, 64), "tile", torch.float16, M, 64, 64).M for M in (1, 8, 9, 64, 5000)]
+            for kernel in ("triton/gemm", "cuda/tile_mma")}  # fmt: skip
+    assert rows == {"triton/gemm": [1, 1, 1, 1, 1], "cuda/tile_mma": [8, 8, 16, 64, MOST_ROWS]}
