@@ -5,7 +5,7 @@ their outputs. Source: AWQ (arXiv:2306.00978). Every fold is proved on the layer
 with random scales must be what it was.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from lowq_packers.scheme import Scheme
 
 RATIOS = 20  # 0, 1/20, ...: AWQ's own grid
 ROWS = 512  # of a weight that the search looks at
-EXACT = 1e-4  # relative change of a layer's output in fp32 up to which a fold counts as exact; measured: under 2e-6
+EXACT = 1e-4  # relative change of a layer's output up to which a fold counts: exact ones measured 4e-7 at most, wrong ones 0.12
 
 
 @dataclass
@@ -79,24 +79,26 @@ class _Inputs:
     second: torch.Tensor
     tokens: int = 0
 
+    @classmethod
+    def like(cls, x: torch.Tensor) -> "_Inputs":
+        K = x.shape[1]
+        return cls(torch.zeros(K, device=x.device), torch.zeros(K, K, device=x.device))
+
     def add(self, x: torch.Tensor) -> None:
         self.size += x.abs().sum(0)
         self.second.addmm_(x.T, x)
         self.tokens += x.shape[0]
 
 
-def _inputs(layer: Layer, folds: list[Fold], behind: Hidden):  # type: ignore[no-untyped-def]
+def _inputs(layer: Layer, folds: list[Fold], behind: Hidden) -> Iterator[tuple[Fold, _Inputs]]:
     """(fold, its inputs) for each: one pass over the text for the plain linears, then expert by expert."""
     plain = [f for f in folds if f.expert is None]
     found: dict[str, _Inputs] = {}
 
-    def hook(label: str):  # type: ignore[no-untyped-def]
+    def hook(label: str) -> Callable[..., None]:
         def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1])
-            if label not in found:
-                K = x.shape[1]
-                found[label] = _Inputs(torch.zeros(K, device=x.device), torch.zeros(K, K, device=x.device))
-            found[label].add(x)
+            found.setdefault(label, _Inputs.like(x)).add(x)
 
         return note
 
@@ -113,7 +115,7 @@ def _inputs(layer: Layer, folds: list[Fold], behind: Hidden):  # type: ignore[no
     for module in dict.fromkeys(layer.spots[n].module for n in experts):
         for name, x in layer.inner(module, behind):
             if name in experts:
-                inputs = _Inputs(torch.zeros(x.shape[1], device=x.device), torch.zeros(x.shape[1], x.shape[1], device=x.device))
+                inputs = _Inputs.like(x)
                 inputs.add(x)
                 yield experts[name], inputs
 

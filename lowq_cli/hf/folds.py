@@ -18,6 +18,7 @@ from lowq_cli.hf.blocks import Spot
 class Fold:
     """`after`: checkpoint names of matrices whose columns are multiplied by s (K,); the outputs of `before` are divided by it.
 
+    label: what it joins, alike for all experts of a mixture.
     norm: path of the norm module whose weight (as `weight + offset`) and bias are divided; "" where a matrix is.
     before: its checkpoint names and, for each, the rows that are divided (of the matrix). bias: parameter divided with them.
     heads: (key/value heads, times each is used, head size) where one row serves several columns; s is alike for those.
@@ -33,11 +34,6 @@ class Fold:
     bias_rows: tuple[int, int] = (0, 0)
     heads: tuple[int, int, int] | None = None
     expert: int | None = None
-
-    @property
-    def key(self) -> str:
-        """One word for how it works, alike in all layers and experts."""
-        return self.label
 
 
 def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) -> tuple[list[Fold], list[str]]:
