@@ -14,6 +14,8 @@ from lowq_kernels.tuning import Shape
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 
+SPEEDUP_TICKS = (0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -146,7 +148,11 @@ def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
     left.set(xscale="log", yscale="log", xlabel="M (rows of x)", ylabel="speed-up over the dense 16-bit product")
     batches = sorted({r.M for r in rows})
     left.set_xticks(batches, [str(m) for m in batches])
-    left.set_yticks([0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8], ["0.5", "0.75", "1", "1.5", "2", "3", "4", "6", "8"])
+    speedups = [r.cublas_us / r.us for r in rows] + [1.0]
+    low, high = min(speedups) / 1.15, max(speedups) * 1.15
+    ticks = [t for t in SPEEDUP_TICKS if low <= t <= high]
+    left.set_yticks(ticks, [f"{t:g}" for t in ticks])
+    left.set_ylim(low, high)
     left.minorticks_off()
     left.grid(alpha=0.3)
     left.legend(fontsize=8)
@@ -154,8 +160,9 @@ def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
     ridge = ceiling.tflops * 1e3 / ceiling.read_gbs
     ends = (0.5, ridge, 16 * ridge)
     right.plot(ends, [min(i * ceiling.read_gbs / 1e3, ceiling.tflops) for i in ends], color="black", linewidth=1)
-    right.annotate(f"{ceiling.read_gbs:.0f} GB/s", (ends[0], ends[0] * ceiling.read_gbs / 1e3), fontsize=8)
-    right.annotate(f"{ceiling.tflops:.3g} TFLOP/s", (ridge, 1.08 * ceiling.tflops), fontsize=8)
+    label = {"textcoords": "offset points", "fontsize": 8}
+    right.annotate(f"{ceiling.read_gbs:.0f} GB/s", (1, ceiling.read_gbs / 1e3), xytext=(6, -8), **label)
+    right.annotate(f"{ceiling.tflops:.3g} TFLOP/s", (ridge, ceiling.tflops), xytext=(0, 5), **label)
     right.set(xscale="log", yscale="log", xlabel="floating-point operations per byte moved", ylabel="TFLOP/s")
     right.grid(alpha=0.3)
     right.set_title("roofline, both ceilings measured")
