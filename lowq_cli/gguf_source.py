@@ -1,6 +1,6 @@
 """A GGUF file of the Llama or Qwen families as a model source: Hugging Face's names, order of rows, and config.
 
-Tensor types F32, F16, BF16, Q4_0, Q4_1 and Q8_0 are read; the first that is another is named. A config.json beside the file is
+Tensors of the types in `formats.gguf.TYPES` are read; the first that is another is named. A config.json beside the file is
 believed; without one, config is made from the metadata. The file is checked before it is: counts, strings and spans of tensors.
 """
 
@@ -18,7 +18,7 @@ from lowq_cli.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
 from lowq_cli.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
 from lowq_cli.source import Source
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
-from lowq_packers.formats.gguf import QUANTIZED, TYPES
+from lowq_packers.formats.gguf import PLAIN, TYPES
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 MAX_HEAD = 1 << 28  # bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
@@ -156,7 +156,7 @@ def open_gguf(name: str, path: Path) -> Source:
         own = heads.get(ours.split(".")[-2]) if arch in PERMUTED else None
         if own and len(t.shape) != 2:
             raise UnsupportedError(f"{path}: {theirs} is a bias in llama.cpp's order of rows, which lowq does not read")
-        if t.kind in QUANTIZED or own:
+        if t.kind not in PLAIN or own:
             stored[ours] = {"type": t.kind, "shape": list(t.shape), "heads": own}
             headers[ours] = TensorHeader((t.nbytes,), "U8", t.offset)
         else:

@@ -4,6 +4,8 @@
     Q4_1  d, m, 16 bytes      w = q * d + m
     Q8_0  d, 32 int8          w = q * d
 
+Further types (Q5_0, the K-quants, IQ4) are read dense, in fp16, by the `gguf` package's own decoder: as sources, no more.
+
 Byte j of a 4-bit block holds code j in its low half and code j + 16 in its high half. A group of 64 or 128 repeats d and m.
 The file around the blocks (metadata, tokenizer, names) is `lowq_cli.gguf_file`'s; here is only what the bytes mean.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lowq_packers.errors import SchemeError
+from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
@@ -36,8 +38,12 @@ class BlockType:
 TYPES = {t.name: t for t in (
     BlockType("F32", 0, 1, 4), BlockType("F16", 1, 1, 2), BlockType("Q4_0", 2, BLOCK, 18), BlockType("Q4_1", 3, BLOCK, 20),
     BlockType("Q8_0", 8, BLOCK, 34), BlockType("BF16", 30, 1, 2),
+    BlockType("Q5_0", 6, BLOCK, 22), BlockType("Q5_1", 7, BLOCK, 24), BlockType("Q2_K", 10, 256, 84),
+    BlockType("Q3_K", 11, 256, 110), BlockType("Q4_K", 12, 256, 144), BlockType("Q5_K", 13, 256, 176),
+    BlockType("Q6_K", 14, 256, 210), BlockType("IQ4_NL", 20, BLOCK, 18), BlockType("IQ4_XS", 23, 256, 136),
 )}  # fmt: skip
 QUANTIZED = ("Q4_0", "Q4_1", "Q8_0")
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def type_for(s: Scheme) -> str | None:
@@ -108,6 +114,16 @@ def decode(raw: torch.Tensor, kind: str, N: int, K: int) -> QuantizedTensor:
     return QuantizedTensor(codes, d, zeros, 4, BLOCK, "float")
 
 
+def _decode_dense(raw: torch.Tensor, kind: str, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    """`shape` fp16 weights of a type that the gguf package decodes. Raises UnsupportedError where that is not installed."""
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ModuleNotFoundError:
+        raise UnsupportedError(f"{name} is {kind}, which the gguf package decodes: pip install gguf") from None
+    rows = raw.reshape(*shape[:-1], -1).numpy()
+    return torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType(TYPES[kind].number))).to(torch.float16)
+
+
 def permute_heads(rows: torch.Tensor, heads: int, inverse: bool = False) -> torch.Tensor:
     """Rows of a q or k projection in llama.cpp's order (rotary pairs adjacent) from Hugging Face's (halves), or back."""
     N = rows.shape[0]
@@ -131,7 +147,7 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         raw = fetch(name)
         if kind not in QUANTIZED:
-            rows = raw.view(_DENSE[kind]).reshape(shape)
+            rows = raw.view(PLAIN[kind]).reshape(shape) if kind in PLAIN else _decode_dense(raw, kind, shape, name)
             return rows if heads is None else permute_heads(rows, heads, inverse=True).contiguous()
         q = decode(raw, kind, N, K)
         if heads is None:
@@ -140,12 +156,9 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
         return QuantizedTensor(moved[0], moved[1], moved[2], q.bits, BLOCK, q.zero)  # type: ignore[arg-type]
 
     schemes = {"Q4_0": Scheme(4, BLOCK, "none"), "Q4_1": Scheme(4, BLOCK, "float"), "Q8_0": Scheme(8, BLOCK, "none")}
-    dtype = "F16" if kind in QUANTIZED else kind
-    bits = schemes[kind].bits if kind in schemes else 8 * TYPES[kind].nbytes
+    dtype = kind if kind in PLAIN else "F16"
+    bits = 8 * TYPES[kind].nbytes if kind in PLAIN else int(kind.lstrip("IQ")[0])
     return Matrix(name.removesuffix(".weight"), (N, K), (name,), read, kind, bits, schemes.get(kind), dtype)
-
-
-_DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _engines(config: object, matrices: Sequence[object]) -> list[str]:

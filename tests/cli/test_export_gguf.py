@@ -230,7 +230,7 @@ ROW = struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2)
             DamagedError,
             "unknown type 99",
         ),
-        (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 14, 0), UnsupportedError, "GGUF type 14"),
+        (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 16, 0), UnsupportedError, "GGUF type 16"),
         (HEAD + ROW + struct.pack("<QQIQ", 33, 1, 2, 0), DamagedError, "whole blocks"),
         (HEAD + ROW + struct.pack("<QQIQ", 1 << 39, 1 << 39, 0, 0), DamagedError, "beyond the end"),
         (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 0, 1 << 50), DamagedError, "beyond the end"),
