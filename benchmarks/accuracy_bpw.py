@@ -33,7 +33,7 @@ def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
     ids = judge.texts[next(iter(TEXTS))]
     for part in args.part:
         keep = {"lm_head": "keep"} if part == "linears" else {}
-        known: bytes | None = None
+        known: dict[str, bytes] = {}
         for method in args.method:
             targets = [{"target": t} for t in args.targets]
             uniform = [] if part == "linears" else [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits]
@@ -42,13 +42,13 @@ def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
                     made = Path(out) / "q"
                     if "target" in cell:
                         recipe = make_recipe(bpw=cell["target"], method=method, **keep)
-                        if known:
+                        if method in known:
                             made.mkdir()
-                            (made / SENSITIVITY).write_bytes(known)
+                            (made / SENSITIVITY).write_bytes(known[method])
                     else:
                         recipe = make_recipe(**cell, method=method, overrides=[f"embed_tokens={cell['bits']}:{cell['group']}"])
                     planned, *_, finished = pipeline.run(folder, recipe, made, device=pick_device())
-                    known = planned.mixed.cache if planned.mixed else known
+                    known |= {method: planned.mixed.cache} if planned.mixed else {}
                     fill(judge.model, dequantized(made))
                 mixed = planned.mixed
                 bpw = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()

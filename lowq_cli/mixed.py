@@ -198,7 +198,8 @@ def _measured(
 ) -> tuple[str, sensitivity.Errors, str]:
     """(key, errors, why they are no nats): what the folder holds for the same question, or measured now."""
     dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
-    facts = [version("lowq"), source.identity, text, str(dtype), device.type, sensitivity.TOKENS, sensitivity.ROWS]
+    calibrated = recipe.method == "gptq"
+    facts = [calibrated, version("lowq"), source.identity, text, str(dtype), device.type, sensitivity.TOKENS, sensitivity.ROWS]
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     try:
@@ -217,8 +218,8 @@ def _measured(
         from lowq_cli.hf.load import load_tokenizer
 
         ids = calibrate.choose_windows(load_tokenizer(source), text, sensitivity.TOKENS)
-        found = sensitivity.Sensitivities(source, candidates, schemes, rounded, device).measure(ids, calibrate.BATCH)
-        return key, found, ""
+        walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
+        return key, walk.measure(ids, calibrate.BATCH), ""
     except (UnsupportedError, NotFoundError) as e:
         return key, sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
 

@@ -18,6 +18,8 @@ from torch import nn
 from lowq_cli.hf.blocks import Blocks, Spot, run
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.planner import Candidate
+from lowq_cli.quantizers.gptq import Moments, column_costs
+from lowq_cli.recipe import NOT_CALIBRATED
 from lowq_cli.source import Source
 from lowq_cli.transform import read_rows
 from lowq_packers.errors import UnsupportedError
@@ -62,6 +64,7 @@ class Sensitivities:
     Args:
         schemes: candidate's name -> the schemes to judge.
         rounded: (weight rows, scheme) -> the rows as that scheme stores them, fp32.
+        calibrated: the linears' rounding errors will be made up for by columns rounded later, as GPTQ does.
     Raises UnsupportedError for a family whose layers cannot be walked.
     """
 
@@ -72,8 +75,9 @@ class Sensitivities:
         schemes: Mapping[str, Sequence[Scheme]],
         rounded: Callable[[torch.Tensor, Scheme], torch.Tensor],
         device: torch.device,
+        calibrated: bool = False,
     ) -> None:
-        self.source, self.schemes, self.rounded, self.device = source, schemes, rounded, device
+        self.source, self.schemes, self.rounded, self.device, self.calibrated = source, schemes, rounded, device, calibrated
         self.blocks = Blocks(source, device)
         self.candidates = {c.name: c for c in candidates}
 
@@ -137,10 +141,13 @@ class Sensitivities:
         scale = float(importance.sum() / importance[rows].sum().clamp(min=1e-30)) / tokens**2
         W = _take(read, rows).to(self.device, torch.float32)
         assert place.second is not None
+        made_up = self.calibrated and c.kind not in NOT_CALIBRATED
+        costs = column_costs(Moments(place.second, tokens=tokens)) if made_up else None
         found = {}
         for s in self.schemes[name]:
             d = self.rounded(W, s) - W
-            found[s] = 0.5 * scale * float((((d @ place.second) * d).sum(1) * importance[rows]).sum())
+            squares = (d @ place.second) * d if costs is None else d.square() * costs
+            found[s] = 0.5 * scale * float((squares.sum(1) * importance[rows]).sum())
         return found
 
     def _table(self, name: str, ids: torch.Tensor, grads: list[torch.Tensor], tokens: int) -> dict[Scheme, float]:

@@ -85,6 +85,14 @@ def damp(moments: Moments) -> torch.Tensor:
     return damped
 
 
+def column_costs(moments: Moments) -> torch.Tensor:
+    """(K,) what a rounding error of 1 in each column costs in squared output, after the columns behind it made up for it."""
+    path = _Path.of(damp(moments), 1)
+    costs = torch.empty_like(path.factor.diagonal())
+    costs[path.order] = path.costs
+    return costs
+
+
 @dataclass(frozen=True)
 class _Path:
     """The order in which columns are rounded, and how the error of one moves the later ones.
@@ -105,6 +113,11 @@ class _Path:
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(ordered))
         return cls(order, torch.linalg.cholesky(inverse, upper=True))
 
+    @property
+    def costs(self) -> torch.Tensor:
+        """(K,) of an error of 1 in each column as ordered, in units of the output's error."""
+        return self.factor.diagonal().square().reciprocal()
+
     @classmethod
     def straight(cls, K: int, device: torch.device) -> "_Path":
         return cls(torch.arange(K, device=device), torch.eye(K, device=device))
@@ -113,8 +126,7 @@ class _Path:
 def _solve(path: _Path, groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
     """Codes (R, G, g), scales and zeros of a slab of rows."""
     R, G, size = groups.shape
-    factor, K = path.factor, G * size
-    cost = factor.diagonal().square().reciprocal()  # of an error of 1 in each column, in units of the output's error
+    factor, cost, K = path.factor, path.costs, G * size
     left = groups.reshape(R, K)[:, path.order]
     codes = torch.empty_like(left)
     scales = torch.empty(R, G, device=left.device)
