@@ -2,12 +2,15 @@
 
     python benchmarks/cuda_tile.py                                  # PLAN: the tables of docs/cuda.md
     python benchmarks/cuda_tile.py --shapes 4096x4096 --bits 4 --m 1,8,16 --sweep    # every legal config of every kernel
+    python benchmarks/cuda_tile.py --chain --m 1,8 --out ...        # an 8B model's layers in turn, as a decoder calls them
 
 Without --sweep a cell is the kernel and config that dispatch picks. Protocol: `lowq_kernels.timing.graph_time` (weights
-rotated past the L2 cache, one CUDA graph, median of replays). Writes benchmarks/results/<gpu>/cuda_tile.json, or --out.
+rotated past the L2 cache, one CUDA graph, median of replays). `read_us` is a kernel that reads the same words, scales and
+zeros and computes nothing (tile_read.cu). Writes benchmarks/results/<gpu>/cuda_tile.json, or --out.
 """
 
 import argparse
+import ctypes
 import datetime
 import json
 import time
@@ -18,6 +21,7 @@ from pathlib import Path
 import torch
 
 from lowq_kernels import registry
+from lowq_kernels.cuda_wnax.driver import Kernel
 from lowq_kernels.registry import Call, Config, KernelSpec
 from lowq_kernels.timing import graph_time, rotation
 from lowq_packers.layouts import PackedWeight, unpack
@@ -68,6 +72,41 @@ def sample(p: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, unpack(part).dequantize().t()
 
 
+def read_time(copies: list[PackedWeight]) -> float:
+    """Microseconds of the kernel that only reads the words, scales and zeros, by its best shape: the floor at small M."""
+    y, times = torch.zeros(8, dtype=torch.float16, device="cuda"), []
+    for warps, unroll, tiles in ((16, 2, 1), (16, 4, 1), (8, 4, 1), (8, 4, 2), (8, 2, 1)):
+        types = (*(ctypes.c_void_p,) * 4, *(ctypes.c_int32,) * 2)
+        kernel = Kernel("tile_read.cu", f"tile_read<{warps}, {unroll}>", 0, 32 * warps, types, serialize=True)
+
+        def read(p: PackedWeight, kernel: Kernel = kernel, tiles: int = tiles) -> None:
+            n, zeros = p.words.shape[0], 0 if p.zeros is None else p.zeros.data_ptr()
+            sizes = (p.words.nbytes // n * tiles, p.scales.nbytes // n * tiles)
+            kernel(n // tiles, 1, 0, p.words.data_ptr(), p.scales.data_ptr(), zeros, y.data_ptr(), *sizes)
+
+        times.append(graph_time([lambda p=p, read=read: read(p) for p in copies]))
+    return min(times)
+
+
+CHAIN = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # Llama 3 8B, in the order of a decoder's calls
+
+
+def chain(M: int, scheme: Scheme, dtype: torch.dtype, kernel: str | None) -> dict:
+    """The row of 32 decoder layers' linear layers one after another, each with its own weights: us for all 128 of them."""
+    weights = [random_weight(N, K, scheme, dtype, i) for i in range(32) for N, K in CHAIN]
+    xs = {K: torch.randn(M, K, device="cuda", dtype=dtype) / 8 for _, K in CHAIN}
+    choices = {(p.N, p.K): registry.select(Call.of(xs[p.K], p), kernel) for p in weights[: len(CHAIN)]}
+
+    def product(p: PackedWeight) -> None:
+        spec, config = choices[p.N, p.K]
+        spec.launch(xs[p.K], p, None, config)
+
+    us = graph_time([lambda p=p: product(p) for p in weights]) * len(weights)
+    row = {"chain": "llama 3 8b", "M": M, "bits": scheme.bits, "group": scheme.group_size, "us": us}
+    used = {f"{N}x{K}": [spec.name, *config.values()] for (N, K), (spec, config) in choices.items()}
+    return row | {"gbs": sum(p.nbytes for p in weights) / us / 1e3, "used": used}
+
+
 Cell = tuple[int, int, Scheme]
 
 
@@ -107,6 +146,7 @@ def main() -> None:
     parser.add_argument("--kernel", default="", help="with --sweep: only kernels whose name contains this")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--sweep", action="store_true", help="every legal config, not only the chosen one")
+    parser.add_argument("--chain", action="store_true", help="an 8B model's layers in turn; with --kernel: by that kernel")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop when so many have passed")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
@@ -116,10 +156,20 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict] = []
     anchors: dict[tuple[int, int, int], float] = {}
+    stamp = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
+    stamp["script"] = "benchmarks/cuda_tile.py"
+    if args.chain:
+        for M in map(int, args.m.split(",")):
+            for bits in map(int, args.bits.split(",")):
+                rows.append(chain(M, Scheme(bits, int(args.group), args.zero), dtype, args.kernel or None))
+                print(rows[-1], flush=True)
+        out.write_text(json.dumps(stamp | {"rows": rows}, indent=0))
+        return
     for (N, K, scheme), Ms in cells(args):
         first = random_weight(N, K, scheme, dtype, 0)
         copies = [first] + [random_weight(N, K, scheme, dtype, i) for i in range(1, rotation(first.nbytes))]
         some, truth = sample(first)
+        read_us = read_time(copies)
         xs = {
             M: torch.randn(M, K, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(7)) / 8 for M in Ms
         }
@@ -143,15 +193,15 @@ def main() -> None:
                     continue
                 row["us"] = graph_time([lambda p=p, x=xs[M]: spec.launch(x, p, None, config) for p in copies])  # noqa: B023
                 row |= {"gbs": first.nbytes / row["us"] / 1e3, "tflops": 2 * M * N * K / row["us"] / 1e6}
-                row["cublas_us"] = anchors[N, K, M]
+                row |= {"cublas_us": anchors[N, K, M], "read_us": read_us}
                 best = row if best is None or row["us"] < best["us"] else best
             if best:
                 picked = next((f"{r['us']:.2f}" for r in rows[::-1] if r["chosen"] and "us" in r), "-")
                 cell = f"{scheme.bits}b g{scheme.group_size} {N}x{K} M={M}"
                 how = f"{best['kernel']} {list(best['config'].values())} err {best['error']:.1e}"
-                print(f"{cell}: chosen {picked} best {best['us']:.2f} us, cublas {best['cublas_us']:.2f}; {how}", flush=True)
-        stamp = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
-        out.write_text(json.dumps(stamp | {"script": "benchmarks/cuda_tile.py", "rows": rows}, indent=0))
+                floor = f"read {read_us:.2f}, cublas {best['cublas_us']:.2f}"
+                print(f"{cell}: chosen {picked} best {best['us']:.2f} us, {floor}; {how}", flush=True)
+        out.write_text(json.dumps(stamp | {"rows": rows}, indent=0))
         if time.monotonic() - start > args.seconds:
             print(f"stopped after {args.seconds:.0f} s")
             break
