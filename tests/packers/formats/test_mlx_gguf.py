@@ -1,0 +1,84 @@
+"""MLX and GGUF: offsets instead of zeros, blocks by hand, order of rows."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowq_packers import formats
+from lowq_packers.errors import SchemeError
+from lowq_packers.formats import _common, gguf
+from lowq_packers.qtensor import QuantizedTensor
+
+sys.path.insert(0, str(Path(__file__).parent))
+from format_support import NAME, dense, random_q, read, written
+
+
+def test_mlx_offsets_that_do_not_fit_are_refused_with_the_size_of_the_error():
+    q = random_q(4, 64, "float", 8, 64)
+    q = QuantizedTensor(q.W_q, torch.full_like(q.scales, 1 / 3), torch.full_like(q.zeros, 7.3), 4, 64)
+    with pytest.raises(SchemeError, match=r"--round, or quantize with --zero none"):
+        written(formats.get("mlx"), q)
+    tensors, config = written(formats.get("mlx"), q, round=True)
+    (back,) = read(tensors, config).values()
+    assert (back.dequantize() - q.dequantize()).abs().max() < 4e-3 * (1 / 3)
+
+
+@pytest.mark.parametrize("bits", [5, 6])
+def test_mlx_widths_that_lowq_lacks_are_widened(bits):
+    codes = torch.randint(0, 1 << bits, (8, 64), dtype=torch.uint8)
+    tensors = {
+        f"{NAME}.weight": dense(codes, bits).view(torch.uint32),
+        f"{NAME}.scales": torch.full((8, 1), 0.25).half(),
+        f"{NAME}.biases": torch.full((8, 1), -2.0).half(),
+    }
+    (q,) = read(tensors, {"quantization": {"bits": bits, "group_size": 64}}).values()
+    assert torch.equal(q.dequantize(), codes.float() * 0.25 - 2)
+    assert q.bits == 8
+
+
+def test_constant_groups_of_offset_formats():
+    """scale 0: every weight of the group is the offset."""
+    codes, scales, zeros = _common.offset_to_zeros(
+        torch.full((1, 32), 9, dtype=torch.uint8), torch.zeros(1, 2), torch.tensor([[0.75, 0.0]]), 16
+    )
+    q = QuantizedTensor(codes, scales, zeros, 4, 16)
+    assert q.dequantize().unique().tolist() == [0, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("bits", "zero", "kind"), [(4, "none", "Q4_0"), (4, "float", "Q4_1"), (4, "int", "Q4_1"), (8, "none", "Q8_0")]
+)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_gguf_blocks(bits, zero, kind, group):
+    q = random_q(bits, group, zero, 24, 256)
+    assert gguf.type_for(q.scheme) == kind
+    raw = gguf.encode(q, NAME)
+    assert raw.shape == (24, 256 // 32 * gguf.TYPES[kind].nbytes)
+    back = gguf.decode(raw, kind, 24, 256)
+    assert torch.equal(back.W_q, q.W_q)
+    assert torch.equal(back.dequantize(), q.dequantize())
+    package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
+    theirs = package.quants.dequantize(raw.numpy(), getattr(package.GGMLQuantizationType, kind))
+    assert torch.equal(torch.from_numpy(theirs), q.dequantize())
+
+
+def test_gguf_block_by_hand():
+    """d = 0.5 is 0x3800; byte j = code j | code (j + 16) << 4."""
+    codes = torch.cat([torch.arange(16), torch.arange(15, -1, -1)]).to(torch.uint8).unsqueeze(0)
+    raw = gguf.encode(QuantizedTensor(codes, torch.tensor([[0.5]]).half(), None, 4, 32), NAME)
+    assert raw[0].tolist() == [0x00, 0x38] + [j | (15 - j) << 4 for j in range(16)]
+
+
+def test_gguf_scales_that_fp16_does_not_hold():
+    q = QuantizedTensor(torch.zeros(1, 32, dtype=torch.uint8), torch.tensor([[1e-9]]).bfloat16(), None, 4, 32)
+    with pytest.raises(SchemeError, match="does not fit GGUF's fp16"):
+        gguf.encode(q, NAME)
+
+
+def test_heads_permute_there_and_back():
+    rows = torch.arange(2 * 8).unsqueeze(1)
+    there = gguf.permute_heads(rows, 2)
+    assert there.flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+    assert torch.equal(gguf.permute_heads(there, 2, inverse=True), rows)
