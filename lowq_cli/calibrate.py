@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from lowq_cli import quantizers, scaling
+from lowq_cli.hf.structure import FLOATS
 from lowq_cli.perplexity import tokenize, windows
 from lowq_cli.plan import Item, Plan
 from lowq_cli.quantizers.gptq import SLAB
@@ -143,7 +144,8 @@ class Calibration:
         self.blocks = Blocks(source, device)
         self.ids = choose_windows(load_tokenizer(source), read_text(plan.recipe.calib), plan.recipe.calib_tokens)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
-        self.stored = {i.name: _dtype(i.outputs[0][1].dtype) for i in plan.items if i.scheme is None}
+        kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
+        self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)
         self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds what was found for it
         self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says

@@ -1,6 +1,7 @@
 """Activation-aware scales: folds are found and proved for each family, and change nothing but the weights' sizes."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -165,3 +166,14 @@ def test_awq_minimises_the_weighted_error(bits, zero):
     assert torch.equal(awq.quantize(W, scheme).W_q, lsq.quantize(W, scheme).W_q)
     with pytest.raises(SchemeError, match="moments are of 64 inputs"):
         awq.quantize(W, scheme, None, Moments(torch.eye(64)))
+
+
+def test_buffers_that_are_no_floats_are_let_alone(family_checkpoints, text, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    dense = tmp_path / "dense"
+    shutil.copytree(family_checkpoints("gpt2").dense, dense)
+    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}  # old GPT-2 files hold their causal masks
+    save_file(load_file(dense / "model.safetensors") | mask, dense / "model.safetensors", metadata={"format": "pt"})
+    events = list(pipeline.run(dense, make_recipe(bits=4, group=16, method="awq", calib=text), tmp_path / "out"))
+    assert isinstance(events[-1], pipeline.Finished)
