@@ -14,6 +14,7 @@ from lowq_packers.errors import SchemeError
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 LEAST = 1e-30  # the least maximum that a scale is made of: 448 / LEAST is finite, and zeros stay zeros
+SLAB = 1 << 24  # values in fp32 at a time
 Block = tuple[int, int]
 
 
@@ -34,8 +35,14 @@ class Fp8Matrix:
             raise SchemeError(f"blocks of {self.block[0]}x{self.block[1]} need {wanted} float32 scales, got {got}")
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The (M, K) values, computed in fp32 and rounded once to `dtype`."""
-        return (self.q.float() * expand_scales(self.scales, self.block, self.q.shape)).to(dtype)
+        """The (M, K) values, computed in fp32 and rounded once to `dtype`; SLAB of them at a time."""
+        (M, K), (rows, _) = self.q.shape, self.block
+        out = torch.empty(M, K, dtype=dtype, device=self.q.device)
+        step = max(1, SLAB // max(rows * K, 1))  # rows of blocks
+        for i in range(0, self.scales.shape[0], step):
+            part = self.q[i * rows : (i + step) * rows]
+            out[i * rows : (i + step) * rows] = part.float() * expand_scales(self.scales[i : i + step], self.block, part.shape)
+        return out
 
 
 def scale_shape(shape: tuple[int, int] | torch.Size, block: Block) -> tuple[int, int]:

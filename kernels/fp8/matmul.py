@@ -15,6 +15,7 @@ from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix
 
 GROUP = 128  # values of a token that share a scale
+WIDEN_M = 128  # rows beyond which 16-bit activations are worth widening the weight for
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -58,6 +59,8 @@ def matmul(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None = None, act:
     from lowq_kernels.fp8.block_quant import fp8_block_quant
 
     x = x.contiguous()
+    if act == "none" and x.shape[0] > WIDEN_M:
+        return gemm_triton.widened_product(x, w, bias)
     if act == "none":
         return gemm_triton.fp8_gemm(x, w, bias, x.dtype, gemm_triton.config_for(x.shape[0], *w.q.shape))
     return multiply(fp8_block_quant(x, activation_block(w)), w, bias, x.dtype)
