@@ -20,7 +20,7 @@ from lowq_packers.scheme import Scheme
 WORKERS = 8
 WORTH_WORKERS = 4  # fewer kernels than this compile faster here than a process starts
 MOST_ROWS = 128  # of x in one block of a CUDA kernel
-SLOW = 0.3  # seconds of `launch_all` from which somebody may wonder what takes so long
+SLOW = 1.0  # seconds of `launch_all` from which somebody may wonder; loading a dozen cubins takes half of that
 
 
 @dataclass(frozen=True)

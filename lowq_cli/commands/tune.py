@@ -91,7 +91,7 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
     rows = []
     for e in sorted(entries, key=lambda e: (-e.N * e.K, e.layout, e.M)):
         second = e.runners_up[0] if e.runners_up else None
-        behind = f"{second['kernel']} +{100 * (second['us'] / e.us - 1):.0f}%" if second else ""
+        behind = f"{second['kernel']} {100 * (second['us'] / e.us - 1):+.0f}%" if second else ""
         rows.append((f"{e.N}x{e.K}", f"{e.bits}-bit g{e.group}", e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
     columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
     console.table("", columns, rows, on_stdout=not as_json)

@@ -54,6 +54,7 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
         elif layout != "dense" and forced != EXPERTS:
             call = Call(M, N, K, scheme, layout, dtype, device.type, capability(device))
             spec, config = select(call, forced)
+            config = {k: config[k] for k in spec.configs[0]}  # a table's file has its own order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
         rows.append(LayerKernel(pattern, count, N, K, str(scheme), layout, kernel, config, chosen, refused))
     return rows
