@@ -19,6 +19,7 @@ PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,
 BLOCKS = 256  # wanted on the GPU: about two per multiprocessor
 WIDEST_CLUSTER = 8  # what every GPU with clusters allows
 MOST_SMEM = 2 * 8 * 128 * 64  # two tiles of 16 slots, k and v of 128 dims, for each of 8 warps
+FEW_BLOCKS = 132  # up to one a multiprocessor, each may hold two tiles a warp; more would leave the next kernel no room
 LONG = 4096  # slots of a cache from which a block has 8 warps: more bytes in flight
 
 
@@ -38,9 +39,9 @@ def cluster_for(heads: int) -> int:
     return next((c for c in (8, 4, 2) if heads * c <= BLOCKS), 1)
 
 
-def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int) -> str:
+def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int, stages: int) -> str:
     """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}>"
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {stages}>"
 
 
 @cache
@@ -65,12 +66,13 @@ def attend(
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     warps, cluster = 8 if S >= LONG else 4, cluster_for(B * h.HKV)
-    instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, cluster)
+    stages = 2 if B * h.HKV * cluster <= FEW_BLOCKS else 1
+    instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, cluster, stages)
     kernel = _kernel(instance, qkv.device.index, warps, cluster, launch.enabled)
     kernel(
         cluster,
         B * h.HKV,
-        2 * warps * h.D * 64,
+        stages * warps * h.D * 64,
         *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos, cos, sin)),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),

@@ -18,7 +18,7 @@ from lowq_packers.scheme import Scheme
 
 STACKS = ("gate_up_proj", "down_proj")
 FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
-FEW_TOKENS = 64  # up to here reading an expert once a token costs less than waiting for the device to group tokens
+FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 256 launches, one or two for every expert
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
 
