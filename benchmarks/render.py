@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder import each other by name
 import decode_page
+import interop_page
 import summary
 
 ROOT = Path(__file__).parent.parent
@@ -159,8 +160,18 @@ def _cells(rows: Iterable[dict[str, Any]], model: str, text: str) -> dict[tuple[
     return cells
 
 
+def judged() -> str:
+    """What other tools make of our exports."""
+    return interop_page.judged(markdown)
+
+
+def two_gpus() -> str:
+    """Two GPUs beside one."""
+    return interop_page.two_gpus(markdown)
+
+
 PARTS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated)
+    f.__name__: f for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated, judged, two_gpus)
 }
 
 
