@@ -9,7 +9,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -187,13 +187,12 @@ def run(
                 for layer in calibration.run() if calibration else ():
                     output.log(f"layer {layer.index} of {layer.total}: error {layer.error:.4g}, {layer.seconds:.1f} s")
                     yield layer
-                yield from _write(source, plan, output, lanes, start, calibration)
-                if calibration:
-                    calibration.close()
+                result = yield from _write(source, plan, output, lanes, start, calibration)
             except BaseException as e:
                 with suppress(LowqError):  # the reason matters more than the log
                     output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
                 raise
+        yield Finished(result)
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
@@ -225,7 +224,7 @@ def _write(
     devices: tuple[torch.device, ...],
     start: float,
     calibration: calibrate.Calibration | None = None,
-) -> Iterator[Event]:
+) -> Generator[Event, None, Result]:
     """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
     done = params = resumed = 0
     for number, shard in enumerate(plan.shards, 1):
@@ -267,9 +266,11 @@ def _write(
     report = make_report(source, plan, output, devices[0], calibration.notes if calibration else {})
     output.replace(REPORT, _json(report))
     output.finish(_json(output_config(source, plan)))
+    if calibration:
+        calibration.close()
     result = _result(plan, output, report, time.monotonic() - start, resumed)
     output.log(f"finished: {result.bytes} bytes, {result.bpw:.3f} bits per weight, {result.seconds:.1f} s")
-    yield Finished(result)
+    return result
 
 
 def _json(value: dict[str, Any]) -> bytes:

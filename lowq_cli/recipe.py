@@ -144,6 +144,7 @@ class Recipe:
             raise UsageError(f"rotate={self.rotate!r} must be true or false")
         if self.lm_head not in ("keep", "auto"):
             check_bits(self.lm_head, "lm_head")
+        self._check_budget()
         if not all(isinstance(s, str) and s for s in self.skip):
             raise UsageError(f"skip={list(self.skip)!r} must be a list of patterns")
 

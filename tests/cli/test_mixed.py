@@ -1,0 +1,165 @@
+"""A budget of bits: what is foretold is what is measured, the budget holds, what engines fuse stays together."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowq_cli import calibrate, mixed, pipeline, sensitivity
+from lowq_cli.main import app
+from lowq_cli.planner import free_candidates, make_plan
+from lowq_cli.recipe import make_recipe
+from lowq_cli.sharding import fusion_problems
+from lowq_cli.source import open_source
+from lowq_cli.writer import SENSITIVITY
+from lowq_packers.errors import UsageError
+from lowq_packers.scheme import Scheme
+
+CPU = torch.device("cpu")
+FINE = {"group": 16, "dtype": "bfloat16"}  # 2 bits take 4 with their scales and zeros
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
+    monkeypatch.setattr(calibrate, "WINDOW", 32)
+    monkeypatch.setattr(calibrate, "BATCH", 2)
+    monkeypatch.setattr(sensitivity, "TOKENS", 1024)
+    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
+    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
+
+
+def schemes(plan):
+    return {i.name: i.scheme for i in plan.items if i.scheme}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "phi3", "gemma3", "gpt2", "mixtral", "qwen3-moe"])
+def test_budgets_hold_and_fused_weights_agree(family, family_checkpoints, small, tmp_path):
+    folder = family_checkpoints(family, schemes={}).dense
+    sizes = []
+    for bpw in (4.7, 6.5):
+        recipe, found = mixed.resolve_path(folder, make_recipe(bpw=bpw, **FINE), tmp_path)
+        assert found.in_nats
+        assert bpw - 0.7 < found.bpw <= bpw
+        with open_source(folder) as source:
+            plan = make_plan(source, recipe)
+        assert not fusion_problems(schemes(plan))
+        assert {i.kind for i in plan.items if i.scheme} >= {
+            "attention",
+            "expert" if "mix" in family or "moe" in family else "mlp",
+        }
+        quantized = sum(i.nbytes for i in plan.items if i.scheme)
+        assert quantized + sum(s.nbytes for s in found.shares if s.scheme is None) == sum(s.nbytes for s in found.shares)
+        sizes.append(found.error)
+    assert sizes[0] > sizes[1] > 0
+
+
+def test_the_forecast_is_what_one_group_costs(small, family_checkpoints):
+    """Each group alone: the KL divergence of the logits is within a factor of two of the estimate."""
+    from transformers import AutoModelForCausalLM
+
+    from lowq_cli.quantizers import rtn
+
+    folder = family_checkpoints("llama-tied").dense
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(0, 160, (16, 32), generator=torch.Generator().manual_seed(0))
+    scheme = Scheme(4, 16)
+    with open_source(folder) as source:
+        candidates = free_candidates(source, make_recipe())
+        rounded = lambda W, s: rtn.quantize(W, s).dequantize()  # noqa: E731
+        judged = {c.name: [scheme] for c in candidates}
+        errors = sensitivity.Sensitivities(source, candidates, judged, rounded, CPU).measure(ids, 4)
+    with torch.no_grad():
+        log_p = model(ids).logits.log_softmax(-1)
+        for name in ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.up_proj",
+                     "model.embed_tokens"):  # fmt: skip
+            weight = model.get_submodule(name).weight
+            original = weight.data.clone()
+            weight.data.copy_(rounded(original, scheme))
+            kl = float((log_p.exp() * (log_p - model(ids).logits.log_softmax(-1))).sum(-1).mean())
+            weight.data.copy_(original)
+            assert 0.5 < errors[name][scheme] / kl < 2, name
+
+
+def test_sensitivities_are_measured_once(family_checkpoints, small, tmp_path, monkeypatch):
+    folder = family_checkpoints("llama").dense
+    first = pipeline.quantize(folder, tmp_path / "out", bpw=4.7, **FINE)
+    assert (tmp_path / "out" / SENSITIVITY).is_file()
+    assert 0 < first["quantized_bpw"] <= 4.7
+    monkeypatch.setattr(sensitivity.Sensitivities, "measure", lambda *_: pytest.fail("measured again"))
+    assert pipeline.quantize(folder, tmp_path / "out", bpw=4.7, **FINE)["already_done"]
+    wider = pipeline.quantize(folder, tmp_path / "out", bpw=6, **FINE, fresh=True)
+    assert wider["bytes"] > first["bytes"]
+    report = json.loads((tmp_path / "out" / "lowq_report.json").read_text())
+    again = make_recipe(**report["recipe"])
+    with open_source(folder) as source:
+        assert {t["name"]: t["scheme"] for t in report["tensors"] if "scheme" in t} == {
+            n: str(s) for n, s in schemes(make_plan(source, again)).items()
+        }
+
+
+def test_the_same_run_gives_the_same_bytes(family_checkpoints, small, tmp_path):
+    folder = family_checkpoints("llama").dense
+    for name in ("a", "b"):
+        pipeline.quantize(folder, tmp_path / name, bpw=4.7, **FINE, method="gptq", device="cpu", calib_tokens=4096)
+    for path in (tmp_path / "a").iterdir():
+        if path.name != "lowq.log":
+            assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_a_size_is_kept_to_the_byte(family_checkpoints, small, tmp_path):
+    folder = family_checkpoints("llama").dense
+    for size in (120_000, 90_123):
+        result = pipeline.quantize(folder, tmp_path / str(size), size=size, **FINE)
+        assert 0.9 * size < result["bytes"] <= size
+
+
+def test_what_is_named_takes_no_part(family_checkpoints, small, tmp_path):
+    folder = family_checkpoints("llama").dense
+    recipe = make_recipe(bpw=4.7, **FINE, lm_head="keep", overrides=["layers.0.mlp.down_proj=8:16"], skip=["layers.1.mlp"])
+    resolved, found = mixed.resolve_path(folder, recipe, tmp_path)
+    names = {s.group for s in found.shares}
+    assert names == {"model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_up_proj",
+                     "model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn.o_proj"}  # fmt: skip
+    with open_source(folder) as source:
+        got = schemes(make_plan(source, resolved))
+    assert got["model.layers.0.mlp.down_proj"] == Scheme(8, 16)
+    assert not any("lm_head" in n or "embed" in n or "layers.1.mlp" in n for n in got)
+
+
+def test_without_a_tokenizer_weights_are_compared(family_checkpoints, tmp_path):
+    _, found = mixed.resolve_path(family_checkpoints("llama").dense, make_recipe(bpw=4.7, **FINE), tmp_path)
+    assert not found.in_nats
+    assert "tokenizer" in found.why_not_nats
+    assert found.bpw <= 4.7
+
+
+def test_refusals(family_checkpoints, small, tmp_path):
+    folder = family_checkpoints("llama").dense
+    for flags, why in (
+        ({"bpw": 3, "size": 5}, "two budgets"),
+        ({"bpw": 3, "bits": 4}, "leave --bits out"),
+        ({"bpw": 0.5}, "from 1 to 16"),
+        ({"bpw": 3, "widths": "5"}, "not a width"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            make_recipe(**flags)
+    with pytest.raises(UsageError, match="the smallest widths take"):
+        pipeline.quantize(folder, tmp_path / "a", bpw=2, **FINE)
+    with pytest.raises(UsageError, match="bytes is too little: the smallest widths take"):
+        pipeline.quantize(folder, tmp_path / "a", size=2000, **FINE)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_plan_is_shown_and_drawn(family_checkpoints, small, tmp_path):
+    folder = str(family_checkpoints("llama").dense)
+    png = tmp_path / "p.png"
+    done = CliRunner().invoke(app, ["quantize", folder, "--bpw", "7.5", "--group", "16", "--out", str(tmp_path / "o"), "--dry-run",
+                                    "--json", "--plot", str(png)])  # fmt: skip
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)["mixed"]
+    assert told["bpw"] <= 7.5
+    assert told["expected_kl"] == pytest.approx(sum(g["error"] for g in told["groups"]))
+    assert png.stat().st_size > 1000
+    assert not (tmp_path / "o").exists()
