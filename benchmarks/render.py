@@ -170,8 +170,13 @@ def two_gpus() -> str:
     return interop_page.two_gpus(markdown)
 
 
+def tuning() -> str:
+    """What `lowq tune` and `lowq generate --explain` printed on an H100, cut to the lines that matter."""
+    return "```\n" + (RESULTS / "h100" / "tune_8b.log").read_text() + "```\n"
+
+
 PARTS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated, judged, two_gpus)
+    f.__name__: f for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated, judged, two_gpus, tuning)
 }
 
 

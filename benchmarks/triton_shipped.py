@@ -1,13 +1,14 @@
 """Measure the table that ships with lowq for this GPU: `python3 benchmarks/triton_shipped.py --out kernels/tuned/h100.json`.
 
 The shapes are those of Llama-3 8B and 70B, Qwen 2.5 7B and Qwen 3 8B, as their decoder multiplies them (query, key and value
-side by side, gate and up side by side). All layouts and kernels compete; batch sizes up to prefill's.
+side by side, gate and up side by side). All layouts and kernels compete, or those of --layouts; batch sizes up to prefill's.
+A budget of --seconds goes to the first scheme's shapes, then to the next one's: what it leaves out, the nearest shape answers.
 `--from FILE` takes what triton_vs_gemlite.py or `lowq tune` measured on such a GPU, and measures nothing itself.
 """
 
 import argparse
 import json
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from lowq_cli import tuner
 from lowq_kernels import measure, tuning
 from lowq_kernels.measure import Budget
+from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.tuning import Entry, Machine, Shape
 from lowq_packers.scheme import Scheme
 
@@ -46,6 +48,19 @@ def measured_before(path: Path) -> dict[Machine, list[Entry]]:
     return {here: entries}
 
 
+def entries_of(
+    shape: Shape, batches: Sequence[int], layouts: Sequence[str], device: torch.device, budget: Budget
+) -> Iterator[Entry]:
+    """The winners of one shape, of the layouts named or of all that `measure` lets race."""
+    if not layouts:
+        yield from measure.measure(shape, batches, device, budget)
+    for layout in layouts:
+        weights = measure.copies(measure.random_weight(shape, layout, device))
+        for M in batches:
+            if budget.left and (entry := measure.best(shape, M, weights, device)):
+                yield entry
+
+
 def main() -> None:
     """Parse, compile, measure, write after every shape."""
     ap = argparse.ArgumentParser()
@@ -54,6 +69,9 @@ def main() -> None:
     ap.add_argument("--models", default=",".join(SHAPES))
     ap.add_argument("--batch", default=",".join(map(str, BATCHES)))
     ap.add_argument("--seconds", type=float, default=1e9)
+    ap.add_argument("--layouts", default="", help="only these, e.g. tile")
+    ap.add_argument("--fresh", action="store_true", help="drop what the file holds for this machine")
+    ap.add_argument("--workers", type=int, default=8)
     ap.add_argument("--kernels", default="", help="with --from: keep kernels whose name starts so")
     ap.add_argument("--from", dest="sources", type=Path, nargs="*", default=[])
     a = ap.parse_args()
@@ -64,20 +82,28 @@ def main() -> None:
     if a.sources:
         return
     device, budget = torch.device("cuda"), Budget(a.seconds)
+    if a.fresh and Path(a.out).exists():
+        Path(a.out).unlink()
     batches = tuner.parse_batches(a.batch)
     schemes = [Scheme(*map(int, s.split(":"))) for s in a.schemes.split(",")]
     sizes = [size for model in a.models.split(",") for size in SHAPES[model]]
     shapes = [Shape(N, K, s, torch.float16) for s in schemes for N, K in sizes]
-    started = time.monotonic()
-    compiled = tuner.compile_candidates(shapes, batches, device, False, lambda n, of: None)
-    print(f"compiled {compiled} kernels in {time.monotonic() - started:.0f} s", flush=True)
+    layouts = a.layouts.split(",") if a.layouts else []
+    work = [
+        Work.of(spec.name, config, shape.scheme, layout, shape.dtype, M, *sizes[0])
+        for shape in shapes
+        for layout in layouts or measure.layouts_for(shape, device)
+        for M in batches
+        for spec, config in measure.candidates(measure.call_for(shape, M, layout, device))
+    ]
+    print(f"compiled {compile_all(work, workers=a.workers)} kernels in {budget.spent:.0f} s", flush=True)
     found: list[Entry] = []
     for i, shape in enumerate(shapes):
-        found += list(measure.measure(shape, batches, device, budget))
+        found += list(entries_of(shape, batches, layouts, device, budget))
         tuning.write_file(Path(a.out), Machine.here(device), found)
-        print(
-            f"{i + 1}/{len(shapes)} {shape.N}x{shape.K} {shape.scheme}: {len(found)} entries, {budget.spent:.0f} s", flush=True
-        )
+        done = f"{i + 1}/{len(shapes)} {shape.N}x{shape.K} {shape.scheme}"
+        print(f"{done}: {len(found)} entries, {budget.spent:.0f} s", flush=True)
+        torch.cuda.empty_cache()
         if not budget.left:
             break
     for name, why in sorted(measure.failed.items()):
