@@ -67,7 +67,7 @@ def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
                 with tempfile.TemporaryDirectory() as out:
                     recipe = make_recipe(
                         bits=bits, group=group, method=method, rotate=args.rotate, calib=args.calib,
-                        calib_tokens=args.calib_tokens,
+                        calib_tokens=args.calib_tokens, lm_head="keep",
                     )  # fmt: skip
                     *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=pick_device())
                     fill(judge.model, dequantized(Path(out) / "q"))

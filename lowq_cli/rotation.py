@@ -156,8 +156,7 @@ def rotated(raw: Source) -> RotatedSource:
         where.setdefault(stored, where[table])
         changes[stored] = Change(table, norm=_named(at, LAST_NORM), columns=True)
         notes.append(
-            f"--rotate unties the output head from the embedding: {headers[table].nbytes / 1e6:,.1f} MB more "
-            f"(--lm-head 8 halves that)"
+            f"--rotate makes the output head a matrix of its own: {headers[table].numel / 1e6:,.1f} M parameters more to store"
         )
     head_dim = int(attention.head_dim)  # type: ignore[arg-type]
     return RotatedSource(
