@@ -2,7 +2,7 @@
 //
 // Grid    x: NT row tiles of 16 a block. y: blocks of `block_rows` rows of x. Blocks do not persist: several share an SM, and
 //         the last ones of a launch leave room for the first of the next, which are there early and load their weights.
-// Block   WARPS warps take the steps (STEP k) of all its tiles in turn and add up through shared memory at the end.
+// Block   WARPS warps take the steps (STEP k, of all NT tiles) in turn and add up through shared memory at the end.
 // Warp    weights, scales and zeros go from global memory into registers, UNROLL steps ahead: before anything else, and in
 //         front of the wait for the kernel before. x goes through the warp's own ring in shared memory and ldmatrix.
 // EXACT   (fp16) a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
@@ -26,6 +26,12 @@ __device__ __forceinline__ u32 load4(const u16* p) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+template <int WHICH>  // 0x1010: the low half of v twice, 0x3232: the high one
+__device__ __forceinline__ u32 twice(u32 v) {
+    u32 d;
+    asm("prmt.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(v), "n"(WHICH));
+    return d;
+}
 template <int BITS>  // a lane's words of a chunk; at: the chunk's start and 16 bytes for each lane
 __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32* at, int lane) {
     load16_once(w[0], w[1], w[2], w[3], at);
@@ -33,14 +39,14 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, bool EXACT, int WARPS, int NT, int UNROLL, int MT, int X_COPIES, int BLOCKS>
+template <int BITS, int T, int GROUP, bool ZEROS, bool EXACT, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
          int groups, int block_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
-    constexpr int STEP = L::CHUNK < 128 ? 128 : L::CHUNK, CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
+    constexpr int CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
     constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
     constexpr int METAS = GROUP == 0 || GROUP % STEP == 0 ? 1 : STEP / gcd(GROUP, STEP);  // groups a step meets
@@ -145,7 +151,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 minus_zero[t][0] = minus_zero[t][1] = from_floats<T>(-mid<BITS>() / 1024, -mid<BITS>() / 1024);
                 if constexpr (ZEROS) {
                     const u32 both = fma2<T>(zero[u][t][i / PER], Half<T>::power(-10) | 0x80008000u, 0u);
-                    minus_zero[t][0] = (both & 0xffffu) * 0x10001u, minus_zero[t][1] = (both >> 16) * 0x10001u;
+                    minus_zero[t][0] = twice<0x1010>(both), minus_zero[t][1] = twice<0x3232>(both);
                 }
             }
             float sum[NT][MT][4], sums[MT][4];  // sums: 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)

@@ -1,7 +1,7 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
-A config: WARPS of a block share K, NT row tiles of 16 a block, UNROLL steps of K that a warp has in flight, BLOCKS that an
-SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M.
+A config: WARPS of a block share K, NT row tiles of 16 a block, STEP k that a warp takes at once, UNROLL such steps it has
+in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M.
 """
 
 import ctypes
@@ -19,40 +19,54 @@ from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
 CONFIGS: tuple[Config, ...] = tuple(
-    {"WARPS": w, "NT": nt, "UNROLL": u, "BLOCKS": b}
-    for w, nt, u, b in (
-        (16, 1, 1, 2),
-        (16, 1, 2, 2),
-        (16, 2, 1, 1),
-        (16, 1, 1, 1),
-        (8, 1, 1, 5),
-        (8, 1, 1, 4),
-        (8, 1, 2, 3),
-        (8, 1, 2, 1),
-        (8, 1, 4, 2),
-        (8, 2, 1, 1),
-        (8, 2, 2, 2),
-        (8, 2, 2, 1),
-        (4, 1, 1, 10),
-        (4, 1, 2, 8),
-        (4, 1, 2, 1),
-        (4, 2, 1, 4),
-        (4, 2, 1, 1),
-        (4, 2, 2, 4),
-        (4, 2, 2, 1),
-        (2, 2, 2, 8),
-        (2, 2, 2, 1),
-        (4, 1, 1, 1),
-        (2, 1, 1, 1),
+    {"WARPS": w, "NT": nt, "STEP": k, "UNROLL": u, "BLOCKS": b}
+    for w, nt, k, u, b in (
+        (16, 1, 128, 1, 2),
+        (16, 1, 128, 2, 2),
+        (16, 1, 128, 1, 1),
+        (16, 2, 128, 1, 1),
+        (8, 1, 128, 1, 5),
+        (8, 1, 128, 2, 1),
+        (8, 2, 128, 1, 1),
+        (8, 2, 128, 2, 2),
+        (8, 2, 128, 2, 1),
+        (4, 1, 128, 1, 10),
+        (4, 1, 128, 1, 1),
+        (4, 1, 128, 2, 1),
+        (4, 2, 128, 1, 1),
+        (4, 2, 128, 2, 4),
+        (4, 2, 128, 2, 1),
+        (2, 2, 128, 2, 8),
+        (2, 2, 128, 2, 1),
+        (2, 1, 128, 1, 1),
+        (16, 1, 256, 1, 1),
+        (16, 1, 256, 1, 2),
+        (16, 2, 256, 1, 1),
+        (8, 1, 256, 1, 3),
+        (8, 1, 256, 1, 4),
+        (8, 1, 256, 1, 1),
+        (8, 1, 256, 2, 1),
+        (8, 2, 256, 1, 2),
+        (8, 2, 256, 1, 1),
+        (8, 2, 256, 2, 1),
+        (4, 1, 256, 1, 6),
+        (4, 1, 256, 1, 8),
+        (4, 1, 256, 2, 4),
+        (4, 1, 256, 1, 1),
+        (4, 2, 256, 1, 4),
+        (4, 2, 256, 1, 1),
+        (4, 2, 256, 2, 1),
+        (2, 1, 256, 1, 12),
+        (2, 1, 256, 1, 16),
+        (2, 1, 256, 1, 1),
+        (2, 2, 256, 1, 8),
+        (2, 2, 256, 1, 1),
+        (2, 2, 256, 2, 1),
+        (2, 4, 256, 1, 1),
     )
 )
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6)
 MOST_ROWS = 32  # of x a block: MT = 4
-
-
-def step(bits: int) -> int:
-    """k that a warp takes at once: STEP of the device code."""
-    return max(128, CHUNK[bits])
 
 
 def exact(dtype: torch.dtype) -> bool:
@@ -63,10 +77,11 @@ def exact(dtype: torch.dtype) -> bool:
 def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
     """Registers that an instance needs, fitted to where ptxas (sm_80 to sm_90a) begins to spill."""
     bits, group = scheme.bits, scheme.group_size
-    groups = 1 if group % step(bits) == 0 or group == K else step(bits) // math.gcd(step(bits), group)
-    words = bits * step(bits) // 64
+    groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
+    words = bits * config["STEP"] // 64
     loads = config["UNROLL"] * config["NT"] * (words + groups * (1 if scheme.zero == "none" else 2))
-    extra = (8 if groups > 1 else 0) + (0 if exact(dtype) else 24 if bits > 2 else 66)
+    extra = (10 * config["NT"] * config["UNROLL"] if groups > 1 else 0) + (6 if bits == 3 else 0)
+    extra += 0 if exact(dtype) else 24 if bits > 2 else 66
     return 26 + loads + 10 * config["NT"] * MT + 12 * (MT - 1) + 2 * copies + extra
 
 
@@ -83,13 +98,13 @@ class Plan:
 
 def plan(call: Call, config: Config) -> Plan | None:
     """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
-    bits, warps, nt = call.scheme.bits, config["WARPS"], config["NT"]
-    at_once = 256 // step(bits)  # rows of x that one copy of a warp takes
+    warps, nt = config["WARPS"], config["NT"]
+    at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
         copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
-        ring = config["UNROLL"] * copies * at_once * (2 * step(bits) + 16)
+        ring = config["UNROLL"] * copies * at_once * (2 * config["STEP"] + 16)
         smem = warps * max(ring, nt * MT * 512)
         if smem <= shared_memory_limit(call.capability) - 1024:
             return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
@@ -101,11 +116,14 @@ def plan(call: Call, config: Config) -> Plan | None:
 def expression(bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int) -> str:
     """The template instance of tile_mma.cu; group 0: one group."""
     flags = ", ".join("true" if flag else "false" for flag in (zeros, exact(dtype)))
-    tail = f"{config['WARPS']}, {config['NT']}, {config['UNROLL']}, {MT}, {copies}, {config['BLOCKS']}"
+    c = config
+    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}"
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
+    if config["STEP"] % CHUNK[call.scheme.bits]:
+        return "STEP is not whole chunks of the layout"
     cut = plan(call, config)
     if cut is None:
         return "too much shared memory"
@@ -115,33 +133,40 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
-# (WARPS, NT, UNROLL, BLOCKS) in order of preference by rows of x a block and by N; the first legal one is taken.
-# From the sweeps behind docs/cuda.md on an H100: within 3% of the best config of its cells.
-NARROW = {
-    8: ((16, 1, 1, 2), (16, 1, 1, 1), (8, 1, 1, 4), (8, 1, 2, 1), (4, 1, 1, 1)),
-    16: ((8, 2, 2, 1), (16, 2, 1, 1), (8, 2, 1, 1), (16, 1, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
-    32: ((8, 2, 2, 1), (8, 2, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
+# (WARPS, NT, STEP, UNROLL, BLOCKS) in order of preference by rows of x a block (up to 2, 8, 16, 32) and by how many row
+# tiles there are; the first legal one is taken.
+FEW, SOME = 264, 528  # row tiles: one or two for each of the 16-warp blocks that 132 SMs hold at once
+PREFERRED = {
+    FEW: (
+        ((16, 1, 128, 1, 2), (16, 1, 128, 1, 1)),
+        ((16, 1, 128, 1, 2), (8, 1, 128, 2, 1)),
+        ((8, 2, 128, 2, 1), (16, 2, 128, 1, 1)),
+        ((8, 2, 128, 2, 1),),
+    ),
+    SOME: (
+        ((8, 1, 128, 2, 1),),
+        ((8, 1, 128, 2, 1),),
+        ((8, 2, 128, 1, 1),),
+        ((4, 2, 128, 2, 1),),
+    ),
+    1 << 30: (
+        ((8, 1, 128, 1, 5), (4, 1, 128, 1, 1)),
+        ((4, 1, 128, 2, 1), (2, 2, 128, 2, 1)),
+        ((4, 2, 128, 1, 1),),
+        ((4, 2, 128, 2, 1),),
+    ),
 }
-WIDE = {
-    8: ((8, 1, 1, 5), (4, 1, 2, 8), (8, 1, 1, 4), (16, 1, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
-    16: ((4, 2, 1, 4), (4, 2, 1, 1), (8, 2, 1, 1), (8, 1, 2, 1), (4, 1, 1, 1)),
-    32: ((2, 2, 2, 1), (4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 1, 1, 1)),
-}
-WIDE_ROWS = 8448  # of W: more row tiles than 132 SMs hold at two blocks of 16 warps each, twice over
-LONG = 8192  # K from which 16 warps at one step each beat 8 at two, for 9 to 16 rows
+LAST = ((4, 2, 256, 1, 1), (8, 1, 128, 2, 1), (4, 1, 128, 1, 1), (8, 1, 256, 1, 1), (4, 1, 256, 1, 1))
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
     """The first preferred config that is legal; of the rest the one with the fewest blocks of x, hence passes over W."""
     cuts = {tuple(c.values()): plan(call, c) for c in legal}
     fewest = min(cut.grid[1] for cut in cuts.values() if cut)
-    rows = next(most for most in (8, 16, 32) if math.ceil(call.M / fewest) <= most)
-    order = (WIDE if call.N > WIDE_ROWS else NARROW)[rows]
-    if rows == 16 and call.K > LONG and call.N <= WIDE_ROWS:
-        order = ((16, 2, 1, 1), *order)
-    if rows == 8 and call.N > WIDE_ROWS and call.M > 4:
-        order = ((4, 1, 2, 8), *order)
-    for wanted in order:
+    rows = math.ceil(call.M / fewest)
+    tiles = padded_rows(call.N) // 16
+    order = next(v for most, v in PREFERRED.items() if tiles <= most)[sum(rows > most for most in (2, 8, 16))]
+    for wanted in (*order, *LAST):
         cut = cuts.get(wanted)
         if cut is not None and cut.grid[1] == fewest:
             return dict(zip(CONFIGS[0], wanted, strict=True))
