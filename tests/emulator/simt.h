@@ -381,6 +381,11 @@ inline void mov_b32(u16& lo, u16& hi, u32 v) { lo = (u16)v, hi = (u16)(v >> 16);
 inline void cvt_f32_f16(float& f, u16 v) { f = f16(v); }
 inline void ex2_approx_ftz_f32(float& e, float v) { e = std::exp2(v); }
 inline void rsqrt_approx_f32(float& r, float v) { r = 1 / std::sqrt(v); }
+inline void prmt_b32(u32& d, u32 a, u32 b, u32 which) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    d = 0;
+    for (int i = 0; i < 4; i++) d |= (u32)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+}
 inline void dp4a_u32_s32(int& d, u32 a, u32 b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(a >> 8 * i & 255) * (int)(int8_t)(b >> 8 * i);
     d = c;
