@@ -33,6 +33,7 @@ from lowq_packers.scheme import Scheme, fit_group
 
 GROUPS = (32, 64, 128)
 KEPT = "kept"
+LABELLED = 48  # layers of a plot whose cells have room for a number
 
 
 @dataclass(frozen=True)
@@ -236,25 +237,32 @@ def _spell(s: Scheme) -> str:
 
 
 def plot(mixed: Mixed, path: Path) -> None:
-    """Draw the bits per weight of every group, layer by layer. Raises UsageError where matplotlib is not installed."""
+    """Draw the bits per weight of every group: a column per layer, and one for head and embedding.
+
+    Raises UsageError where matplotlib is not installed.
+    """
     from lowq_cli.comparison import figure
 
-    fig, axis = figure(9, 4)
-    lines: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    others = []
+    cells: dict[str, dict[int, float]] = defaultdict(dict)
+    others = {}
     for s in mixed.shares:
         number = re.search(r"\.(\d+)\.(.*)", s.group)
-        bits = 8 * s.nbytes / s.params
         if number:
-            lines[number[2]].append((int(number[1]), bits))
+            cells[number[2]][int(number[1])] = 8 * s.nbytes / s.params
         else:
-            others.append((s.group, bits))
-    for label, points in lines.items():
-        axis.plot(*zip(*sorted(points), strict=True), "o-", markersize=4, linewidth=1, drawstyle="steps-mid", label=label)
-    for (label, bits), style in zip(others, ("--", ":", "-."), strict=False):
-        axis.axhline(bits, color="grey", linestyle=style, linewidth=1, label=label)
-    axis.set(xlabel="layer", ylabel="bits per weight", title=f"{mixed.bpw:.3f} bits per weight")
+            others[s.group.rpartition(".")[2]] = 8 * s.nbytes / s.params
+    layers = 1 + max((i for row in cells.values() for i in row), default=0)
+    table = [[row.get(i, float("nan")) for i in range(layers)] for row in cells.values()]
+    fig, axis = figure(max(6.0, min(24.0, 2.5 + 0.45 * layers)), 1.6 + 0.4 * len(cells))
+    low, high = (f([*(b for row in cells.values() for b in row.values()), *others.values()]) for f in (min, max))
+    image = axis.imshow(table, aspect="auto", cmap="viridis", vmin=low, vmax=max(high, low + 0.5))
+    for y, row in enumerate(table):
+        for x, bits in enumerate(row if layers <= LABELLED else []):
+            axis.text(x, y, f"{bits:.3g}", ha="center", va="center", fontsize=8, color="white" if bits < 4 else "black")
+    axis.set_yticks(range(len(cells)), list(cells))
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(frameon=False, fontsize=8)
+    rest = ", ".join(f"{name} {bits:.3g}" for name, bits in others.items())
+    axis.set(xlabel="layer", title=f"{mixed.bpw:.3f} bits per weight{f' ({rest})' if rest else ''}")
+    fig.colorbar(image, label="bits per weight")
     fig.tight_layout()
     fig.savefig(path)

@@ -1,13 +1,19 @@
 """lowq eval: perplexity of a checkpoint, and how far it is from the model it was made from."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowq_cli import console
 
+if TYPE_CHECKING:
+    from lowq_cli.layer_errors import LayerError
+
 EXAMPLES = """Examples:  lowq eval --against demo  ·  lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3
 ·  lowq eval --act all"""
+
+
+BAR = "#"
 
 
 def eval(
@@ -20,6 +26,7 @@ def eval(
         float | None, typer.Option(min=0, help="Exit 6 if perplexity is more than this many percent above --against.")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
+    layers: Annotated[bool, typer.Option("--layers", help="With --against: also the error of every decoder layer.")] = False,
     act: Annotated[
         str | None,
         typer.Option(help="Activations: none, int8, fp8, or all to compare them.  [default: as the checkpoint says]"),
@@ -33,6 +40,8 @@ def eval(
 
     if max_ppl_increase is not None and against is None:
         raise UsageError("--max-ppl-increase compares with another model; add --against MODEL")
+    if layers and against is None:
+        raise UsageError("--layers compares the layers with another model's; add --against MODEL")
     if act == "all" and against is not None:
         raise UsageError("--act all compares modes with each other; leave --against out")
     name = state.checkpoint_or_last(ckpt)
@@ -55,10 +64,18 @@ def eval(
     with console.progress("eval", 100) as advance:
         report = measure(name, contents, against, device, max_tokens, advance, act)
     increase = report.ppl_increase_pct
+    errors = []
+    if layers and against is not None:
+        from lowq_cli.layer_errors import layer_errors
+
+        with console.status("comparing layers"):
+            errors = layer_errors(name, against, contents, device)
     if as_json:
-        console.out_json(vars(report))
+        console.out_json({**vars(report), "stride": report.window, **({"layers": [vars(e) for e in errors]} if layers else {})})
     else:
-        rows = [("perplexity", f"{report.ppl:.3f}", f"{report.tokens} tokens, windows of {report.window}")]
+        rows = [
+            ("perplexity", f"{report.ppl:.3f}", f"{report.tokens} tokens, windows of {report.window}, stride {report.window}")
+        ]
         if increase is not None:
             rows += [
                 ("perplexity of " + str(against), f"{report.base_ppl:.3f}", f"{increase:+.2f}%"),
@@ -66,8 +83,20 @@ def eval(
                 ("top-1 agreement", f"{100 * (report.top1_agreement or 0):.2f}%", "same likeliest next token"),
             ]
         console.table("", ("", ">value", ""), rows, on_stdout=True)
+    if errors and not as_json:
+        table = [
+            (e.index, "" if e.weights is None else f"{e.weights:.4f}", e.worst, f"{e.output:.6f}", BAR * _bar(e.output, errors))
+            for e in errors
+        ]
+        columns = ("layer", ">weights, relative", "largest of", ">output, squared relative", "")
+        console.table("errors by layer, those before it included", columns, table, on_stdout=True)
     if increase is not None and max_ppl_increase is not None and not increase <= max_ppl_increase:
         raise QualityError(
             f"perplexity {report.ppl:.3f} is {increase:.2f}% above {against} ({report.base_ppl:.3f}); "
             f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
         )
+
+
+def _bar(output: float, errors: "list[LayerError]") -> int:
+    """Its length, 30 for the largest."""
+    return round(30 * output / max(max(e.output for e in errors), 1e-30))

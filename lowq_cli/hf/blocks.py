@@ -61,7 +61,7 @@ class Blocks:
             if hasattr(config, "_experts_implementation"):
                 config._experts_implementation = "eager"
         self.base = self.model.base_model
-        self.layers, prefix = _find_layers(self.base)
+        self.layers, prefix = find_layers(self.base)
         prefix = f"{self.model.base_model_prefix}.{prefix}." if self.base is not self.model else f"{prefix}."
         self._mine: dict[int, list[_Tensor]] = defaultdict(list)
         self._rest: list[_Tensor] = []
@@ -187,7 +187,7 @@ def run(layer: nn.Module, hidden: Hidden, others: Others) -> Hidden:
     return out[0] if isinstance(out, tuple) else out
 
 
-def _find_layers(base: nn.Module) -> tuple[nn.ModuleList, str]:
+def find_layers(base: nn.Module) -> tuple[nn.ModuleList, str]:
     """The longest list of modules directly below the decoder, and its path."""
     decoder: nn.Module = base.get_decoder() if hasattr(base, "get_decoder") else base  # type: ignore[operator]
     path = next((n for n, m in base.named_modules() if m is decoder), "")

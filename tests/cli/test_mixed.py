@@ -155,8 +155,8 @@ def test_refusals(family_checkpoints, small, tmp_path):
 def test_the_plan_is_shown_and_drawn(family_checkpoints, small, tmp_path):
     folder = str(family_checkpoints("llama").dense)
     png = tmp_path / "p.png"
-    done = CliRunner().invoke(app, ["quantize", folder, "--bpw", "7.5", "--group", "16", "--out", str(tmp_path / "o"), "--dry-run",
-                                    "--json", "--plot", str(png)])  # fmt: skip
+    flags = ["--bpw", "7.5", "--group", "16", "--out", str(tmp_path / "o"), "--dry-run", "--json", "--plot", str(png)]
+    done = CliRunner().invoke(app, ["quantize", folder, *flags])
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)["mixed"]
     assert told["bpw"] <= 7.5
