@@ -77,6 +77,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     if ranks.world() > 1:
         direct = {"distributed_config": _over_processes(chosen)}
     if in_fp8:
+        if ranks.world() > 1:
+            raise UnsupportedError("lowq does not split fp8 weights over processes; run one, or quantize to lowq's own format")
         from lowq_cli.hf.fp8 import native_config, prepare_fp8
 
         direct["config"] = native_config(source)
@@ -89,7 +91,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
         if in_fp8 and (widened := prepare_fp8(loaded)):
-            console.say(f"{chosen} has no FP8: weights widened to {console.size(widened)} of 16 bits, activations rounded in software")
+            size = console.size(widened)
+            console.say(f"{chosen} has no FP8: weights widened to {size} of 16 bits, activations rounded in software")
     except LowqError:
         raise
     except torch.OutOfMemoryError as e:
