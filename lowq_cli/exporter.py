@@ -30,7 +30,7 @@ from lowq_packers.qtensor import QuantizedTensor
 TARGETS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
 TABLES = ("mlx", "gguf")  # formats that hold a packed embedding
-ONE_BY_ONE = ("compressed-tensors", "gptq", "awq", "hqq")  # formats that hold experts under their own names
+EXPERTS = ("compressed-tensors", "gptq", "awq", "hqq", "gguf")  # formats that hold experts: under their own names, or stacked
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
 
 Progress = Callable[[int, str], None]
@@ -106,7 +106,7 @@ def check(found: Checkpoint, fmt: Format) -> None:
         reason = fmt.why_not(t.scheme, *t.shape)
         if t.name.endswith(GATHERED) and fmt.name not in TABLES:
             reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
-        if ".experts." in t.name and fmt.name not in ONE_BY_ONE:
+        if ".experts." in t.name and fmt.name not in EXPERTS:
             reason = f"{fmt.title} stacks experts, which lowq does not write; nearest: --to compressed-tensors"
         if reason:
             problems.append(f"{t.name} ({t.scheme}): {reason}")

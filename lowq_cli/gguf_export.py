@@ -16,7 +16,21 @@ import torch
 
 from lowq_cli.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.exporter import Exported, Progress, check_same, read_matrix, read_plain
-from lowq_cli.gguf_file import BOOL, INT32, STRING, GgufTensor, Value, array, f32, flag, head, text, u32, write_tensor
+from lowq_cli.gguf_file import (
+    BOOL,
+    INT32,
+    STRING,
+    GgufTensor,
+    Value,
+    array,
+    f32,
+    finish_tensor,
+    flag,
+    head,
+    text,
+    u32,
+    write_tensor,
+)
 from lowq_cli.safetensors_io import read_json
 from lowq_cli.writer import writing
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
@@ -24,6 +38,7 @@ from lowq_packers.formats import gguf
 from lowq_packers.qtensor import QuantizedTensor
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+MIXTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # written, not read
 PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {
@@ -39,6 +54,13 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+ROUTERS = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), "ffn_gate_inp")
+EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
+    **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
+    **dict.fromkeys(("up_proj", "w3"), "ffn_up_exps"),
+    **dict.fromkeys(("down_proj", "w2"), "ffn_down_exps"),
+}
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name of it
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5
@@ -53,15 +75,17 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
     """
     if out.exists():
         raise UsageError(f"{out} is there already; use another --out, or remove it")
-    arch = ARCHITECTURES.get(str(found.config.get("model_type")))
+    known = ARCHITECTURES | MIXTURES
+    arch = known.get(str(found.config.get("model_type")))
     if arch is None:
         raise UnsupportedError(
-            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(ARCHITECTURES)})"
+            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(known)})"
         )
     if found.config.get("sliding_window") and found.config.get("use_sliding_window", True):
         raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
-    metadata = [*_model_metadata(found, arch, out.stem), *_tokenizer_metadata(found)]
-    tensors = [_tensor(t) for t in found.tensors]
+    facts = _model_metadata(found, arch, out.stem)
+    entries = _entries(found)
+    metadata = [*facts, *_tokenizer_metadata(found)]
     factors = _rope_factors(found.config)
     extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
     heads = {"attn_q": _int(found, "num_attention_heads"), "attn_k": _int(found, "num_key_value_heads", "num_attention_heads")}
@@ -71,14 +95,16 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
         with writing(partial):
             partial.parent.mkdir(parents=True, exist_ok=True)
             with open(partial, "wb") as f:
-                f.write(head(metadata, [*tensors, *extra]))
-                for t, row in zip(found.tensors, tensors, strict=True):
+                f.write(head(metadata, [*(row for row, _ in entries), *extra]))
+                for row, members in entries:
                     own = heads.get(row.name.split(".")[-2]) if arch in PERMUTED else None
-                    raw = _bytes(found, t, row, own, rounding)
-                    write_tensor(f, row, raw.flatten().view(torch.uint8).numpy().data)
-                    done += t.params
-                    if progress:
-                        progress(100 * done // total, t.name)
+                    start = f.tell()
+                    for t in members:
+                        f.write(_bytes(found, t, row, own, rounding).flatten().view(torch.uint8).numpy().data)
+                        done += t.params
+                        if progress:
+                            progress(100 * done // total, t.name)
+                    finish_tensor(f, row, f.tell() - start)
                 for row in extra:
                     assert factors is not None
                     write_tensor(f, row, factors.view(torch.uint8).numpy().data)
@@ -91,16 +117,42 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
     return Exported(str(out), "gguf", out.stat().st_size, len(found.schemes), ("llama.cpp", "Ollama", "LM Studio"), ())
 
 
+def _entries(found: Checkpoint) -> list[tuple[GgufTensor, list[CheckpointTensor]]]:
+    """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order."""
+    entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
+    for t in found.tensors:
+        expert = EXPERT.fullmatch(t.name if t.scheme else t.name.removesuffix(".weight"))
+        if expert is None or expert[3] not in STACKS:
+            row = _tensor(t)
+            entries[row.name] = row, [t]
+            continue
+        name = f"blk.{expert[1]}.{STACKS[expert[3]]}.weight"
+        entries.setdefault(name, (GgufTensor(name, (), ""), []))[1].append(t)
+    experts = found.config.get("num_local_experts") or found.config.get("num_experts")
+    for name, (row, members) in entries.items():
+        if row.kind:
+            continue
+        kinds = {(t.shape, gguf.type_for(t.scheme) if t.scheme else t.dtype) for t in members}
+        if len(kinds) > 1 or len(members) != experts:
+            raise UnsupportedError(f"{name} would stack {len(members)} experts of {len(kinds)} kinds; they must agree")
+        ((shape, kind),) = kinds
+        members.sort(key=lambda t: int(t.name.split(".experts.")[1].split(".")[0]))
+        entries[name] = GgufTensor(name, (len(members), *shape), kind or ""), members
+    return list(entries.values())
+
+
 def _tensor(t: CheckpointTensor) -> GgufTensor:
     """Its row of the tensor table."""
     stem, leaf = (t.name, "weight") if t.scheme else (t.name.rpartition(".")[0], t.name.rpartition(".")[2])
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    name = f"blk.{layer[1]}.{LAYER.get(layer[2])}" if layer and layer[2] in LAYER else TOP.get(stem)
+    inside = LAYER | ROUTERS
+    name = f"blk.{layer[1]}.{inside[layer[2]]}" if layer and layer[2] in inside else TOP.get(stem)
     if name is None or leaf not in ("weight", "bias"):
         raise UnsupportedError(f"{t.name} has no place in llama.cpp's graph of this family")
     if t.scheme:
         return GgufTensor(f"{name}.{leaf}", t.shape, gguf.type_for(t.scheme) or "")
-    return GgufTensor(f"{name}.{leaf}", t.shape, "F32" if len(t.shape) == 1 else t.dtype)
+    whole = len(t.shape) == 1 or name.endswith(ROUTERS["mlp.gate"])  # llama.cpp keeps norms, biases and routers in fp32
+    return GgufTensor(f"{name}.{leaf}", t.shape, "F32" if whole else t.dtype)
 
 
 def _bytes(found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int | None, rounding: bool) -> torch.Tensor:
@@ -158,9 +210,28 @@ def _model_metadata(found: Checkpoint, arch: str, name: str) -> list[tuple[str, 
         "rope.dimension_count": u32(head_dim),
         "rope.freq_base": f32(float(_rope(config)["rope_theta"])),
         "vocab_size": u32(_int(found, "vocab_size")),
+        **_mixture_metadata(found),
     }
     general = [("general.architecture", text(arch)), ("general.name", text(name)), ("general.quantization_version", u32(2))]
     return [*general, *((f"{arch}.{key}", value) for key, value in own.items())]
+
+
+def _mixture_metadata(found: Checkpoint) -> dict[str, Value]:
+    """How experts are chosen. Raises UnsupportedError for a choice that llama.cpp's graph of the family does not make."""
+    config = found.config
+    if config.get("model_type") not in MIXTURES:
+        return {}
+    if config.get("norm_topk_prob") is False and config["model_type"] == "qwen3_moe":
+        raise UnsupportedError("its router does not normalise (norm_topk_prob), llama.cpp's graph of this family does")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UnsupportedError("some of its layers have no experts; llama.cpp's graph of this family has them everywhere")
+    values = {
+        "expert_count": u32(_int(found, "num_local_experts", "num_experts")),
+        "expert_used_count": u32(_int(found, "num_experts_per_tok")),
+    }
+    if type(config.get("moe_intermediate_size")) is int:
+        values["expert_feed_forward_length"] = u32(config["moe_intermediate_size"])
+    return values
 
 
 def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:

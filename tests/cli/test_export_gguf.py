@@ -17,11 +17,13 @@ from lowq_cli import gguf_export
 from lowq_cli.checkpoint import open_checkpoint
 from lowq_cli.exporter import export, read_matrix
 from lowq_cli.foreign import open_decoded
+from lowq_cli.gguf_export import MIXTURES
 from lowq_cli.gguf_file import GgufTensor, array, head, padded, text, u32
 from lowq_cli.inspection import inspect_model
 from lowq_cli.source import open_source
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError
 from lowq_packers.formats.gguf import permute_heads
+from lowq_packers.scheme import Scheme
 
 DEMO = Path(gguf_export.__file__).parent / "demo"
 
@@ -124,6 +126,14 @@ GRAPHS = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 64},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "sliding_window": None},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -165,7 +175,12 @@ def test_llama_cpp_computes_the_same_graph(family, tmp_path):
     with torch.inference_mode():
         expected = ours(ids[None]).logits[0]
     found = torch.from_numpy(theirs.scores[: len(ids)].copy())
-    assert (found - expected).norm() / expected.norm() < 0.03
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    if family in MIXTURES:  # llama.cpp rounds activations to 8 bits, so a token near a tie may visit another expert
+        assert errors.median() < 0.05
+        assert (errors < 0.1).float().mean() > 0.7
+    else:
+        assert (found - expected).norm() / expected.norm() < 0.03
 
 
 def test_float_zeros_go_as_q4_1_when_rounding_is_allowed(tmp_path):
@@ -308,3 +323,23 @@ def test_llama_3_frequencies():
     assert factors[30:40].unique().numel() > 1
     with open_source("demo") as source:
         assert gguf_export._rope_factors(source.config) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_topk_prob": False}, "does not normalise"),
+        ({"mlp_only_layers": [0]}, "have no experts"),
+        ({"num_experts": 5}, "would stack 4 experts"),
+    ],
+)
+def test_mixtures_that_llama_cpp_would_compute_otherwise_are_refused(family_checkpoints, tmp_path, changes, message):
+    made = family_checkpoints("qwen3-moe", "float16", {"attention": Scheme(4, 32, "none")})
+    shutil.copytree(made.packed, tmp_path / "m")
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "m" / path.name)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "norm_topk_prob": True, **changes}))
+    with pytest.raises(UnsupportedError, match=message):
+        export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
