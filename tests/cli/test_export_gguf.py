@@ -330,7 +330,6 @@ def test_llama_3_frequencies():
     [
         ({"norm_topk_prob": False}, "does not normalise"),
         ({"mlp_only_layers": [0]}, "have no experts"),
-        ({"num_experts": 5}, "would stack 4 experts"),
     ],
 )
 def test_mixtures_that_llama_cpp_would_compute_otherwise_are_refused(family_checkpoints, tmp_path, changes, message):
