@@ -56,11 +56,11 @@ class Budget:
             )
 
 
-def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, written: int = 0) -> Budget:
-    """What `plan` will take with so many `workers`, of which `written` bytes are on disk already."""
+def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, written: int = 0, held: int = 0) -> Budget:
+    """What `plan` will take with so many `workers`; `written` bytes are on disk already, reading keeps `held` in memory."""
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     calibrating = working_bytes(plan)
-    peak = current_rss() + WORKING + workers * max(slab_bytes(i) for i in plan.items)
+    peak = current_rss() + WORKING + held + workers * max(slab_bytes(i) for i in plan.items)
     peak += calibrating if device.type == "cpu" else 0
     peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
     # a sample says little of a walk through the model

@@ -29,14 +29,13 @@ from lowq_cli.quantizers.gptq import SLAB
 from lowq_cli.safetensors_io import TORCH_NAMES
 from lowq_cli.source import Source
 from lowq_cli.walk import Hidden, Layer
-from lowq_cli.writer import writing
+from lowq_cli.writer import STAGED, writing
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
 
 WINDOW = 512
 BATCH = 8  # windows at a time
 DEFAULT_TEXT = Path(__file__).parent / "demo" / "calibration.txt"
-STAGED = "lowq-calibrated-"  # + run hash: the folder of finished layers
 FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
 
 

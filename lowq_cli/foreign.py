@@ -140,6 +140,11 @@ class DecodedSource(Source):
         """The stored checkpoint's: it names the bytes that are decoded."""
         return self.raw.identity
 
+    @property
+    def held_bytes(self) -> int:
+        """The largest decoded tensor, and beside it the codes that it is made from."""
+        return max((self.headers[n].nbytes + self.headers[n].numel for n in self.dense), default=0)
+
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
         """As `Source.read`."""
         if name not in self.dense:

@@ -168,7 +168,7 @@ def run(
                 f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
                 "read, or the method is calibrated); name one device"
             )
-        budget = make_budget(plan, folder, on, len(lanes), written=_bytes_in(folder, plan))
+        budget = make_budget(plan, folder, on, len(lanes), _bytes_in(folder, plan), source.held_bytes)
         yield Planned(plan, folder, ", ".join(map(str, devices)), budget, found)
         if dry_run:
             return

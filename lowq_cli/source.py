@@ -79,6 +79,11 @@ class Source:
                 h.update(read_bytes(self._fd(name), at, min(SAMPLE_BYTES, header.size - at), name))
         return h.hexdigest()[:16]
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that reading keeps in memory: none here, a whole tensor where tensors are made from others."""
+        return 0
+
     def companions(self) -> list[Path]:
         """Tokenizer and generation files to copy, sorted by name."""
         if self.folder is None:

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ PARTIAL = ".partial"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 SENSITIVITY = "lowq-sensitivity.json"
+STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
 CHUNK = 1 << 24
 
 Record = dict[str, Any]
@@ -112,6 +114,8 @@ class OutputFolder:
             for leaf in (name, name + PARTIAL):
                 if Path(leaf).name == leaf:  # a tampered list must not reach outside
                     (self.path / leaf).unlink(missing_ok=True)
+        for layers in self.path.glob(STAGED + "*"):
+            shutil.rmtree(layers)
 
     def _rewrite_journal(self) -> None:
         """Put the journal on disk with the records that count, dropping a torn tail."""

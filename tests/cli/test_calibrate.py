@@ -277,3 +277,21 @@ def test_text_errors(tmp_path):
         with pytest.raises(UsageError, match=f"{method} does not"):
             make_recipe(method=method, calib="x.txt")
     assert len(calibrate.read_text(None)) > 200_000
+
+
+def test_fresh_removes_the_layers_of_a_calibration(family_checkpoints, text, tmp_path):
+    dense = family_checkpoints("llama").dense
+    events = pipeline.run(dense, make_recipe(bits=3, group=16, method="gptq", calib=text), tmp_path / "out")
+    while not isinstance(next(events), calibrate.LayerDone):
+        pass
+    events.close()
+    assert list((tmp_path / "out").glob("lowq-calibrated-*"))
+    pipeline.quantize(dense, tmp_path / "out", bits=3, group=16, fresh=True)
+    assert not list((tmp_path / "out").glob("lowq-calibrated-*"))
+
+
+def test_a_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n\n{"text": "and a half"}\n')
+    (tmp_path / "c.md").write_text("not a text file")
+    assert calibrate.read_text(str(tmp_path)) == "first\n\nand a half\n\nsecond"
