@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from lowq_kernels.cuda_wnax.driver import Kernel
-from lowq_kernels.cuda_wnax.tile_operands import TYPES
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, shared_memory_limit
 from lowq_kernels.decode import attention, launch
 from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
@@ -17,8 +17,7 @@ from lowq_kernels.registry import capability
 
 PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 BLOCKS = 256  # wanted on the GPU: about two per multiprocessor
-WIDEST_CLUSTER = 8  # what every GPU with clusters allows
-MOST_SMEM = 2 * 8 * 128 * 64  # two tiles of 16 slots, k and v of 128 dims, for each of 8 warps
+STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
 FEW_BLOCKS = 132  # up to one a multiprocessor, each may hold two tiles a warp; more would leave the next kernel no room
 LONG = 4096  # slots of a cache from which a block has 8 warps: more bytes in flight
 
@@ -31,11 +30,13 @@ def why_not(dtype: torch.dtype, device: torch.device, R: int, h: Heads) -> str:
         return "clusters need compute capability 9.0"
     if h.D not in (64, 128) or R % 64 or h.HQ // h.HKV > 8:
         return f"takes heads of 64 or 128 with up to 8 queries, not D={h.D}, R={R}, {h.HQ // h.HKV} queries a key head"
+    if any(w is not None and w.dtype not in (dtype, torch.float32) for w in (h.q_norm, h.k_norm)):
+        return f"takes norms of {dtype} or fp32"
     return ""
 
 
 def cluster_for(heads: int) -> int:
-    """Blocks that share one sequence-head."""
+    """Blocks that share one sequence-head; 8 is what every GPU with clusters allows."""
     return next((c for c in (8, 4, 2) if heads * c <= BLOCKS), 1)
 
 
@@ -45,8 +46,8 @@ def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: i
 
 
 @cache
-def _kernel(instance: str, device: int, warps: int, cluster: int, serialize: bool) -> Kernel:
-    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, MOST_SMEM, cluster, serialize)
+def _kernel(instance: str, device: int, warps: int, smem: int, cluster: int, serialize: bool) -> Kernel:
+    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize)
 
 
 def attend(
@@ -66,13 +67,15 @@ def attend(
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     warps, cluster = 8 if S >= LONG else 4, cluster_for(B * h.HKV)
-    stages = 2 if B * h.HKV * cluster <= FEW_BLOCKS else 1
+    tile = 64 * h.D * warps  # bytes of 16 slots, k and v, for each warp
+    fits = 2 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
+    stages = 2 if fits and B * h.HKV * cluster <= FEW_BLOCKS else 1
     instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, cluster, stages)
-    kernel = _kernel(instance, qkv.device.index, warps, cluster, launch.enabled)
+    kernel = _kernel(instance, qkv.device.index, warps, stages * tile, cluster, launch.enabled)
     kernel(
         cluster,
         B * h.HKV,
-        stages * warps * h.D * 64,
+        stages * tile,
         *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos, cos, sin)),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),
