@@ -82,9 +82,8 @@ class RotatedSource(Source):
 
     @property
     def held_bytes(self) -> int:
-        """The largest tensor whose rows mix, in fp32 and turned once more, and what the source holds."""
-        whole = (self.headers[n].numel for n, c in self.changes.items() if not c.by_rows)
-        return 8 * max(whole, default=0) + self.raw.held_bytes
+        """What the source holds; what is turned is counted by `budget`."""
+        return self.raw.held_bytes
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
         """As `Source.read`, in fp32 where the tensor changed."""

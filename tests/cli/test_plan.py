@@ -210,8 +210,8 @@ def test_memory_and_disk_that_do_not_suffice_are_refused(tmp_path, plan_of):
 def test_what_reading_holds_counts_in_the_memory_estimate(tmp_path):
     import torch
 
-    peaks = [make_budget(plan_of(), tmp_path, torch.device("cpu"), held=held).peak_bytes for held in (0, 1 << 30)]
-    assert 0.9 * 2**30 < peaks[1] - peaks[0] < 1.1 * 2**30
+    peaks = [make_budget(plan_of(), tmp_path, torch.device("cpu"), held=held).peak_bytes for held in (0, 0, 1 << 30)]
+    assert 0.9 * 2**30 < peaks[2] - peaks[1] < 1.1 * 2**30  # the first call loads libraries
 
 
 @pytest.mark.parametrize("K", [16, 48, 2048, 4096, 11008, 1 << 20])
