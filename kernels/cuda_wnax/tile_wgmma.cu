@@ -1,15 +1,18 @@
 // y[M,N] = x[M,K] @ dequantize(W)^T + bias for large M on Hopper: W, dequantised, is wgmma's A operand in registers, x^T
 // its B operand in shared memory.
 //
-// Tile    2*64*MH rows of W by NB rows of x. A block takes tiles in turn (persistent), n fastest within bands of BAND tiles
-//         of n, so that the blocks running together share x and W in L2. SPLIT blocks of a cluster split K of one tile; then
+// Tile    64*WN rows of W by NB rows of x. A block takes tiles in turn (persistent), n fastest within bands of BAND tiles of
+//         n, so that the blocks running together share x and W in L2. SPLIT blocks of a cluster split K of one tile; then
 //         there is one cluster for each tile.
-// Warps   one producer thread feeds a ring of STAGES stages by TMA, each a chunk of k: x (128-byte swizzled panels of 64 k),
-//         words, scales and zeros. Two consumer warpgroups own MH x 64 rows each: they read words from shared memory,
-//         dequantise and scale four k16 steps into one of two register buffers while wgmma works on the other.
-// Sums    fp32; across the cluster through distributed shared memory, in rank order. Outputs go through a transposing
-//         stmatrix, so that a row of y is written 16 bytes at a time.
+// Warps   one producer thread feeds a ring of STAGES stages by TMA, each a step of U chunks of k: x (128-byte swizzled panels
+//         of 64 k), words, scales and zeros. WN x WK consumer warpgroups: WN side by side along N, WK taking the steps in
+//         turn, so that one dequantises while another multiplies. A warpgroup reads words from shared memory, dequantises
+//         and scales FB k16 fragments into registers and hands them to wgmma; BUF = 2: it works on the next ones meanwhile.
+// Sums    fp32; over WK warpgroups through shared memory and over the cluster through distributed shared memory, in order.
+//         Outputs go through a transposing stmatrix, so that a row of y is written 16 bytes at a time.
 // Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8.
+// ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
+//         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
 // Source  own; y^T = W x^T with W from registers is Machete's plan.
 #include "tile.cuh"
 #include "wgmma.cuh"
@@ -31,32 +34,32 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 __device__ __forceinline__ u32 twice(u32 halves, int which) { return __byte_perm(halves, 0, which ? 0x3232 : 0x1010); }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int MH, int NB, int STAGES, int SPLIT, int BAND>
-__global__ void __launch_bounds__(384, 1)
+template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U, int FB, int BUF, int STAGES, int SPLIT, int BAND>
+__global__ void __launch_bounds__(128 * (1 + WN * WK), 1)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
-           const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int chunks) {
+           const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
-    constexpr int TILES = 8 * MH, PANELS = L::CHUNK / 64;
-    constexpr int GROUPS = GROUP == 0 || GROUP % L::CHUNK == 0 ? 1
-                         : L::CHUNK % GROUP == 0 ? L::CHUNK / GROUP : (L::CHUNK - 1) / GROUP + 2;  // that a chunk may meet
-    constexpr u32 X_BYTES = NB * L::CHUNK * 2, W_BYTES = TILES * L::WORDS * 4, META_BYTES = TILES * GROUPS * 32;
-    constexpr u32 STAGE_BYTES = X_BYTES + W_BYTES + (ZEROS ? 2 : 1) * META_BYTES;
-    constexpr int ROW = 64 * MH + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
+    constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
+    constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
+                         : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
+    constexpr u32 X_BYTES = NB * STEP * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 32;
+    constexpr u32 LOADED = X_BYTES + W_BYTES + (ZEROS ? 2 : 1) * META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
+    constexpr u32 SUM_BYTES = PARTS > 1 ? CONSUMERS * NB * 256 : 0;  // fp32 sums of a block
+    constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ u64 full[STAGES], empty[STAGES];
+    __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
     __shared__ u32 mask[C::PLACES];
 
-    const int group = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2;
+    // uniform over a warp as ptxas sees it: in a path that it thinks divergent it waits for every single wgmma
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2;
     const u32 base = shared_address(shared);
-    auto x_stage = [&](int s) { return base + s * X_BYTES; };
-    auto w_stage = [&](int s) { return base + STAGES * X_BYTES + s * W_BYTES; };
-    auto meta_stage = [&](int s) { return base + STAGES * (X_BYTES + W_BYTES) + s * (STAGE_BYTES - X_BYTES - W_BYTES); };
-
+    const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
-    const int share = (chunks + SPLIT - 1) / SPLIT, begin = smaller(rank * share, chunks), part = smaller(share, chunks - begin);
-    const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 128 * MH - 1) / (128 * MH), all = m_tiles * n_tiles;
+    const int share = (steps + SPLIT - 1) / SPLIT, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
+    const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 64 * WN - 1) / (64 * WN), all = m_tiles * n_tiles;
     auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
         const int in_band = tile - band * BAND * m_tiles;
@@ -65,26 +68,28 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 
     if (threadIdx.x == 0) {
         C::Masks::store(mask);
-        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(full + i), 1), barrier_init(shared_address(empty + i), 8);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
 
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
-        registers_down<40>();
+        registers_down<CONSUMERS == 4 ? 32 : 40>();
         if (threadIdx.x == 0) {
             auto load_weights = [&](int s, int c, int n_tile) {
-                const u32 barrier = shared_address(full + s);
-                barrier_expect(barrier, STAGE_BYTES);
-                tensor_load(w_stage(s), &words_map, c * L::WORDS, n_tile * TILES, barrier);
-                const int g = GROUP == 0 ? 0 : c * L::CHUNK / (GROUP ? GROUP : 1);
-                tensor_load(meta_stage(s), &scales_map, g * 16, n_tile * TILES, barrier);
-                if (ZEROS) tensor_load(meta_stage(s) + META_BYTES, &zeros_map, g * 16, n_tile * TILES, barrier);
+                const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES, metas = words + W_BYTES;
+                barrier_expect(barrier, LOADED);
+#pragma unroll
+                for (int u = 0; u < U; u++)
+                    tensor_load(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
+                const int g = GROUP == 0 ? 0 : c * STEP / (GROUP ? GROUP : 1);
+                tensor_load(metas, &scales_map, g * 16, n_tile * TILES, barrier);
+                if (ZEROS) tensor_load(metas + META_BYTES, &zeros_map, g * 16, n_tile * TILES, barrier);
             };
             auto load_x = [&](int s, int c, int m0) {
 #pragma unroll
                 for (int p = 0; p < PANELS; p++)
-                    tensor_load(x_stage(s) + p * NB * 128, &x_map, c * L::CHUNK + p * 64, m0, shared_address(full + s));
+                    tensor_load(base + s * STAGE_BYTES + p * NB * 128, &x_map, c * STEP + p * 64, m0, full + 8 * s);
             };
             int s = 0, round = 0, early = 0;
             if (team < all) {  // weights do not depend on the kernel before, x does
@@ -99,7 +104,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (int c = 0; c < part; c++) {
                     if (early > 0) early--;
                     else {
-                        barrier_wait(shared_address(empty + s), (round & 1) ^ 1);
+                        barrier_wait(empty + 8 * s, (round & 1) ^ 1);
                         load_weights(s, begin + c, n_tile);
                     }
                     load_x(s, begin + c, m0);
@@ -112,153 +117,166 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     }
 
     // ------------------------------------------------------------------------------------------------- consumers
-    registers_up<232>();
+    registers_up<CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 152 : 232>();
     previous_grid_wait();
     next_grid_launch();
-    const int g = group - 1;
+    const int g = group - 1, wn = g % WN, wk = WK > 1 ? g / WN : 0, t = wn * 4 + warp;
     typename C::Masks masks;
     masks.load(mask);
-    float acc[MH][NB / 2];
-    u32 a[2][4][4];
-    int s = 0, round = 0;
+    // x panels: 128-byte swizzle, 8 rows of 128 bytes 1024 bytes apart
+    constexpr u64 PANEL = (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+    constexpr int BATCHES = STEP / 16 / FB;  // of FB fragments, that go to wgmma together
+    const u32 words_at = X_BYTES + t * L::WORDS * 4, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
+    float acc[NB / 2];
+    u32 a[BUF][FB][4];
 
-    for (int tile = team; tile < all; tile += teams) {
+    for (int tile = team, before = 0; tile < all; tile += teams, before += part) {
         int m0, n_tile;
         place(tile, m0, n_tile);
 #pragma unroll
-        for (int h = 0; h < MH; h++)
-#pragma unroll
-            for (int i = 0; i < NB / 2; i++) acc[h][i] = 0.f;
+        for (int i = 0; i < NB / 2; i++) acc[i] = 0.f;
 
-        auto chunk = [&](int parity, int c) {  // parity: the A buffer that the chunk's first batch takes
-            barrier_wait(shared_address(full + s), round & 1);
+        // a stage always belongs to the same warpgroups: who misses a phase of its barrier would take an old one for the next
+        static_assert(STAGES % WK == 0, "stages go round between the warpgroups along K");
+        const int mine = WK > 1 ? (wk + WK - before % WK) % WK : 0, s = (before + mine) % STAGES;
+        u32 parity = (before + mine) / STAGES & 1, stage = base + s * STAGE_BYTES, barrier = full + 8 * s;
+        u32 done = 0;  // the barrier of the stage before, to tell the producer
+        auto alive = [&](int buffer) {
 #pragma unroll
-            for (int h = 0; h < MH; h++) {
-                const int t = (g * MH + h) * 4 + warp;
-                u32 w[L::REGS];
-                const u32 words = w_stage(s) + t * L::WORDS * 4;
-                read_chunk<BITS>(words, lane, w);
-                u32 scale[2], offset[2];  // of rows r and r + 8: w = code * scale + offset, twice each
+            for (int f = 0; f < FB; f++)
 #pragma unroll
-                for (int p = 0; p < PANELS; p++) {
-                    const int buffer = (parity + h * PANELS + p) & 1;
+                for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[buffer][f][j])::"memory");
+        };
+        auto step = [&](int first, int c) {  // first: the A buffer of its first batch
+            auto products_done = [&] {  // of the batch before, which reads the only A buffer until here
+                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                alive(0);
+            };
+            if (BUF == 1) {  // before the wait: with as few stages as warpgroups along K it is for the stage given back here
+                products_done();
+                if (done && lane == 0) barrier_arrive(done);
+            }
+            barrier_wait(barrier, parity);
+            u32 w[L::REGS];
+            u32 scale[2], offset[2];  // of rows r and r + 8: w = code * scale + offset, twice each
 #pragma unroll
-                    for (int f = 0; f < 4; f++) {
-                        const int at = p * 4 + f, step = GROUP ? gcd(GROUP ? GROUP : 1, L::CHUNK) : L::CHUNK;
-                        if (at * 16 % step == 0) {
-                            int i = at * 16 / step;
-                            if (GROUP && L::CHUNK % (GROUP ? GROUP : 1) && GROUP % L::CHUNK)
-                                i = ((begin + c) * L::CHUNK + at * 16) / (GROUP ? GROUP : 1) - (begin + c) * L::CHUNK / (GROUP ? GROUP : 1);
-                            const u32 from = meta_stage(s) + (t * GROUPS + i) * 32 + r * 4;
-                            const u32 both = read4(from);
-                            const float2 sf = to_floats<T>(both);
-                            float2 zf = make_float2(mid<BITS>(), mid<BITS>());
-                            if (ZEROS) zf = to_floats<T>(read4(from + META_BYTES));
-                            const u32 minus = from_floats<T>(-sf.x * zf.x, -sf.y * zf.y);
-                            scale[0] = twice(both, 0), scale[1] = twice(both, 1);
-                            offset[0] = twice(minus, 0), offset[1] = twice(minus, 1);
-                        }
-                        u32 (&to)[4] = a[buffer][f];
-                        C::fragment(w, at, masks, to);
+            for (int b = 0; b < BATCHES; b++) {
+                const int buffer = (first + b) % BUF;
+                if (BUF == 1 && b > 0) products_done();
 #pragma unroll
-                        for (int j = 0; j < 4; j++) {
-                            if (!C::WIDE) to[j] = add2<T>(to[j], C::magic(at) | 0x80008000u);
-                            to[j] = fma2<T>(to[j], scale[j & 1], offset[j & 1]);
-                        }
+                for (int f = 0; f < FB; f++) {
+                    constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, STEP) : STEP;
+                    const int at = b * FB + f;
+                    if (at % L::FRAGS == 0) read_chunk<BITS>(stage + words_at + at / L::FRAGS * CHUNK_BYTES, lane, w);
+                    if (at * 16 % SPAN == 0) {
+                        int i = at * 16 / SPAN;
+                        if (GROUP && STEP % (GROUP ? GROUP : 1) && GROUP % STEP)
+                            i = ((begin + c) * STEP + at * 16) / (GROUP ? GROUP : 1) - (begin + c) * STEP / (GROUP ? GROUP : 1);
+                        const u32 both = read4(stage + meta_at + i * 32);
+                        const u32 zero = ZEROS ? read4(stage + meta_at + i * 32 + META_BYTES) : Half<T>::power(BITS == 1 ? -1 : BITS - 1);
+                        const u32 minus = fma2<T>(both, zero ^ 0x80008000u, 0x80008000u);
+                        scale[0] = twice(both, 0), scale[1] = twice(both, 1);
+                        offset[0] = twice(minus, 0), offset[1] = twice(minus, 1);
                     }
+                    u32 (&to)[4] = a[buffer][f];
+                    C::fragment(w, at % L::FRAGS, masks, to);
 #pragma unroll
-                    for (int f = 0; f < 4; f++)
+                    for (int j = 0; j < 4; j++) {
+                        if (!C::WIDE) to[j] = add2<T>(to[j], C::magic(at % L::FRAGS) | 0x80008000u);
+                        to[j] = fma2<T>(to[j], scale[j & 1], offset[j & 1]);
+                    }
+                }
+                alive(buffer);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                        for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[buffer][f][j])::"memory");
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                    // x panel: 128-byte swizzle, 8 rows of 128 bytes 1024 bytes apart
-                    const u64 panel = (u64)(((x_stage(s) + p * NB * 128) & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-#pragma unroll
-                    for (int f = 0; f < 4; f++) Wgmma<T, NB>::run(acc[h], a[buffer][f], panel + 2 * f);
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    // the last wait sits inside the loop: at its exit the compiler may copy accumulators, not while in flight
-                    if (c + 1 == part && h + 1 == MH && p + 1 == PANELS) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-                    else asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                    // the batch before read its A registers until here
-#pragma unroll
-                    for (int f = 0; f < 4; f++)
-#pragma unroll
-                        for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[buffer ^ 1][f][j])::"memory");
-                    // and with its first batch behind it, nobody reads the chunk before any more
-                    if (h == 0 && p == 0 && c > 0 && lane == 0) barrier_arrive(shared_address(empty + (s == 0 ? STAGES - 1 : s - 1)));
+                for (int f = 0; f < FB; f++) {
+                    const int at = b * FB + f;
+                    const u64 panel = PANEL | ((stage & 0x3ffff) >> 4) + at / 4 * NB * 8 + 2 * (at % 4);
+                    Wgmma<T, NB>::run(acc, a[buffer][f], panel);
+                }
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                // the last wait sits inside the loop: at its exit the compiler may copy accumulators, not while in flight
+                if (b + 1 == BATCHES && c + WK >= part) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                else if (BUF > 1) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (BUF > 1) {
+                    alive(buffer ^ 1);  // the batch before read A until here,
+                    if (b == 0 && done && lane == 0) barrier_arrive(done);  // and nobody reads its stage any more
                 }
             }
-            if (c + 1 == part && lane == 0) barrier_arrive(shared_address(empty + s));
-            if (++s == STAGES) s = 0, round++;
+            done = barrier + 8 * STAGES;
+            stage += WK * STAGE_BYTES, barrier += WK * 8;
+            if (barrier >= empty) stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, parity ^= 1;
         };
-        constexpr int BATCHES = MH * PANELS;
-        for (int c = 0; c < part; c += BATCHES % 2 ? 2 : 1) {
-            chunk(0, c);
-            if (BATCHES % 2 && c + 1 < part) chunk(1, c + 1);
+        constexpr int TURNS = BUF > 1 && BATCHES % 2 ? 2 : 1;
+        for (int c = mine; c < part; c += TURNS * WK) {
+            step(0, c);
+            if (TURNS > 1 && c + WK < part) step(1, c + WK);
         }
+        if (done && lane == 0) barrier_arrive(done);
 
         // ---------------------------------------------------------------------------------------------- epilogue
-        const int n_first = n_tile * 128 * MH + g * MH * 64;  // of this warpgroup
-        constexpr int COLUMNS = NB / SPLIT;                   // of x that this block of the cluster writes
-        if constexpr (SPLIT > 1) {  // sums[h][i][thread] of both warpgroups over the ring, then everyone sums its columns
-            float* sums = (float*)shared + g * MH * (NB / 2) * 128 + (threadIdx.x & 127);
-            asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
+        const int n_first = (n_tile * WN + wn) * 64;                    // of this warpgroup
+        constexpr int COLUMNS = (NB / 8 + PARTS - 1) / PARTS * 8;       // of x that a part (a warpgroup of k) writes
+        const int first = (rank * WK + wk) * COLUMNS;
+        auto everyone = [&] { asm volatile("bar.sync 8, %0;" ::"n"(CONSUMERS * 128) : "memory"); };
+        if constexpr (PARTS > 1) {  // sums[wk][wn][i][thread], in the ring's place under a split; then each part sums its columns
+            float* sums = (float*)(shared + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES)) + wn * (NB / 2) * 128 + (threadIdx.x & 127);
+            everyone();  // the ring, or the sums of the tile before, have been read
 #pragma unroll
-            for (int h = 0; h < MH; h++)
+            for (int i = 0; i < NB / 2; i++) sums[(wk * WN * (NB / 2) + i) * 128] = acc[i];
+            if constexpr (SPLIT > 1) cluster_sync();
+            else everyone();
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) sums[(h * (NB / 2) + i) * 128] = acc[h][i];
-            cluster_sync();
+            for (int i = 0; i < COLUMNS / 2; i++) {
+                if (first + i / 4 * 8 >= NB) continue;
+                float v = 0.f;
 #pragma unroll
-            for (int h = 0; h < MH; h++)
-#pragma unroll
-                for (int i = 0; i < COLUMNS / 2; i++) {
-                    const u32 here = shared_address(sums + (h * (NB / 2) + rank * (COLUMNS / 2) + i) * 128);
-                    float v = 0.f;
-#pragma unroll
-                    for (int k = 0; k < SPLIT; k++) {
+                for (int k = 0; k < PARTS; k++) {
+                    float* at = sums + (k % WK * WN * (NB / 2) + first / 2 + i) * 128;
+                    if constexpr (SPLIT > 1) {
                         u32 there;
                         float one;
-                        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(k));
+                        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(at)), "r"(k / WK));
                         asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(there) : "memory");
                         v += one;
+                    } else {
+                        v += *at;
                     }
-                    acc[h][i] = v;
                 }
-            cluster_sync();
+                acc[i] = v;
+            }
+            if constexpr (SPLIT > 1) cluster_sync();
         }
+        if (first >= NB) continue;
         if (bias) {
 #pragma unroll
-            for (int h = 0; h < MH; h++)
+            for (int o = 0; o < 2; o++) {
+                const int n = n_first + warp * 16 + r + 8 * o;
+                const float b = n < N ? to_floats<T>(bias[n]).x : 0.f;
 #pragma unroll
-                for (int o = 0; o < 2; o++) {
-                    const int n = n_first + h * 64 + warp * 16 + r + 8 * o;
-                    const float b = n < N ? to_floats<T>(bias[n]).x : 0.f;
-#pragma unroll
-                    for (int i = 0; i < COLUMNS / 8; i++) acc[h][4 * i + 2 * o] += b, acc[h][4 * i + 2 * o + 1] += b;
-                }
+                for (int i = 0; i < COLUMNS / 8; i++) acc[4 * i + 2 * o] += b, acc[4 * i + 2 * o + 1] += b;
+            }
         }
-        constexpr int BAND_ROWS = COLUMNS < 32 ? COLUMNS : 32;  // rows of y that pass through the staging at a time
-        const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES) + g * 32 * ROW * 2;
-        const int m_first = m0 + (SPLIT > 1 ? rank * COLUMNS : 0);
+        const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES + SUM_BYTES) + g * 32 * ROW * 2;
+        const int m_first = m0 + first, m_end = smaller(M, m0 + NB);
 #pragma unroll
-        for (int b = 0; b < COLUMNS / BAND_ROWS; b++) {
+        for (int b = 0; b < (COLUMNS + 31) / 32; b++) {  // 32 rows of y pass through the staging at a time
             warpgroup_sync(g);  // the staging is free
 #pragma unroll
-            for (int h = 0; h < MH; h++)
-#pragma unroll
-                for (int i = 0; i < BAND_ROWS / 8; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
-                    const float* v = acc[h] + (b * BAND_ROWS / 8 + i) * 4;
-                    const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + h * 64 + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
-                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
-                                 "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])) : "memory");
-                }
+            for (int i = 0; i < 4; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
+                if (b * 4 + i >= COLUMNS / 8) continue;
+                const float* v = acc + (b * 4 + i) * 4;
+                const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
+                asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
+                             "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])) : "memory");
+            }
             warpgroup_sync(g);
-#pragma unroll 4
-            for (int e = threadIdx.x & 127; e < BAND_ROWS * MH * 8; e += 128) {  // 16 bytes of a row of y
-                const int row = e / (MH * 8), n = e % (MH * 8) * 8, m = m_first + b * BAND_ROWS + row, column = n_first + n;
-                if (m >= M || column >= N) continue;
+#pragma unroll 2
+            for (int e = threadIdx.x & 127; e < 256; e += 128) {  // 16 bytes of a row of y
+                const int row = b * 32 + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
+                if (row >= COLUMNS || m >= m_end || column >= N) continue;
                 uint4 v;
-                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(staging + (row * ROW + n) * 2));
+                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(staging + (e / 8 * ROW + n) * 2));
                 u16* to = y + (size_t)m * N + column;
                 if (N % 8 == 0) {
                     *(uint4*)to = v;

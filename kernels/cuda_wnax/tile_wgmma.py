@@ -1,7 +1,8 @@
 """cuda/tile_wgmma: large M from the tile layout on Hopper. The kernel and its plan are described in tile_wgmma.cu.
 
-A config: MH, halves of 64 rows of W a warpgroup owns (a tile is 128 * MH rows); NB, rows of x of a tile; SPLIT, blocks of
-a cluster that split K of one tile, for layers with fewer tiles than the GPU has SMs.
+A config: WN x WK consumer warpgroups of 64 rows of W each, WN side by side along N (a tile is 64 * WN rows), WK taking the
+steps along K in turn; NB, rows of x of a tile; SPLIT, blocks of a cluster that split K of one tile, for layers with fewer
+tiles than the GPU has SMs.
 """
 
 import ctypes
@@ -14,62 +15,93 @@ from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, group_argument, multiprocessors, rows_of_x
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
-from lowq_packers.layouts.tile import CHUNK, WORDS, chunks, padded_rows
+from lowq_packers.layouts.tile import CHUNK, WORDS, padded_rows
 
 CONFIGS: tuple[Config, ...] = tuple(
-    {"MH": mh, "NB": nb, "SPLIT": k}
-    for mh, nb, splits in (
-        (2, 128, (1, 2, 4, 8)),
-        (2, 64, (1, 2, 4, 8)),
-        (2, 32, (1, 2, 4)),
-        (1, 256, (1, 2)),
-        (1, 128, (1, 2, 4)),
-        (1, 64, (1, 2, 4)),
-        (1, 32, (1, 2, 4)),
+    {"WN": wn, "WK": wk, "NB": nb, "SPLIT": k}
+    for wn, wk, nb, splits in (
+        (4, 1, 16, (1,)),
+        (4, 1, 32, (1, 2, 3, 6)),
+        (2, 2, 32, (1, 2, 3)),
+        (1, 4, 32, (1, 2)),
+        (3, 1, 32, (5,)),
+        (4, 1, 64, (1, 2, 3, 6)),
+        (2, 2, 64, (1, 2, 3)),
+        (1, 4, 64, (1, 2)),
+        (3, 1, 64, (5,)),
+        (4, 1, 128, (1, 2, 3, 6)),
+        (2, 1, 128, (1, 2)),
+        (2, 1, 256, (1,)),
     )
     for k in splits
 )
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 3
-BAND = 4096  # rows of W whose tiles run side by side: with 4 x tiles of 256 rows they fill 132 SMs, and x and W cost L2 alike
+# rows of W whose tiles run side by side, 64 tiles by two of x on 132 SMs: 716 us at 8192x8192, M = 4096 (4096 rows: 751)
+BAND = 8192
 MAX_STAGES = 8
+CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17}  # of so many blocks that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 226 << 10  # what a block may ask for besides its 1 KB of barriers and masks
 
 
-def groups_of_chunk(group: int, bits: int) -> int:
-    """Groups that a chunk may meet (the device code's GROUPS); group 0: a row is one group."""
-    step = CHUNK[bits]
+def threads(config: Config) -> int:
+    """Threads of a block: the producer's warpgroup and the consumers'."""
+    return 128 * (1 + config["WN"] * config["WK"])
+
+
+def batch(bits: int, config: Config) -> tuple[int, int]:
+    """(FB, BUF): k16 fragments that go to wgmma together, and the register buffers they alternate between. Four warpgroups,
+    or steps in turn, hide a warpgroup's wait for its own products; two with all registers in sums do not."""
+    if config["NB"] == 256:
+        return 4, 2
+    tight = config["WN"] * config["WK"] == 4 and config["NB"] == 128  # 112 registers, 64 of them sums
+    return (8 if not tight else 4 if CHUNK[bits] == 64 else 2), 1
+
+
+def chunks_of_step(bits: int, config: Config) -> int:
+    """U: chunks of a step, the unit that is loaded and waited for: 128 k, but for the widest tile and 1 bit (256)."""
+    return 2 if CHUNK[bits] == 64 and config["NB"] <= 128 else 1
+
+
+def groups_of_step(group: int, step: int) -> int:
+    """Groups that a step of so many k may meet (the device code's GROUPS); group 0: a row is one group."""
     if group == 0 or group % step == 0:
         return 1
     return step // group if step % group == 0 else (step - 1) // group + 2
 
 
 def stage_bytes(bits: int, group: int, zeros: bool, config: Config) -> int:
-    """Shared memory of a stage: x, words, scales and zeros of one chunk."""
-    tiles = 8 * config["MH"]
-    metas = (2 if zeros else 1) * tiles * groups_of_chunk(group, bits) * 32
-    return config["NB"] * CHUNK[bits] * 2 + tiles * WORDS[bits] * 4 + metas
+    """Shared memory of a stage: x, words, scales and zeros of one step."""
+    u, tiles = chunks_of_step(bits, config), 4 * config["WN"]
+    metas = (2 if zeros else 1) * tiles * groups_of_step(group, u * CHUNK[bits]) * 32
+    return -(-(u * (config["NB"] * CHUNK[bits] * 2 + tiles * WORDS[bits] * 4) + metas) // 1024) * 1024
 
 
 def plan(bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
-    """(stages, dynamic shared memory): as many stages as fit beside the staging of the outputs; under a split that one and
-    the fp32 sums take the ring's place."""
-    stage = stage_bytes(bits, group, zeros, config)
+    """(stages, dynamic shared memory): as many stages as fit beside the fp32 sums of the warpgroups along K and the staging
+    of the outputs, the same number for each of WK; under a split sums and staging take the ring's place."""
+    stage, groups = stage_bytes(bits, group, zeros, config), config["WN"] * config["WK"]
     split = config["SPLIT"] > 1
-    staging = 2 * 32 * (64 * config["MH"] + 8) * 2
-    stages = min(MAX_STAGES, (SHARED - (0 if split else staging)) // stage)
-    sums = config["MH"] * config["NB"] * 512 if split else 0
-    return stages, max(stages * stage + (0 if split else staging), sums, staging)
+    staging = groups * 32 * 72 * 2
+    sums = groups * config["NB"] * 256 if split or config["WK"] > 1 else 0
+    beside = 0 if split else sums + staging
+    stages = min(MAX_STAGES, (SHARED - beside) // stage) // config["WK"] * config["WK"]
+    return stages, max(stages * stage + beside, sums, staging)
 
 
 def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
     """The template instance of tile_wgmma.cu."""
-    stages = plan(bits, group, zeros, config)[0]
-    tail = f"{config['MH']}, {config['NB']}, {stages}, {config['SPLIT']}, {BAND // (128 * config['MH'])}"
-    return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tail}>"
+    stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, config), batch(bits, config)
+    tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
+    tail = f"{stages}, {config['SPLIT']}, {BAND // (64 * config['WN'])}"
+    return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
+
+
+def _steps(K: int, bits: int, config: Config) -> int:
+    return math.ceil(K / (CHUNK[bits] * chunks_of_step(bits, config)))
 
 
 def _tiles(call: Call, config: Config) -> int:
-    return math.ceil(padded_rows(call.N) / (128 * config["MH"])) * math.ceil(call.M / config["NB"])
+    return math.ceil(padded_rows(call.N) / (64 * config["WN"])) * math.ceil(call.M / config["NB"])
 
 
 def _refuse(call: Call) -> str | None:
@@ -82,22 +114,22 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     stages, smem = plan(bits, 0 if s.group_size == call.K else s.group_size, s.zero != "none", config)
     if stages < 2 or smem > SHARED:
         return "too much shared memory"
-    if config["SPLIT"] > min(config["NB"] // 8, chunks(call.K, bits)):
+    if config["SPLIT"] > _steps(call.K, bits, config):
         return "nothing to split"
     return None
 
 
 def estimate(call: Call, config: Config, sms: int) -> float:
-    """Microseconds of a call by a model fitted to an H100 (it picks the measured best in all cells of
-    benchmarks/results/h100/cuda_tile.json at 4 bits that it was fitted to): rounds of tiles, each as long as the slower of
-    tensor cores and dequantisation, plus what a tile and a split cost besides."""
-    MH, NB, split = config["MH"], config["NB"], config["SPLIT"]
-    # clusters live within a group of at most 18 SMs: of 132 SMs, clusters of four find room on some 112
-    capacity = sms // split * split if split <= 2 else sms // 18 * (18 // split * split)
-    rounds = math.ceil(_tiles(call, config) * split / max(capacity, split))
-    cycles = max(3.9 * MH * NB, 300 + 355 * MH)  # of 64 k: wgmma, or reading and dequantising
-    tile = math.ceil(call.K / 64 / split) * cycles / 1700 + 1.3 + 2.8 * MH * NB / 256
-    return rounds * tile + (1.9 + 3 * MH * NB / 128 if split > 1 else 0)
+    """Microseconds of a call by a model fitted to sweeps on an H100: rounds of tiles; a step of 128 k takes what its slowest
+    part takes, rounded up smoothly: tensor cores, issue slots of dequantising, loads of words and x, a warpgroup's latency."""
+    WN, WK, NB, split = config["WN"], config["WK"], config["NB"], config["SPLIT"]
+    words = WN * 64 * 128 * call.scheme.bits / 8
+    parts = (4.1 * WN * NB, 250 * WN, (words + 256 * NB) / 68, 155 / WK)  # cycles
+    step = sum(p**2.8 for p in parts) ** (1 / 2.8)
+    capacity = max(CLUSTERS.get(split, 1) * sms // 132, 1)
+    rounds = math.ceil(_tiles(call, config) / capacity)
+    tile = math.ceil(math.ceil(call.K / 128) / split) * step / 1700 + 4.5 + 0.9 * WN * NB / 256
+    return rounds * (tile + (0.9 if WK > 1 and split == 1 else 0)) + (3.7 if split > 1 else 0)
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
@@ -110,7 +142,7 @@ def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...
     named: Config = dict(zip(CONFIGS[0], config, strict=True))
     smem = plan(bits, group, zeros, named)[1]
     instance = expression(bits, T, group, zeros, named)
-    return Kernel("tile_wgmma.cu", instance, device, 384, PARAMETERS, smem, named["SPLIT"], serialize=True), smem
+    return Kernel("tile_wgmma.cu", instance, device, threads(named), PARAMETERS, smem, named["SPLIT"], serialize=True), smem
 
 
 @register(
@@ -135,8 +167,8 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     scales, zeros, bias = companions(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config.values()), x.device.index)
-    tiles, K = 8 * config["MH"], x.shape[1]
-    meta_box = (groups_of_chunk(group, bits) * 16, tiles)
+    tiles, K = 4 * config["WN"], x.shape[1]
+    meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
     call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
     blocks = call_tiles * config["SPLIT"] if config["SPLIT"] > 1 else min(call_tiles, multiprocessors(x.device.index))
@@ -152,6 +184,6 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         y.data_ptr(),
         M,
         p.N,
-        chunks(p.K, bits),
+        _steps(p.K, bits, config),
     )
     return y

@@ -1,0 +1,135 @@
+"""compute-sanitizer over every registered GPU kernel, CUDA and Triton: `python benchmarks/sanitize.py [--only NAME]`.
+
+Each kernel runs in a process of its own under memcheck and racecheck, on small shapes with tails in M, N and K, at every
+width, over a few of its configs; weights, x and truth are made on the CPU, so that few kernels but ours are instrumented,
+and torch's caching allocator is off, so that an access past the end of a tensor leaves its allocation. Results are
+compared with fp32 too. Writes benchmarks/results/<gpu>/sanitize.json, or --out.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from lowq_kernels import registry
+from lowq_kernels.registry import Call, Config, KernelSpec
+from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
+from lowq_packers.qtensor import QuantizedTensor
+
+TOOLS = ("memcheck", "racecheck")
+SHAPES = ((72, 1152, 48), (33, 400, 400), (200, 1024, 128))  # N, K, group: tails of rows, chunks and groups
+ROWS = (1, 3, 16, 18, 33, 70)
+CONFIGS = {"cuda": 4, "triton": 1}  # of each case; a Triton config takes seconds to compile
+LIMIT = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+
+
+def weight(N: int, K: int, bits: int, group: int, zero: str, dtype: torch.dtype) -> QuantizedTensor:
+    """A random weight on the CPU."""
+    g = torch.Generator().manual_seed(N + bits)
+    W_q = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
+    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
+    zeros = None if zero == "none" else (torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)).to(dtype)
+    return QuantizedTensor(W_q, scales, zeros, bits, group, zero)  # type: ignore[arg-type]
+
+
+def on_gpu(p: PackedWeight) -> PackedWeight:
+    """The same packed weight on the GPU."""
+    words, scales, zeros, aux = (None if t is None else t.cuda() for t in (p.words, p.scales, p.zeros, p.aux))
+    assert words is not None
+    assert scales is not None
+    return PackedWeight(words, scales, zeros, p.scheme, p.N, p.K, p.layout, aux)
+
+
+def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.Tensor, list[Config]]]:
+    """(x, packed weight, truth, configs) of what to launch."""
+    share = 0
+    for i, (bits, (N, K, group)) in enumerate(product(spec.bits, SHAPES)):
+        dtype, zero = spec.dtypes[i % min(2, len(spec.dtypes))], ("float", "none")[i % 2]
+        for layout in (n for n in spec.layouts if n in LAYOUTS):
+            q = weight(N, K, bits, group, zero, dtype)
+            if LAYOUTS[layout].why_not(q.scheme, N, K):
+                continue
+            p = on_gpu(pack(q, layout))
+            for M in ROWS[i % 2 :: 2]:
+                x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(dtype)
+                call = Call.of(x.cuda(), p)
+                if spec.why_not(call):
+                    continue
+                legal = spec.legal_configs(call)
+                share += 1  # start elsewhere each time, so that all are met
+                few = CONFIGS[spec.name.split("/")[0]]
+                yield (
+                    x,
+                    p,
+                    x.float() @ q.dequantize().t(),
+                    [legal[(share + j * 7) % len(legal)] for j in range(min(few, len(legal)))],
+                )
+
+
+def child(name: str) -> None:
+    """Launch one kernel's cases; print how many, raise for a wrong result."""
+    spec, launches = registry.kernels()[name], 0
+    for x, p, ref, configs in cases(spec):
+        for config in configs:
+            y = spec.launch(x.cuda(), p, None, config).cpu()
+            error = float((y.float() - ref).norm() / ref.norm())
+            assert error < LIMIT[x.dtype], (name, p.scheme, tuple(x.shape), p.N, config, error)
+            launches += 1
+    print(f"launches {launches}", flush=True)
+
+
+def run(name: str, tool: str, timeout: float) -> dict:
+    """One kernel under one tool."""
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable, __file__, "--child", name]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
+    row = {"kernel": name, "tool": tool, "launches": 0, "errors": -1, "text": ""}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+        text = done.stdout + done.stderr
+    except subprocess.TimeoutExpired as e:
+        return row | {"text": f"no end within {timeout:.0f} s: {str(e.stdout)[-300:]}"}
+    found, count = SUMMARY.findall(text), re.search(r"launches (\d+)", text)
+    row |= {"launches": int(count[1]) if count else 0, "errors": int("".join(found[-1])) if found else -1}
+    return row if row["errors"] == 0 and count else row | {"text": text[-3000:]}
+
+
+def main() -> None:
+    """All kernels under both tools, several at a time."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one kernel under one tool")
+    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "h100" / "sanitize.json"))
+    args = parser.parse_args()
+    if args.child:
+        child(args.child)
+        return
+    names = [
+        n
+        for n, s in registry.kernels().items()
+        if n.startswith(("cuda/", "triton/")) and args.only in n and "cuda" in s.devices
+    ]
+    rows: list[dict] = []
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for row in pool.map(lambda nt: run(*nt, args.timeout), [(n, t) for t in args.tools.split(",") for n in names]):
+            rows.append(row)
+            verdict = "clean" if row["errors"] == 0 and row["launches"] else f"{row['errors']} errors\n{row['text']}"
+            print(f"{row['tool']} {row['kernel']}: {row['launches']} launches, {verdict}", flush=True)
+            facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
+            Path(args.out).write_text(json.dumps(facts | {"script": "benchmarks/sanitize.py", "rows": rows}, indent=0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""tile_wgmma's own source, emulated on the CPU against fp32 truth: wgmma, tensor maps, mbarriers, clusters.
+
+Every launch runs twice, with the threads in two orders and wgmma as early and as late as it may read its operands: a stage
+that is handed back too early, or registers overwritten under a product, give two results, or NaN.
+"""
+
+import dataclasses
+import random
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lowq_kernels import registry
+from lowq_kernels.registry import Call
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import BITS
+
+if shutil.which("g++") is None:
+    pytest.skip("no g++", allow_module_level=True)
+pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
+if "cuda/tile_wgmma" not in registry.kernels():
+    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+import simt
+
+from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+EMPTY = torch.empty
+
+
+def poisoned(*args, **kwargs):
+    """torch.empty, filled with NaN: an output that a kernel leaves unwritten shows."""
+    t = EMPTY(*args, **kwargs)
+    return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(0x5A)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One launch of a config on a GPU of so many SMs: with few, a block takes several tiles in turn."""
+
+    config: int
+    bits: int
+    dtype: torch.dtype
+    group: int
+    zero: str
+    M: int
+    N: int
+    K: int
+    sms: int
+    bias: bool
+
+    def __str__(self):
+        shape = "-".join(map(str, tile_wgmma.CONFIGS[self.config].values()))
+        kind = f"b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
+        return f"c{shape}-{kind}-{self.M}x{self.N}x{self.K}-sms{self.sms}{'-bias' * self.bias}"
+
+
+def drawn():
+    """Each config once, everything else drawn (with a seed): widths, groups that divide K and words or not, tails."""
+    rng = random.Random(7)
+    for i in range(len(tile_wgmma.CONFIGS)):
+        K = rng.choice((1152, 2304, 1024, 272))
+        group = rng.choice([g for g in (16, 32, 48, 64, 96, 128, K) if K % g == 0])
+        M, N = rng.choice((17, 33, 40, 70, 130)), rng.choice((65, 200, 136, 264, 321))
+        dtype, zero = rng.choice(tuple(TOLERANCE)), rng.choice(("float", "none", "int"))
+        yield Case(i, BITS[i % len(BITS)], dtype, group, zero, M, N, K, rng.choice((1, 2, 132)), rng.random() < 0.3)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """The launcher sees a GPU of capability 9.0 behind CPU tensors."""
+    monkeypatch.setattr(tile_wgmma, "Kernel", simt.Kernel)
+    monkeypatch.setattr(tile_wgmma, "tensor_map", simt.tensor_map)
+    monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "empty", poisoned)
+    tile_wgmma._prepared.cache_clear()
+    yield
+    tile_wgmma._prepared.cache_clear()
+
+
+def check(case):
+    """Both launches of a case against truth."""
+    g = torch.Generator().manual_seed(case.bits)
+    W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
+    shape = (case.N, case.K // case.group)
+    scales = (torch.rand(shape, generator=g) * 0.009 + 0.001).to(case.dtype)
+    zeros = (torch.rand(shape, generator=g) * ((1 << case.bits) - 1)).to(case.dtype)
+    zeros = None if case.zero == "none" else zeros.round() if case.zero == "int" else zeros
+    q = QuantizedTensor(W_q, scales, zeros, case.bits, case.group, case.zero)
+    x = torch.randn(case.M, case.K, generator=g).to(case.dtype)
+    bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
+    p, spec, config = pack(q, "tile"), registry.kernels()["cuda/tile_wgmma"], tile_wgmma.CONFIGS[case.config]
+    call = dataclasses.replace(Call.of(x, p), device="cuda")
+    if config not in spec.legal_configs(call):
+        pytest.skip(f"{config} does not take this")
+    found = []
+    for order in (1, -1):
+        with (
+            mock.patch.object(simt.Kernel, "order", order),
+            mock.patch.object(tile_wgmma, "multiprocessors", return_value=case.sms),
+        ):
+            found.append(spec.launch(x, p, bias, config))
+    ref = x.float() @ q.dequantize().t() + (0 if bias is None else bias.float())
+    assert torch.equal(*found), "the order of the threads changes the result"
+    error = float((found[0].float() - ref).norm() / ref.norm())
+    assert error < TOLERANCE[case.dtype], f"error {error:.2e}"
+
+
+@pytest.mark.parametrize("case", list(drawn()), ids=str)
+def test_right_numbers(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        ("full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN)", "full + 8 * i, 1), barrier_init(empty + 8 * i, 1)"),
+        ("m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
+        ("c * STEP + p * 64, m0,", "c * STEP, m0,"),
+    ],
+    ids=["registers overwritten under a product", "stage handed back early", "last column unwritten", "x of another panel"],
+)
+def test_the_emulator_notices(good, bad, monkeypatch):
+    """Defects put into the source fail, as an error text or as a wrong number."""
+    source = nvrtc.sources()["tile_wgmma.cu"]
+    assert good in source
+    (Path(simt._folder().name) / "tile_wgmma_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
+    monkeypatch.setattr(tile_wgmma, "Kernel", lambda file, *rest, **more: simt.Kernel("tile_wgmma_bad.cu", *rest, **more))
+    monkeypatch.setattr(simt.Kernel, "made", {})
+    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["NB"] == 256)
+    with pytest.raises(AssertionError):
+        check(Case(config, 4, torch.float16, 128, "float", 40, 201, 4096, 1, False))
