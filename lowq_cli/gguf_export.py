@@ -6,16 +6,15 @@ and k are permuted for it (whole rows: codes, scales and zeros move together). N
 
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowq_cli.checkpoint import Checkpoint, CheckpointTensor
-from lowq_cli.exporter import Exported, Progress, check_same, read_matrix, read_plain
+from lowq_cli.exporter import Exported, Progress, check_same, read_matrix, read_plain, run_name
 from lowq_cli.gguf_file import (
     BOOL,
     INT32,
@@ -24,16 +23,14 @@ from lowq_cli.gguf_file import (
     Value,
     array,
     f32,
-    finish_tensor,
     flag,
     head,
     text,
     u32,
-    write_tensor,
 )
+from lowq_cli.gguf_writer import GgufWriter
 from lowq_cli.safetensors_io import read_json
-from lowq_cli.writer import writing
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
 from lowq_packers.formats import gguf
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -73,8 +70,6 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
     Raises UnsupportedError for a family, tokenizer or scheme that GGUF (as lowq writes it) does not hold, UsageError if `out`
     is there already.
     """
-    if out.exists():
-        raise UsageError(f"{out} is there already; use another --out, or remove it")
     known = ARCHITECTURES | MIXTURES
     arch = known.get(str(found.config.get("model_type")))
     if arch is None:
@@ -89,31 +84,25 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
     factors = _rope_factors(found.config)
     extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
     heads = {"attn_q": _int(found, "num_attention_heads"), "attn_k": _int(found, "num_key_value_heads", "num_attention_heads")}
-    partial = out.with_name(f"{out.name}.partial")
     done, total = 0, sum(t.params for t in found.tensors)
-    try:
-        with writing(partial):
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as f:
-                f.write(head(metadata, [*(row for row, _ in entries), *extra]))
-                for row, members in entries:
-                    own = heads.get(row.name.split(".")[-2]) if arch in PERMUTED else None
-                    start = f.tell()
-                    for t in members:
-                        f.write(_bytes(found, t, row, own, rounding).flatten().view(torch.uint8).numpy().data)
-                        done += t.params
-                        if progress:
-                            progress(100 * done // total, t.name)
-                    finish_tensor(f, row, f.tell() - start)
-                for row in extra:
-                    assert factors is not None
-                    write_tensor(f, row, factors.view(torch.uint8).numpy().data)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(partial, out)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+
+    def contents(row: GgufTensor, members: list[CheckpointTensor]) -> Iterator[memoryview]:
+        nonlocal done
+        own = heads.get(row.name.split(".")[-2]) if arch in PERMUTED else None
+        for t in members:
+            yield _bytes(found, t, row, own, rounding).flatten().view(torch.uint8).numpy().data
+            done += t.params
+            if progress:
+                progress(100 * done // total, t.name)
+
+    start = head(metadata, [*(row for row, _ in entries), *extra])
+    with GgufWriter(out, run_name(found, "gguf", rounding), start) as writer:
+        done = sum(t.params for _, members in entries[: writer.finished] for t in members)
+        for row, members in entries[writer.finished :]:
+            writer.write(row, contents(row, members))
+        for row in extra[max(0, writer.finished - len(entries)) :]:
+            assert factors is not None
+            writer.write(row, [factors.view(torch.uint8).numpy().data])
     return Exported(str(out), "gguf", out.stat().st_size, len(found.schemes), ("llama.cpp", "Ollama", "LM Studio"), ())
 
 

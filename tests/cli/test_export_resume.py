@@ -1,11 +1,12 @@
 """lowq export, interrupted: the next call goes on behind the last whole file and leaves the bytes of an uninterrupted one."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from lowq_cli import exporter, shards
+from lowq_cli import exporter, gguf_export, pipeline, shards
 from lowq_cli.exporter import export
 from lowq_cli.foreign import open_foreign
 from lowq_packers.errors import UsageError
@@ -16,7 +17,7 @@ SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 
 KILLED = """
 import os, signal, sys
-from lowq_cli import exporter, shards
+from lowq_cli import exporter, gguf_export, pipeline, shards
 shards.SHARD = int(sys.argv[4])
 def progress(percent, name):
     progress.count += 1
@@ -79,3 +80,23 @@ def test_one_process_at_a_time(family_checkpoints, tmp_path):
 
     export(made.packed, "compressed-tensors", tmp_path / "out", progress=second)
     assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path, monkeypatch):
+    pipeline.quantize("demo", tmp_path / "m", bits=4, group=32, method="rtn", zero="none", dtype="float16", device="cpu")
+    export(tmp_path / "m", "gguf", tmp_path / "all" / "out.gguf")
+    out, small, read = tmp_path / "out.gguf", 1 << 20, []
+    for at in (5, 20, 40):
+        line = [sys.executable, "-c", KILLED, tmp_path / "m", "gguf", out, small, at]
+        assert subprocess.run(list(map(str, line)), check=False).returncode == -9
+        assert not out.exists()
+    left = json.loads((tmp_path / "out.gguf.partial.json").read_text())
+    assert 5 < left["tensors"] < 60
+    real = gguf_export.read_matrix
+    monkeypatch.setattr(gguf_export, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
+    with open(tmp_path / "out.gguf.partial", "ab") as f:
+        f.write(b"what was written after the note does not count")
+    export(tmp_path / "m", "gguf", out)
+    assert len(read) < 42, "what was written is not made again"
+    assert out.read_bytes() == (tmp_path / "all" / "out.gguf").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["all", "m", "out.gguf"]
