@@ -6,8 +6,8 @@
 //         reads 16 bytes of a slot and calls its pairs what it likes. K: lane (g, t) has dims 8 t + 32 j of slots g, g + 8; V:
 //         dims 8 g + 64 i of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A score's accumulator is p's operand as it stands.
 // New     the token's own k and v go from registers into the tile as well as into the cache: nobody reads slot `pos`.
-// Early   position, tables and the first STAGES tiles of every warp are fetched before the previous kernel has ended (they were
-//         written in an earlier step): of one sequence 1024 slots are on the multiprocessors when q arrives. By way of shared
+// Early   position, tables and the first two tiles of every warp are fetched before the previous kernel has ended (they were
+//         written in an earlier step): 1024 slots of a key head are on the multiprocessors when q arrives. By way of shared
 //         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
 // Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
 //         memory): one cluster barrier, no trip to memory. Every sum has a fixed order.
@@ -102,13 +102,13 @@ __device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)
     }
 }
 
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES>
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER>
 __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u16* cos_table, const u16* sin_table,
        const void* q_norm, const void* k_norm, u16* y, int S, int HKV, int window, float scale, float eps) {
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
     constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
-    constexpr int PIECES = 2 * CH + 4 * VH;                   // of 16 bytes that a lane has of a tile
+    constexpr int STAGES = 2, PIECES = 2 * CH + 4 * VH;       // tiles in flight a warp; 16-byte pieces a lane has of a tile
     constexpr float NONE = -1e30f;                            // the maximum of no scores: finite, so that differences stay numbers
     extern __shared__ float4 shared[];                        // [warp][stage][piece][lane] 16 bytes
     __shared__ float4 parts[WARPS * G * ROW / 4];             // [warp][query][dim]
@@ -131,19 +131,17 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
     auto fetch = [&](u32 to, const u16* from, bool there) { copy_async_or_zero(to, there ? from : k_cache, there ? 16 : 0); };
     auto copy = [&](int stage, int tile) {
         const u32 to = ring + stage * PIECES * 512;
-        if (tile < tiles) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int slot = first + tile * 16 + g + 8 * i;
+        for (int i = 0; i < 2; i++) {
+            const int slot = first + tile * 16 + g + 8 * i;
 #pragma unroll
-                for (int j = 0; j < CH; j++) fetch(to + (i * CH + j) * 512, k_head + (size_t)slot * D + 32 * j, slot < pos);
-            }
+            for (int j = 0; j < CH; j++) fetch(to + (i * CH + j) * 512, k_head + (size_t)slot * D + 32 * j, slot < pos);
+        }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int slot = first + tile * 16 + v_slot(i);
+        for (int i = 0; i < 4; i++) {
+            const int slot = first + tile * 16 + v_slot(i);
 #pragma unroll
-                for (int j = 0; j < VH; j++) fetch(to + (2 * CH + i * VH + j) * 512, v_head + (size_t)slot * D + 64 * j, slot < pos);
-            }
+            for (int j = 0; j < VH; j++) fetch(to + (2 * CH + i * VH + j) * 512, v_head + (size_t)slot * D + 64 * j, slot < pos);
         }
         copy_commit();
     };

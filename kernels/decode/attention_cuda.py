@@ -1,6 +1,8 @@
 """attend by attend.cu, for the head shapes of today's models on Hopper and later; `attend` hands every other call to Triton's.
 
-Launch  clusters of `cluster_for` blocks for each key head of each sequence, 4 warps a block, 8 for long caches of narrow heads
+Launch  a cluster of 8 blocks for each key head of each sequence, 4 warps a block, 8 for long caches
+Speed   us on an H100 in a chain (Triton's), 8 key heads of 128: one sequence of 128 slots 3.2 (5.3), 639 4.0 (6.4),
+        30000 52 (70); four of up to 1000 9.7 (11.5); eight of 100 slots 7.3 (6.6), sixty-four 13.9 (13.6): so many go to Triton's
 """
 
 import ctypes
@@ -16,14 +18,14 @@ from lowq_kernels.decode.reference import Heads
 from lowq_kernels.registry import capability
 
 PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
-BLOCKS = 256  # wanted on the GPU: about two per multiprocessor
+CLUSTER = 8  # blocks: what every GPU with clusters allows
+MOST_HEADS = 32  # key heads of all sequences together
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
-FEW_BLOCKS = 132  # up to one a multiprocessor, each may hold two tiles a warp; more would leave the next kernel no room
 LONG = 4096  # slots of a cache from which a block has 8 warps: more bytes in flight
 
 
-def why_not(dtype: torch.dtype, device: torch.device, R: int, h: Heads) -> str:
-    """The reason attend.cu cannot take heads of this shape, or ""."""
+def why_not(B: int, dtype: torch.dtype, device: torch.device, R: int, h: Heads) -> str:
+    """The reason B sequences with heads of this shape are not for attend.cu, or ""."""
     if dtype not in TYPES:
         return f"takes fp16 and bf16, not {dtype}"
     if capability(device) < (9, 0):
@@ -32,17 +34,14 @@ def why_not(dtype: torch.dtype, device: torch.device, R: int, h: Heads) -> str:
         return f"takes heads of 64 or 128 with up to 8 queries, not D={h.D}, R={R}, {h.HQ // h.HKV} queries a key head"
     if any(w is not None and w.dtype not in (dtype, torch.float32) for w in (h.q_norm, h.k_norm)):
         return f"takes norms of {dtype} or fp32"
+    if B * h.HKV > MOST_HEADS:
+        return f"{B * h.HKV} key heads of all sequences, which Triton's kernel takes as fast"
     return ""
 
 
-def cluster_for(heads: int) -> int:
-    """Blocks that share one sequence-head; 8 is what every GPU with clusters allows."""
-    return next((c for c in (8, 4, 2) if heads * c <= BLOCKS), 1)
-
-
-def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int, stages: int) -> str:
+def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int) -> str:
     """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {stages}>"
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}>"
 
 
 @cache
@@ -61,21 +60,20 @@ def attend(
 ) -> torch.Tensor:
     """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
     R = cos.shape[1]
-    if why_not(qkv.dtype, qkv.device, R, h):
-        return attention.attend(qkv, k_cache, v_cache, pos, cos, sin, h)
     B, S = qkv.shape[0], k_cache.shape[2]
+    if why_not(B, qkv.dtype, qkv.device, R, h):
+        return attention.attend(qkv, k_cache, v_cache, pos, cos, sin, h)
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
-    warps, cluster = 8 if S >= LONG else 4, cluster_for(B * h.HKV)
-    tile = 64 * h.D * warps  # bytes of 16 slots, k and v, for each warp
-    fits = 2 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
-    stages = 2 if fits and B * h.HKV * cluster <= FEW_BLOCKS else 1
-    instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, cluster, stages)
-    kernel = _kernel(instance, qkv.device.index, warps, stages * tile, cluster, launch.enabled)
+    tile = 64 * h.D  # bytes of 16 slots, k and v; a warp has two on their way
+    wide = S >= LONG and 16 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
+    warps = 8 if wide else 4
+    instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, CLUSTER)
+    kernel = _kernel(instance, qkv.device.index, warps, 2 * warps * tile, CLUSTER, launch.enabled)
     kernel(
-        cluster,
+        CLUSTER,
         B * h.HKV,
-        stages * tile,
+        2 * warps * tile,
         *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos, cos, sin)),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),

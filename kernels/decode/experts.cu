@@ -38,14 +38,13 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     __shared__ u32 mask[C::PLACES];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, sub = warp / KS, part = warp % KS;
+    next_grid_launch();
     if (threadIdx.x == 0) C::Masks::store(mask);
     const int each = (chunks + KS - 1) / KS, begin = smaller(part * each, chunks), end = smaller(begin + each, chunks);
     __syncthreads();
     typename C::Masks masks;
     masks.load(mask);
-    // UP lets DOWN start once the ids are there, so that DOWN may ask for its weights before UP has ended
-    if constexpr (MODE != DOWN) previous_grid_wait();
-    next_grid_launch();
+    previous_grid_wait();
 
     const int slot = MODE == DOWN ? blockIdx.y * top_k + sub : blockIdx.y;
     const int row_tile = blockIdx.x + (MODE == DOWN ? 0 : sub * (width / 16));
@@ -71,7 +70,6 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
             }
     };
     load(begin);
-    if constexpr (MODE == DOWN) previous_grid_wait();
     for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256) {  // x of these chunks; past K: zeros
         const int k = begin * L::CHUNK + i;
         *(uint4*)(mine + 2 * i) = k < K ? *(const uint4*)(x_from + k) : make_uint4(0, 0, 0, 0);

@@ -106,7 +106,7 @@ def attend(name):
             cache[b, :, p:] = float("nan")
     qkv, pos = torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype), torch.tensor(places, dtype=torch.int32)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
-    with mock.patch.object(attention_cuda, "cluster_for", return_value=cluster):
+    with mock.patch.object(attention_cuda, "CLUSTER", cluster):
         y = attention_cuda.attend(qkv, *ours, pos, *tables, h)
     return y, ours, reference.attend(qkv, *theirs, pos, *tables, h), theirs, caches, places
 
@@ -128,9 +128,11 @@ def test_attend(name):
 
 def test_heads_it_does_not_take_go_to_triton():
     h = reference.Heads(9, 1, 128, 1.0)
-    assert "queries" in attention_cuda.why_not(F16, torch.device("cuda"), 128, h)
-    assert "D=96" in attention_cuda.why_not(F16, torch.device("cuda"), 64, reference.Heads(4, 2, 96, 1.0))
-    assert "fp16" in attention_cuda.why_not(torch.float32, torch.device("cuda"), 128, reference.Heads(4, 2, 128, 1.0))
+    assert attention_cuda.why_not(4, F16, torch.device("cuda"), 128, reference.Heads(32, 8, 128, 1.0)) == ""
+    assert "40 key heads" in attention_cuda.why_not(5, F16, torch.device("cuda"), 128, reference.Heads(32, 8, 128, 1.0))
+    assert "queries" in attention_cuda.why_not(1, F16, torch.device("cuda"), 128, h)
+    assert "D=96" in attention_cuda.why_not(1, F16, torch.device("cuda"), 64, reference.Heads(4, 2, 96, 1.0))
+    assert "fp16" in attention_cuda.why_not(1, torch.float32, torch.device("cuda"), 128, reference.Heads(4, 2, 128, 1.0))
 
 
 def stack(E, N, K, bits, group, zero, dtype):
