@@ -18,8 +18,8 @@ BLOCK = 128  # columns rounded before the rest of the row is corrected in one pr
 DAMP = 0.1
 # What T tokens say of K inputs' correlations is believed by the share T / (T + SHRINK K). One matrix of the base model (down,
 # K=1408), 2 bits g64, relative error on another text: with 128 tokens 0.118 at 0, 0.0905 at 2, 0.0903 at 4 (lsq 0.0922); with
-# 16k tokens 0.0895, 0.0883, 0.0871. From ENOUGH tokens an input on, gptq believes all: whole models with 46 to 256 of them did
-# no better (WikiText-2 / mix: base, 3 bits, 38.05 / 43.54 at 0, 38.64 / 43.50 at 2; story, 2 bits, 67.94 / 74.47, 75.44 / 74.10)
+# 16k tokens 0.0895, 0.0883, 0.0871. From ENOUGH tokens an input on, gptq believes all: with 46 to 256 whole models did no
+# better (WikiText-2 / mix: base, 3 bits, 38.05 / 43.54 at 0, 38.64 / 43.50 at 2; story, 2 bits, 67.94 / 74.47, 75.44 / 74.10).
 SHRINK, ENOUGH = 2, 32
 # Share of the drift of earlier layers that a layer makes up for (GPTAQ uses 1): 56.96 without, 52.43 at 0.5, 52.58 at 1.
 ALPHA = 0.5
