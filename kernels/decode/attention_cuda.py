@@ -2,7 +2,7 @@
 
 Launch  a cluster of 8 blocks for each key head of each sequence, 4 warps a block, 8 for long caches
 Speed   us on an H100 in a chain (Triton's), 8 key heads of 128: one sequence of 128 slots 3.2 (5.3), 639 4.0 (6.4),
-        30000 52 (70); four of up to 1000 9.7 (11.5); eight of 100 slots 7.3 (6.6), sixty-four 13.9 (13.6): so many go to Triton's
+        30000 52 (70); four of up to 1000 9.7 (11.5); eight of 100 7.3 (6.6), sixty-four 13.9 (13.6): so many go to Triton's
 """
 
 import ctypes
