@@ -96,18 +96,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int SLOT_ROWS = X_COPIES * AT_ONCE, SLOT = SLOT_ROWS * X_ROW;
     const int x_k = lane % GRANULES * 8, x_row = lane / GRANULES;
     const u32 ring = shared_address(shared) + warp * UNROLL * SLOT, x_to = ring + x_row * X_ROW + x_k * 2;
-    const u16* x_from[X_COPIES];  // rows past the last repeat it: those columns are never stored
+    u32 x_from[X_COPIES];  // in 16 bytes; rows past the last repeat it: those columns are never stored
 #pragma unroll
     for (int i = 0; i < X_COPIES; i++)
-        x_from[i] = x + (size_t)(m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * K + warp * STEP + x_k;
+        x_from[i] = (u32)(m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + (warp * STEP + x_k) / 8;
     auto load_x = [&](int u, int s) {  // and step on
         const bool inside = !tail || s * STEP + x_k < K;  // past K: zeros
 #pragma unroll
         for (int i = 0; i < X_COPIES; i++) {
             const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW;
-            if (tail) copy_async_or_zero(to, inside ? x_from[i] : x, inside ? 16 : 0);
-            else copy_async<16>(to, x_from[i]);
-            x_from[i] += WARPS * STEP;
+            if (tail) copy_async_or_zero(to, x + (size_t)(inside ? x_from[i] : 0) * 8, inside ? 16 : 0);
+            else copy_async<16>(to, x + (size_t)x_from[i] * 8);
+            x_from[i] += WARPS * STEP / 8;
         }
     };
 

@@ -22,46 +22,30 @@ CONFIGS: tuple[Config, ...] = tuple(
     {"WARPS": w, "NT": nt, "STEP": k, "UNROLL": u, "BLOCKS": b}
     for w, nt, k, u, b in (
         (16, 1, 128, 1, 2),
-        (16, 1, 128, 2, 2),
         (16, 1, 128, 1, 1),
+        (16, 1, 256, 1, 2),
         (16, 2, 128, 1, 1),
-        (8, 1, 128, 1, 5),
+        (16, 2, 256, 1, 1),
         (8, 1, 128, 2, 1),
+        (8, 1, 256, 1, 3),
+        (8, 1, 256, 1, 1),
+        (8, 1, 256, 2, 1),
         (8, 2, 128, 1, 1),
         (8, 2, 128, 2, 2),
         (8, 2, 128, 2, 1),
-        (4, 1, 128, 1, 10),
+        (8, 2, 256, 1, 2),
+        (8, 2, 256, 2, 1),
         (4, 1, 128, 1, 1),
         (4, 1, 128, 2, 1),
-        (4, 2, 128, 1, 1),
-        (4, 2, 128, 2, 4),
-        (4, 2, 128, 2, 1),
-        (2, 2, 128, 2, 8),
-        (2, 2, 128, 2, 1),
-        (2, 1, 128, 1, 1),
-        (16, 1, 256, 1, 1),
-        (16, 1, 256, 1, 2),
-        (16, 2, 256, 1, 1),
-        (8, 1, 256, 1, 3),
-        (8, 1, 256, 1, 4),
-        (8, 1, 256, 1, 1),
-        (8, 1, 256, 2, 1),
-        (8, 2, 256, 1, 2),
-        (8, 2, 256, 1, 1),
-        (8, 2, 256, 2, 1),
-        (4, 1, 256, 1, 6),
         (4, 1, 256, 1, 8),
         (4, 1, 256, 2, 4),
         (4, 1, 256, 1, 1),
-        (4, 2, 256, 1, 4),
+        (4, 2, 128, 1, 1),
+        (4, 2, 128, 2, 1),
         (4, 2, 256, 1, 1),
         (4, 2, 256, 2, 1),
-        (2, 1, 256, 1, 12),
-        (2, 1, 256, 1, 16),
         (2, 1, 256, 1, 1),
-        (2, 2, 256, 1, 8),
         (2, 2, 256, 1, 1),
-        (2, 2, 256, 2, 1),
         (2, 4, 256, 1, 1),
     )
 )
@@ -133,44 +117,64 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
-# (WARPS, NT, STEP, UNROLL, BLOCKS) in order of preference by rows of x a block (up to 2, 8, 16, 32) and by how many row
-# tiles there are; the first legal one is taken.
-FEW, SOME = 264, 528  # row tiles: one or two for each of the 16-warp blocks that 132 SMs hold at once
-PREFERRED = {
-    FEW: (
-        ((16, 1, 128, 1, 2), (16, 1, 128, 1, 1)),
-        ((16, 1, 128, 1, 2), (8, 1, 128, 2, 1)),
-        ((8, 2, 128, 2, 1), (16, 2, 128, 1, 1)),
-        ((8, 2, 128, 2, 1),),
-    ),
-    SOME: (
-        ((8, 1, 128, 2, 1),),
-        ((8, 1, 128, 2, 1),),
-        ((8, 2, 128, 1, 1),),
-        ((4, 2, 128, 2, 1),),
-    ),
-    1 << 30: (
-        ((8, 1, 128, 1, 5), (4, 1, 128, 1, 1)),
-        ((4, 1, 128, 2, 1), (2, 2, 128, 2, 1)),
-        ((4, 2, 128, 1, 1),),
-        ((4, 2, 128, 2, 1),),
-    ),
-}
-LAST = ((4, 2, 256, 1, 1), (8, 1, 128, 2, 1), (4, 1, 128, 1, 1), (8, 1, 256, 1, 1), (4, 1, 256, 1, 1))
+# What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in 80 cells.
+# Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles` names
+# it), rows of x a block up to, (WARPS, NT, STEP, UNROLL, BLOCKS). The first line that matches and is legal holds.
+RULES = (
+    ("8", "long few fit some many", 8, (16, 1, 128, 1, 2)),
+    ("8", "many", 16, (4, 1, 128, 1, 1)),
+    ("3", "long few", 8, (8, 1, 256, 1, 1)),
+    ("4g", "long few", 8, (16, 1, 128, 1, 2)),
+    ("2", "long few", 2, (16, 1, 256, 1, 2)),
+    ("2", "long", 8, (16, 1, 128, 1, 2)),
+    ("1", "long", 2, (16, 1, 256, 1, 2)),
+    ("1", "few", 2, (16, 2, 256, 1, 1)),
+    ("1", "long", 8, (16, 2, 256, 1, 1)),
+    ("21", "long few", 16, (8, 2, 256, 2, 1)),
+    ("4g3", "long", 16, (16, 2, 128, 1, 1)),
+    ("84g3", "long few", 8, (8, 1, 256, 1, 1)),
+    ("84g32", "long few", 32, (8, 2, 128, 2, 1)),
+    ("4g321", "fit", 4, (8, 1, 256, 1, 3)),
+    ("84g32", "fit", 8, (8, 1, 128, 2, 1)),
+    ("4g321", "some", 4, (8, 2, 256, 1, 2)),
+    ("84g32", "some", 8, (8, 2, 128, 2, 2)),
+    ("84g32", "fit some", 16, (8, 2, 128, 1, 1)),
+    ("21", "many", 2, (4, 1, 256, 1, 8)),
+    ("4g3", "many", 2, (8, 1, 256, 1, 3)),
+    ("2", "many", 8, (2, 2, 256, 1, 1)),
+    ("4", "many", 4, (4, 1, 256, 1, 1)),
+    ("4", "many", 8, (4, 1, 128, 2, 1)),
+    ("g3", "many", 8, (4, 2, 128, 1, 1)),
+    ("4g3", "many", 16, (4, 2, 128, 1, 1)),
+    ("1", "many", 8, (4, 2, 256, 1, 1)),
+    ("1", "many", 16, (2, 4, 256, 1, 1)),
+    ("84g32", "fit some many", 32, (4, 2, 128, 2, 1)),
+    ("84g321", "long few fit some many", 32, (8, 1, 256, 1, 1)),
+    ("84g321", "long few fit some many", 32, (4, 2, 256, 1, 1)),
+    ("84g321", "long few fit some many", 32, (4, 1, 256, 1, 1)),
+    ("84g32", "long few fit some many", 32, (4, 1, 128, 1, 1)),
+)
+
+
+def _tiles(call: Call) -> str:
+    """How the row tiles fill 132 SMs: two a SM are few (long: over a long K), three and four fit and are some."""
+    tiles = padded_rows(call.N) // 16
+    if tiles <= 264:
+        return "long" if call.K > 8192 else "few"
+    return "fit" if tiles <= 396 else "some" if tiles <= 528 else "many"
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    """The first preferred config that is legal; of the rest the one with the fewest blocks of x, hence passes over W."""
+    """By RULES, among the configs with the fewest blocks of x, hence passes over W."""
     cuts = {tuple(c.values()): plan(call, c) for c in legal}
     fewest = min(cut.grid[1] for cut in cuts.values() if cut)
-    rows = math.ceil(call.M / fewest)
-    tiles = padded_rows(call.N) // 16
-    order = next(v for most, v in PREFERRED.items() if tiles <= most)[sum(rows > most for most in (2, 8, 16))]
-    for wanted in (*order, *LAST):
-        cut = cuts.get(wanted)
-        if cut is not None and cut.grid[1] == fewest:
-            return dict(zip(CONFIGS[0], wanted, strict=True))
-    return next(c for c in legal if (cut := cuts[tuple(c.values())]) and cut.grid[1] == fewest)
+    good = [values for values, cut in cuts.items() if cut and cut.grid[1] == fewest]
+    kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
+    tiles, rows = _tiles(call), math.ceil(call.M / fewest)
+    for kinds, names, most, values in RULES:
+        if kind in kinds and tiles in names.split() and rows <= most and values in good:
+            return dict(zip(CONFIGS[0], values, strict=True))
+    return dict(zip(CONFIGS[0], good[0], strict=True))
 
 
 @cache
