@@ -10,6 +10,8 @@
 //         and scales FB k16 fragments into registers and hands them to wgmma; BUF = 2: it works on the next ones meanwhile.
 // Sums    fp32; over WK warpgroups through shared memory and over the cluster through distributed shared memory, in order.
 //         Outputs go through a transposing stmatrix, so that a row of y is written 16 bytes at a time.
+// Limits  WK > 1: STAGES a multiple of WK and at least 2 * WK, and steps of a tile a multiple of WK or one tile a block: a
+//         stage always goes to the same warpgroups. One that misses a phase of its barrier takes an old one for the next.
 // Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8.
 // ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
 //         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
@@ -136,10 +138,8 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
         for (int i = 0; i < NB / 2; i++) acc[i] = 0.f;
 
-        // a stage always belongs to the same warpgroups: who misses a phase of its barrier would take an old one for the next
-        static_assert(STAGES % WK == 0, "stages go round between the warpgroups along K");
-        const int mine = WK > 1 ? (wk + WK - before % WK) % WK : 0, s = (before + mine) % STAGES;
-        u32 parity = (before + mine) / STAGES & 1, stage = base + s * STAGE_BYTES, barrier = full + 8 * s;
+        int s = (before + wk) % STAGES;
+        u32 parity = (before + wk) / STAGES & 1, stage = base + s * STAGE_BYTES, barrier = full + 8 * s;
         u32 done = 0;  // the barrier of the stage before, to tell the producer
         auto alive = [&](int buffer) {
 #pragma unroll
@@ -148,21 +148,17 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[buffer][f][j])::"memory");
         };
         auto step = [&](int first, int c) {  // first: the A buffer of its first batch
-            auto products_done = [&] {  // of the batch before, which reads the only A buffer until here
-                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-                alive(0);
-            };
-            if (BUF == 1) {  // before the wait: with as few stages as warpgroups along K it is for the stage given back here
-                products_done();
-                if (done && lane == 0) barrier_arrive(done);
-            }
             barrier_wait(barrier, parity);
             u32 w[L::REGS];
             u32 scale[2], offset[2];  // of rows r and r + 8: w = code * scale + offset, twice each
 #pragma unroll
             for (int b = 0; b < BATCHES; b++) {
                 const int buffer = (first + b) % BUF;
-                if (BUF == 1 && b > 0) products_done();
+                if (BUF == 1) {  // the batch before reads A until here
+                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    alive(0);
+                    if (b == 0 && done && lane == 0) barrier_arrive(done);
+                }
 #pragma unroll
                 for (int f = 0; f < FB; f++) {
                     constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, STEP) : STEP;
@@ -208,7 +204,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             if (barrier >= empty) stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, parity ^= 1;
         };
         constexpr int TURNS = BUF > 1 && BATCHES % 2 ? 2 : 1;
-        for (int c = mine; c < part; c += TURNS * WK) {
+        for (int c = wk; c < part; c += TURNS * WK) {
             step(0, c);
             if (TURNS > 1 && c + WK < part) step(1, c + WK);
         }
