@@ -7,18 +7,21 @@ believed; without one, config is made from the metadata. The file is checked bef
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowq_cli.gguf_export import ARCHITECTURES, LAYER, PERMUTED, TOP
 from lowq_cli.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
 from lowq_cli.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
 from lowq_cli.source import Source
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
-from lowq_packers.formats.gguf import PLAIN, TYPES
+from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
+
+if TYPE_CHECKING:
+    import torch
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 MAX_HEAD = 1 << 28  # bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
@@ -202,3 +205,22 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
             "dtype": "float16",
         }
     )
+
+
+def _decoder(number: int, kind: str) -> Callable[..., "torch.Tensor"]:
+    """The gguf package's decoder of a type, as `formats.gguf` wants it."""
+
+    def decode(raw: "torch.Tensor", shape: tuple[int, ...], name: str) -> "torch.Tensor":
+        import torch
+
+        try:
+            from gguf import GGMLQuantizationType, quants
+        except ModuleNotFoundError:
+            raise UnsupportedError(f"{name} is {kind}, which the gguf package decodes: pip install gguf") from None
+        rows = raw.reshape(*shape[:-1], -1).numpy()
+        return torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType(number))).to(torch.float16)
+
+    return decode
+
+
+decoders.update({t.name: _decoder(t.number, t.name) for t in TYPES.values() if t.name not in (*QUANTIZED, *PLAIN)})

@@ -4,19 +4,19 @@
     Q4_1  d, m, 16 bytes      w = q * d + m
     Q8_0  d, 32 int8          w = q * d
 
-Further types (Q5_0, the K-quants, IQ4) are read dense, in fp16, by the `gguf` package's own decoder: as sources, no more.
+Further types (Q5_0, the K-quants, IQ4) are read dense, in fp16, by `decoders` from outside: as sources, no more.
 
 Byte j of a 4-bit block holds code j in its low half and code j + 16 in its high half. A group of 64 or 128 repeats d and m.
 The file around the blocks (metadata, tokenizer, names) is `lowq_cli.gguf_file`'s; here is only what the bytes mean.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from lowq_packers.errors import SchemeError, UnsupportedError
+from lowq_packers.errors import SchemeError
 from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
@@ -43,6 +43,8 @@ TYPES = {t.name: t for t in (
     BlockType("Q6_K", 14, 256, 210), BlockType("IQ4_NL", 20, BLOCK, 18), BlockType("IQ4_XS", 23, 256, 136),
 )}  # fmt: skip
 QUANTIZED = ("Q4_0", "Q4_1", "Q8_0")
+Decoder = Callable[[torch.Tensor, tuple[int, ...], str], torch.Tensor]  # bytes, shape, name of the tensor -> fp16 weights
+decoders: dict[str, Decoder] = {}  # for the other types; the reader of files fills it
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -114,16 +116,6 @@ def decode(raw: torch.Tensor, kind: str, N: int, K: int) -> QuantizedTensor:
     return QuantizedTensor(codes, d, zeros, 4, BLOCK, "float")
 
 
-def _decode_dense(raw: torch.Tensor, kind: str, shape: tuple[int, ...], name: str) -> torch.Tensor:
-    """`shape` fp16 weights of a type that the gguf package decodes. Raises UnsupportedError where that is not installed."""
-    try:
-        from gguf import GGMLQuantizationType, quants
-    except ModuleNotFoundError:
-        raise UnsupportedError(f"{name} is {kind}, which the gguf package decodes: pip install gguf") from None
-    rows = raw.reshape(*shape[:-1], -1).numpy()
-    return torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType(TYPES[kind].number))).to(torch.float16)
-
-
 def permute_heads(rows: torch.Tensor, heads: int, inverse: bool = False) -> torch.Tensor:
     """Rows of a q or k projection in llama.cpp's order (rotary pairs adjacent) from Hugging Face's (halves), or back."""
     N = rows.shape[0]
@@ -147,7 +139,7 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         raw = fetch(name)
         if kind not in QUANTIZED:
-            rows = raw.view(PLAIN[kind]).reshape(shape) if kind in PLAIN else _decode_dense(raw, kind, shape, name)
+            rows = raw.view(PLAIN[kind]).reshape(shape) if kind in PLAIN else decoders[kind](raw, shape, name)
             return rows if heads is None else permute_heads(rows, heads, inverse=True).contiguous()
         q = decode(raw, kind, N, K)
         if heads is None:
