@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.counters import counters
-from lowq_kernels.dequant import SLAB_BYTES
 from lowq_kernels.registry import Config
 from lowq_kernels.triton_wnax.partial import arrived_last, get_partial, put_partial
 from lowq_packers.fp8 import Fp8Matrix
@@ -94,42 +93,6 @@ def fp8_gemm(
         X_ROWS=x_block[0], X_K=x_block[1], W_ROWS=w.block[0], W_K=w.block[1], FP8=isinstance(x, Fp8Matrix),
         BIAS=bias is not None, EVEN_K=K % config["BLOCK_K"] == 0, **config,
     )  # fmt: skip
-    return y
-
-
-@triton.jit
-def _widen_kernel(
-    w_ptr, ws_ptr, out_ptr, N, K, ws_n, ws_k,
-    W_ROWS: tl.constexpr, W_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    tiles_k = tl.cdiv(K, BLOCK_K)
-    offs_n = tl.program_id(0) // tiles_k * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = tl.program_id(0) % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (offs_n < N)[:, None] & (offs_k < K)[None, :]
-    offs = offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]
-    scales = tl.load(ws_ptr + (offs_n // W_ROWS * ws_n)[:, None] + (offs_k // W_K * ws_k)[None, :], mask=mask, other=0.0)
-    w = tl.load(w_ptr + offs, mask=mask, other=0.0).to(tl.float32) * scales
-    tl.store(out_ptr + offs, w.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def widened_product(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (M, K) fp16 or bf16 @ W^T + bias -> (M, N): W widened to x's dtype a slab of rows at a time, the library's product.
-
-    What 16-bit activations take at large M: 64 MiB of scratch, whatever the layer's size.
-    """
-    (N, K), rows = w.q.shape, w.block[0]
-    y = torch.empty(x.shape[0], N, dtype=x.dtype, device=x.device)
-    step = max(1, SLAB_BYTES // (2 * K * rows)) * rows
-    scratch = torch.empty(min(step, N), K, dtype=x.dtype, device=x.device)
-    for n0 in range(0, N, step):
-        n1 = min(n0 + step, N)
-        q, s = w.q[n0:n1], w.scales[n0 // rows : triton.cdiv(n1, rows)]
-        grid = (triton.cdiv(n1 - n0, 32) * triton.cdiv(K, 128),)
-        _widen_kernel[grid](
-            q, s, scratch, n1 - n0, K, *s.stride(), W_ROWS=rows, W_K=w.block[1], BLOCK_N=32, BLOCK_K=128, num_warps=4
-        )  # fmt: skip
-        b = None if bias is None else bias[n0:n1].to(x.dtype)
-        y[:, n0:n1] = torch.nn.functional.linear(x, scratch[: n1 - n0], b)
     return y
 
 

@@ -1,7 +1,9 @@
 """cuda/fp8_gemm: products of e4m3 matrices with scales on Hopper's tensor cores. fp8_gemm.cu describes the kernel.
 
 A config: SWAP, W's rows are the tensor core's 64 rows (small M) or its columns; MH, halves of 64 rows that a warpgroup owns;
-NB, columns of a tile; PAIR, two blocks share a tile of the second operand; SPLIT, blocks of a cluster that split K.
+NB, columns of a tile; PAIR, two blocks share a tile of the second operand; SPLIT, blocks of a cluster that split K; WK, 2 where
+the two warpgroups own the same rows and take chunks of k in turn; LIGHT, two blocks fit an SM; BAND, columns of the second
+operand whose tiles run side by side.
 """
 
 import ctypes
@@ -22,8 +24,7 @@ PARAMETERS = (TensorMap,) * 3 + (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 9
 SHARED = 226 << 10
 LIGHT_SHARED = 112 << 10  # two blocks an SM
 MAX_STAGES = 24
-NAMES = ("SWAP", "MH", "NB", "PAIR", "SPLIT", "WK", "LIGHT")
-BAND = 2048  # columns of the second operand whose tiles run side by side
+NAMES = ("SWAP", "MH", "NB", "PAIR", "SPLIT", "WK", "LIGHT", "BAND")
 
 
 def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
@@ -31,16 +32,14 @@ def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
 
 
 LARGE = _configs(
-    (0, 2, 128, 1, 1, 1, 0), (0, 1, 128, 1, 1, 1, 0), (0, 2, 128, 0, 1, 1, 0), (0, 1, 128, 0, 1, 1, 0),
-    (0, 1, 64, 1, 1, 1, 0), (0, 1, 64, 0, 1, 1, 0),
+    (0, 2, 128, 1, 1, 1, 0, 2048), (0, 1, 128, 1, 1, 1, 0, 2048), (0, 2, 128, 0, 1, 1, 0, 2048), (0, 2, 128, 0, 1, 1, 0, 4096),
+    (0, 1, 128, 0, 1, 1, 0, 2048), (0, 1, 64, 1, 1, 1, 0, 2048), (0, 1, 64, 0, 1, 1, 0, 2048),
 )  # fmt: skip
 SMALL = _configs(
     *(
-        (1, 1, nb, 0, split, wk, light)
-        for nb in (8, 16, 32, 64, 128)
-        for split in (1, 2, 4)
-        for wk, light in ((1, 0), (1, 1), (2, 0), (2, 1))
-        if not (light and nb == 128)
+        (1, 1, nb, 0, split, wk, light, 2048)
+        for nb in (8, 16, 32, 64)
+        for split, wk, light in ((1, 2, 0), (2, 2, 0), (4, 2, 0), (1, 2, 1), (4, 1, 1), (1, 1, 0))
     )
 )
 CONFIGS = LARGE + SMALL
@@ -70,7 +69,8 @@ def expression(config: Config, T: int, modes: tuple[int, int]) -> str:
     stages, flags = plan(config, modes)[0], ("false", "true")
     return (
         f"fp8_gemm<{flags[config['SWAP']]}, {T}, {modes[0]}, {modes[1]}, {config['MH']}, {config['NB']}, {stages}, "
-        f"{flags[config['PAIR']]}, {config['SPLIT']}, {config['WK']}, {flags[config['LIGHT']]}, {max(1, BAND // config['NB'])}>"
+        f"{flags[config['PAIR']]}, {config['SPLIT']}, {config['WK']}, {flags[config['LIGHT']]}, "
+        f"{config['BAND'] // config['NB']}>"
     )
 
 
@@ -98,13 +98,17 @@ def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
     sms = multiprocessors(x.q.device.index)
     if M <= 64:
         nb = max(8, 1 << (M - 1).bit_length())
-        split = min((1, 2, 4), key=lambda k: abs(sms - math.ceil(N / 128) * k) if k <= K // CHUNK else math.inf)
-        return dict(zip(NAMES, (1, 1, nb, 0, split, 1, 0), strict=True))
+        tiles = math.ceil(N / 64)
+        split = max(k for k in (1, 2, 4) if k == 1 or (tiles * k <= sms and k <= K // CHUNK))
+        return dict(zip(NAMES, (1, 1, nb, 0, split, 2, int(tiles > sms), 2048), strict=True))
 
     def cost(c: Config) -> float:
-        rows = 128 * c["MH"] * (2 if c["PAIR"] else 1)
-        rounds = math.ceil(math.ceil(M / rows) * math.ceil(N / c["NB"]) / (sms // (2 if c["PAIR"] else 1)))
-        return rounds * c["MH"] * c["NB"] * {(2, 128): 1.0, (1, 128): 1.15, (1, 64): 1.5}[c["MH"], c["NB"]]
+        rows, teams = 128 * c["MH"] * (2 if c["PAIR"] else 1), sms // (2 if c["PAIR"] else 1)
+        rounds = math.ceil(math.ceil(M / rows) * math.ceil(N / c["NB"]) / teams)
+        # from M = 4096 on: wide bands where x has groups, else pairs of blocks
+        best = (0, 2048) if M < 4096 else (0, 4096) if mode_of(x) == GROUP else (1, 2048)
+        other = 1.0 if (c["PAIR"], c["BAND"]) == best else 1.03
+        return rounds * c["MH"] * c["NB"] * {(2, 128): 1.0, (1, 128): 1.15, (1, 64): 1.5}[c["MH"], c["NB"]] * other
 
     return min((c for c in LARGE if refuse(x, w, c) is None), key=cost)
 
@@ -150,10 +154,8 @@ def fp8_gemm(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch
     b_map = tensor_map(b.q.data_ptr(), 1, K, b.q.shape[0], K, (CHUNK, nb // 2 if pair else nb), True)
     groups_map = a_map
     if GROUP in modes:
-        s = _groups(x)
-        groups_map = tensor_map(
-            s.data_ptr(), 4, s.shape[1], s.shape[0], s.stride(0) * 4, (nb if modes[1] == GROUP else rows, 1), False
-        )
+        by_k, wide = _groups(x), nb if modes[1] == GROUP else rows
+        groups_map = tensor_map(by_k.data_ptr(), 4, by_k.shape[1], by_k.shape[0], by_k.stride(0) * 4, (wide, 1), False)
     step = rows * (2 if pair else 1)
     tiles = math.ceil(a.q.shape[0] / step) * math.ceil(b.q.shape[0] / nb)
     cluster = 2 if pair else split

@@ -2,7 +2,7 @@
 
 Hopper                         cuda/fp8_gemm (gemm_wgmma.py); triton where NVRTC is missing or K is no multiple of 16
 other GPUs with FP8 (8.9, 10+) triton/fp8_gemm
-anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which, layers.py does it
+anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which, linear.py does it
 """
 
 from functools import cache
@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from lowq_kernels.activations import Act
+from lowq_kernels.dequant import SLAB_BYTES
 from lowq_kernels.registry import Config, capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix
@@ -60,10 +61,25 @@ def matmul(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None = None, act:
 
     x = x.contiguous()
     if act == "none" and x.shape[0] > WIDEN_M:
-        return gemm_triton.widened_product(x, w, bias)
+        return widened_product(x, w, bias)
     if act == "none":
         return gemm_triton.fp8_gemm(x, w, bias, x.dtype, gemm_triton.config_for(x.shape[0], *w.q.shape))
     return multiply(fp8_block_quant(x, activation_block(w)), w, bias, x.dtype)
+
+
+def widened_product(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (M, K) @ W^T + bias -> (M, N): W widened to x's dtype a slab of rows at a time, then the library's product.
+
+    What 16-bit activations take at large M; SLAB_BYTES of scratch, whatever the layer's size.
+    """
+    (N, K), rows = w.q.shape, w.block[0]
+    y = torch.empty(x.shape[0], N, dtype=x.dtype, device=x.device)
+    step = max(1, SLAB_BYTES // (2 * K * rows)) * rows
+    for n0 in range(0, N, step):
+        part = slice(n0, min(n0 + step, N))
+        slab = Fp8Matrix(w.q[part], w.scales[n0 // rows : -(-part.stop // rows)], w.block).dequantize(x.dtype)
+        y[:, part] = torch.nn.functional.linear(x, slab, None if bias is None else bias[part].to(x.dtype))
+    return y
 
 
 def kernel_for(device: torch.device, K: int, act: Act) -> str:
