@@ -39,8 +39,7 @@ def tuned(table: Table) -> str:
     """Steps of an 8B model at 4 bits out of the log of a tuning run: kernels best alone, then best in place."""
     log = (RESULTS / "h100" / "tune_8b.txt").read_text()
     gpu = re.search(r"batch sizes on (.*?);", log)
-    steps = re.findall(r"batch (\d+): ([\d.]+) ms a step, ([\d.]+) with the winners in place", log)
-    rows = [(b, alone, best, f"{1e3 * int(b) / float(best):,.0f}") for b, alone, best in dict.fromkeys(steps)]
+    rows = [(b, alone, best, f"{1e3 * int(b) / float(best):,.0f}") for b, alone, best in summary.tuned_steps()]
     columns = (">batch", ">ms a step, each kernel the best alone", ">ms, the best in place", ">tokens/s, all sequences")
     head = f"**8B, 4-bit g128, 16-bit head**, steps at 64 tokens of text as `lowq tune` measured them ({gpu and gpu[1]}):\n"
     return f"{head}\n{table(columns, rows)}\n"
