@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h100"
 IMAGES = ROOT / "docs" / "img"
 LARGE_M = 1024
+CELL = 4096 * 28672  # the largest M * N of triton_vs_gemlite.py
 COUNTERS = (  # ncu's names, and the section where a name occurs twice
     ("Duration", "us"),
     ("Grid Size", ""),
@@ -105,6 +106,18 @@ def gemlite_table(rows: list[dict[str, Any]]) -> str:
             cells.setdefault((r["bits"], r["group"], r["N"], r["K"]), {})[r["M"]] = ratio
     body = [[f"{b}-bit g{g} {n}x{k}", *(found.get(m, "") for m in Ms)] for (b, g, n, k), found in cells.items()]
     return table(["", *(f"M={m}" for m in Ms)], body)
+
+
+def runs(rows: list[dict[str, Any]]) -> str:
+    """How the cells came about, and which are missing, counted."""
+    first, shapes = sum(r.get("run") == "first" for r in rows), {(r["N"], r["K"]) for r in rows}
+    schemes, batches = {(r["bits"], r["group"]) for r in rows}, {r["M"] for r in rows}
+    wanted = sum(n * m <= CELL for n, _ in shapes for m in batches) * len(schemes)
+    return (
+        f"Of {wanted} cells of these\nshapes {len(rows)} are measured: device time ended there, before 57344x8192. "
+        f"{first} of them are of an earlier run,\nin which GemLite timed its whole default list and we all our configs; "
+        "in the others ours were at most eight that had\nwon in that run, so a cell below 1 says that none of those fits."
+    )
 
 
 def large_ratios(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], dict[tuple[int, int], float]]:
@@ -203,7 +216,7 @@ Same GPU, same protocol ({versus["date"]}): our microseconds, in brackets GemLit
 {s["cells"]} cells {s["geomean_speedup_over_gemlite"]}x; the least is {s["slowest_against_gemlite"]}x, cells below 1: {behind}.
 GemLite runs the config of its own H100 table where that has the shape, else the best of nine that its autotuner times: the
 most frequent winners of that table and some of its default list (`benchmarks/triton_vs_gemlite.py`). Every output of both is
-checked against fp32.
+checked against fp32. {runs(versus["rows"])}
 
 From M = 1024 the family takes {large[0]} to {large[1]} times as long as cuBLAS in fp16, the median {middle}:
 

@@ -75,6 +75,8 @@ def main() -> None:
     ap.add_argument("--kernels", default="", help="with --from: keep kernels whose name starts so")
     ap.add_argument("--from", dest="sources", type=Path, nargs="*", default=[])
     a = ap.parse_args()
+    if a.fresh and Path(a.out).exists():
+        Path(a.out).unlink()
     for path in a.sources:
         for machine, entries in measured_before(path).items():
             kept = [e for e in entries if e.kernel.startswith(a.kernels)]
@@ -82,8 +84,6 @@ def main() -> None:
     if a.sources:
         return
     device, budget = torch.device("cuda"), Budget(a.seconds)
-    if a.fresh and Path(a.out).exists():
-        Path(a.out).unlink()
     batches = tuner.parse_batches(a.batch)
     schemes = [Scheme(*map(int, s.split(":"))) for s in a.schemes.split(",")]
     sizes = [size for model in a.models.split(",") for size in SHAPES[model]]

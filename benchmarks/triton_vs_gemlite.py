@@ -1,77 +1,183 @@
-"""The Triton family's best against GemLite and cuBLAS fp16, every cell in one run on one GPU.
+"""The Triton family's best against GemLite and cuBLAS fp16 on one GPU, every cell by one protocol.
 
-`PYTHONPATH=<unpacked gemlite 0.6.0.post2> python3 benchmarks/triton_vs_gemlite.py --out FILE.json` times, per scheme, shape and
-M: lowq's strided-layout Triton kernels (each candidate of `lowq tune`; the winner), GemLite (its own autotuner in its default
-mode "fast", 25 ms a config in place of 125 so that the run fits its lease), and x @ W^T in fp16.
+`PYTHONPATH=<unpacked gemlite 0.6.0.post2> python3 benchmarks/triton_vs_gemlite.py --out FILE.json` times, per scheme, shape
+and M: lowq's strided-layout Triton kernels, GemLite, and x @ W^T in fp16. GemLite takes the config that its own table for
+this GPU holds; where that has none, its autotuner measures, as its default mode "fast" does, GEMLITE_CONFIGS of each kernel:
+those that win most often in that table, and some of its fast list (all of them take 3 s a cell, and there are 400 cells).
+Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width.
 Compiling is done before, in worker processes; no timing shares the GPU with anything. Outputs are checked against fp32.
+Rows of an existing FILE stay for cells that this run does not reach, so that a long table can be measured in two leases.
 """
 
 import argparse
 import copy
 import datetime
-import functools
 import json
 import math
 import multiprocessing
 import statistics
 import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from lowq_cli import tuner
+from lowq_cli.benching import parse_shape
 from lowq_kernels import measure
 from lowq_kernels.measure import Budget
-from lowq_kernels.registry import kernels
+from lowq_kernels.precompile import Work, compile_all
+from lowq_kernels.registry import Call, Config, KernelSpec
 from lowq_kernels.timing import graph_time, rotation
+from lowq_kernels.triton_wnax import gemm_wide
 from lowq_kernels.tuning import Machine, Shape
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-SHAPES = ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
+SHAPES = "4096x4096,28672x4096,4096x14336,8192x8192,57344x8192"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
-SCHEMES = ((4, 128), (4, 64), (8, 128), (2, 128), (1, 128))
+SCHEMES = "4:128,4:64,8:128,8:64,2:128,2:64,1:128,1:64"
 DEVICE = torch.device("cuda")
 CELL = 4096 * 28672  # the largest M * N timed
+LARGE_M, LARGE_COPIES = 1024, 4  # there products are bound by arithmetic: fewer copies of the weight will do
+QUICK = (3, 200.0)  # replays and us each, to rank candidates
+MOST, MOST_WIDE = 5, 3  # of the configs that won before, where those are all that is timed
+GEMLITE_CONFIGS = 8  # of each of its kernels
+Cell = tuple[int, int, int, int, int]  # bits, group, N, K, M
+Choice = tuple[KernelSpec, Config]
+Known = tuple[int, str, tuple[tuple[str, int], ...]]
 
 
-def quantized(N: int, K: int, bits: int, group: int) -> QuantizedTensor:
+def quantized(N: int, K: int, bits: int, group: int, device: torch.device = DEVICE) -> QuantizedTensor:
     """Codes, scales and float zeros, all drawn."""
-    gen = torch.Generator(DEVICE).manual_seed(N + K)
-    W_q = torch.randint(0, 2**bits, (N, K), dtype=torch.uint8, device=DEVICE, generator=gen)
-    scales = (torch.rand(N, K // group, device=DEVICE, generator=gen) * 0.009 + 0.001).half()
-    zeros = (torch.rand(N, K // group, device=DEVICE, generator=gen) * (2**bits - 1)).half()
+    gen = torch.Generator(device).manual_seed(N + K)
+    W_q = torch.randint(0, 2**bits, (N, K), dtype=torch.uint8, device=device, generator=gen)
+    scales = (torch.rand(N, K // group, device=device, generator=gen) * 0.009 + 0.001).half()
+    zeros = (torch.rand(N, K // group, device=device, generator=gen) * (2**bits - 1)).half()
     return QuantizedTensor(W_q, scales, zeros, bits, group, "float")
+
+
+# ---- GemLite ----
 
 
 def gemlite_layers(q: QuantizedTensor, n: int) -> list[torch.nn.Module]:
     """n GemLite layers of one weight."""
     from gemlite.helper import A16Wn
 
-    layer = A16Wn(device="cuda", dtype=torch.float16).from_weights(q.W_q, q.scales, q.zeros, q.bits, q.group_size)
+    layer = A16Wn(device=q.W_q.device.type, dtype=torch.float16).from_weights(q.W_q, q.scales, q.zeros, q.bits, q.group_size)
     return [layer] + [copy.deepcopy(layer) for _ in range(n - 1)]
 
 
+def few_configs() -> None:
+    """Leave GEMLITE_CONFIGS configs to each of GemLite's kernels, half of them the most frequent winners of its own table."""
+    import triton
+    from gemlite import core
+    from gemlite.triton_kernels import gemm_kernels, gemm_splitK_kernels, gemv_revsplitK_kernels, gemv_splitK_kernels
+
+    for module in (gemm_kernels, gemm_splitK_kernels, gemv_revsplitK_kernels, gemv_splitK_kernels):
+        won = Counter(map(_frozen, core.GEMLITE_TRITON_CONFIG_CACHE.get(module.MATMUL_TYPE, {}).values()))
+        for kernel in module.__dict__.values():
+            if isinstance(kernel, triton.runtime.Autotuner):
+                fast, names = kernel.configs, set(kernel.configs[0].kwargs)
+                popular = [_config(dict(c), names) for c, _ in won.most_common(GEMLITE_CONFIGS // 2)]
+                kernel.configs = popular + fast[:: max(1, len(fast) // (GEMLITE_CONFIGS - len(popular)))]
+
+
 def quick_autotuner() -> None:
-    """Have Triton's autotuner, which GemLite uses, measure each config for 25 ms."""
+    """Have Triton's autotuner, which GemLite uses, time each config over 8 calls, every one behind a flushed cache."""
     import triton
 
-    bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
-    type(triton.runtime.driver.active).get_benchmarker = lambda self: (
-        lambda call, **how: bench(call, quantiles=how.get("quantiles"))
-    )
+    flush = torch.empty(256 << 18, dtype=torch.int32, device=DEVICE)
+
+    def benchmarker(call: Callable[[], object], **how: object) -> list[float]:
+        call()
+        spans = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(8)]
+        for start, stop in spans:  # queued behind each other, so that launching from Python is not timed
+            flush.zero_()
+            start.record()
+            call()
+            stop.record()
+        torch.cuda.synchronize()
+        return [statistics.median(start.elapsed_time(stop) for start, stop in spans)] * 3
+
+    type(triton.runtime.driver.active).get_benchmarker = lambda self: benchmarker
 
 
-def warm_gemlite(scheme: tuple[int, int]) -> None:
-    """Compile GemLite's candidates for one scheme into Triton's cache on disk."""
-    quick_autotuner()
-    q = quantized(4096, 4096, *scheme)
+def _frozen(config: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(config.items()))
+
+
+def _config(entry: dict[str, Any], names: set[str]) -> Any:
+    """A row of GemLite's table as the Triton config that its autotuner takes."""
+    import triton
+
+    kept = {k: v for k, v in entry.items() if k in names}
+    return triton.Config(kept, num_warps=entry["num_warps"], num_stages=entry["num_stages"])
+
+
+def warm_gemlite(place: tuple[int, int, int, int]) -> None:
+    """Compile GemLite's candidates for one scheme and shape (its kernels are compiled per N and K) into Triton's cache."""
+    bits, group, N, K = place
     try:
-        layer = gemlite_layers(q, 1)[0]
+        few_configs()
+        quick_autotuner()
+        layer = gemlite_layers(quantized(N, K, bits, group), 1)[0]
         for M in BATCHES:
-            layer(torch.randn(M, 4096, device=DEVICE, dtype=torch.float16))
+            if M * N <= CELL:
+                layer(torch.randn(M, K, device=DEVICE, dtype=torch.float16))
     except Exception as e:
-        print("gemlite, warming", scheme, repr(e)[:200], flush=True)
+        print("gemlite, warming", place, repr(e)[:200], flush=True)
+
+
+# ---- ours ----
+
+
+def candidates(call: Call, known: set[Known]) -> list[Choice]:
+    """Triton kernels and configs to time: all that tuning would, or some `known` to win near this call and of gemm_wide."""
+    allowed = [(s, c) for s, c in measure.candidates(call, exhaustive=bool(known)) if s.name.startswith("triton/")]
+    if not known:
+        return allowed
+    wide = [(s, c) for s, c in allowed if s.name == "triton/gemm_wide" and call.M > 16]
+    wide.sort(key=lambda t: gemm_wide.cost(call, t[1]))
+    near = {(name, bare(c)) for m, name, c in known if m / 2 <= call.M <= m * 2}
+    seen = {(name, c) for m, name, c in known if m == call.M}
+    like = [(s, c) for s, c in allowed if (s.name, bare(tuple(sorted(c.items())))) in near]
+    like.sort(key=lambda t: (t[0].name, tuple(sorted(t[1].items()))) not in seen)
+    return [t for t in like if t not in wide][:MOST] + wide[:MOST_WIDE]
+
+
+def bare(config: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+    """A config without its split: how far to split depends on the shape."""
+    return tuple((k, v) for k, v in config if k != "SPLIT_K")
+
+
+def winners(path: Path | None, bits: int) -> set[Known]:
+    """(M, kernel, config) that won in a result file of this script at this width."""
+    rows = json.loads(path.read_text())["rows"] if path else []
+    return {(r["M"], r["kernel"], tuple(sorted(r["config"].items()))) for r in rows if r["bits"] == bits and "kernel" in r}
+
+
+def best(found: list[Choice], x: torch.Tensor, weights: list[Any]) -> tuple[float, KernelSpec, Config] | None:
+    """The fastest of them, ranked quickly, then the first two by the full protocol."""
+    ranked = []
+    for spec, config in found:
+        try:
+            us = graph_time([lambda w=w, f=spec.launch, c=config: f(x, w, None, c) for w in weights], *QUICK)
+            ranked.append((us, spec, config))
+        except Exception as e:
+            print("FAILED", spec.name, config, repr(e)[:160], flush=True)
+    ranked.sort(key=lambda t: t[0])
+    final = [
+        (graph_time([lambda w=w, f=spec.launch, c=config: f(x, w, None, c) for w in weights]), spec, config)
+        for us, spec, config in ranked[:2]
+        if us <= 1.1 * ranked[0][0]
+    ]
+    return min(final, key=lambda t: t[0], default=None)
+
+
+# ---- the table ----
 
 
 def relative_error(y: torch.Tensor, ref: torch.Tensor) -> float:
@@ -79,41 +185,46 @@ def relative_error(y: torch.Tensor, ref: torch.Tensor) -> float:
     return ((y.float() - ref).norm() / ref.norm()).item()
 
 
-def cells(scheme: tuple[int, int], N: int, K: int, batches: tuple[int, ...]) -> list[dict[str, object]]:
-    """A row per M."""
+def cells(
+    scheme: tuple[int, int], N: int, K: int, known: set[Known], dense_us: dict[tuple[int, int, int], float], budget: Budget
+) -> list[dict[str, Any]]:
+    """A row per M, until the budget ends; cuBLAS times are kept in `dense_us` for the other schemes of the shape."""
     q = quantized(N, K, *scheme)
     dense = q.dequantize()
     shape = Shape(N, K, Scheme(*scheme), torch.float16)
     weights = measure.copies(pack(q, "strided"))
     layers = gemlite_layers(q, len(weights))
-    fp16 = [dense.half() for _ in range(rotation(2 * N * K))]
-    rows: list[dict[str, object]] = []
-    for M in batches:
-        if M * N > CELL:
+    fp16 = [dense.half() for _ in range(min(LARGE_COPIES, rotation(2 * N * K)))]
+    rows: list[dict[str, Any]] = []
+    for M in BATCHES:
+        if M * N > CELL or not budget.left:
             continue
+        n = LARGE_COPIES if M >= LARGE_M else len(weights)
         x = torch.randn(M, K, device=DEVICE, dtype=torch.float16) / 8
         ref = x.float() @ dense.t()
-        best = measure.best(shape, M, weights, DEVICE)
-        row: dict[str, object] = {"bits": scheme[0], "group": scheme[1], "N": N, "K": K, "M": M}
-        if best is not None:
-            spec, config = kernels()[best.kernel], best.config
-            row |= {"kernel": best.kernel, "config": config, "us": best.us}
+        row: dict[str, Any] = {"bits": scheme[0], "group": scheme[1], "N": N, "K": K, "M": M}
+        ours = best(candidates(measure.call_for(shape, M, "strided", DEVICE), known), x, weights[:n])
+        if ours is not None:
+            us, spec, config = ours
+            row |= {"kernel": spec.name, "config": config, "us": round(us, 2)}
             row["rel_err"] = relative_error(spec.launch(x, weights[0], None, config), ref)
         try:
             row["gemlite_rel_err"] = relative_error(layers[0](x), ref)
-            row["gemlite_us"] = round(graph_time([lambda w=w, x=x: w(x) for w in layers]), 2)
+            row["gemlite_us"] = round(graph_time([lambda w=w, x=x: w(x) for w in layers[:n]]), 2)
         except Exception as e:
             row["gemlite_failed"] = repr(e)[:200]
-        row["cublas_us"] = round(graph_time([lambda w=w, x=x: x @ w.t() for w in fp16]), 2)
+        if (N, K, M) not in dense_us:
+            dense_us[N, K, M] = round(graph_time([lambda w=w, x=x: x @ w.t() for w in fp16]), 2)
+        row["cublas_us"] = dense_us[N, K, M]
         rows.append(row)
-        print(json.dumps(row), flush=True)
+        print(f"{budget.spent:.1f} s", json.dumps(row), flush=True)
     return rows
 
 
-def summary(rows: list[dict[str, object]]) -> dict[str, object]:
+def summary(rows: list[dict[str, Any]]) -> dict[str, object]:
     """Geometric mean of GemLite's time over ours, cells where we are slower, and large M against cuBLAS."""
-    ratios = [r["gemlite_us"] / r["us"] for r in rows if "gemlite_us" in r and "us" in r]  # type: ignore[operator]
-    large = [r["us"] / r["cublas_us"] for r in rows if r["M"] >= 1024 and "us" in r]  # type: ignore[operator]
+    ratios = [r["gemlite_us"] / r["us"] for r in rows if "gemlite_us" in r and "us" in r]
+    large = [r["us"] / r["cublas_us"] for r in rows if r["M"] >= LARGE_M and "us" in r]
     return {
         "cells": len(ratios),
         "geomean_speedup_over_gemlite": round(math.exp(statistics.fmean(map(math.log, ratios))), 3) if ratios else None,
@@ -123,45 +234,66 @@ def summary(rows: list[dict[str, object]]) -> dict[str, object]:
     }
 
 
+def place(row: dict[str, Any]) -> Cell:
+    """What a row is about."""
+    return row["bits"], row["group"], row["N"], row["K"], row["M"]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Put rows into the file, in the order of SCHEMES and SHAPES, over older ones of the same cells."""
+    here = Machine.here(DEVICE)
+    facts = {"gpu": here.gpu, "capability": here.capability, "torch": here.torch, "triton": here.triton}
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = {place(r): r for r in [*old, *rows]}
+    order = [(*map(int, s.split(":")), *parse_shape(n)) for n in SHAPES.split(",") for s in SCHEMES.split(",")]
+    kept = sorted(found.values(), key=lambda r: (order.index(place(r)[:4]), r["M"]))
+    date = datetime.date.today().isoformat()
+    whole = {**facts, "gemlite": "0.6.0.post2", "date": date, "summary": summary(kept), "rows": kept}
+    path.write_text(json.dumps(whole, indent=0))
+
+
 def main() -> None:
-    """Parse, warm, measure, write after every shape."""
+    """Parse, compile, measure, write after every shape."""
     ap = argparse.ArgumentParser()
-    ap.add_argument("--out", required=True)
+    ap.add_argument("--out", type=Path, required=True)
+    ap.add_argument("--known", type=Path, help="a result file: time only what won there")
+    ap.add_argument("--schemes", default=SCHEMES)
+    ap.add_argument("--shapes", default=SHAPES)
     ap.add_argument("--seconds", type=float, default=1e9)
+    ap.add_argument("--workers", type=int, default=15)
+    ap.add_argument("--warm", action="store_true", help="GemLite's kernels are in Triton's cache already")
     a = ap.parse_args()
     budget = Budget(a.seconds)
+    shapes = [parse_shape(s) for s in a.shapes.split(",")]
+    schemes = [(int(b), int(g)) for b, g in (s.split(":") for s in a.schemes.split(","))]
+    known = {bits: winners(a.known, bits) for bits, _ in schemes}
     context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=warm_gemlite, args=(s,)) for s in SCHEMES]
-    for w in workers:
-        w.start()
-    shapes = [Shape(4096, 4096, Scheme(*s), torch.float16) for s in SCHEMES]
-    tuner.compile_candidates(shapes, BATCHES, DEVICE, False, lambda n, of: None)
-    for w in workers:
-        w.join()
-    print(f"compiled in {budget.spent:.0f} s", flush=True)
+    if not a.warm:
+        with context.Pool(min(a.workers, len(schemes) * len(shapes)), maxtasksperchild=1) as pool:
+            pool.map(warm_gemlite, [(*s, *n) for s in schemes for n in shapes], chunksize=1)
+    print(f"GemLite warm after {budget.spent:.0f} s", flush=True)
+    work = []
+    for scheme in schemes:
+        for N, K in shapes:
+            for M in BATCHES:
+                call = measure.call_for(Shape(N, K, Scheme(*scheme), torch.float16), M, "strided", DEVICE)
+                for spec, config in candidates(call, known[scheme[0]]):
+                    work.append(Work.of(spec.name, config, call.scheme, "strided", torch.float16, M, *shapes[0]))
+    compile_all(work, workers=a.workers)
+    print(f"compiled after {budget.spent:.0f} s", flush=True)
+    few_configs()
     quick_autotuner()
-    here = Machine.here(DEVICE)
-    facts = {
-        "gpu": here.gpu,
-        "capability": here.capability,
-        "torch": here.torch,
-        "triton": here.triton,
-        "gemlite": "0.6.0.post2",
-    }
-    rows: list[dict[str, object]] = []
-    for i, (N, K) in enumerate(SHAPES):
-        for scheme in SCHEMES:
-            if not budget.left or (i > 1 and scheme not in SCHEMES[:1]):
+    dense_us: dict[tuple[int, int, int], float] = {}
+    for N, K in shapes:
+        for scheme in schemes:
+            if not budget.left:
                 continue
             try:
-                rows += cells(scheme, N, K, BATCHES)
+                write(a.out, cells(scheme, N, K, known[scheme[0]], dense_us, budget))
             except torch.OutOfMemoryError as e:
                 print("memory", scheme, N, K, repr(e)[:100])
             torch.cuda.empty_cache()
-            with open(a.out, "w") as f:
-                date = datetime.date.today().isoformat()
-                json.dump({**facts, "date": date, "summary": summary(rows), "rows": rows}, f, indent=0)
-    print(json.dumps(summary(rows)), f"{time.monotonic() - budget.started:.0f} s")
+    print(json.dumps(summary(json.loads(a.out.read_text())["rows"])), f"{time.monotonic() - budget.started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from lowq_packers.scheme import Scheme
 FILE = "lowq_tune.json"
 Device = torch.device  # by another name in Machine, which has a field called torch
 FORMAT = 1
+BEYOND = 2  # an entry of the largest measured M answers for so many times its rows
 REACH = 4.0  # a shipped entry answers for shapes up to this factor away in N * K, where none is nearer
 
 
@@ -123,9 +124,12 @@ class Table:
             yield from by_m.values()
 
     def lookup(self, call: Call, near: bool = False) -> tuple[str, Config] | None:
-        """Kernel and config for a call: the entry of the next larger M, else of the largest; `near` also asks like shapes."""
+        """Kernel and config for a call: the entry of the next larger M, or the largest's up to BEYOND times it.
+
+        `near` also asks like shapes. Past that nobody knows: a table for decoding must not choose for prompts.
+        """
         by_m = self.entries.get(place_of(call)) or (self._nearest(call) if near else None)
-        if not by_m:
+        if not by_m or BEYOND * max(by_m) < call.M:
             return None
         e = by_m[min((m for m in by_m if m >= call.M), default=max(by_m))]
         return e.kernel, e.config
