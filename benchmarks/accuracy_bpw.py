@@ -4,7 +4,7 @@
 
 Each cell runs `lowq quantize --bpw` (or one scheme for all weights) and reads the checkpoint's bytes back into an fp32 model.
 part: "all" has the embedding take part (these models' head is their embedding), "linears" keeps it (--lm-head keep).
-`expected` is the KL divergence that the plan foretells; `kl` is measured on the first text.
+`expected` is the KL divergence that the plan foretells; `kl` and `unquantized` (perplexity) are measured on the first text.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
         known: dict[str, bytes] = {}
         for method in args.method:
             targets = [{"target": t} for t in args.targets]
-            uniform = [] if part == "linears" else [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits]
+            uniform = [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits and (part == "all" or args.uniform)]
             for cell in targets + uniform:
                 with tempfile.TemporaryDirectory() as out:
                     made = Path(out) / "q"
@@ -46,7 +46,8 @@ def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
                             made.mkdir()
                             (made / SENSITIVITY).write_bytes(known[method])
                     else:
-                        recipe = make_recipe(**cell, method=method, overrides=[f"embed_tokens={cell['bits']}:{cell['group']}"])
+                        table = [] if part == "linears" else [f"embed_tokens={cell['bits']}:{cell['group']}"]
+                        recipe = make_recipe(**cell, method=method, overrides=table)
                     planned, *_, finished = pipeline.run(folder, recipe, made, device=pick_device())
                     known |= {method: planned.mixed.cache} if planned.mixed else {}
                     fill(judge.model, dequantized(made))
@@ -55,8 +56,8 @@ def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
                 report = perplexity.evaluate(judge.model, ids, dense)
                 yield {
                     "model": folder.name, **cell, "bpw": round(bpw, 4), "method": method, "stored": "bfloat16", "part": part,
-                    "ppl": judge.ppl(), "kl": round(report.kl, 5), "expected": mixed and round(mixed.error, 5),
-                    "seconds": round(finished.result.seconds, 1),
+                    "ppl": judge.ppl(), "unquantized": round(report.base_ppl, 4), "kl": round(report.kl, 5),
+                    "expected": mixed and round(mixed.error, 5), "seconds": round(finished.result.seconds, 1),
                     "schemes": mixed and {s.group: str(s.scheme or "kept") for s in mixed.shares},
                 }  # fmt: skip
 
@@ -69,6 +70,7 @@ def main() -> None:
     flags.add_argument(
         "--targets", type=lambda text: [float(t) for t in text.split(",") if t], default=[2.5, 3.0, 3.5, 4.0, 4.5]
     )
+    flags.add_argument("--uniform", action="store_true", help="measure uniform linears too (else those of the tables count)")
     args = flags.parse_args()
     results = Results(args)
     for folder in folders(args):

@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder import each other by name
 import decode_page
 import interop_page
+import mixed_page
 import summary
 
 ROOT = Path(__file__).parent.parent
@@ -142,7 +143,20 @@ def calibrated() -> str:
             columns = ["", ">hqq package", *(f">{m}" for m in ours), *(f">{m} / hqq" for m in ours)]
             if lines:
                 parts.append(f"### {dense['model']}, {name}: unquantized {floor:.2f}\n\n{markdown(columns, lines)}")
+    others = [r for r in report["rows"] if r["calib"] != "bundled"]
+    if others:
+        lines = [
+            (r["model"], f"{r['bits']}-bit g{r['group']}", r["method"], r["calib"], f"{r['calib_tokens']:,}",
+             *(f"{p:,.2f}" for p in r["ppl"].values())) for r in others
+        ]  # fmt: skip
+        columns = ("model", "", "method", "calibrated on", ">tokens", *(f">{t}" for t in others[0]["ppl"]))
+        parts.append(f"### Another calibration text\n\n{markdown(columns, lines)}")
     return "\n".join(parts)
+
+
+def mixed() -> str:
+    """What --bpw gains over uniform widths."""
+    return mixed_page.tables(markdown)
 
 
 def _measured(report: dict[str, Any]) -> str:
@@ -176,7 +190,8 @@ def tuning() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    f.__name__: f for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated, judged, two_gpus, tuning)
+    f.__name__: f
+    for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated, mixed, judged, two_gpus, tuning)
 }
 
 
