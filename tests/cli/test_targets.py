@@ -64,3 +64,9 @@ def test_a_recipe_file_is_heard_too():
         targets.candidates("vllm", {"bits": None}, {"bits": 3})
     assert [c["group"] for c in targets.candidates("vllm", {"bits": None}, {"group": 64})] == [64]
     assert targets.candidates("vllm", {"bits": 4, "group": 32}, {"bits": 3})[0]["bits"] == 4
+
+
+def test_a_budget_is_spent_on_what_the_engine_takes():
+    (flags,) = targets.candidates("vllm", {"bpw": 4.5, "zero": None, "bits": None, "group": None}, {})
+    assert flags["widths"] == targets.get("vllm").bits
+    assert (flags["zero"], flags["lm_head"], flags["group"]) == ("none", "keep", None)
