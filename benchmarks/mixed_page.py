@@ -106,8 +106,11 @@ def main() -> None:
             if own != part:
                 continue
             colour, name = ("C0", "gptq") if method == "gptq" else ("C1", "without data")
-            axis.plot(*zip(*uniform, strict=True), "s", color=colour, markersize=4, fillstyle="none", label=f"{name}, uniform")
-            axis.plot(*zip(*hull(uniform), strict=True), "--", color=colour, linewidth=0.8)
+            if uniform:
+                axis.plot(
+                    *zip(*uniform, strict=True), "s", color=colour, markersize=4, fillstyle="none", label=f"{name}, uniform"
+                )
+                axis.plot(*zip(*hull(uniform), strict=True), "--", color=colour, linewidth=0.8)
             points = [(r["bpw"], r["ln"]) for r in rows]
             axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1, label=f"{name}, --bpw")
         axis.set(title=f"base, {part}", xlabel="bits per weight", ylabel="ln(perplexity / unquantized)", yscale="log")
