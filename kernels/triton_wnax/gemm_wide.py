@@ -74,7 +74,7 @@ def pair_ptx(bits: int, dtype: torch.dtype) -> str:
 
 def _two(value: float, dtype: torch.dtype) -> int:
     """The 16 bits of a float that `dtype` holds exactly."""
-    return torch.tensor(value, dtype=dtype).view(torch.int16).item() & 0xFFFF
+    return int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF
 
 
 @gluon.jit
