@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder import each other by name
 import decode_page
+import fp8_page
 import interop_page
 import mixed_page
 import summary
@@ -189,10 +190,15 @@ def tuning() -> str:
     return "```\n" + (RESULTS / "h100" / "tune_8b.log").read_text() + "```\n"
 
 
+def fp8(part: str) -> Callable[[], str]:
+    """A table of docs/fp8.md."""
+    return lambda: fp8_page.PARTS[part](markdown)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated, mixed, judged, two_gpus, tuning)
-}
+} | {f"fp8_{part}": fp8(part) for part in fp8_page.PARTS}
 
 
 def rendered(text: str) -> str:

@@ -1,0 +1,338 @@
+"""fp8 and int8 activations on a Hopper GPU: `python3 benchmarks/fp8.py --model DIR --text FILE --out FILE.json`.
+
+    quantizer   block quantizer, 256x256: ours, the tile-per-block baseline, the plan of the GridQuant article, torch.compile's,
+                and the plain cast, which moves the same bytes
+    gemm        block-scaled products: cuda/fp8_gemm with 128x128 and 256x256 blocks, triton/fp8_gemm, torch's scaled_mm
+    int8        A8Wn in triton/gemm_int8 beside what dispatch takes for 16-bit activations, and cuBLAS fp16
+    error       of products on real activations (captured from --model on --text) against fp64
+    perplexity  of --model on --text, in every format and activation mode
+
+Compile first, in parallel: `python3 benchmarks/fp8.py --compile I/N`, one process for each I; torch.compile's for each size by
+`--inductor N`. Every output is checked against fp32 before it is timed; timing as in lowq_kernels.timing.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import ScalingType, scaled_mm
+
+from lowq_kernels.activations import rounded
+from lowq_kernels.cuda_wnax import nvrtc
+from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
+from lowq_kernels.fp8.block_quant import fp8_block_quant
+from lowq_kernels.registry import Call, kernels, select
+from lowq_kernels.timing import graph_time, rotation
+from lowq_kernels.triton_wnax.gemm_int8 import gemm_int8
+from lowq_kernels.tuning import Machine
+from lowq_packers import fp8
+from lowq_packers.fp8 import FP8, Fp8Matrix
+from lowq_packers.layouts import PackedWeight, pack
+from lowq_packers.qtensor import QuantizedTensor
+
+DEVICE = torch.device("cuda")
+SIZES = (1024, 2048, 4096, 8192, 16384)
+COMPILED = (1024, 4096, 16384)  # sizes that torch.compile's is timed at: tracing takes seconds a size
+SHAPES = ((8192, 8192), (28672, 4096), (4096, 14336), (4096, 4096))
+SMALL_M, LARGE_M = (1, 16, 32, 64), (256, 1024, 2048, 4096, 8192)
+INT8_M, INT8_BITS = (64, 256, 1024, 4096), (8, 4, 2)
+TOLERANCE = 5e-3
+LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")  # whose inputs are captured
+Row = dict[str, Any]
+
+
+def compile_quantizer(x: torch.Tensor, B: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    """The quantizer as one would write it in torch: for torch.compile."""
+    n = x.shape[0] // B
+    v = x.view(n, B, n, B)
+    s = v.abs().amax((1, 3), keepdim=True).float() / 448
+    return (v / s).to(FP8).view(x.shape), s
+
+
+def check(name: str, y: torch.Tensor, ref: torch.Tensor) -> float:
+    """The relative error; raises if it is above TOLERANCE."""
+    error = ((y.float() - ref).norm() / ref.norm()).item()
+    if not error < TOLERANCE:
+        raise AssertionError(f"{name}: error {error}")
+    return error
+
+
+def same_bits(a: Fp8Matrix, b: Fp8Matrix) -> bool:
+    """Whether two quantizers agree to the last bit."""
+    return torch.equal(a.q.view(torch.uint8), b.q.view(torch.uint8)) and torch.equal(a.scales, b.scales)
+
+
+def quantizer_rows() -> list[Row]:
+    """us per size and plan."""
+    rows = []
+    for n in SIZES:
+        xs = [torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(rotation(2 * n * n))]
+        plans = {f"tile, {p['num_warps']} warps": p for p in block_quant.TILE_PLANS}
+        plans |= {"walk, 32x32": block_quant.STRIDE_PLANS[0], "ours": block_quant.plan_for(n, n, (256, 256))}
+        wanted = fp8.quantize(xs[0], (256, 256)) if n <= 4096 else None
+        row: Row = {"n": n, "plan": plans["ours"]}
+        for name, plan in plans.items():
+            got = fp8_block_quant(xs[0], (256, 256), plan)
+            if wanted and not same_bits(got, wanted):
+                raise AssertionError(f"{name} at {n}: other bits than the definition")
+            row[name] = graph_time([partial(fp8_block_quant, x, (256, 256), plan) for x in xs], 8)
+        for name, block in (("128x128", (128, 128)), ("1x128", (1, 128))):
+            row[name] = graph_time([partial(fp8_block_quant, x, block) for x in xs], 8)
+        row["cast"] = graph_time([lambda x=x: x.to(FP8) for x in xs], 8)  # type: ignore[misc]
+        if n in COMPILED:
+            torch._dynamo.reset()
+            compiled = torch.compile(compile_quantizer, dynamic=False)
+            row["compile"] = graph_time([partial(compiled, x) for x in xs], 8)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        del xs
+    return rows
+
+
+def fp8_weights(N: int, K: int) -> tuple[list[Fp8Matrix], list[Fp8Matrix], list[Fp8Matrix]]:
+    """Copies of one weight that outgrow the cache, in blocks of 128, of 256, and per channel."""
+    n = max(2, min(6, math.ceil(256e6 / (N * K))))
+    W = torch.randn(N, K, device=DEVICE)
+    found = []
+    for block in ((128, 128), (256, 256), (1, K)):
+        w = fp8.quantize(W, block)
+        found.append([Fp8Matrix(w.q.clone(), w.scales.clone(), block) for _ in range(n)])
+    return found[0], found[1], found[2]
+
+
+def gemm_rows(shapes: Sequence[tuple[int, int]]) -> list[Row]:
+    """us per shape, M and kernel, and the error of each against fp32."""
+    rows = []
+    for N, K in shapes:
+        w128, w256, rowwise = fp8_weights(N, K)
+        for M in (*SMALL_M, *(LARGE_M if SHAPES[0] == (N, K) else (1024, 4096))):
+            x0 = torch.randn(M, K, device=DEVICE, dtype=torch.bfloat16)
+            row: Row = {"N": N, "K": K, "M": M, "us": {}, "error": {}}
+
+            def timed(
+                name: str, call: Callable[[Fp8Matrix], torch.Tensor], ws: list[Fp8Matrix], x: Fp8Matrix | None, row: Row = row
+            ) -> None:
+                if x is not None:
+                    row["error"][name] = check(f"{name} {row}", call(ws[0]), x.dequantize() @ ws[0].dequantize().T)
+                row["us"][name] = round(graph_time([partial(call, w) for w in ws], 8), 2)
+
+            x128, x256, xrow = (fp8_block_quant(x0, b) for b in ((1, 128), (256, 256), (1, K)))
+            for name, x, ws in (("128x128", x128, w128), ("256x256", x256, w256), ("per channel", xrow, rowwise)):
+                config = gemm_wgmma.config_for(x, ws[0])
+                row.setdefault("config", {})[name] = config
+                timed(name, lambda w, x=x, c=config: gemm_wgmma.fp8_gemm(x, w, None, torch.bfloat16, c), ws, x)  # type: ignore[misc]
+            c = gemm_triton.config_for(M, N, K)
+            timed("triton", lambda w, c=c: gemm_triton.fp8_gemm(x128, w, None, torch.bfloat16, c), w128, x128)  # type: ignore[misc]  # noqa: B023
+            channel = rowwise[0].scales.t()
+            timed(
+                "torch, per channel",
+                lambda w: torch._scaled_mm(xrow.q, w.q.t(), scale_a=xrow.scales, scale_b=channel, out_dtype=torch.bfloat16),  # noqa: B023
+                rowwise,
+                xrow,
+            )
+            if M > 1:  # cuBLASLt refuses one row
+                scales = x128.scales.t().contiguous().t()
+                how = (ScalingType.BlockWise1x128, ScalingType.BlockWise128x128)
+                timed(
+                    "torch, 128x128",
+                    lambda w: scaled_mm(x128.q, w.q.t(), scales, how[0], w.scales.t(), how[1], output_dtype=torch.bfloat16),  # noqa: B023
+                    w128,
+                    x128,
+                )
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def int8_rows(N: int = 8192, K: int = 8192) -> list[Row]:
+    """us of A8Wn (best config), of what dispatch takes for 16-bit activations over `tile`, and of cuBLAS fp16."""
+    rows = []
+    dense = [torch.randn(N, K, device=DEVICE).half() for _ in range(3)]
+    for bits in INT8_BITS:
+        gen = torch.Generator(DEVICE).manual_seed(bits)
+        W_q = torch.randint(0, 1 << bits, (N, K), device=DEVICE, dtype=torch.uint8, generator=gen)
+        scales, zeros = (torch.rand(2, N, K // 128, device=DEVICE, generator=gen) * 0.009 + 0.001).half()
+        qt = QuantizedTensor(W_q, scales, (zeros * 100 * ((1 << bits) - 1)).half(), bits, 128)
+        W = qt.dequantize()
+        copies = {name: repeated(pack(qt, name), rotation(N * K * bits // 8)) for name in ("strided", "tile")}
+        for M in INT8_M:
+            x = torch.randn(M, K, device=DEVICE).half()
+            row: Row = {"bits": bits, "N": N, "K": K, "M": M}
+            spec, config = select(Call.of(x, copies["tile"][0]))
+            check(spec.name, spec.launch(x, copies["tile"][0], None, config), x.float() @ W.T)
+            row["a16"] = graph_time([lambda p=p: spec.launch(x, p, None, config) for p in copies["tile"]], 6)  # type: ignore[misc]  # noqa: B023
+            row["a16_kernel"] = spec.name
+            row["cublas"] = graph_time([lambda w=w: x @ w.T for w in dense], 6)  # type: ignore[misc]  # noqa: B023
+            call = Call(M, N, K, qt.scheme, "strided", x.dtype, "cuda", (9, 0), "int8")
+            ref, times = rounded(x.float(), "int8") @ W.T, {}
+            for c in kernels()["triton/gemm_int8"].legal_configs(call):
+                if c["BLOCK_M"] < min(M, 128) // 2:
+                    continue  # tiles of far fewer rows stand no chance
+                row["error"] = check(f"int8 {c}", gemm_int8(x, copies["strided"][0], None, c), ref)
+                times[json.dumps(c)] = graph_time([partial(gemm_int8, x, p, None, c) for p in copies["strided"]], 4, 600)
+            row["config"] = min(times, key=lambda c: times[c])
+            row["int8"] = times[row["config"]]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    return rows
+
+
+def repeated(p: PackedWeight, n: int) -> list[PackedWeight]:
+    """p and n - 1 copies of its words."""
+    return [p, *(replace(p, words=p.words.clone()) for _ in range(n - 1))]
+
+
+@torch.inference_mode()
+def error_rows(model: str, text: str, device: str) -> list[Row]:
+    """Relative error against fp64 of a layer's product on the activations it really gets, per way of rounding.
+
+    Operands are rounded by the definition and multiplied in fp64: what a kernel adds is in the gemm rows.
+    """
+    from lowq_cli.hf.load import load
+    from lowq_cli.perplexity import tokenize, windows
+
+    loaded, tokenizer = load(model, device=device)
+    captured: dict[str, torch.Tensor] = {}
+    blocks = loaded.model.layers
+    layers = {f"{i}.{leaf}": blocks[i].get_submodule(leaf) for i in (0, len(blocks) // 2) for leaf in LAYERS}
+
+    def note(name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        captured[name] = inputs[0].reshape(-1, inputs[0].shape[-1])
+
+    hooks = [m.register_forward_pre_hook(partial(note, name)) for name, m in layers.items()]
+    loaded(input_ids=windows(tokenize(tokenizer, text), 512, 2048).to(device))
+    for h in hooks:
+        h.remove()
+    rows = []
+    for name, module in layers.items():
+        x, W = captured[name].to(torch.bfloat16), module.weight.data.to(torch.bfloat16)
+        K = W.shape[1]
+        truth = x.double() @ W.double().T
+        peak = (x.float().abs().max() / x.float().square().mean().sqrt()).item()
+        row: Row = {"layer": name, "N": W.shape[0], "K": K, "M": x.shape[0], "largest_over_rms": peak}
+        ways = (
+            ("1x128, 128x128", (1, 128), (128, 128)),
+            ("256x256", (256, 256), (256, 256)),
+            ("per token, channel", (1, K), (1, K)),
+        )
+        for label, xb, wb in ways:
+            y = fp8.quantize(x, xb).dequantize(torch.float64) @ fp8.quantize(W, wb).dequantize(torch.float64).T
+            row[label] = ((y - truth).norm() / truth.norm()).item()
+        y = rounded(x.float(), "int8").double() @ W.double().T
+        row["int8 x alone"] = ((y - truth).norm() / truth.norm()).item()
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> list[Row]:
+    """Perplexity per format and activation mode."""
+    from lowq_cli import fp8_checkpoint
+    from lowq_cli.foreign import open_decoded
+    from lowq_cli.perplexity import measure, measure_modes
+    from lowq_cli.pipeline import quantize
+
+    plain = measure(model, text, device=device, max_tokens=tokens)
+    rows = [{"format": "unquantized", "none": plain.ppl, "tokens": plain.tokens}]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, block in fp8_checkpoint.BLOCKS.items():
+            out = Path(folder) / name
+            with open_decoded(model) as source:
+                fp8_checkpoint.write(source, fp8_checkpoint.make_plan(source, block), out, torch.device(device))
+            rows.append(
+                {"format": f"fp8 {name}"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
+            )
+        for bits in INT8_BITS:
+            out = Path(folder) / str(bits)
+            quantize(model, out, bits=bits, lm_head="keep", device=device)
+            rows.append(
+                {"format": f"{bits}-bit g64"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
+            )
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def compile_share(index: int, of: int) -> None:
+    """Compile one share of everything that will be timed, on rubbish."""
+    x = torch.randn(512, 512, device=DEVICE, dtype=torch.bfloat16)
+    w = fp8.quantize(torch.randn(512, 512, device=DEVICE), (128, 128))
+    work: list[Callable[[], object]] = []
+    plans = [*block_quant.TILE_PLANS, block_quant.STRIDE_PLANS[0], *(block_quant.plan_for(n, n, (256, 256)) for n in SIZES)]
+    work += [partial(fp8_block_quant, x, (256, 256), p) for p in plans]
+    work += [partial(fp8_block_quant, x, b) for b in ((128, 128), (1, 128), (1, 512))]
+    for bits in INT8_BITS:
+        W_q = torch.randint(0, 1 << bits, (512, 512), device=DEVICE, dtype=torch.uint8)
+        p = pack(QuantizedTensor(W_q, *torch.rand(2, 512, 4, device=DEVICE).half(), bits, 128), "strided")
+        work += [partial(gemm_int8, x.half(), p, None, c) for c in kernels()["triton/gemm_int8"].configs if c["BLOCK_M"] > 16]
+    xq = fp8_block_quant(x, (1, 128))
+    for M, (N, K) in ((m, s) for m in (*SMALL_M, *LARGE_M) for s in SHAPES):
+        work.append(partial(gemm_triton.fp8_gemm, xq, w, None, torch.bfloat16, gemm_triton.config_for(M, N, K)))
+    for c in gemm_wgmma.CONFIGS:
+        for modes in ((2, 1), (2, 2), (0, 0)) if c["SWAP"] else ((1, 2), (2, 2), (0, 0)):
+            if c["NB"] != 128 or not c["SWAP"]:
+                work.append(partial(nvrtc.compiled, "fp8_gemm.cu", gemm_wgmma.expression(c, 1, modes), "sm_90a"))
+    for thunk in work[index::of]:
+        thunk()
+
+
+def main() -> None:
+    """Run what the flags ask for."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--model", default="demo")
+    flags.add_argument("--text")
+    flags.add_argument("--out")
+    flags.add_argument("--parts", help="some of gemm,quantizer,int8,error,perplexity; the last two run on a CPU too")
+    flags.add_argument("--max-tokens", type=int, help="of the text, for perplexity")
+    flags.add_argument("--compile", metavar="I/N")
+    flags.add_argument("--inductor", type=int, metavar="N")
+    given = flags.parse_args()
+    if given.compile:
+        index, of = map(int, given.compile.split("/"))
+        return compile_share(index, of)
+    if given.inductor:
+        torch.compile(compile_quantizer, dynamic=False)(
+            torch.randn(given.inductor, given.inductor, device=DEVICE, dtype=torch.bfloat16)
+        )
+        return None
+    torch.manual_seed(0)
+    from lowq_cli.perplexity import read_text
+
+    text = read_text(given.text)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = Machine.here(torch.device(device))
+    report: dict[str, Any] = {
+        "gpu": here.gpu,
+        "torch": here.torch,
+        "triton": here.triton,
+        "date": datetime.date.today().isoformat(),
+        "model": Path(given.model).name,
+        "text": Path(given.text).name if given.text else "bundled sample",
+    }
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "gemm": partial(gemm_rows, SHAPES),
+        "quantizer": quantizer_rows,
+        "int8": int8_rows,
+        "error": partial(error_rows, given.model, text, device),
+        "perplexity": partial(perplexity_rows, given.model, text, device, given.max_tokens),
+    }
+    for name in given.parts.split(",") if given.parts else parts:
+        began = time.monotonic()
+        report[name] = parts[name]()
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+        if given.out:
+            Path(given.out).write_text(json.dumps(report, indent=1) + "\n")
+    return None
+
+
+if __name__ == "__main__":
+    main()
