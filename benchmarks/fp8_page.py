@@ -136,4 +136,16 @@ def error(markdown: Markdown) -> str:
     return markdown(("layer", "N x K", ">largest / rms of x", *(f">{n}" for n in names)), lines)
 
 
-PARTS: dict[str, Callable[[Markdown], str]] = {f.__name__: f for f in (head, quantizer, gemm, int8, error)}
+def perplexity(markdown: Markdown) -> str:
+    """Perplexity per format and mode."""
+    rows = _cpu()["perplexity"]
+    base = rows[0]["none"]
+    lines = []
+    for r in rows:
+        cells = [f"{r[m]:.3f} ({100 * (r[m] / base - 1):+.2f}%)" if m in r else "" for m in ("none", "int8", "fp8")]
+        lines.append((r["format"], *cells))
+    table = markdown(("weights", ">activations 16 bits", ">int8", ">fp8"), lines)
+    return table + f"\nThe first {rows[0]['tokens']:,} tokens, on a CPU, {_cpu()['date']}: differences under 1% are chance.\n"
+
+
+PARTS: dict[str, Callable[[Markdown], str]] = {f.__name__: f for f in (head, quantizer, gemm, int8, error, perplexity)}
