@@ -160,9 +160,11 @@ def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
     ridge = ceiling.tflops * 1e3 / ceiling.read_gbs
     ends = (0.5, ridge, 16 * ridge)
     right.plot(ends, [min(i * ceiling.read_gbs / 1e3, ceiling.tflops) for i in ends], color="black", linewidth=1)
-    label = {"textcoords": "offset points", "fontsize": 8}
-    right.annotate(f"{ceiling.read_gbs:.0f} GB/s", (1, ceiling.read_gbs / 1e3), xytext=(6, -8), **label)
-    right.annotate(f"{ceiling.tflops:.3g} TFLOP/s", (ridge, ceiling.tflops), xytext=(0, 5), **label)
+    for text, at, aside in (
+        (f"{ceiling.read_gbs:.0f} GB/s", (1, ceiling.read_gbs / 1e3), (6, -8)),
+        (f"{ceiling.tflops:.3g} TFLOP/s", (ridge, ceiling.tflops), (0, 5)),
+    ):
+        right.annotate(text, at, xytext=aside, textcoords="offset points", fontsize=8)
     right.set(xscale="log", yscale="log", xlabel="floating-point operations per byte moved", ylabel="TFLOP/s")
     right.grid(alpha=0.3)
     right.set_title("roofline, both ceilings measured")

@@ -16,7 +16,9 @@ from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import PackedWeight
 
-CONFIGS: tuple[Config, ...] = tuple({"P": p, "ROWS": r} for p, r in ((32, 8), (32, 4), (64, 4), (128, 4), (128, 2), (256, 1), (512, 2)))
+CONFIGS: tuple[Config, ...] = tuple(
+    {"P": p, "ROWS": r} for p, r in ((32, 8), (32, 4), (64, 4), (128, 4), (128, 2), (256, 1), (512, 2))
+)
 PARAMETERS = (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 4
 DENSE = 16  # the device code's BITS of a dense half row
 

@@ -117,7 +117,8 @@ def _wgmma_fp8_header() -> str:
         )
         lines.append(
             f"template <> struct WgmmaFp8<{nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], "
-            f'unsigned long long a, unsigned long long b, int add) {{ asm volatile("{text}" : {outputs} : "l"(a), "l"(b), "r"(add)); }} }};'
+            f"unsigned long long a, unsigned long long b, int add) "
+            f'{{ asm volatile("{text}" : {outputs} : "l"(a), "l"(b), "r"(add)); }} }};'
         )
     return "\n".join(lines) + "\n"
 
