@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cuda_table
+
 RESULTS = Path(__file__).parent / "results"
 Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
+PRODUCTS = ((4096, 4096), (4096, 14336), (28672, 4096))  # an 8B Llama's o, down, and gate with up
 DECODERS = {  # variants of benchmarks/e2e_decode.py, as a reader would name them
     "transformers": "transformers `generate`, 16-bit",
     "transformers-compile": "transformers `generate`, static cache, its own torch.compile, 16-bit",
@@ -79,25 +82,28 @@ def tuned_steps() -> list[tuple[str, str, str]]:
 
 
 def _products(table: Table) -> str:
-    """One layer at 4 bits beside cuBLAS in the same run, and the best of the peers in theirs."""
-    report = read("h100/bench.json")
-    peers: dict[tuple[int, int, int], tuple[float, str]] = {}
-    for line in (RESULTS / "h100" / "peers.jsonl").read_text().splitlines():
-        r = json.loads(line)
-        if r.get("bits") == 4 and "N" in r:
-            key = (r["N"], r["K"], r["M"])
-            peers[key] = min(peers.get(key, (1e9, "")), (r["us"], r["peer"].removesuffix("_bf16")))
+    """One layer at 4 bits beside the best of the peers, from the rows of docs/cuda.md."""
+    mine, peers = cuda_table.measured(4), cuda_table.best_peers(4)
     rows = []
-    for r in sorted(report["rows"], key=lambda r: (r["N"], r["K"], r["M"])):
-        if r["bits"] == 4:
-            peer = peers.get((r["N"], r["K"], r["M"]))
-            best = "" if peer is None else f"{peer[0]:.1f} {peer[1]}"
-            rows.append((f"{r['N']}x{r['K']}", r["M"], f"`{r['kernel']}`", f"{r['us']:.1f}", f"{r['cublas_us']:.1f}", best))
+    for key in sorted(k for k in mine if k in peers and k[:2] in PRODUCTS and not mine[k].early):
+        one, (us, name) = mine[key], peers[key]
+        N, K, M = key
+        rows.append(
+            (
+                f"{N}x{K}",
+                M,
+                f"`cuda/tile_{one.kernel}`",
+                f"{one.us:.1f}",
+                f"{us:.1f} {name.removesuffix('_bf16')}",
+                f"{us / one.us:.2f}x",
+            )
+        )
     head = (
-        f"**One linear layer**, 4 bits, group 128, float zeros, microseconds on {report['gpu']}; cuBLAS (fp16 weights) in the "
-        "same run, the peers (without zeros) in an earlier one on the same kind of GPU:\n"
+        "**One linear layer**, 4 bits, group 128, float zeros, microseconds of the best config on one H100; the peers "
+        "(without zeros) in an earlier run on the same kind of GPU. All layers, widths, and cuBLAS: "
+        "[docs/cuda.md](docs/cuda.md)\n"
     )
-    return f"{head}\n{table(('N x K', '>M', 'kernel', '>lowq', '>cuBLAS fp16', '>best peer'), rows)}"
+    return f"{head}\n{table(('N x K', '>M', 'kernel', '>lowq', '>best peer', '>as fast'), rows)}"
 
 
 def _cpu(table: Table) -> str:

@@ -2,7 +2,7 @@
 
 A kernel file calls `@register(...)` on its launcher, `launch(x, p, bias, config) -> y` with x (M, K) contiguous, p a
 PackedWeight, bias (N,) or None, y (M, N) in x's dtype. `select` asks, in order: LOWQ_KERNEL, the tables in `TABLES`
-(a checkpoint's tuned entries, then those shipped for this GPU), then the rule (`preferred_m`, then `rank`). A kernel
+(a checkpoint's tuned entries, then those shipped for this GPU), then the rule (`prefers`, then `rank`). A kernel
 that cannot take a call says why; when none can, the error lists every reason.
 """
 
@@ -61,9 +61,10 @@ class KernelSpec:
     zeros: tuple[ZeroKind, ...] = ZERO_KINDS
     m_range: tuple[int, int] = ANY_M
     preferred_m: tuple[int, int] = ANY_M
+    prefer: Callable[[Call], bool] = lambda call: True  # where preferred_m is not the whole story
     min_capability: tuple[int, int] = (0, 0)
     acts: tuple[Act, ...] = ("none",)  # how the kernel itself rounds activations
-    rank: int = 100  # the rule takes the lowest rank among kernels whose preferred_m holds M
+    rank: int = 100  # the rule takes the lowest rank among kernels that prefer the call
     configs: tuple[Config, ...] = ({},)
     refuse: Callable[[Call], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
     config_refuse: Callable[[Call, Config], str | None] = lambda call, config: None
@@ -90,6 +91,10 @@ class KernelSpec:
         if reason := self.refuse(call):
             return reason
         return None if self.legal_configs(call) else "no config of it fits this shape"
+
+    def prefers(self, call: Call) -> bool:
+        """Whether the rule counts this kernel as made for the call."""
+        return self.preferred_m[0] <= call.M <= self.preferred_m[1] and self.prefer(call)
 
     def legal_configs(self, call: Call) -> list[Config]:
         """The configs that may run this call, in registration order."""
@@ -181,7 +186,7 @@ def _choose(call: Call) -> Choice:
     if not legal:
         reasons = "; ".join(f"{k}: {why}" for k, why in refusals(call).items())
         raise UnsupportedError(f"no kernel takes M={call.M} N={call.N} K={call.K} {call.scheme} on {call.device}: {reasons}")
-    best = min(legal, key=lambda s: (s.rank >= LAST_RESORT, not s.preferred_m[0] <= call.M <= s.preferred_m[1], s.rank, s.name))
+    best = min(legal, key=lambda s: (s.rank >= LAST_RESORT, not s.prefers(call), s.rank, s.name))
     return best, best.default_config(call, best.legal_configs(call))
 
 
