@@ -74,10 +74,10 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
         raise UsageError(f"--bits {bits} and --for {engine} contradict each other: {engine} takes {_spell(t.bits)}")
     if str(group or t.groups[0]) not in map(str, t.groups):
         raise UsageError(f"--group {group} and --for {engine} contradict each other: {engine} takes {_spell(t.groups)}")
-    if asked("bpw") or asked("size"):  # engines keep embeddings, and most keep the head, in 16 bits
-        widths = flags.get("widths") or file.get("widths") or t.bits
-        return [{**flags, "zero": "none", "widths": widths, "lm_head": flags.get("lm_head") or "keep"}]
-    return [{**flags, "zero": "none", "group": g} for g in (t.groups if group is None else (group,))]
+    fixed = {"zero": "none", "lm_head": asked("lm_head") or "keep"}  # most engines read the head in 16 bits only
+    if asked("bpw") or asked("size"):
+        return [{**flags, **fixed, "widths": flags.get("widths") or file.get("widths") or t.bits}]
+    return [{**flags, **fixed, "group": g} for g in (t.groups if group is None else (group,))]
 
 
 def problem(engine: str, plan: "Plan") -> str | None:

@@ -204,7 +204,7 @@ def _show_profile(generation: "Generation", timeline: Path) -> None:
 def _kernel_row(r: "LayerKernel") -> tuple[object, ...]:
     """One row of --explain; a config as its values alone, the kernel's file names them."""
     config = ",".join(str(v) for v in r.config.values())
-    return r.layers, r.count, f"{r.N} x {r.K}", r.scheme, r.layout, r.kernel, config, r.chosen
+    return r.layers, r.count, f"{r.N}x{r.K}", r.scheme, r.layout, r.kernel, config, r.chosen
 
 
 def _show_kernels(model: Any, generation: "Generation") -> None:
@@ -214,8 +214,10 @@ def _show_kernels(model: Any, generation: "Generation") -> None:
     decoder = generation.decoder
     console.say(f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else ""))
     rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
-    columns = ("layers", ">count", ">N x K", "weight", "layout", "kernel", "config", "chosen by")
-    console.table("", columns, [_kernel_row(r) for r in rows])
+    columns = ("layers", ">count", ">NxK", "weight", "layout", "kernel", "config", "by")
+    cells = [_kernel_row(r) for r in rows]
+    told = [i for i in range(len(columns)) if any(row[i] for row in cells)]  # a CPU's kernels have no configs
+    console.table("", [columns[i] for i in told], [[row[i] for i in told] for row in cells])
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         for kernel, why in r.refused.items():
