@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from lowq_cli.hf import register
 
 if TYPE_CHECKING:
+    from lowq_cli.accuracy.perplexity import perplexity
     from lowq_cli.engine import Generation, stream
-    from lowq_cli.exporter import export
     from lowq_cli.hf.load import load
-    from lowq_cli.perplexity import perplexity
-    from lowq_cli.pipeline import quantize
+    from lowq_cli.interop.exporter import export
+    from lowq_cli.run.pipeline import quantize
     from lowq_cli.tensor import quantize_tensor
     from lowq_kernels.linear import QuantLinear
     from lowq_packers.errors import LowqError
@@ -36,10 +36,10 @@ _HOME = {
     "QuantLinear": "lowq_kernels.linear",
     "QuantizedTensor": "lowq_packers.qtensor",
     "Scheme": "lowq_packers.scheme",
-    "export": "lowq_cli.exporter",
+    "export": "lowq_cli.interop.exporter",
     "load": "lowq_cli.hf.load",
-    "perplexity": "lowq_cli.perplexity",
-    "quantize": "lowq_cli.pipeline",
+    "perplexity": "lowq_cli.accuracy.perplexity",
+    "quantize": "lowq_cli.run.pipeline",
     "quantize_tensor": "lowq_cli.tensor",
     "stream": "lowq_cli.engine",
 }

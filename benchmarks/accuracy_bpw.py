@@ -18,9 +18,10 @@ from accuracy_rows import TEXTS, Judge, Results, Row, folders, parser
 from accuracy_rows import device as pick_device
 from transformers import AutoModelForCausalLM
 
-from lowq_cli import perplexity, pipeline
-from lowq_cli.recipe import make_recipe
-from lowq_cli.writer import SENSITIVITY
+from lowq_cli.accuracy import perplexity
+from lowq_cli.run import pipeline
+from lowq_cli.run.recipe import make_recipe
+from lowq_cli.run.writer import SENSITIVITY
 from lowq_packers.scheme import Scheme
 
 UNIFORM = ((2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 64), (4, 32))

@@ -17,10 +17,10 @@ import torch
 from accuracy_rows import Judge, Results, Row, folders, parser
 from accuracy_rows import device as pick_device
 
-from lowq_cli import pipeline
-from lowq_cli.quant_config import expand
-from lowq_cli.recipe import make_recipe
-from lowq_cli.source import open_source
+from lowq_cli.files.quant_config import expand
+from lowq_cli.files.source import open_source
+from lowq_cli.run import pipeline
+from lowq_cli.run.recipe import make_recipe
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.scheme import BITS, Scheme
 

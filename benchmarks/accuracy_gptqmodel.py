@@ -15,8 +15,8 @@ from pathlib import Path
 from accuracy_rows import Judge, Results, Row, folders, parser
 from accuracy_rows import device as pick_device
 
-from lowq_cli import calibrate
-from lowq_cli.foreign import open_decoded
+from lowq_cli.accuracy import calibrate
+from lowq_cli.interop.foreign import open_decoded
 from lowq_packers.scheme import Scheme
 
 

@@ -5,6 +5,7 @@ import datetime
 import fcntl
 import importlib.metadata
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowq_cli import perplexity
+from lowq_cli.accuracy import perplexity
 
 RESULTS = Path(__file__).parent / "results" / "accuracy"
 TEXTS = {"wikitext2_test": 131072, "mix_valid_sample": None}  # file -> tokens read
@@ -77,15 +78,22 @@ class Results:
         """Add each row as it comes, and print it."""
         for row in rows:
             print(json.dumps(row), flush=True)
-            with open(f"{self.path}.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                report = json.loads(self.path.read_text()) if self.path.is_file() else {"runs": [], "rows": []}
-                if self.run not in report["runs"]:
-                    report["runs"].append(self.run)
-                kept = [r for r in report["rows"] if key(r) != key(row)]
-                report["rows"] = sorted([*kept, row | {"run": report["runs"].index(self.run)}], key=key)
-                self.path.write_text(json.dumps(report, indent=1) + "\n")
-        Path(f"{self.path}.lock").unlink(missing_ok=True)
+            merge(self.path, self.run, row)
+
+
+def merge(path: Path, run: Row, row: Row) -> None:
+    """Put one row into a result file, in place of an older one about the same. `run`: what all rows of its run share."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # the folder itself: a lock file would have to be removed under others' hands
+        report = json.loads(path.read_text()) if path.is_file() else {"runs": [], "rows": []}
+        if run not in report["runs"]:
+            report["runs"].append(run)
+        kept = [r for r in report["rows"] if key(r) != key(row)]
+        report["rows"] = sorted([*kept, row | {"run": report["runs"].index(run)}], key=key)
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    finally:
+        os.close(folder)
 
 
 def key(row: Row) -> tuple[Any, ...]:

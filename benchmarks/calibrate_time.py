@@ -29,7 +29,7 @@ def measure(model: Path, options: dict[str, Any], device: str) -> dict[str, Any]
     """One run in this process."""
     import torch
 
-    from lowq_cli import pipeline
+    from lowq_cli.run import pipeline
 
     torch.backends.cuda.matmul.allow_tf32 = False
     baseline = status("VmRSS")

@@ -1,8 +1,9 @@
 """End-to-end decode: tokens per second of whole models with random weights, every variant in one run.
 
-    python benchmarks/e2e_decode.py --out FILE.json [--model 8b|1b|70b|30b-a3b] [--variants NAMES] [--batches 1,4,8]
+    python benchmarks/e2e_decode.py --out FOLDER [--run MODEL=VARIANTS[@BATCHES]] ...
 
-A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which it compiles),
+Without --run, every table of docs/decode.md in one run: decode_8b.json, decode_1b.json and so on. All kernels are compiled
+first, in parallel. A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which it compiles),
 `transformers-static` (its forward over a static cache as one CUDA graph of ours),
 `16` (the lowq engine, weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the
 device from random codes. A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of
@@ -13,8 +14,10 @@ also the microseconds that each kernel takes in a step.
 import argparse
 import gc
 import json
+import os
 import platform
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -24,15 +27,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowq_cli.engine import Generation, explain, search, stream
+from lowq_cli.engine import Generation, explain, search, stream, warm
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.experts import STACKS, QuantExperts
 from lowq_kernels import measure as kernel_times_alone
 from lowq_kernels import registry, timing
 from lowq_kernels.decode import launch
 from lowq_kernels.linear import QuantLinear
+from lowq_kernels.precompile import launch_all
 from lowq_kernels.stack import Stack
 from lowq_kernels.tuning import Shape
 from lowq_packers import bitstream
@@ -59,17 +64,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 1024},
 }
 SEARCHED: dict[registry.Call, tuple[str, registry.Config]] = {}  # what --search found: asked before every other table
+Run = tuple[str, str, list[int]]  # model, variant, batches
+RUNS = (
+    "8b=4h8,2h8@1,4,8,16,32,64",
+    "8b=16@1,8,64",
+    "8b=4,2,8,3h8,2h4,4g64h8,8g64,3g64h8,2g64h8",
+    "1b=16,4,2",
+    "30b-a3b=4h8@1,4,8",
+    "70b=4h8",
+    "8b=transformers-static,transformers,transformers-compile",
+)
 TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
 
 
-def dense_model(shape: str, dtype: torch.dtype, device: str) -> Any:
-    """A model of that shape with random weights, built on the device."""
-    return fill(skeleton(shape, dtype), device)
-
-
-def skeleton(shape: str, dtype: torch.dtype) -> Any:
-    """A model of that shape on the meta device."""
+def skeleton(shape: str, dtype: torch.dtype, layers: int | None = None) -> Any:
+    """A model of that shape on the meta device, of as many layers as it has or `layers`."""
     facts = {"model_type": "llama"} | SHAPES[shape] | {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+    facts |= {} if layers is None else {"num_hidden_layers": layers}
     config = AutoConfig.for_model(**facts)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -128,11 +139,11 @@ def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, 
     return experts
 
 
-def quantized_model(shape: str, variant: str, dtype: torch.dtype, device: str) -> Any:
-    """A model whose linear layers are packed as `variant` says: bits, then g and a group size, then h and the head's bits."""
+def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str) -> Any:
+    """The model on the meta device, filled: linear layers are packed as `variant` says: bits, then g and a group size, then h and the head's bits."""
     body, _, head = variant.partition("h")
     bits, _, group = body.partition("g")
-    model, scheme = skeleton(shape, dtype), Scheme(int(bits), int(group or 128))
+    scheme = Scheme(int(bits), int(group or 128))
     for path, m in list(model.named_modules()):
         if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj") and isinstance(m.down_proj, torch.nn.Parameter):
             model.set_submodule(path, random_experts(m, scheme, dtype, device))
@@ -143,14 +154,15 @@ def quantized_model(shape: str, variant: str, dtype: torch.dtype, device: str) -
     return fill(model, device)
 
 
-def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
-    """(model, decoder) of a variant."""
+def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str, layers: int | None = None) -> tuple[Any, Any]:
+    """(model, decoder) of a variant, of all its layers or so many."""
+    model = skeleton(shape, dtype, layers)
     if variant.startswith("transformers") or variant == "16":
-        model = dense_model(shape, dtype, device)
+        fill(model, device)
         if variant == "16":
             return model, FusedDecoder(model)
         return model, UnfusedDecoder(model) if variant.endswith("static") else PlainDecoder(model)
-    model = quantized_model(shape, variant, dtype, device)
+    quantized_model(model, variant, dtype, device)
     return model, FusedDecoder(model)
 
 
@@ -213,8 +225,7 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
     dtype, device, rows = getattr(torch, args.dtype), args.device, []
     model, decoder = decoder_for(variant, shape, dtype, device)
     generator = torch.Generator().manual_seed(1)
-    batched = args.batched.split(",") if args.batched else [variant]
-    for batch in batches if variant in batched else batches[:1]:
+    for batch in batches:
         ids = torch.randint(2, model.config.vocab_size, (batch, args.prompt), generator=generator)
         nbytes = explain.bytes_per_token(model, decoder, batch)
         row = {"variant": variant, "model": shape, "batch": batch, "dtype": args.dtype, "bytes_per_step": nbytes}
@@ -264,17 +275,36 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
     return rows
 
 
+def compile_first(runs: list[Run], args: argparse.Namespace) -> float:
+    """Seconds it takes to compile every kernel of these runs, all processors at it, on models of one layer."""
+    start, work, models = time.perf_counter(), list[Callable[[], object]](), []
+    for model_name, variant, batches in runs:
+        if not variant.startswith("transformers"):
+            model, decoder = decoder_for(variant, model_name, getattr(torch, args.dtype), args.device, layers=1)
+            models.append(model)
+            for batch in batches:
+                work += warm.launches(model, decoder, batch, args.prompt, Sampling())
+    launch_all(work, lambda n, of: None, os.cpu_count() or 1)
+    return time.perf_counter() - start
+
+
+def parsed(text: str) -> list[Run]:
+    """MODEL=VARIANT,...[@BATCH,...] as (model, variant, batches) each."""
+    model, _, rest = text.partition("=")
+    variants, _, batches = rest.partition("@")
+    if model not in SHAPES or not variants:
+        raise SystemExit(f"--run {text}: give MODEL=VARIANTS[@BATCHES], a model of {', '.join(SHAPES)}")
+    return [(model, variant, [int(b) for b in batches.split(",") if b] or [1]) for variant in variants.split(",")]
+
+
 def main() -> None:
-    """Measure what was asked for and write the results."""
+    """Measure what was asked for and write the results, one file a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", default="8b", choices=sorted(SHAPES))
-    parser.add_argument("--variants", default="transformers-static,16,8,4,4h8,4h4,3,2,2h4")
-    parser.add_argument("--batches", default="1")
+    parser.add_argument("--out", type=Path, required=True, help="folder for decode_MODEL.json")
+    parser.add_argument("--run", action="append", metavar="MODEL=VARIANTS[@BATCHES]", help="may be repeated; default: all tables")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--new-batched", type=int, default=128, help="new tokens at batches above 1")
-    parser.add_argument("--batched", default="", help="variants that are measured at every batch; default all")
     parser.add_argument("--search", action="store_true", help="first let kernels race within whole steps, as lowq tune does")
     parser.add_argument("--generate-new", type=int, default=64, help="new tokens for transformers' own generate")
     parser.add_argument("--dtype", default="float16")
@@ -282,33 +312,45 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further variant after this")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-pdl", action="store_true", help="decode kernels without programmatic dependent launch")
-    parser.add_argument("--layers", type=int, help="so many layers only: compiles what a full run needs, in less time")
     args = parser.parse_args()
-    if args.layers:
-        SHAPES[args.model] = SHAPES[args.model] | {"num_hidden_layers": args.layers}
     launch.enabled = not args.no_pdl
     start, ceiling = time.time(), timing.roofline(torch.device(args.device))
     versions = {name: version(name) for name in ("torch", "transformers", "lowq")}
     facts = {"device": ceiling.device, "read_gbs": round(ceiling.read_gbs, 1), "threads": torch.get_num_threads()}
     facts |= {"prompt": args.prompt, "new": args.new, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-    result: dict[str, Any] = {**facts, "host": platform.machine(), "versions": versions, "rows": []}
-    for variant in args.variants.split(","):
+    facts |= {"host": platform.machine(), "versions": versions}
+    results: dict[str, dict[str, Any]] = {}
+    runs = [run for text in args.run or RUNS for run in parsed(text)]
+    if args.device == "cuda":
+        print(f"compiled in {compile_first(runs, args):.1f} s", flush=True)
+    for model, variant, batches in runs:
+        free(args.device)
         if time.time() - start > args.seconds:
-            print(f"out of time before {variant}", flush=True)
+            print(f"out of time before {model} {variant}", flush=True)
             break
+        rows = results.setdefault(model, {**facts, "rows": []})["rows"]
         try:
-            result["rows"] += measure(variant, args.model, [int(b) for b in args.batches.split(",")], args, ceiling.read_gbs)
+            rows += measure(variant, model, batches, args, ceiling.read_gbs)
         except Exception as e:  # one variant must not cost the others their place in the run
             print(f"{variant} failed: {type(e).__name__}: {e}", flush=True)
-            result["rows"].append({"variant": variant, "error": f"{type(e).__name__}: {e}"[:500]})
-        gc.collect()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    broken = [f"{r['variant']} batch {r['batch']}" for r in result["rows"] if not r.get("memory_as_promised", True)]
+            rows.append({"variant": variant, "error": f"{type(e).__name__}: {e}"[:500]})
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"decode_{model}.json").write_text(json.dumps(results[model], indent=1) + "\n")
+    broken = [
+        f"{model} {r['variant']} batch {r['batch']}"
+        for model, found in results.items()
+        for r in found["rows"]
+        if not r.get("memory_as_promised", True)
+    ]
     if broken:
         raise SystemExit(f"more memory than weights + cache, a tenth of it and 1 GB: {', '.join(broken)}")
+
+
+def free(device: str) -> None:
+    """Give back the memory of the last model."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

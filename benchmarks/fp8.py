@@ -197,8 +197,8 @@ def error_rows(model: str, text: str, device: str) -> list[Row]:
 
     Operands are rounded by the definition and multiplied in fp64: what a kernel adds is in the gemm rows.
     """
+    from lowq_cli.accuracy.perplexity import tokenize, windows
     from lowq_cli.hf.load import load
-    from lowq_cli.perplexity import tokenize, windows
 
     loaded, tokenizer = load(model, device=device)
     captured: dict[str, torch.Tensor] = {}
@@ -236,10 +236,10 @@ def error_rows(model: str, text: str, device: str) -> list[Row]:
 
 def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> list[Row]:
     """Perplexity per format and activation mode."""
-    from lowq_cli import fp8_checkpoint
-    from lowq_cli.foreign import open_decoded
-    from lowq_cli.perplexity import measure, measure_modes
-    from lowq_cli.pipeline import quantize
+    from lowq_cli.accuracy.perplexity import measure, measure_modes
+    from lowq_cli.interop import fp8_checkpoint
+    from lowq_cli.interop.foreign import open_decoded
+    from lowq_cli.run.pipeline import quantize
 
     plain = measure(model, text, device=device, max_tokens=tokens)
     rows = [{"format": "unquantized", "none": plain.ppl, "tokens": plain.tokens}]
@@ -305,7 +305,7 @@ def main() -> None:
         )
         return None
     torch.manual_seed(0)
-    from lowq_cli.perplexity import read_text
+    from lowq_cli.accuracy.perplexity import read_text
 
     text = read_text(given.text)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -21,10 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lowq
-from lowq_cli.checkpoint import open_checkpoint
-from lowq_cli.exporter import export, read_matrix
-from lowq_cli.foreign import fetcher, open_foreign
-from lowq_cli.perplexity import WINDOW, evaluate, tokenize, windows
+from lowq_cli.accuracy.perplexity import WINDOW, evaluate, tokenize, windows
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.foreign import fetcher, open_foreign
 
 OUT = Path(__file__).parent / "results" / "accuracy" / "interop.json"
 PACKAGES = ("lowq", "torch", "transformers", "compressed-tensors", "llama-cpp-python", "gguf", "mlx", "hqq")

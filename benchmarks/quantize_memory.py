@@ -50,7 +50,7 @@ def write_model(folder: Path, config: dict, shards: int) -> int:
     """A random bf16 model in `shards` files, written as a stream. Its bytes."""
     import torch
 
-    from lowq_cli.safetensors_io import TensorHeader, build_header
+    from lowq_cli.files.safetensors_io import TensorHeader, build_header
 
     torch.manual_seed(0)
     headers = [(n, TensorHeader(s, "BF16")) for n, s in llama_shapes(config).items()]
@@ -83,7 +83,7 @@ def status(field: str) -> int:
 
 def measure(model: Path, out: Path, options: dict) -> dict:
     """One run in this process: seconds and memory."""
-    from lowq_cli import pipeline
+    from lowq_cli.run import pipeline
 
     baseline = status("VmRSS")
     start, cpu = time.monotonic(), time.process_time()

@@ -16,7 +16,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from lowq_cli import benching
+from lowq_cli.tuning import benching
 from lowq_kernels.timing import Roofline
 
 ROOT = Path(__file__).resolve().parent.parent

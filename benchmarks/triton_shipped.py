@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lowq_cli import tuner
+from lowq_cli.tuning import tuner
 from lowq_kernels import measure, tuning
 from lowq_kernels.measure import Budget
 from lowq_kernels.precompile import Work, compile_all

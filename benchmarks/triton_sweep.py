@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import torch
 
-from lowq_cli.benching import parse_shape
+from lowq_cli.tuning.benching import parse_shape
 from lowq_kernels.measure import call_for, copies, random_weight
 from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.registry import Call, Config, kernels

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.benching import parse_shape
+from lowq_cli.tuning.benching import parse_shape
 from lowq_kernels import measure
 from lowq_kernels.measure import Budget
 from lowq_kernels.precompile import Work, compile_all

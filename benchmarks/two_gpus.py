@@ -24,8 +24,9 @@ import torch
 from safetensors.torch import save_file
 
 import lowq
-from lowq_cli import pipeline, ranks
-from lowq_cli.source import INDEX
+from lowq_cli import ranks
+from lowq_cli.files.source import INDEX
+from lowq_cli.run import pipeline
 
 OUT = Path(__file__).parent / "results" / "h200x2" / "two_gpus.json"
 SHAPE = {  # Qwen2.5-32B without its biases

@@ -28,10 +28,11 @@ def bench(
     """Time products by shape and batch: us, GB/s, TFLOP/s, share of the measured roofline, ratio to the dense product."""
     import torch
 
-    from lowq_cli import benching, state, tuner, tuning_plan
-    from lowq_cli.checkpoint import open_checkpoint
+    from lowq_cli import state
     from lowq_cli.devices import pick_device
-    from lowq_cli.importer import runnable
+    from lowq_cli.files.checkpoint import open_checkpoint
+    from lowq_cli.interop.importer import runnable
+    from lowq_cli.tuning import benching, tuner, tuning_plan
     from lowq_kernels import tuning
     from lowq_kernels.timing import roofline
     from lowq_packers.errors import UsageError

@@ -27,8 +27,8 @@ def compare(
     if plot and not Path(plot).absolute().parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no folder {Path(plot).absolute().parent}")
 
-    from lowq_cli import comparison
-    from lowq_cli.perplexity import read_text
+    from lowq_cli.accuracy import comparison
+    from lowq_cli.accuracy.perplexity import read_text
 
     contents = read_text(text)
     rows = []

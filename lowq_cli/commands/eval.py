@@ -7,7 +7,7 @@ import typer
 from lowq_cli import console
 
 if TYPE_CHECKING:
-    from lowq_cli.layer_errors import LayerError
+    from lowq_cli.accuracy.layer_errors import LayerError
 
 EXAMPLES = """Examples:  lowq eval --against demo  ·  lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3
 ·  lowq eval --act all"""
@@ -47,7 +47,7 @@ def eval(
     name = state.checkpoint_or_last(ckpt)
 
     with console.status("starting"):
-        from lowq_cli.perplexity import measure, measure_modes, read_text
+        from lowq_cli.accuracy.perplexity import measure, measure_modes, read_text
 
     contents = read_text(text)
     if act == "all":
@@ -66,7 +66,7 @@ def eval(
     increase = report.ppl_increase_pct
     errors = []
     if layers and against is not None:
-        from lowq_cli.layer_errors import layer_errors
+        from lowq_cli.accuracy.layer_errors import layer_errors
 
         with console.status("comparing layers"):
             errors = layer_errors(name, against, contents, device)

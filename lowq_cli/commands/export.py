@@ -25,7 +25,7 @@ def export(
 
     source = state.checkpoint_or_last(ckpt)
 
-    from lowq_cli.exporter import export as run
+    from lowq_cli.interop.exporter import export as run
 
     with console.progress("export", 100) as advance:
         found = run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name))

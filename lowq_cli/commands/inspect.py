@@ -18,7 +18,7 @@ def inspect(
 ) -> None:
     """Show format, bits per weight, size, schemes, errors, and who can serve a checkpoint. Reads no weights."""
     from lowq_cli import state
-    from lowq_cli.inspection import inspect_model
+    from lowq_cli.files.inspection import inspect_model
 
     found = inspect_model(state.checkpoint_or_last(path))
     if as_json:

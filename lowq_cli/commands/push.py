@@ -21,7 +21,7 @@ def push(
 ) -> None:
     """Upload a checkpoint with a model card: recipe, size, measured perplexity change, how to load it."""
     from lowq_cli import state
-    from lowq_cli.publish import publish
+    from lowq_cli.interop.publish import publish
 
     with console.progress("eval", 100) as advance:
         found = publish(state.checkpoint_or_last(ckpt), repo, against, private, dry_run, advance)

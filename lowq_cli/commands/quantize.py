@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console, quantizers, targets
+from lowq_cli import console, quantizers
+from lowq_cli.run import targets
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from lowq_cli.mixed import Mixed
-    from lowq_cli.pipeline import LayerDone, Planned, Result
-    from lowq_cli.recipe import Recipe
+    from lowq_cli.accuracy.mixed import Mixed
+    from lowq_cli.run.pipeline import LayerDone, Planned, Result
+    from lowq_cli.run.recipe import Recipe
 
 EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
 ·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --format fp8
@@ -106,7 +107,7 @@ def quantize(
         raise UsageError(f"format {format!r} does not exist; use lowq or fp8")
     if block is not None:
         raise UsageError("--block needs --format fp8")
-    from lowq_cli.recipe import parse_size
+    from lowq_cli.run.recipe import parse_size
 
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
@@ -115,7 +116,7 @@ def quantize(
         raise UsageError(f"--plot {plot} needs --bpw or --size, and a folder that is there")
 
     with console.status(f"measuring {model} for its budget" if budgeted else f"reading {model}"):
-        from lowq_cli import pipeline
+        from lowq_cli.run import pipeline
 
         faults = []
         for one in asked:
@@ -130,7 +131,7 @@ def quantize(
             raise UnsupportedError(f"--for {engine}: {faults[0]}")
     _show_plan(planned)
     if plot and planned.mixed:
-        from lowq_cli import mixed
+        from lowq_cli.accuracy import mixed
 
         mixed.plot(planned.mixed, Path(plot))
         console.say(f"drew {plot}")
@@ -164,9 +165,9 @@ def _fp8(
     if asked["lm_head"] not in (None, "keep", "fp8", "8"):
         raise UsageError(f"--lm-head {asked['lm_head']} with --format fp8: write --lm-head fp8, or keep")
     with console.status(f"reading {model}"):
-        from lowq_cli import fp8_checkpoint as fp8
         from lowq_cli.devices import pick_device
-        from lowq_cli.foreign import open_decoded
+        from lowq_cli.interop import fp8_checkpoint as fp8
+        from lowq_cli.interop.foreign import open_decoded
     with open_decoded(model, headers_only=dry_run) as source:
         block = fp8.block_of(asked["block"] or fp8.DEFAULT_BLOCK)
         head = asked["lm_head"] in ("fp8", "8")
@@ -197,7 +198,7 @@ def _fp8(
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
     """The recipe of the flags, or with --for those to try, best first. Raises NotFoundError, UsageError."""
-    from lowq_cli.recipe import make_recipe, read_toml
+    from lowq_cli.run.recipe import make_recipe, read_toml
 
     if engine is None:
         return [make_recipe(file, **flags)]
@@ -243,7 +244,7 @@ def _show_mixed(mixed: "Mixed") -> None:
 
 def _run(events: object, planned: "Planned") -> "Result":
     """Follow the run with a progress bar; the result."""
-    from lowq_cli import pipeline
+    from lowq_cli.run import pipeline
 
     told: set[str] = set()
     with console.progress("quantize", planned.plan.params) as advance:

@@ -37,7 +37,7 @@ def serve(
             "lowq export --to gguf"
         )
 
-    from lowq_cli.serving import command
+    from lowq_cli.interop.serving import command
 
     line = command(model, tp, port, tuple(shlex.split(args)), write=not dry_run, native=native)
     if dry_run:

@@ -25,10 +25,11 @@ def tune(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Time all kernels on this checkpoint's shapes and write the winners to lowq_tune.json inside it. Ctrl-C keeps them."""
-    from lowq_cli import state, tuner, tuning_plan
-    from lowq_cli.checkpoint import open_checkpoint
+    from lowq_cli import state
     from lowq_cli.devices import pick_device
-    from lowq_cli.importer import runnable
+    from lowq_cli.files.checkpoint import open_checkpoint
+    from lowq_cli.interop.importer import runnable
+    from lowq_cli.tuning import tuner, tuning_plan
     from lowq_kernels import measure, tuning
     from lowq_packers.errors import UsageError
 

@@ -24,10 +24,13 @@ def warm(model: Any, decoder: Any, prompts: list[list[int]], sampling: Sampling,
     """Compile in parallel; returns how many launches that took, 0 on a CPU. `done(n, of)` is called where it is slow."""
     if model.device.type != "cuda" or not prompts:
         return 0
-    work = [*_products(model, decoder, len(prompts), max(map(len, prompts)))]
-    if isinstance(decoder, FusedDecoder):
-        work += _between(decoder, len(prompts), sampling)
-    return launch_all(work, done)
+    return launch_all(launches(model, decoder, len(prompts), max(map(len, prompts)), sampling), done)
+
+
+def launches(model: Any, decoder: Any, batch: int, longest: int, sampling: Sampling) -> list[Callable[[], object]]:
+    """One launch of each kernel that `batch` prompts of up to `longest` tokens and what follows them will take."""
+    work = [*_products(model, decoder, batch, longest)]
+    return work + _between(decoder, batch, sampling) if isinstance(decoder, FusedDecoder) else work
 
 
 def _products(model: Any, decoder: Any, batch: int, longest: int) -> Iterator[Callable[[], object]]:

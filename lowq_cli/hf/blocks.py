@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lowq_cli.files.source import Source
 from lowq_cli.hf.experts import why_not_experts
 from lowq_cli.hf.skeleton import Skeleton, Slice, build
-from lowq_cli.source import Source
 from lowq_packers.errors import UnsupportedError
 
 Hidden = torch.Tensor

@@ -15,10 +15,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowq_cli.fp8_checkpoint import ACT_KEY, BLOCKS
+from lowq_cli.files.safetensors_io import TensorHeader, read_header
+from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import Skeleton, build
-from lowq_cli.safetensors_io import TensorHeader, read_header
-from lowq_cli.source import Source
+from lowq_cli.interop.fp8_checkpoint import ACT_KEY, BLOCKS
 from lowq_kernels.activations import Act
 from lowq_kernels.fp8.linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError

@@ -12,13 +12,13 @@ from transformers.utils import logging
 
 from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device
+from lowq_cli.files.quant_config import METHOD
+from lowq_cli.files.source import Source, open_source
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
-from lowq_cli.importer import runnable
-from lowq_cli.quant_config import METHOD
-from lowq_cli.source import Source, open_source
+from lowq_cli.interop.importer import runnable
 from lowq_kernels import tuning
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
 

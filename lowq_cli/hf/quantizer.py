@@ -10,13 +10,13 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowq_cli.quant_config import METHOD, VERSION
+from lowq_cli.files.quant_config import METHOD, VERSION
 from lowq_packers.errors import UnsupportedError
 
 
 @register_quantization_config(METHOD)
 class LowqConfig(QuantizationConfigMixin):
-    """`quantization_config` of a lowq checkpoint, as `lowq_cli.quant_config` describes it; unknown keys are kept."""
+    """`quantization_config` of a lowq checkpoint, as `lowq_cli.files.quant_config` describes it; unknown keys are kept."""
 
     def __init__(
         self,

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import why_not_experts
 from lowq_cli.hf.skeleton import Skeleton, build
-from lowq_cli.safetensors_io import TensorHeader
 from lowq_packers.errors import DamagedError
 
 FLOATS = ("F16", "BF16", "F32", "F64")

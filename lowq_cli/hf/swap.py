@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
+from lowq_cli.files.quant_config import Stored, compact, expand_stored
+from lowq_cli.files.safetensors_io import TensorHeader, read_header
 from lowq_cli.hf import parallel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
 from lowq_cli.hf.structure import FLOATS, check_complete
-from lowq_cli.quant_config import Stored, compact, expand_stored
-from lowq_cli.safetensors_io import TensorHeader, read_header
 from lowq_kernels.joined import Part
 from lowq_kernels.linear import QuantLinear
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError

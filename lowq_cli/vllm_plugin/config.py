@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from lowq_cli.quant_config import METHOD, expand_stored
+from lowq_cli.files.quant_config import METHOD, expand_stored
 from lowq_cli.vllm_plugin.embedding import LowqEmbeddingMethod
 from lowq_cli.vllm_plugin.experts import LowqExpertsMethod
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod
@@ -29,7 +29,7 @@ TABLE = "embed_tokens"
 
 @register_quantization_config(METHOD)
 class LowqVllmConfig(QuantizationConfig):
-    """The `quantization_config` of a lowq checkpoint (`lowq_cli.quant_config`) as vLLM asks for it."""
+    """The `quantization_config` of a lowq checkpoint (`lowq_cli.files.quant_config`) as vLLM asks for it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()

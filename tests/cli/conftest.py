@@ -89,10 +89,10 @@ def write_packed(dense: Path, folder: Path, schemes: dict[str, Scheme], dtype: s
     import torch
     from safetensors.torch import save_file
 
+    from lowq_cli.files.quant_config import compact
+    from lowq_cli.files.source import open_source
     from lowq_cli.hf.structure import roles
-    from lowq_cli.quant_config import compact
     from lowq_cli.quantizers import rtn
-    from lowq_cli.source import open_source
     from lowq_packers.layouts import pack
 
     packed, used = {}, {}
@@ -121,9 +121,9 @@ def write_dequantized(dense: Path, packed: Path, out: Path) -> Path:
     """A dense checkpoint of the values that a packed one stands for, in the names and dtypes of the dense source."""
     from safetensors.torch import save_file
 
+    from lowq_cli.files.quant_config import expand
+    from lowq_cli.files.source import open_source
     from lowq_cli.hf.structure import roles
-    from lowq_cli.quant_config import expand
-    from lowq_cli.source import open_source
     from lowq_packers.layouts import PackedWeight, unpack
 
     tensors = {}

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import lowq
+from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
-from lowq_cli.source import open_source
 from lowq_packers.errors import LowqError
 
 

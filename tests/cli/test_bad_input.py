@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowq_cli.pipeline import quantize
+from lowq_cli.run.pipeline import quantize
 from lowq_packers.errors import LowqError
 
 Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
@@ -197,7 +197,7 @@ def test_cuda_without_a_gpu(model):
 @pytest.mark.parametrize("what", ["memory", "disk"])
 def test_what_does_not_fit_is_refused_before_anything_is_written(model, monkeypatch, what):
     if what == "memory":
-        monkeypatch.setattr("lowq_cli.budget.available_memory", lambda: 1 << 20)
+        monkeypatch.setattr("lowq_cli.run.budget.available_memory", lambda: 1 << 20)
     else:
         usage = namedtuple("usage", "total used free")(1, 1, 1000)
         monkeypatch.setattr("shutil.disk_usage", lambda _: usage)

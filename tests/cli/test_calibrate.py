@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 
-from lowq_cli import calibrate, pipeline, quantizers
+from lowq_cli import quantizers
+from lowq_cli.accuracy import calibrate
+from lowq_cli.accuracy.walk import Layer
+from lowq_cli.files.source import open_source
 from lowq_cli.hf.blocks import Blocks, run
 from lowq_cli.quantizers import gptq, lsq
 from lowq_cli.quantizers.gptq import Moments
-from lowq_cli.recipe import make_recipe
-from lowq_cli.source import open_source
-from lowq_cli.walk import Layer
+from lowq_cli.run import pipeline
+from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import DamagedError, NotFoundError, SchemeError, UsageError
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowq_cli.checkpoint import is_checkpoint, open_checkpoint
-from lowq_cli.pipeline import quantize
+from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.run.pipeline import quantize
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lowq_cli import pipeline
 from lowq_cli.main import app
+from lowq_cli.run import pipeline
 from lowq_packers.errors import NotFoundError, UsageError
 
 

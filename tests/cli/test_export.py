@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lowq
-from lowq_cli import main, shards
-from lowq_cli.exporter import export
-from lowq_cli.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
-from lowq_cli.inspection import inspect_model
-from lowq_cli.sharding import fusion_problems, shard_problems
-from lowq_cli.source import open_source
+from lowq_cli import main
+from lowq_cli.files import shards
+from lowq_cli.files.inspection import inspect_model
+from lowq_cli.files.source import open_source
+from lowq_cli.interop.exporter import export
+from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
+from lowq_cli.interop.sharding import fusion_problems, shard_problems
 from lowq_packers import formats
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
@@ -257,8 +258,9 @@ def test_quantize_takes_a_foreign_checkpoint(gptq_folder, checkpoints, tmp_path)
 
 
 def test_a_dry_run_reads_no_weights(gptq_folder, monkeypatch):
-    from lowq_cli import foreign, pipeline
-    from lowq_cli.recipe import Recipe
+    from lowq_cli.interop import foreign
+    from lowq_cli.run import pipeline
+    from lowq_cli.run.recipe import Recipe
 
     monkeypatch.setattr(foreign, "dense", lambda *_: pytest.fail("weights were read"))
     planned = next(pipeline.run(gptq_folder, Recipe(bits=4, group=32), dry_run=True))

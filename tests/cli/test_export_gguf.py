@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lowq
-from lowq_cli import gguf_export
-from lowq_cli.checkpoint import open_checkpoint
-from lowq_cli.exporter import export, read_matrix
-from lowq_cli.foreign import open_decoded
-from lowq_cli.gguf_export import MIXTURES
-from lowq_cli.gguf_file import GgufTensor, array, head, padded, text, u32
-from lowq_cli.inspection import inspect_model
-from lowq_cli.source import open_source
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.inspection import inspect_model
+from lowq_cli.files.source import open_source
+from lowq_cli.interop import gguf_export
+from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.gguf_export import MIXTURES
+from lowq_cli.interop.gguf_file import GgufTensor, array, head, padded, text, u32
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, UsageError
 from lowq_packers.formats.gguf import permute_heads
 from lowq_packers.scheme import Scheme
@@ -99,7 +99,7 @@ def test_llama_cpp_predicts_as_we_do(demo4, demo_gguf):
         pytest.skip("needs llama-cpp-python (extra interop; builds from source)")
     import llama_cpp
 
-    from lowq_cli.perplexity import evaluate, read_text, tokenize
+    from lowq_cli.accuracy.perplexity import evaluate, read_text, tokenize
 
     model, tokenizer = lowq.load(demo4, device="cpu", dtype="float32")
     story = read_text(None)

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from lowq_cli import exporter, gguf_export, pipeline, shards
-from lowq_cli.exporter import export
-from lowq_cli.foreign import open_foreign
+from lowq_cli.files import shards
+from lowq_cli.interop import exporter, gguf_export
+from lowq_cli.interop.exporter import export
+from lowq_cli.interop.foreign import open_foreign
+from lowq_cli.run import pipeline
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 
@@ -17,7 +19,9 @@ SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 
 KILLED = """
 import os, signal, sys
-from lowq_cli import exporter, gguf_export, pipeline, shards
+from lowq_cli.files import shards
+from lowq_cli.interop import exporter, gguf_export
+from lowq_cli.run import pipeline
 shards.SHARD = int(sys.argv[4])
 def progress(percent, name):
     progress.count += 1

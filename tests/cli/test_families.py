@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowq_cli.files.quant_config import expand
+from lowq_cli.files.safetensors_io import read_json
+from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.hf.load import load_model
-from lowq_cli.quant_config import expand
-from lowq_cli.safetensors_io import read_json
-from lowq_cli.source import open_source
 from lowq_kernels.linear import QuantLinear
 
 FAMILIES = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral", "qwen3-moe")
@@ -78,7 +78,7 @@ def test_a_plain_from_pretrained_is_enough(family_checkpoints):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_pipeline_writes_what_loads(family, family_checkpoints, dequantize_checkpoint, tmp_path):
-    from lowq_cli.pipeline import quantize
+    from lowq_cli.run.pipeline import quantize
 
     dense = family_checkpoints(family).dense
     result = quantize(dense, out=tmp_path / "packed", bits=4, group=16, method="rtn", device="cpu")
@@ -88,7 +88,7 @@ def test_the_pipeline_writes_what_loads(family, family_checkpoints, dequantize_c
 
 
 def test_a_tied_head_can_be_written_separately(family_checkpoints, dequantize_checkpoint, tmp_path):
-    from lowq_cli.pipeline import quantize
+    from lowq_cli.run.pipeline import quantize
 
     dense = family_checkpoints("llama-tied").dense
     quantize(dense, out=tmp_path / "packed", bits=4, group=16, method="rtn", lm_head=8, device="cpu")

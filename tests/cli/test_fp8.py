@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from lowq_cli.hf.activations import modes, set_activations
 from lowq_cli.hf.load import load
 from lowq_cli.main import app
-from lowq_cli.pipeline import quantize
+from lowq_cli.run.pipeline import quantize
 from lowq_kernels.activations import rounded
 from lowq_kernels.fp8.linear import Fp8Linear
 from lowq_kernels.linear import QuantLinear
@@ -102,8 +102,8 @@ def test_partial_blocks(family_checkpoints, tmp_path):
 
 
 def load_model(folder):
+    from lowq_cli.files.source import open_source
     from lowq_cli.hf.load import load_model
-    from lowq_cli.source import open_source
 
     with open_source(str(folder)) as source:
         return load_model(source, "cpu")

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from lowq_cli import pipeline
-from lowq_cli.checkpoint import open_checkpoint
-from lowq_cli.exporter import read_matrix
-from lowq_cli.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
-from lowq_cli.gguf_file import GgufTensor, f32, head, text, u32, write_tensor
-from lowq_cli.inspection import inspect_model
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.inspection import inspect_model
+from lowq_cli.interop.exporter import read_matrix
+from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
+from lowq_cli.interop.gguf_file import GgufTensor, f32, head, text, u32, write_tensor
+from lowq_cli.run import pipeline
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import gguf
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowq_cli.files.quant_config import compact, expand
+from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts, row_by_row, rows_by_expert
 from lowq_cli.hf.load import load_model
-from lowq_cli.quant_config import compact, expand
-from lowq_cli.source import open_source
 from lowq_kernels.linear import QuantLinear
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.scheme import Scheme

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import lowq
-from lowq_cli import importer, main, state
-from lowq_cli.checkpoint import is_checkpoint, open_checkpoint
-from lowq_cli.exporter import export
-from lowq_cli.importer import runnable
+from lowq_cli import main, state
+from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.interop import importer
+from lowq_cli.interop.exporter import export
+from lowq_cli.interop.importer import runnable
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.scheme import Scheme
 

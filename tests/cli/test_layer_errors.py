@@ -6,10 +6,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowq_cli import pipeline
-from lowq_cli.layer_errors import layer_errors
+from lowq_cli.accuracy.layer_errors import layer_errors
+from lowq_cli.accuracy.perplexity import read_text
 from lowq_cli.main import app
-from lowq_cli.perplexity import read_text
+from lowq_cli.run import pipeline
 from lowq_packers.errors import UsageError
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowq_cli import perplexity
+from lowq_cli.accuracy import perplexity
 from lowq_packers.errors import NotFoundError, UsageError
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowq_cli import budget, pipeline, quantizers
-from lowq_cli.checkpoint import open_checkpoint
-from lowq_cli.pipeline import Finished, Planned, ShardDone, TensorDone, run
+from lowq_cli import quantizers
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.source import open_source
 from lowq_cli.quantizers import _slabs
-from lowq_cli.recipe import make_recipe
-from lowq_cli.source import open_source
+from lowq_cli.run import budget, pipeline
+from lowq_cli.run.pipeline import Finished, Planned, ShardDone, TensorDone, run
+from lowq_cli.run.recipe import make_recipe
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 

@@ -8,8 +8,8 @@ import huggingface_hub
 import pytest
 
 from lowq_cli import main
-from lowq_cli.card import model_card
-from lowq_cli.checkpoint import open_checkpoint
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.interop.card import model_card
 from lowq_packers.scheme import Scheme
 
 SYM = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none")}

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowq_cli import writer
-from lowq_cli.checkpoint import open_checkpoint
-from lowq_cli.pipeline import Finished, TensorDone, quantize, run
-from lowq_cli.recipe import make_recipe
-from lowq_cli.safetensors_io import read_header
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.safetensors_io import read_header
+from lowq_cli.run import writer
+from lowq_cli.run.pipeline import Finished, TensorDone, quantize, run
+from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UsageError
 
 RECIPE = make_recipe(method="rtn")
@@ -229,7 +229,7 @@ def test_an_interrupt_inside_the_run_is_logged_and_passed_on(tmp_path, monkeypat
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowq_cli.transform.quantize", interrupted)
+    monkeypatch.setattr("lowq_cli.run.transform.quantize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(run("demo", RECIPE, tmp_path / "out"))
     assert "stopped by KeyboardInterrupt" in (tmp_path / "out" / "lowq.log").read_text()

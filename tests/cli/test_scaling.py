@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowq_cli import calibrate, pipeline, scaling
+from lowq_cli.accuracy import calibrate, scaling
+from lowq_cli.accuracy.walk import Layer
+from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
 from lowq_cli.hf.blocks import Blocks
 from lowq_cli.hf.folds import find
 from lowq_cli.quantizers import awq, lsq
 from lowq_cli.quantizers.gptq import Moments
-from lowq_cli.recipe import make_recipe
-from lowq_cli.source import open_source
-from lowq_cli.walk import Layer
+from lowq_cli.run import pipeline
+from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import SchemeError
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 

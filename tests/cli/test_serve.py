@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from lowq_cli import main, serving
-from lowq_cli.foreign import open_foreign
+from lowq_cli import main
+from lowq_cli.interop import serving
+from lowq_cli.interop.foreign import open_foreign
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 

@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from lowq_cli import pipeline, transform
 from lowq_cli.devices import pick_devices
+from lowq_cli.run import pipeline, transform
 from lowq_packers.errors import UnsupportedError, UsageError
 
 RECIPE = {"bits": 4, "group": 32, "method": "rtn", "shard_size": 1 << 20}

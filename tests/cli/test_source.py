@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowq_cli import source as source_module
-from lowq_cli.safetensors_io import TensorHeader, build_header, parse_header, read_header
-from lowq_cli.source import open_source
+from lowq_cli.files import source as source_module
+from lowq_cli.files.safetensors_io import TensorHeader, build_header, parse_header, read_header
+from lowq_cli.files.source import open_source
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 
 TENSORS = {

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
-from lowq_cli import main, targets
-from lowq_cli.exporter import export
+from lowq_cli import main
+from lowq_cli.interop.exporter import export
+from lowq_cli.run import targets
 from lowq_packers.errors import UsageError
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
-from lowq_cli.source import open_source
 from lowq_packers.scheme import Scheme
 
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lowq_cli import transform
-from lowq_cli.checkpoint import open_checkpoint
-from lowq_cli.exporter import export, read_matrix
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.inspection import inspect_model
+from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
-from lowq_cli.inspection import inspect_model
-from lowq_cli.pipeline import quantize
-from lowq_cli.planner import make_plan
-from lowq_cli.recipe import Recipe
-from lowq_cli.source import open_source
+from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.run import transform
+from lowq_cli.run.pipeline import quantize
+from lowq_cli.run.planner import make_plan
+from lowq_cli.run.recipe import Recipe
 from lowq_kernels.joined import join
 from lowq_kernels.linear import QuantLinear
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError

@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowq_cli import tuner, tuning_plan
-from lowq_cli.checkpoint import open_checkpoint
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.main import app
+from lowq_cli.tuning import tuner, tuning_plan
 from lowq_kernels import tuning
 from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.scheme import Scheme
@@ -134,7 +134,7 @@ def test_bench_refuses_nonsense_in_one_line(args, error):
 
 
 def test_a_shape_for_a_channel_has_one_group():
-    from lowq_cli.benching import parse_shape, shape_for
+    from lowq_cli.tuning.benching import parse_shape, shape_for
 
     assert shape_for("8x100", 4, "channel", torch.float16).scheme == Scheme(4, 100)
     with pytest.raises(UsageError, match="NxK"):

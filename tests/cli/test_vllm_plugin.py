@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowq_cli.quant_config import compact
+from lowq_cli.files.quant_config import compact
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor

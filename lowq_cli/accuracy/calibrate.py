@@ -1,0 +1,311 @@
+"""Calibrated quantization: walk the model layer by layer on a text, quantize each layer's linears on the inputs they get.
+
+Two streams of hidden states go through the model: x through the original layers, x' through the quantized ones. The inputs
+of one stage (linears that share an input: q/k/v, o, gate/up, down; see walk.py) are measured behind everything quantized before
+it. One decoder layer is in memory at a time, with both streams. Each finished layer is set down in a folder beside the
+checkpoint, so a rerun continues behind it; the pipeline then takes its rows from there and writes as it always does.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from lowq_cli import quantizers
+from lowq_cli.accuracy import scaling
+from lowq_cli.accuracy.perplexity import tokenize, windows
+from lowq_cli.accuracy.walk import Hidden, Layer
+from lowq_cli.files.safetensors_io import TORCH_NAMES
+from lowq_cli.files.source import Source
+from lowq_cli.hf.structure import FLOATS
+from lowq_cli.quantizers.gptq import SLAB
+from lowq_cli.run.plan import Item, Plan
+from lowq_cli.run.writer import STAGED, writing
+from lowq_packers.errors import DamagedError, NotFoundError, UsageError
+from lowq_packers.qtensor import QuantizedTensor
+
+WINDOW = 512
+BATCH = 8  # windows at a time
+DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
+FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
+
+
+@dataclass(frozen=True)
+class LayerDone:
+    """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed.
+
+    notes: checkpoint name -> why it was not quantized as the recipe says. unscaled: modules whose inputs take no scale.
+    """
+
+    index: int
+    total: int
+    error: float
+    seconds: float
+    resumed: bool
+    notes: dict[str, str] = field(default_factory=dict)
+    unscaled: tuple[str, ...] = ()
+
+
+def is_calibrated(plan: Plan) -> bool:
+    """Whether a plan holds matrices whose method reads a text."""
+    return any(i.method and quantizers.needs_text(i.method) for i in plan.items)
+
+
+def identity(plan: Plan) -> str:
+    """A hash of the text and the number of tokens, for the name of the run; "" where nothing is calibrated."""
+    if not is_calibrated(plan):
+        return ""
+    digest = hashlib.sha256(read_text(plan.recipe.calib).encode()).hexdigest()[:16]
+    return f"{digest} {plan.recipe.calib_tokens}"
+
+
+def working_bytes(plan: Plan) -> int:
+    """Bytes that calibrating takes on the device: a layer's weights twice, its moments, both streams, a slab being rounded."""
+    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
+    if not items:
+        return 0
+    layers: dict[str, int] = {}
+    for i in items:
+        number = re.search(r"\.(\d+)\.", i.name)
+        layers[number[1] if number else ""] = layers.get(number[1] if number else "", 0) + i.params
+    widest = max(i.shape[1] for i in items)
+    hidden = min(i.shape[1] for i in items)
+    inputs = 8 * BATCH * WINDOW * widest
+    copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
+    streams = copies * plan.recipe.calib_tokens * hidden
+    return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
+
+
+def read_text(path: str | None) -> str:
+    """The calibration text: a .txt file, a .jsonl file of {"text": ...}, all such files in a folder, or the bundled one.
+
+    Raises NotFoundError, UsageError.
+    """
+    root = DEFAULT_TEXT if path is None else Path(path).expanduser()
+    if root.is_dir():
+        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
+        if not files:
+            raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
+        return "\n\n".join(read_text(str(p)) for p in files)
+    try:
+        text = root.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"{root} is not UTF-8 text ({e.reason} at byte {e.start})") from None
+    except OSError as e:
+        raise NotFoundError(f"cannot read the calibration text {root}: {e.strerror}") from None
+    if root.suffix == ".jsonl":
+        try:
+            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
+    if not text.strip():
+        raise UsageError(f"the calibration text {root} is empty")
+    return text
+
+
+def choose_windows(tokenizer: Any, text: str, tokens: int) -> torch.Tensor:
+    """(n, WINDOW) token ids: `tokens` of them in windows spread evenly over the text, or all if it has fewer.
+
+    Raises UsageError for a text of fewer tokens than a batch.
+    """
+    cut = windows(tokenize(tokenizer, text), WINDOW)
+    count = min(len(cut), max(1, tokens // WINDOW)) // BATCH * BATCH
+    if cut.shape[1] < WINDOW or count == 0:
+        raise UsageError(
+            f"calibration needs {BATCH * WINDOW} tokens or more, the text has {cut.numel()}; give a longer --calib"
+        )
+    return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
+
+
+class Calibration:
+    """The calibrated part of one run. `run` does the work; `quantizer` then hands its results to the pipeline.
+
+    Args:
+        folder: the output folder. run_hash: names the run, so that only its own finished layers are taken up.
+    Raises:
+        UnsupportedError: a family whose layers cannot be walked. NotFoundError, UsageError: the text.
+    """
+
+    def __init__(self, source: Source, plan: Plan, folder: Path, run_hash: str, device: torch.device) -> None:
+        from lowq_cli.hf.blocks import Blocks
+        from lowq_cli.hf.load import load_tokenizer
+
+        self.device = device
+        self.blocks = Blocks(source, device)
+        self.ids = choose_windows(load_tokenizer(source), read_text(plan.recipe.calib), plan.recipe.calib_tokens)
+        self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
+        kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
+        self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
+        self.folder = folder / (STAGED + run_hash)
+        self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds what was found for it
+        self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
+
+    def run(self) -> Iterator[LayerDone]:
+        """Quantize every layer that is not done yet, in order."""
+        blocks = self.blocks
+        for old in self.folder.parent.glob(STAGED + "*"):
+            if old != self.folder:
+                shutil.rmtree(old)
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
+        original, others = blocks.start(self.ids, BATCH)
+        behind = [x.clone() for x in original]
+        for number in range(len(blocks)):
+            began = time.monotonic()
+            path = self.folder / f"layer-{number:05d}.safetensors"
+            mine = {n: s for n, s in blocks.linears(number).items() if n in self.items}
+            kept = {p: n for p, n in blocks.kept(number).items() if n in self.stored}
+            self.layer_of |= dict.fromkeys([*mine, *kept.values()], path)
+            done = path.is_file()
+            error = 0.0
+            with torch.no_grad(), blocks.layer(number) as module:
+                layer = Layer(module, others[number], mine)
+                if done:
+                    scaling.repeat(layer, self._scaled(path, list(mine), kept))
+                    for name in mine:
+                        layer.set(name, _load(path, self.items[name]).dequantize().to(self.device))
+                else:
+                    error = self._quantize(layer, kept, original, behind, path)
+                if number + 1 < len(blocks):
+                    layer.advance(original, behind)
+            notes, unscaled = _load_notes(path)
+            self.notes |= notes
+            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
+
+    def _quantize(self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path) -> float:
+        """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `Blocks.kept`."""
+        results: dict[str, torch.Tensor] = {}
+        notes: dict[str, str] = {}
+        unscaled: list[str] = []
+        errors = []
+        if any(quantizers.needs_scales(str(self.items[n].method)) for n in layer.spots):
+            schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
+            stored = {p: self.stored[n] for p, n in kept.items()}
+            scaled = scaling.scale(layer, behind, schemes, stored, FEW_TOKENS)
+            results |= {f"{n}.rows": t.cpu() for n, t in scaled.rows.items()}
+            results |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
+            results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
+            unscaled = scaled.missing
+        for stage in layer.stages(original, behind):
+            for name in stage.names:
+                item = self.items[name]
+                assert item.scheme is not None
+                dtype = _dtype(item.outputs[1][1].dtype)
+                W = layer.matrix(name, layer.original).contiguous()
+                if stage.moments.tokens < FEW_TOKENS and item.kind == "expert":
+                    method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
+                    notes[name] = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
+                    q = quantizers.get(method)(W, item.scheme, dtype)
+                else:
+                    q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
+                restored = q.dequantize()
+                errors.append(_output_error(W, restored, stage.moments.second))
+                layer.set(name, restored)
+                results |= _save(q, name, dtype)
+        partial = path.with_suffix(".partial")
+        with writing(path):
+            partial.write_bytes(save(results, {"notes": json.dumps([notes, unscaled])}))
+            partial.replace(path)
+        return sum(errors) / max(len(errors), 1)
+
+    def _scaled(self, path: Path, names: list[str], kept: dict[str, str]) -> scaling.Scaled:
+        """What was folded into a finished layer."""
+        found = scaling.Scaled()
+        for tensors, leaf, keys in (
+            (found.rows, "rows", {n: n for n in names}),
+            (found.columns, "columns", {n: n for n in names}),
+            (found.kept, "values", kept),
+        ):
+            for key, name in keys.items():
+                if (t := _load_tensor(path, f"{name}.{leaf}")) is not None:
+                    tensors[key] = t.to(self.device, torch.float32)
+        return found
+
+    def quantizer(self, item: Item) -> Callable[..., QuantizedTensor]:
+        """The quantizer of one item: rows of what `run` made, in order; a data-free method for what it did not see."""
+        if item.name not in self.layer_of:
+            return quantizers.get(str(item.method))
+        q = _load(self.layer_of[item.name], item)
+        at = 0
+
+        def next_rows(W: torch.Tensor, *_: object) -> QuantizedTensor:
+            nonlocal at
+            part, at = slice(at, at + W.shape[0]), at + W.shape[0]
+            zeros = None if q.zeros is None else q.zeros[part]
+            return QuantizedTensor(q.W_q[part], q.scales[part], zeros, q.bits, q.group_size, q.zero).to(W.device)
+
+        return next_rows
+
+    def factors(self, item: Item) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What an item's rows (N,) and columns (K,) were multiplied by before it was quantized; None where by nothing."""
+        if item.name not in self.layer_of:
+            return None, None
+        path = self.layer_of[item.name]
+        return _load_tensor(path, f"{item.name}.rows"), _load_tensor(path, f"{item.name}.columns")
+
+    def values(self, item: Item) -> torch.Tensor | None:
+        """The new values of a kept tensor that scales were folded into; None for any other."""
+        return _load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
+
+    def close(self) -> None:
+        """Remove the finished layers; the checkpoint holds them now."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, TORCH_NAMES[name])
+
+
+def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor) -> float:
+    error = W - restored
+    return float(((error @ second) * error).sum() / ((W @ second) * W).sum().clamp(min=1e-30))
+
+
+def _save(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors to set down: codes as bytes, scales and zeros in the checkpoint's dtype."""
+    found = {f"{name}.codes": q.W_q, f"{name}.scales": q.scales.to(dtype)}
+    if q.zeros is not None:
+        found[f"{name}.zeros"] = q.zeros.to(dtype)
+    return {k: t.cpu().contiguous() for k, t in found.items()}
+
+
+def _load(path: Path, item: Item) -> QuantizedTensor:
+    """One item out of a finished layer. Raises DamagedError if the file is no longer what was written."""
+    scheme = item.scheme
+    assert scheme is not None
+    with _reading(path) as saved:
+        codes, scales = saved.get_tensor(f"{item.name}.codes"), saved.get_tensor(f"{item.name}.scales").float()
+        zeros = None if scheme.zero == "none" else saved.get_tensor(f"{item.name}.zeros").float()
+    return QuantizedTensor(codes, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
+
+
+def _load_tensor(path: Path, name: str) -> torch.Tensor | None:
+    """A tensor out of a finished layer; None if it holds none of that name."""
+    with _reading(path) as saved:
+        return saved.get_tensor(name) if name in saved.keys() else None  # noqa: SIM118  (not a dict)
+
+
+def _load_notes(path: Path) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The notes of a finished layer, and the inputs that could not be scaled."""
+    with _reading(path) as saved:
+        notes, unscaled = json.loads(saved.metadata()["notes"])
+        return notes, tuple(unscaled)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as saved:
+            yield saved
+    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
+        raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None

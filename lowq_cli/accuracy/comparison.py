@@ -1,0 +1,92 @@
+"""Several models of one family side by side: size, perplexity, distance from the first, decode speed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.accuracy.perplexity import WINDOW, evaluate, tokenize
+
+PROMPT_TOKENS = 32  # of the text, to start the timed generation from
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One model's row. kl, top1_agreement: against the first model, None in its own row. decode_tps: one sequence."""
+
+    model: str
+    bytes: int
+    bpw: float
+    ppl: float
+    ppl_increase_pct: float | None
+    kl: float | None
+    top1_agreement: float | None
+    decode_tps: float
+    tokens: int
+
+
+def compare(
+    models: Sequence[str], text: str, device: str = "auto", max_tokens: int | None = None, new_tokens: int = 64
+) -> Iterator[Compared]:
+    """A row per model, in order; the first is what the others are held against.
+
+    Args:
+        models: folders, hub ids or "demo", of one vocabulary.
+        text: what perplexity is measured on, in windows of 512 tokens without overlap.
+        new_tokens: length of the timed generation, greedy, from the text's first 32 tokens.
+    Raises:
+        NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: other vocabularies, too short a text.
+    """
+    from lowq_cli.files.inspection import inspect_model
+    from lowq_cli.hf.load import load
+
+    reference: Any = None
+    for name in models:
+        found = inspect_model(name)
+        model, tokenizer = load(name, device=device)
+        ids = tokenize(tokenizer, text)
+        window = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
+        report = evaluate(model, ids, reference, window, max_tokens)
+        speed = _decode_tps(model, tokenizer, ids, new_tokens)
+        distance = (report.ppl_increase_pct, report.kl, report.top1_agreement)
+        yield Compared(name, found.bytes, found.bpw, report.ppl, *distance, speed, report.tokens)
+        if reference is None:
+            reference = model
+        del model
+
+
+def _decode_tps(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> float:
+    """Tokens per second of the second of two generations; the first compiles and warms up."""
+    from lowq_cli.engine import stream
+
+    prompt = tokenizer.decode(ids[:PROMPT_TOKENS])
+    for length in (4, new_tokens):
+        generation = stream(model, tokenizer, prompt, max_new_tokens=length, temperature=0)
+        for _ in generation:
+            pass
+    return float(generation.decode_tps)
+
+
+def figure(width: float, height: float) -> tuple[Any, Any]:
+    """An empty matplotlib figure of so many inches, and its axis. Raises UsageError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        from lowq_packers.errors import UsageError
+
+        raise UsageError("--plot needs matplotlib; install it with: pip install 'lowq[plot]'") from None
+    made = Figure(figsize=(width, height))
+    return made, made.subplots()
+
+
+def plot(rows: Sequence[Compared], path: Path) -> None:
+    """Draw perplexity against size. Raises UsageError where matplotlib is not installed."""
+    drawn, axis = figure(6, 4)
+    axis.plot([r.bytes / 1e6 for r in rows], [r.ppl for r in rows], "o")
+    for r in rows:
+        axis.annotate(Path(r.model).name, (r.bytes / 1e6, r.ppl), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axis.set(xlabel="size of the weights, MB", ylabel="perplexity", xscale="log", yscale="log")
+    drawn.tight_layout()
+    drawn.savefig(path)

@@ -1,0 +1,1 @@
+"""Model folders: where weights come from, what a lowq checkpoint holds, and how files are checked before they are believed."""

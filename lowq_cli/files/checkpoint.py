@@ -1,0 +1,222 @@
+"""Reading a lowq folder: headers, config and shapes held against each other before anything trusts them.
+
+`open_checkpoint` reads no weights; `Checkpoint.check_values` reads them all. Kernels index by these shapes, and a kernel
+that is told a wrong one corrupts memory silently: what does not fit is refused here.
+"""
+
+import os
+import zlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
+from lowq_cli.files.safetensors_io import TensorHeader, read_json
+from lowq_cli.files.shapes import check_shapes
+from lowq_cli.files.source import Source, open_source
+from lowq_cli.run.writer import JOURNAL, REPORT
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
+from lowq_packers.layouts import DISK, stored
+from lowq_packers.scheme import Scheme
+
+SCALE_DTYPES = ("F16", "BF16", "F32")
+COMPANIONS = ("weight_scale", "weight_zero")
+CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """A packed matrix, shape (N, K), or a plain tensor (scheme None). nbytes counts scales and zeros too."""
+
+    name: str  # without ".weight" where packed
+    shape: tuple[int, ...]
+    scheme: Scheme | None
+    dtype: str  # of the scales, or of the tensor (safetensors name)
+    nbytes: int
+    layout: str = DISK  # of its words, where packed
+
+    @cached_property
+    def params(self) -> int:
+        """Weights it stands for."""
+        return TensorHeader(self.shape, "U8").numel
+
+    @property
+    def bpw(self) -> float:
+        """Bits stored per weight."""
+        return 8 * self.nbytes / max(self.params, 1)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A lowq folder whose files fit together."""
+
+    source: Source
+    tensors: tuple[CheckpointTensor, ...]
+    report: dict[str, Any]  # lowq_report.json, or {} where there is none
+
+    @property
+    def folder(self) -> Path:
+        """Where it is."""
+        assert self.source.folder
+        return self.source.folder
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        return self.source.config
+
+    @cached_property
+    def schemes(self) -> dict[str, Scheme]:
+        """Name -> scheme of every packed matrix."""
+        return {t.name: t.scheme for t in self.tensors if t.scheme}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight over everything, plain tensors included."""
+        return 8 * self.nbytes / max(sum(t.params for t in self.tensors), 1)
+
+    @property
+    def quantized_fraction(self) -> float:
+        """Share of the weights that are packed, 0 .. 1."""
+        return sum(t.params for t in self.tensors if t.scheme) / max(sum(t.params for t in self.tensors), 1)
+
+    def check_values(self) -> int:
+        """Read every tensor: checksums as in the report where there is one, scales and zeros finite. Bytes read.
+
+        Raises DamagedError naming the tensor.
+        """
+        import torch
+
+        known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # its shape: _check_report
+        for t in self.tensors:
+            names = [f"{t.name}.weight", *(f"{t.name}.{c}" for c in COMPANIONS)] if t.scheme else [t.name]
+            found = [n for n in names if n in self.source.headers]
+            crcs = [_crc(self.source, n) for n in found]
+            if known.get(t.name, crcs) != crcs:
+                raise DamagedError(f"{t.name} in {self.folder} is not what lowq wrote (checksum); quantize again")
+            for n in found[1:]:
+                if not torch.isfinite(self.source.read(n)).all():
+                    raise DamagedError(f"{n} in {self.folder} holds NaN or infinite values; quantize again")
+        return self.nbytes
+
+
+def _crc(source: Source, name: str) -> int:
+    crc, size = 0, source.headers[name].nbytes
+    for at in range(0, size, CHUNK):
+        crc = zlib.crc32(source.read_raw(name, at, min(CHUNK, size - at)), crc)
+    return crc
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """A lowq folder, checked without reading weights.
+
+    Raises NotFoundError (no folder, or a run that has not finished), UsageError (a model that is not quantized),
+    UnsupportedError (another format or version), DamagedError (files that do not fit together).
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise NotFoundError(f"no folder {folder}; make a checkpoint with: lowq quantize MODEL --out {folder}")
+    if not (folder / "config.json").is_file() and (folder / JOURNAL).is_file():
+        raise NotFoundError(f"the run that writes {folder} has not finished; run the same `lowq quantize` again, it continues")
+    source = open_source(str(folder.absolute()))
+    q = source.config.get("quantization_config")
+    if q is None:
+        raise UsageError(f"{folder} is a model that is not quantized; run: lowq quantize {folder}")
+    if not isinstance(q, dict):
+        raise DamagedError(f"{folder}/config.json: quantization_config must be a table")
+    names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight")]
+    try:
+        tensors = _tensors(source, expand_stored(q, names))
+        check_shapes(source.config, _logical_shapes(tensors))
+    except SchemeError as e:
+        raise DamagedError(f"{folder}: {e}") from None
+    report = read_json(folder / REPORT) if (folder / REPORT).is_file() else {}
+    _check_report(source, report)
+    return Checkpoint(source, tensors, report)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder says it is a lowq checkpoint (sound or not)."""
+    try:
+        q = read_json(Path(path) / "config.json").get("quantization_config")
+    except LowqError:
+        return False
+    return isinstance(q, dict) and q.get("quant_method") == METHOD
+
+
+def _logical_shapes(tensors: tuple[CheckpointTensor, ...]) -> dict[str, tuple[int, ...]]:
+    return {f"{t.name}.weight" if t.scheme else t.name: t.shape for t in tensors}
+
+
+def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTensor, ...]:
+    """Every tensor of the folder, companions with their matrix. Raises DamagedError for what does not fit its scheme."""
+    found = []
+    for name, header in source.headers.items():
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "weight" and stem in schemes:
+            found.append(_packed(source, stem, *schemes[stem]))
+        elif leaf in COMPANIONS:
+            if stem not in schemes:
+                raise DamagedError(f"{name} is there, but quantization_config has no scheme for {stem}")
+        elif leaf == "weight" and header.dtype not in (*SCALE_DTYPES, "F64"):
+            raise DamagedError(f"{name} is {header.dtype}, but quantization_config has no scheme for it")
+        else:
+            found.append(CheckpointTensor(name, header.shape, None, header.dtype, header.nbytes))
+    return tuple(found)
+
+
+def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> CheckpointTensor:
+    """One packed matrix. Its scales say N and K, and the words must say the same."""
+    headers = source.headers
+    words, scales, zeros = (headers.get(f"{name}.{leaf}") for leaf in ("weight", *COMPANIONS))
+    assert words is not None
+    if scales is None or (zeros is None) != (scheme.zero == "none"):
+        lacks = "weight_scale" if scales is None else "weight_zero"
+        verb = "has a stray" if scales and zeros else "lacks"
+        raise DamagedError(f"{name} ({scheme}) {verb} {lacks}; quantize again")
+    if words.dtype != "I32" or len(words.shape) != 2:
+        raise DamagedError(f"{name}.weight is {words.dtype} {list(words.shape)}; {scheme} words are a two-dimensional I32")
+    form = stored(layout)
+    assert form.shapes
+    dims = len(form.shapes(scheme, form.row_step, scheme.group_size)[1])
+    for leaf, companion in zip(COMPANIONS, (scales, zeros), strict=True):
+        if companion is None:
+            continue
+        fits = len(companion.shape) == dims and companion.shape[0] == words.shape[0] and companion.shape == scales.shape
+        if not fits or companion.dtype not in SCALE_DTYPES or companion.dtype != scales.dtype:
+            raise DamagedError(
+                f"{name}.{leaf} is {companion.dtype} {list(companion.shape)}, which does not fit words {list(words.shape)}"
+            )
+    rows, G = scales.shape[0], scales.shape[1]
+    N, K = rows * form.row_step // form.shapes(scheme, form.row_step, scheme.group_size)[0][0], G * scheme.group_size
+    if 0 in (N, G) or scheme.groups(K) != G or form.shapes(scheme, N, K) != (words.shape, scales.shape):
+        wanted = " and ".join(str(list(shape)) for shape in form.shapes(scheme, N, K)) if N and G else "at least one group"
+        raise DamagedError(
+            f"{name} is {scheme} with {G} groups, so K={K} and {layout} words and scales are {wanted}, "
+            f"but they are {list(words.shape)} and {list(scales.shape)}; config.json and weights do not belong together"
+        )
+    nbytes = words.nbytes + scales.nbytes + (zeros.nbytes if zeros else 0)
+    return CheckpointTensor(name, (N, K), scheme, scales.dtype, nbytes, layout)
+
+
+def _check_report(source: Source, report: dict[str, Any]) -> None:
+    """The weight files are those that the report describes. Raises DamagedError."""
+    listed = report.get("weights", {})
+    tensors = report.get("tensors", [])
+    wellformed = isinstance(tensors, list) and all(
+        isinstance(t, dict) and isinstance(t.get("name"), str) and isinstance(t.get("crc32"), list) for t in tensors
+    )
+    if not isinstance(listed, dict) or not wellformed:
+        raise DamagedError(f"{source.folder}/{REPORT} is malformed; remove it, or quantize again")
+    for name, facts in listed.items():
+        header = source.files.get(name)
+        if header is None:
+            raise DamagedError(f"{source.folder} lacks {name}, which {REPORT} lists")
+        if facts != {"bytes": header.size, "header_crc32": header.crc}:
+            raise DamagedError(f"{source.folder}/{name} is not the file that lowq wrote ({REPORT}); quantize again")

@@ -1,0 +1,286 @@
+"""Where weights come from: a model folder, a Hugging Face hub id, or the bundled "demo". Opened lazily, read by rows.
+
+Opening reads config.json and the safetensors headers only, and checks them against each other and the index. `rows` and
+`read` then fetch one tensor, or some rows of one, into fresh memory.
+"""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli.files.safetensors_io import (
+    ITEMSIZE,
+    FileHeader,
+    TensorHeader,
+    as_tensor,
+    check_file_name,
+    read_bytes,
+    read_header,
+    read_json,
+)
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_WANTED = ["*.safetensors", "*.json", *COMPANIONS]
+_UNWANTED = ["*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
+SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
+
+
+@dataclass
+class Source:
+    """A model to quantize: its config and the header of every tensor, in the order of files and of bytes in them.
+
+    `folder` is None where only headers were fetched (a dry run on a hub id); such a source cannot be read.
+    """
+
+    name: str
+    folder: Path | None
+    config: dict[str, Any]
+    headers: dict[str, TensorHeader]
+    files: dict[str, FileHeader]
+    where: dict[str, str]  # tensor -> file name
+    notes: tuple[str, ...] = ()  # what a person should know before it is quantized
+    _fds: dict[str, int] = field(default_factory=dict, repr=False)
+    _opening: Lock = field(default_factory=Lock, repr=False)  # tensors are read by several threads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(h.nbytes for h in self.headers.values())
+
+    @property
+    def params(self) -> int:
+        """Elements of all tensors."""
+        return sum(h.numel for h in self.headers.values())
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of config, headers, file sizes and 16 samples of 4 KiB from each file: cheap, and any other model differs."""
+        h = hashlib.sha256(repr(sorted(self.config.items(), key=lambda kv: kv[0])).encode())
+        for name, header in sorted(self.files.items()):
+            h.update(f"{name} {header.size} {header.crc}".encode())
+            span = max(0, header.size - SAMPLE_BYTES)
+            for i in range(SAMPLES):
+                at = span * i // (SAMPLES - 1)
+                h.update(read_bytes(self._fd(name), at, min(SAMPLE_BYTES, header.size - at), name))
+        return h.hexdigest()[:16]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that reading keeps in memory: none here, a whole tensor where tensors are made from others."""
+        return 0
+
+    def companions(self) -> list[Path]:
+        """Tokenizer and generation files to copy, sorted by name."""
+        if self.folder is None:
+            return []
+        found = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.is_file()}
+        return sorted(found, key=lambda p: p.name)
+
+    def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
+        """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of its own dtype in fresh memory."""
+        header = self.headers[name]
+        count = header.numel - first if count is None else count
+        size = header.nbytes // max(header.numel, 1)
+        raw = read_bytes(self._fd(self.where[name]), header.offset + first * size, count * size, self.where[name])
+        return as_tensor(raw, header.dtype, (count,))
+
+    def read_raw(self, name: str, first: int, nbytes: int) -> bytearray:
+        """`nbytes` bytes of a tensor from byte `first`, whatever its dtype."""
+        return read_bytes(self._fd(self.where[name]), self.headers[name].offset + first, nbytes, self.where[name])
+
+    def _fd(self, file: str) -> int:
+        if self.folder is None:
+            raise UsageError(f"only the headers of {self.name} were fetched (dry run)")
+        with self._opening:
+            if file not in self._fds:
+                try:
+                    self._fds[file] = os.open(self.files[file].path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                except OSError as e:
+                    raise NotFoundError(f"cannot read {self.files[file].path}: {e.strerror}") from None
+            return self._fds[file]
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
+    """The model that a person named: "demo", a folder, or a hub id (downloaded; only its headers if `headers_only`).
+
+    Raises NotFoundError, DamagedError (files at odds with themselves or each other), UnsupportedError (pickles, GGUF,
+    adapters): each says the way out.
+    """
+    name = os.fspath(model)
+    if name == "demo":
+        return _open_folder("demo", Path(__file__).parents[1] / "demo")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _open_folder(name, path)
+    if path.is_file():
+        return _open_folder(name, _folder_of(path))
+    if path.is_absolute() or name.startswith((".", "~")) or not HUB_ID.fullmatch(name):
+        raise NotFoundError(f"no folder {name}, and that is no hub id either; give a model folder, org/name, or demo")
+    return _hub_headers(name) if headers_only else _open_folder(name, _download(name))
+
+
+def _folder_of(path: Path) -> Path:
+    """The folder of a weight file that was named itself. Raises UnsupportedError for files that lowq does not open."""
+    if path.suffix == ".safetensors":
+        return path.parent
+    if path.match("*.gguf"):
+        raise UnsupportedError(f"{path} is GGUF; lowq reads safetensors: give the original model's folder or hub id")
+    if any(path.match(p) for p in PICKLES):
+        raise UnsupportedError(_pickle_message(path))
+    raise NotFoundError(f"{path} is a file; give the folder that holds config.json and *.safetensors")
+
+
+def _pickle_message(path: Path) -> str:
+    return (
+        f"{path} is a pickle, which can run any code when opened, so lowq does not; where you trust it, convert it with "
+        f"transformers: AutoModelForCausalLM.from_pretrained({str(path.parent)!r}).save_pretrained(NEW), and give NEW"
+    )
+
+
+def _open_folder(name: str, folder: Path) -> Source:
+    """A source in a folder on this machine, config, index and headers checked."""
+    config_path = folder / "config.json"
+    files = _weight_files(folder)
+    if not config_path.is_file():
+        raise NotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
+    config = read_json(config_path)
+    parsed = {file: read_header(folder / file) for file in files}
+    headers: dict[str, TensorHeader] = {}
+    where: dict[str, str] = {}
+    for file, header in parsed.items():
+        for tensor, h in header.tensors.items():
+            if tensor in where:
+                raise DamagedError(f"{tensor} is in {where[tensor]} and in {file}; remove the stale file")
+            headers[tensor], where[tensor] = h, file
+    if files != [SINGLE] and (folder / INDEX).is_file():
+        _check_index(folder / INDEX, where)
+    if not headers:
+        raise DamagedError(f"{folder} holds no tensors")
+    return Source(name, folder, config, headers, parsed, where)
+
+
+def _weight_files(folder: Path) -> list[str]:
+    """Names of the weight files, in order. Raises NotFoundError, DamagedError or UnsupportedError with the way out."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if (folder / INDEX).is_file():
+        listed = _weight_map(folder / INDEX)
+        names = sorted({check_file_name(file, INDEX) for file in listed.values()})
+        missing = [n for n in names if not (folder / n).is_file()]
+        if missing:
+            raise DamagedError(f"{INDEX} lists {missing[0]}, which is not in {folder}; fetch {len(missing)} missing file(s)")
+        return names
+    found = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise DamagedError(f"{folder} holds {len(found)} safetensors files and no {INDEX} that says which belong together")
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedError(f"{folder} is a LoRA adapter; merge it into its base model (peft: merge_and_unload) first")
+    for pattern in PICKLES:
+        for path in sorted(folder.glob(pattern)):
+            raise UnsupportedError(_pickle_message(path))
+    for path in sorted(folder.glob("*.gguf")):
+        _folder_of(path)
+    raise NotFoundError(f"{folder} holds no *.safetensors; give the folder of a Hugging Face model")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
+        raise DamagedError(f"{index} has no weight_map from tensor names to file names")
+    return listed
+
+
+def _check_index(index: Path, where: dict[str, str]) -> None:
+    """Raise DamagedError unless every tensor that the index lists is in the file it says."""
+    for tensor, file in _weight_map(index).items():
+        if where.get(tensor) != file:
+            found = f"is in {where[tensor]}" if tensor in where else "is in no file"
+            raise DamagedError(f"{index.name} lists {tensor} in {file}, but it {found}; fetch the model again")
+
+
+def _download(repo: str) -> Path:
+    """Fetch a hub model's safetensors, JSON and tokenizer files; the folder in the hub cache."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except Exception as e:
+        raise _hub_error(repo, e) from e
+
+
+def _hub_headers(repo: str) -> Source:
+    """A hub model's config and headers, from the local cache or by range requests: no weight is downloaded."""
+    from huggingface_hub import HfApi, get_safetensors_metadata, hf_hub_download, snapshot_download
+
+    try:
+        cached = Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True))
+        return _open_folder(repo, cached)
+    except Exception:  # not cached, or only in part: ask the hub
+        pass
+    try:
+        HfApi().model_info(repo, timeout=10)  # fails at once without a network, where hf_hub_download retries for 24 s
+        config = read_json(Path(hf_hub_download(repo, "config.json")))
+        found = get_safetensors_metadata(repo)
+    except LowqError:
+        raise
+    except Exception as e:
+        raise _hub_error(repo, e) from e
+    headers: dict[str, TensorHeader] = {}
+    where: dict[str, str] = {}
+    files: dict[str, FileHeader] = {}
+    for file, meta in sorted(found.files_metadata.items()):
+        tensors = {}
+        for tensor, info in sorted(meta.tensors.items(), key=lambda kv: kv[1].data_offsets):
+            if info.dtype not in ITEMSIZE:
+                raise DamagedError(f"{repo}: {tensor} has dtype {info.dtype!r}; known are {', '.join(ITEMSIZE)}")
+            tensors[tensor] = TensorHeader(tuple(info.shape), info.dtype, info.data_offsets[0])
+            where[tensor] = file
+        files[file] = FileHeader(Path(file), tensors, sum(t.nbytes for t in tensors.values()), 0)
+        headers |= tensors
+    return Source(repo, None, config, headers, files, where)
+
+
+def _hub_error(repo: str, e: Exception) -> LowqError:
+    """What a failed hub call means for the person. Anything unforeseen is passed on as NotFoundError with its first line."""
+    kind = type(e).__name__
+    first = str(e).strip().splitlines()[0] if str(e).strip() else kind
+    if kind == "GatedRepoError":
+        return NotFoundError(f"{repo} is gated: accept its terms on huggingface.co, then run `hf auth login`")
+    if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "EntryNotFoundError", "RemoteEntryNotFoundError"):
+        return NotFoundError(f"huggingface.co has no model {repo} that you may read (or it lacks the file); check the name")
+    if kind == "NotASafetensorsRepoError":
+        return UnsupportedError(f"{repo} has no safetensors weights; pickles can run any code, so lowq does not open them")
+    if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled") or isinstance(e, OSError) or "Connect" in kind:
+        return NotFoundError(
+            f"cannot reach huggingface.co and {repo} is not in the local cache; go online, give a model folder, or use: demo"
+        )
+    return NotFoundError(f"cannot fetch {repo}: {kind}: {first}")

@@ -1,0 +1,1 @@
+"""Checkpoints of other tools read and written, and what serves them."""

@@ -1,0 +1,95 @@
+"""The model card of a checkpoint, from what its report says: nothing in it is typed by hand."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowq_cli.files.checkpoint import Checkpoint
+from lowq_cli.interop.exporter import exportable
+
+CARD = "README.md"
+
+
+def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: Mapping[str, Any] | None = None) -> str:
+    """Markdown with the metadata that huggingface.co reads in front.
+
+    base: the model it was made from; by default what the report says, where that is a hub id.
+    measured: `perplexity.Report`'s fields, of an evaluation against `base`.
+    """
+    report = found.report
+    source = base or report.get("source")
+    hub = source if isinstance(source, str) and source.count("/") == 1 else None
+    front = ["---", "library_name: transformers", "tags:", "- lowq", "- quantized"]
+    if hub:
+        front += [f"base_model: {hub}", "base_model_relation: quantized"]
+    front.append("---")
+    name = repo.rpartition("/")[2]
+    schemes = sorted({str(s) for s in found.schemes.values()})
+    lines = [
+        f"# {name}",
+        "",
+        f"{source or 'A model'}, quantized with lowq {report.get('lowq', '')}".rstrip() + ".",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| bits per weight, whole model | {found.bpw:.2f} |",
+        f"| size of the weights | {found.nbytes / 1e9:.2f} GB{_before(report)} |",
+        f"| share of weights quantized | {found.quantized_fraction:.1%} |",
+        f"| schemes | {', '.join(schemes)} |",
+        *_recipe(report),
+        *_measured(measured),
+        "",
+        "## Use",
+        "",
+        "```sh",
+        f'lowq generate {repo} --prompt "Hello"',
+        "```",
+        "",
+        "```python",
+        "import lowq  # makes transformers know the format",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{repo}", device_map="auto")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{repo}")',
+        "```",
+        "",
+        *_engines(found),
+    ]
+    return "\n".join([*front, "", *lines]).rstrip("\n") + "\n"
+
+
+def _before(report: Mapping[str, Any]) -> str:
+    size = report.get("source_bytes")
+    return f" (before: {size / 1e9:.2f} GB)" if isinstance(size, int) else ""
+
+
+def _recipe(report: Mapping[str, Any]) -> list[str]:
+    recipe = report.get("recipe")
+    methods = sorted({t["method"] for t in report.get("tensors", ()) if t.get("method")})
+    if not isinstance(recipe, Mapping):
+        return []
+    asked = ", ".join(f"{k} {v}" for k, v in recipe.items() if v not in (None, [], "auto", "source"))
+    return [f"| recipe | {asked} |", f"| method | {', '.join(methods)} |"]
+
+
+def _measured(measured: Mapping[str, Any] | None) -> list[str]:
+    if not measured or measured.get("base_ppl") is None:
+        return []
+    change = 100 * (measured["ppl"] / measured["base_ppl"] - 1)
+    return [
+        f"| perplexity ({measured['tokens']} tokens, windows of {measured['window']}) | {measured['ppl']:.3f}, "
+        f"{change:+.2f}% of {measured['base_ppl']:.3f} |",
+        f"| KL divergence, nats per token | {measured['kl']:.4f} |",
+    ]
+
+
+def _engines(found: Checkpoint) -> list[str]:
+    targets = exportable(found)
+    if not targets:
+        return []
+    return [
+        "For other engines, the same weights bit for bit:",
+        "",
+        "```sh",
+        *(f"lowq export DIR --to {t}" for t in targets),
+        "```",
+    ]

@@ -1,0 +1,234 @@
+"""A lowq checkpoint -> the same weights in another tool's format: bit for bit, or refused before anything is written.
+
+One matrix is in memory at a time, and one output file of at most `SHARD`. Every matrix is read back from the tensors made for
+it and compared before they are written. All goes into a folder beside the target, which gets its name when it is whole; after
+a kill the same call goes on behind the last file that was finished.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
+from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files.shards import NAMES, ShardWriter, new_folder, to_json
+from lowq_cli.interop.foreign import DTYPES, foreign_matrices, open_foreign, slabs
+from lowq_cli.interop.sharding import fusion_problems, shard_problems
+from lowq_cli.run.writer import writing
+from lowq_packers import formats
+from lowq_packers.errors import LowqError, UnsupportedError, UsageError
+from lowq_packers.formats import Format, Tensors
+from lowq_packers.layouts import PackedWeight, unpack
+from lowq_packers.qtensor import QuantizedTensor
+
+TARGETS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
+GATHERED = ("embed_tokens", "wte", "word_embeddings")
+TABLES = ("mlx", "gguf")  # formats that hold a packed embedding
+EXPERTS = ("compressed-tensors", "gptq", "awq", "hqq", "gguf")  # formats that hold experts: under their own names, or stacked
+TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
+
+Progress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. `engines` serve it; `bytes` are those of its weight files."""
+
+    out: str
+    format: str
+    bytes: int
+    matrices: int
+    engines: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def export(
+    checkpoint: str | os.PathLike[str],
+    to: str,
+    out: str | os.PathLike[str] | None = None,
+    check_tp: int | None = None,
+    rounding: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write `checkpoint` in the format `to` into the folder `out` (by default ./NAME-FORMAT; for gguf a file).
+
+    Args:
+        to: one of TARGETS.
+        check_tp: refuse what this many tensor-parallel ranks could not share.
+        rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
+        progress: called with (percent done, name).
+    Raises:
+        UsageError: no such format; `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
+        nearest scheme that it can. NotFoundError, DamagedError: as `open_checkpoint`.
+    """
+    if to not in TARGETS:
+        raise UsageError(f"--to {to} does not exist; use one of {', '.join(TARGETS)}")
+    found = open_checkpoint(checkpoint)
+    with found.source:
+        fmt = formats.get(to)
+        check(found, fmt)
+        if check_tp is not None:
+            _check_tp(found, fmt, check_tp)
+        name = Path(checkpoint).resolve().name
+        if to == "gguf":
+            from lowq_cli.interop.gguf_export import export_gguf
+
+            return export_gguf(found, Path(out or f"{name}.gguf"), rounding, progress)
+        target = Path(out or f"{name}-{to}")
+        with new_folder(target, run_name(found, to, rounding)) as folder:
+            config, written = _write(found, fmt, folder, rounding, progress)
+        engines, notes = fmt.engines(config, written), fmt.notes(config, {})
+        if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes)):
+            engines = [e for e in engines if not e.startswith("vLLM")]
+            notes.append(f"vLLM would refuse it: {fused[0]}")
+        return Exported(str(target), to, _weight_bytes(target), len(found.schemes), tuple(engines), tuple(notes))
+
+
+def check(found: Checkpoint, fmt: Format) -> None:
+    """Raise UnsupportedError, naming the first weight and how many more, unless `fmt` can hold every one."""
+    family = str(found.config.get("model_type"))
+    if family in TRANSPOSED:
+        raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
+    problems = []
+    for t in found.tensors:
+        if t.scheme is None:
+            continue
+        reason = fmt.why_not(t.scheme, *t.shape)
+        if t.name.endswith(GATHERED) and fmt.name not in TABLES:
+            reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
+        if ".experts." in t.name and fmt.name not in EXPERTS:
+            reason = f"{fmt.title} stacks experts, which lowq does not write; nearest: --to compressed-tensors"
+        if reason:
+            problems.append(f"{t.name} ({t.scheme}): {reason}")
+    if problems:
+        more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
+        raise UnsupportedError(f"cannot export {problems[0]}{more}")
+
+
+def exportable(found: Checkpoint) -> list[str]:
+    """The targets whose schemes and shapes hold every weight (values are only known once they are read)."""
+
+    def holds(to: str) -> bool:
+        try:
+            check(found, formats.get(to))
+        except LowqError:
+            return False
+        return True
+
+    return [to for to in TARGETS if holds(to)]
+
+
+def _check_tp(found: Checkpoint, fmt: Format, ranks: int) -> None:
+    if ranks < 1:
+        raise UsageError(f"--check-tp {ranks} must be at least 1")
+    shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
+    problems = shard_problems(found.config, found.schemes, shapes, ranks)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise UnsupportedError(f"{ranks} tensor-parallel ranks cannot share this checkpoint: {problems[0]}{more}")
+
+
+def _write(
+    found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None
+) -> tuple[dict[str, Any], list[formats.Matrix]]:
+    """Weights, index, companions and config of one export; the config, and how the format's reader sees the weights."""
+    shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
+    kept = [
+        t.name.removesuffix(".weight")
+        for t in found.tensors
+        if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2
+    ]
+    assert fmt.config
+    assert fmt.write
+    section = fmt.config(found.schemes, shapes, kept)
+    config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
+    shards = ShardWriter(folder, "mlx" if fmt.name == "mlx" else "pt")
+    done, total = 0, sum(t.params for t in found.tensors)
+    finished = {name.rpartition(".")[0] for name in shards.done}
+    for t in found.tensors:
+        if t.scheme and t.name not in finished:
+            shards.add(encoded(fmt, t.name, read_matrix(found, t), {**config, "round": rounding}))
+        elif not t.scheme and t.name not in shards.done:
+            shards.add({t.name: read_plain(found, t)})
+        done += t.params
+        if progress:
+            progress(100 * done // total, t.name)
+    shards.finish()
+    with writing(folder):
+        for path in found.source.companions():
+            shutil.copyfile(path, folder / path.name)
+        if fmt.name == "gptq":
+            (folder / "quantize_config.json").write_bytes(to_json(section["quantization_config"]))
+        (folder / "config.json").write_bytes(to_json(config))
+    with open_foreign(folder) as source:
+        read = foreign_matrices(source)
+    return config, [] if read is None else read[1]
+
+
+def run_name(found: Checkpoint, to: str, rounding: bool) -> str:
+    """What names an export: two share it only if they write the same bytes."""
+    return " ".join((version("lowq"), found.source.identity, to, "round" if rounding else "exact"))
+
+
+def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> Tensors:
+    """The tensors of one matrix, read back and compared. Raises UnsupportedError if the format does not hold its values."""
+    assert fmt.write
+    try:
+        tensors = {n: t.contiguous() for n, t in fmt.write(name, q, config).items()}
+    except LowqError as e:
+        raise UnsupportedError(f"cannot export {e}") from None
+    headers = {n: TensorHeader(tuple(t.shape), NAMES[t.dtype]) for n, t in tensors.items()}
+
+    def fetch(tensor: str) -> torch.Tensor:
+        t = tensors[tensor]
+        return t.view(torch.int32) if t.dtype == torch.uint32 else t
+
+    (matrix,) = fmt.matrices(config, headers, fetch)
+    check_same(matrix.read(fetch), q, name, bool(config.get("round")))
+    return tensors
+
+
+def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: str, rounding: bool) -> None:
+    """Raise AssertionError unless `back` stands for the weights of `q`: all equal, or within half a step if `rounding`."""
+    if isinstance(back, torch.Tensor) or back.shape != q.shape:
+        raise AssertionError(f"{name} ({q.scheme}) does not read back as a quantized matrix")
+    for (_, theirs), (_, ours) in zip(slabs(back), slabs(q), strict=True):
+        a, b = theirs.dequantize(), ours.dequantize()
+        if not (((a - b).abs() <= ours.scales.float().abs().max() / 2).all() if rounding else torch.equal(a, b)):
+            raise AssertionError(f"{name} ({q.scheme}) does not read back as it was written")
+
+
+def read_matrix(found: Checkpoint, t: CheckpointTensor) -> QuantizedTensor:
+    """One packed matrix of a checkpoint."""
+    assert t.scheme
+
+    def read(leaf: str) -> torch.Tensor | None:
+        name = f"{t.name}.{leaf}"
+        return found.source.read(name).reshape(found.source.headers[name].shape) if name in found.source.headers else None
+
+    words, scales, zeros = read("weight"), read("weight_scale"), read("weight_zero")
+    assert words is not None
+    assert scales is not None
+    return unpack(PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout))
+
+
+def read_plain(found: Checkpoint, t: CheckpointTensor) -> torch.Tensor:
+    """One tensor that is not packed, as stored."""
+    header = found.source.headers[t.name]
+    raw = found.source.read_raw(t.name, 0, header.nbytes)
+    kind = getattr(torch, DTYPES[header.dtype])
+    return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))

@@ -1,0 +1,244 @@
+"""Checkpoints of other tools, opened as a model source whose weights are dense: decoded as they are read, one at a time.
+
+`open_decoded` is `open_source` for whoever wants plain weights: GPTQ, AWQ, compressed-tensors, FP8, HQQ (also its qmodel.pt),
+GemLite, Humming, MLX and GGUF checkpoints come with the names, shapes and dtypes of the model they stand for.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowq_cli.files.quant_config import METHOD
+from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json
+from lowq_cli.files.source import Source, open_source
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowq_packers.formats import Fetch, Format, Matrix
+    from lowq_packers.qtensor import QuantizedTensor
+
+SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")  # of config.json, once the weights are plain
+QMODEL = "qmodel.pt"
+SLAB = 1 << 22  # weights dequantized at a time
+DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "F64": "float64",
+}
+
+
+def fetcher(source: Source) -> "Fetch":
+    """A function from a full tensor name to the tensor as stored, in fresh memory. U32 words come as int32."""
+    import torch
+
+    def fetch(name: str) -> "torch.Tensor":
+        header = source.headers.get(name)
+        if header is None:
+            raise NotFoundError(f"{source.name} has no tensor {name}")
+        if header.dtype not in DTYPES:
+            raise UnsupportedError(f"{name} has dtype {header.dtype}, which torch does not have")
+        kind = torch.int32 if header.dtype == "U32" else getattr(torch, DTYPES[header.dtype])
+        raw = source.read_raw(name, 0, header.nbytes)
+        return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
+
+    return fetch
+
+
+def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
+    """The format of a source and its quantized weights; None where they are plain, or lowq's own.
+
+    Raises UnsupportedError for a format that lowq does not read, DamagedError for one at odds with itself.
+    """
+    said = source.config.get("quantization_config")
+    if isinstance(said, Mapping) and said.get("quant_method") == METHOD:
+        return None
+    from lowq_packers import formats
+
+    fmt = formats.detect(source.config, source.headers)
+    if fmt is None:
+        if said is not None:
+            method = said.get("quant_method", said.get("quant_type")) if isinstance(said, Mapping) else said
+            known = ", ".join(f.title for f in formats.FORMATS.values())
+            raise UnsupportedError(
+                f"{source.name} is quantized as {method!r}; lowq opens {known}: give the model it was made from"
+            )
+        return None
+    fetch = None if source.folder is None else fetcher(source)
+    matrices = fmt.matrices(source.config, source.headers, fetch)
+    if not matrices:
+        raise DamagedError(f"{source.name}: config.json says {fmt.title}, but no weight is packed so; fetch the model again")
+    return fmt, matrices
+
+
+def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
+    """`open_source`, with the weights of foreign quantized checkpoints dense. Raises as it does, and as the formats do."""
+    raw = open_foreign(model, headers_only)
+    try:
+        found = foreign_matrices(raw)
+    except BaseException:
+        raw.close()
+        raise
+    return raw if found is None else _decoded(raw, found[1])
+
+
+def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
+    """`open_source`, for what it does not open too: a GGUF file, a folder with HQQ's qmodel.pt."""
+    folder = Path(model).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        from lowq_cli.interop.gguf_source import open_gguf
+
+        return open_gguf(os.fspath(model), folder)
+    if folder.name == QMODEL and folder.is_file():
+        folder = folder.parent
+    if (folder / QMODEL).is_file() and not list(folder.glob("*.safetensors")):
+        return _open_qmodel(os.fspath(model), folder)
+    return open_source(model, headers_only)
+
+
+def _decoded(raw: Source, matrices: "list[Matrix]") -> "DecodedSource":
+    """A source in which every matrix is one dense tensor, where its first part was."""
+    at = {m.parts[0]: m for m in matrices}
+    parts = {p for m in matrices for p in m.parts}
+    headers, where, dense = {}, {}, {}
+    for name, header in raw.headers.items():
+        if name in at:
+            m = at[name]
+            headers[f"{m.name}.weight"] = TensorHeader(m.shape, m.dtype)
+            where[f"{m.name}.weight"], dense[f"{m.name}.weight"] = raw.where[name], m
+        elif name not in parts:
+            headers[name], where[name] = header, raw.where[name]
+    config = {k: v for k, v in raw.config.items() if k not in SECTIONS}
+    return DecodedSource(raw.name, raw.folder, config, headers, raw.files, where, raw=raw, dense=dense)
+
+
+@dataclass
+class DecodedSource(Source):
+    """A source whose `dense` tensors are decoded from those of `raw`. The last one decoded stays in memory."""
+
+    raw: Source = field(kw_only=True)
+    dense: "dict[str, Matrix]" = field(kw_only=True)
+    _last: "tuple[str, torch.Tensor] | None" = field(default=None, repr=False)
+
+    @property
+    def identity(self) -> str:  # type: ignore[override]
+        """The stored checkpoint's: it names the bytes that are decoded."""
+        return self.raw.identity
+
+    @property
+    def held_bytes(self) -> int:
+        """The largest decoded tensor, and beside it the codes that it is made from."""
+        return max((self.headers[n].nbytes + self.headers[n].numel for n in self.dense), default=0)
+
+    def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
+        """As `Source.read`."""
+        if name not in self.dense:
+            return self.raw.read(name, first, count)
+        flat = self._tensor(name).flatten()
+        return flat[first : None if count is None else first + count].clone()
+
+    def read_raw(self, name: str, first: int, nbytes: int) -> bytearray:
+        """As `Source.read_raw`."""
+        if name not in self.dense:
+            return self.raw.read_raw(name, first, nbytes)
+        import torch
+
+        raw = self._tensor(name).flatten().view(torch.uint8)[first : first + nbytes]
+        return bytearray(raw.numpy().tobytes())
+
+    def close(self) -> None:
+        """Close the files."""
+        self._last = None
+        self.raw.close()
+
+    def _tensor(self, name: str) -> "torch.Tensor":
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is made: two large ones are never held
+            self._last = name, dense(self.dense[name], fetcher(self.raw))
+        return self._last[1]
+
+
+def dense(m: "Matrix", fetch: "Fetch") -> "torch.Tensor":
+    """(N, K) in the dtype that `m` promises. Raises DamagedError if it holds NaN or infinite values."""
+    import torch
+
+    dtype = getattr(torch, TORCH_NAMES[m.dtype])
+    with torch.inference_mode():
+        found = m.read(fetch)
+        if not isinstance(found, torch.Tensor):
+            out = torch.empty(found.shape, dtype=dtype)
+            for rows, part in slabs(found):
+                out[rows] = part.dequantize(dtype)
+        else:
+            out = found.to(dtype).contiguous()
+        if not torch.isfinite(out).all():
+            raise DamagedError(f"{m.name} holds NaN or infinite values; the model file is damaged")
+    return out
+
+
+def slabs(q: "QuantizedTensor") -> "Iterator[tuple[slice, QuantizedTensor]]":
+    """A quantized matrix in runs of rows, few enough that their fp32 copies stay small."""
+    step = max(1, SLAB // q.shape[1])
+    for i in range(0, q.shape[0], step):
+        rows = slice(i, i + step)
+        zeros = None if q.zeros is None else q.zeros[rows]
+        yield rows, type(q)(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero)
+
+
+@dataclass
+class TensorSource(Source):
+    """A source whose tensors are in memory."""
+
+    tensors: "dict[str, torch.Tensor]" = field(kw_only=True)
+
+    def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
+        """As `Source.read`."""
+        return self.tensors[name].flatten()[first : None if count is None else first + count].clone()
+
+    def read_raw(self, name: str, first: int, nbytes: int) -> bytearray:
+        """As `Source.read_raw`."""
+        import torch
+
+        raw = self.tensors[name].contiguous().flatten().view(torch.uint8)[first : first + nbytes]
+        return bytearray(raw.numpy().tobytes())
+
+
+def _open_qmodel(name: str, folder: Path) -> TensorSource:
+    """A folder that the hqq library saved. Nothing but tensors and numbers is unpickled. Raises as `open_source` does."""
+    import torch
+
+    from lowq_packers.formats.hqq import flatten
+
+    config = read_json(folder / "config.json")
+    path = folder / QMODEL
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # a truncated zip, a class that is not on torch's list, ...: many types
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise UnsupportedError(f"{path} is no plain HQQ checkpoint, and lowq runs no pickled code: {reason}") from None
+    tensors = flatten(loaded) if isinstance(loaded, Mapping) else {}
+    names = {getattr(torch, t): s for s, t in DTYPES.items()}
+    headers: dict[str, TensorHeader] = {}
+    for tensor, value in tensors.items():
+        if value.dtype not in names or ITEMSIZE.get(names[value.dtype]) is None:
+            raise UnsupportedError(f"{path}: {tensor} has dtype {value.dtype}, which lowq does not read")
+        headers[tensor] = TensorHeader(tuple(value.shape), names[value.dtype])
+    if not headers:
+        raise DamagedError(f"{path} holds no tensors")
+    files = {QMODEL: FileHeader(path, headers, path.stat().st_size, 0)}
+    return TensorSource(name, folder, config, headers, files, dict.fromkeys(headers, QMODEL), tensors=tensors)

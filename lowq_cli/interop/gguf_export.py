@@ -1,0 +1,330 @@
+"""A lowq checkpoint of the Llama or Qwen families as one GGUF file, which llama.cpp, Ollama and LM Studio run.
+
+Names and metadata are llama.cpp's. Its Llama graph rotates adjacent pairs where Hugging Face's rotates halves, so rows of q
+and k are permuted for it (whole rows: codes, scales and zeros move together). Norms and biases are written in fp32.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
+from lowq_cli.files.safetensors_io import read_json
+from lowq_cli.interop.exporter import Exported, Progress, check_same, read_matrix, read_plain, run_name
+from lowq_cli.interop.gguf_file import (
+    BOOL,
+    INT32,
+    STRING,
+    GgufTensor,
+    Value,
+    array,
+    f32,
+    flag,
+    head,
+    text,
+    u32,
+)
+from lowq_cli.interop.gguf_writer import GgufWriter
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
+from lowq_packers.formats import gguf
+from lowq_packers.qtensor import QuantizedTensor
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+MIXTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # written, not read
+PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ROUTERS = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), "ffn_gate_inp")
+EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
+    **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
+    **dict.fromkeys(("up_proj", "w3"), "ffn_up_exps"),
+    **dict.fromkeys(("down_proj", "w2"), "ffn_down_exps"),
+}
+_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name of it
+NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5
+
+
+def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress | None) -> Exported:
+    """Write `found` to the file `out`.
+
+    rounding: accept scales and offsets rounded to fp16 where they do not fit it.
+    Raises UnsupportedError for a family, tokenizer or scheme that GGUF (as lowq writes it) does not hold, UsageError if `out`
+    is there already.
+    """
+    known = ARCHITECTURES | MIXTURES
+    arch = known.get(str(found.config.get("model_type")))
+    if arch is None:
+        raise UnsupportedError(
+            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(known)})"
+        )
+    if found.config.get("sliding_window") and found.config.get("use_sliding_window", True):
+        raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
+    facts = _model_metadata(found, arch, out.stem)
+    entries = _entries(found)
+    metadata = [*facts, *_tokenizer_metadata(found)]
+    factors = _rope_factors(found.config)
+    extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
+    heads = {"attn_q": _int(found, "num_attention_heads"), "attn_k": _int(found, "num_key_value_heads", "num_attention_heads")}
+    done, total = 0, sum(t.params for t in found.tensors)
+
+    def contents(row: GgufTensor, members: list[CheckpointTensor]) -> Iterator[memoryview]:
+        nonlocal done
+        own = heads.get(row.name.split(".")[-2]) if arch in PERMUTED else None
+        for t in members:
+            yield _bytes(found, t, row, own, rounding).flatten().view(torch.uint8).numpy().data
+            done += t.params
+            if progress:
+                progress(100 * done // total, t.name)
+
+    start = head(metadata, [*(row for row, _ in entries), *extra])
+    with GgufWriter(out, run_name(found, "gguf", rounding), start) as writer:
+        done = sum(t.params for _, members in entries[: writer.finished] for t in members)
+        for row, members in entries[writer.finished :]:
+            writer.write(row, contents(row, members))
+        for row in extra[max(0, writer.finished - len(entries)) :]:
+            assert factors is not None
+            writer.write(row, [factors.view(torch.uint8).numpy().data])
+    return Exported(str(out), "gguf", out.stat().st_size, len(found.schemes), ("llama.cpp", "Ollama", "LM Studio"), ())
+
+
+def _entries(found: Checkpoint) -> list[tuple[GgufTensor, list[CheckpointTensor]]]:
+    """Rows of the tensor table and what each is made of: one tensor, or a layer's experts in their order."""
+    entries: dict[str, tuple[GgufTensor, list[CheckpointTensor]]] = {}
+    for t in found.tensors:
+        expert = EXPERT.fullmatch(t.name if t.scheme else t.name.removesuffix(".weight"))
+        if expert is None or expert[3] not in STACKS:
+            row = _tensor(t)
+            entries[row.name] = row, [t]
+            continue
+        name = f"blk.{expert[1]}.{STACKS[expert[3]]}.weight"
+        entries.setdefault(name, (GgufTensor(name, (), ""), []))[1].append(t)
+    experts = found.config.get("num_local_experts") or found.config.get("num_experts")
+    for name, (row, members) in entries.items():
+        if row.kind:
+            continue
+        kinds = {(t.shape, gguf.type_for(t.scheme) if t.scheme else t.dtype) for t in members}
+        if len(kinds) > 1 or len(members) != experts:
+            raise UnsupportedError(f"{name} would stack {len(members)} experts of {len(kinds)} kinds; they must agree")
+        ((shape, kind),) = kinds
+        members.sort(key=lambda t: int(t.name.split(".experts.")[1].split(".")[0]))
+        entries[name] = GgufTensor(name, (len(members), *shape), kind or ""), members
+    return list(entries.values())
+
+
+def _tensor(t: CheckpointTensor) -> GgufTensor:
+    """Its row of the tensor table."""
+    stem, leaf = (t.name, "weight") if t.scheme else (t.name.rpartition(".")[0], t.name.rpartition(".")[2])
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    inside = LAYER | ROUTERS
+    name = f"blk.{layer[1]}.{inside[layer[2]]}" if layer and layer[2] in inside else TOP.get(stem)
+    if name is None or leaf not in ("weight", "bias"):
+        raise UnsupportedError(f"{t.name} has no place in llama.cpp's graph of this family")
+    if t.scheme:
+        return GgufTensor(f"{name}.{leaf}", t.shape, gguf.type_for(t.scheme) or "")
+    whole = len(t.shape) == 1 or name.endswith(ROUTERS["mlp.gate"])  # llama.cpp keeps norms, biases and routers in fp32
+    return GgufTensor(f"{name}.{leaf}", t.shape, "F32" if whole else t.dtype)
+
+
+def _bytes(found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int | None, rounding: bool) -> torch.Tensor:
+    """What is written for one tensor; its rows permuted where it belongs to `heads` heads."""
+
+    def permuted(rows: torch.Tensor) -> torch.Tensor:
+        return rows if heads is None else gguf.permute_heads(rows, heads).contiguous()
+
+    if t.scheme is None:
+        plain = read_plain(found, t)
+        return permuted(plain.float() if row.kind == "F32" else plain).contiguous()
+    q = read_matrix(found, t)
+    zeros = None if q.zeros is None else permuted(q.zeros)
+    q = QuantizedTensor(permuted(q.W_q), permuted(q.scales), zeros, q.bits, q.group_size, q.zero)
+    try:
+        raw = gguf.encode(q, t.name, rounding)
+    except LowqError as e:
+        raise UnsupportedError(f"cannot export {e}") from None
+    check_same(gguf.decode(raw, row.kind, *t.shape), q, t.name, rounding)
+    return raw
+
+
+def _int(found: Checkpoint, *names: str) -> int:
+    value = next((found.config[n] for n in names if type(found.config.get(n)) is int), None)
+    if value is None:
+        raise DamagedError(f"config.json lacks {names[0]}")
+    return value
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary settings, as transformers 5 or as 4 keeps them."""
+    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = {"rope_theta": config.get("rope_theta", 10000.0), "rope_type": "default", **nested}
+    found["rope_type"] = nested.get("rope_type") or nested.get("type") or "default"
+    if found["rope_type"] not in ("default", "llama3"):
+        raise UnsupportedError(f"rotary embedding {found['rope_type']!r} is not one that lowq writes as GGUF")
+    return found
+
+
+def _model_metadata(found: Checkpoint, arch: str, name: str) -> list[tuple[str, Value]]:
+    config = found.config
+    heads = _int(found, "num_attention_heads")
+    hidden = _int(found, "hidden_size")
+    head_dim = config.get("head_dim") or hidden // heads
+    own = {
+        "context_length": u32(_int(found, "max_position_embeddings")),
+        "embedding_length": u32(hidden),
+        "block_count": u32(_int(found, "num_hidden_layers")),
+        "feed_forward_length": u32(_int(found, "intermediate_size")),
+        "attention.head_count": u32(heads),
+        "attention.head_count_kv": u32(_int(found, "num_key_value_heads", "num_attention_heads")),
+        "attention.key_length": u32(head_dim),
+        "attention.value_length": u32(head_dim),
+        "attention.layer_norm_rms_epsilon": f32(float(config.get("rms_norm_eps", 1e-6))),
+        "rope.dimension_count": u32(head_dim),
+        "rope.freq_base": f32(float(_rope(config)["rope_theta"])),
+        "vocab_size": u32(_int(found, "vocab_size")),
+        **_mixture_metadata(found),
+    }
+    general = [("general.architecture", text(arch)), ("general.name", text(name)), ("general.quantization_version", u32(2))]
+    return [*general, *((f"{arch}.{key}", value) for key, value in own.items())]
+
+
+def _mixture_metadata(found: Checkpoint) -> dict[str, Value]:
+    """How experts are chosen. Raises UnsupportedError for a choice that llama.cpp's graph of the family does not make."""
+    config = found.config
+    if config.get("model_type") not in MIXTURES:
+        return {}
+    if config.get("norm_topk_prob") is False and config["model_type"] == "qwen3_moe":
+        raise UnsupportedError("its router does not normalise (norm_topk_prob), llama.cpp's graph of this family does")
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UnsupportedError("some of its layers have no experts; llama.cpp's graph of this family has them everywhere")
+    values = {
+        "expert_count": u32(_int(found, "num_local_experts", "num_experts")),
+        "expert_used_count": u32(_int(found, "num_experts_per_tok")),
+    }
+    if type(config.get("moe_intermediate_size")) is int:
+        values["expert_feed_forward_length"] = u32(config["moe_intermediate_size"])
+    return values
+
+
+def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
+    """Llama 3's divisors of the rotary frequencies, (head_dim / 2,) fp32; None where there are none."""
+    rope = _rope(config)
+    if rope["rope_type"] != "llama3":
+        return None
+    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = float(rope["original_max_position_embeddings"])
+    out = []
+    for i in range(0, dim, 2):
+        wave = 2 * math.pi * float(rope["rope_theta"]) ** (i / dim)
+        if wave < context / high:
+            out.append(1.0)
+        elif wave > context / low:
+            out.append(factor)
+        else:
+            smooth = (context / wave - low) / (high - low)
+            out.append(1 / ((1 - smooth) / factor + smooth))
+    return torch.tensor(out, dtype=torch.float32)
+
+
+def _tokenizer_metadata(found: Checkpoint) -> list[tuple[str, Value]]:
+    """Vocabulary, merges and special tokens from tokenizer.json. Raises UnsupportedError for anything but byte-level BPE."""
+    path = found.folder / "tokenizer.json"
+    if not path.is_file():
+        raise NotFoundError(f"{found.folder} has no tokenizer.json, which a GGUF file must contain")
+    content = read_json(path)
+    model = content.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback") or not isinstance(model.get("vocab"), dict):
+        raise UnsupportedError(
+            f"its tokenizer is {model.get('type')} and no byte-level BPE; convert it with llama.cpp's own script"
+        )
+    size = _int(found, "vocab_size")
+    tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    known = {**model["vocab"], **{t["content"]: t["id"] for t in content.get("added_tokens") or ()}}
+    for token, i in known.items():
+        if not 0 <= i < size:
+            raise DamagedError(f"{path}: token {token!r} has the number {i}; the model has {size}")
+        tokens[i], kinds[i] = token, NORMAL
+    for t in content.get("added_tokens") or ():
+        kinds[t["id"]] = CONTROL if t.get("special") else USER
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or ()]
+    settings = read_json(found.folder / "tokenizer_config.json") if (found.folder / "tokenizer_config.json").is_file() else {}
+    values = [
+        ("tokenizer.ggml.model", text("gpt2")),
+        ("tokenizer.ggml.pre", text(_pre_tokenizer(content))),
+        ("tokenizer.ggml.tokens", array(tokens, STRING)),
+        ("tokenizer.ggml.token_type", array(kinds, INT32)),
+        ("tokenizer.ggml.merges", array(merges, STRING)),
+        ("tokenizer.ggml.add_bos_token", Value(BOOL, _adds_bos(content, settings))),
+        ("tokenizer.ggml.add_eos_token", flag(False)),
+    ]
+    for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        i = found.config.get(key)
+        i = i[0] if isinstance(i, list) and i else i
+        if type(i) is int and 0 <= i < size:
+            values.append((f"tokenizer.ggml.{name}_token_id", u32(i)))
+    template = settings.get("chat_template")
+    if isinstance(template, str):
+        values.append(("tokenizer.chat_template", text(template)))
+    elif (found.folder / "chat_template.jinja").is_file():
+        values.append(("tokenizer.chat_template", text((found.folder / "chat_template.jinja").read_text(encoding="utf-8"))))
+    return values
+
+
+def _walk(node: object, visit: Callable[[Mapping[str, Any]], None]) -> None:
+    if isinstance(node, Mapping):
+        visit(node)
+        for child in node.values():
+            _walk(child, visit)
+    elif isinstance(node, list):
+        for child in node:
+            _walk(child, visit)
+
+
+def _pre_tokenizer(content: Mapping[str, Any]) -> str:
+    """llama.cpp's name for how text is split before merging. Raises UnsupportedError for a rule that it does not have."""
+    patterns: list[str] = []
+    byte_level: list[bool] = []
+
+    def visit(node: Mapping[str, Any]) -> None:
+        if node.get("type") == "Split":
+            patterns.append(str((node.get("pattern") or {}).get("Regex")))
+        if node.get("type") == "ByteLevel":
+            byte_level.append(bool(node.get("use_regex", True)))
+
+    _walk(content.get("pre_tokenizer"), visit)
+    if byte_level and not patterns and byte_level[0]:
+        return "gpt-2"
+    if byte_level and len(patterns) == 1 and patterns[0] in PRE_TOKENIZERS:
+        return PRE_TOKENIZERS[patterns[0]]
+    raise UnsupportedError(
+        f"its tokenizer splits text by {json.dumps(patterns)[:80]}, a rule that llama.cpp has no name for here"
+    )
+
+
+def _adds_bos(content: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a text gets the beginning-of-text token in front."""
+    said = settings.get("add_bos_token")
+    if isinstance(said, bool):
+        return said
+    found: list[bool] = []
+    template = (content.get("post_processor") or {}).get("single")
+    _walk(template, lambda node: found.append("SpecialToken" in node))
+    return any(found[:1]) or (isinstance(template, list) and bool(template) and "SpecialToken" in template[0])

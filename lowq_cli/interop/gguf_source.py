@@ -1,0 +1,226 @@
+"""A GGUF file of the Llama or Qwen families as a model source: Hugging Face's names, order of rows, and config.
+
+Tensors of the types in `formats.gguf.TYPES` are read; the first that is another is named. A config.json beside the file is
+believed; without one, config is made from the metadata. The file is checked before it is: counts, strings and spans of tensors.
+"""
+
+import os
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
+from lowq_cli.files.source import Source
+from lowq_cli.interop.gguf_export import ARCHITECTURES, LAYER, PERMUTED, TOP
+from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
+
+if TYPE_CHECKING:
+    import torch
+
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+MAX_HEAD = 1 << 28  # bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
+MAX_COUNT = 1 << 22
+KNOWN = {t.number: t.name for t in TYPES.values()}
+FIELDS = {  # config.json <- metadata, without the architecture in front
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a GGUF file: shape (N, K) or (N,), type, and absolute position."""
+
+    shape: tuple[int, ...]
+    kind: str
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return prod(self.shape) // TYPES[self.kind].elements * TYPES[self.kind].nbytes
+
+
+class _Reader:
+    """Values from the front of a file, each checked against what is left of it."""
+
+    def __init__(self, raw: bytes, where: str) -> None:
+        self.raw, self.where, self.at = raw, where, 0
+
+    def take(self, n: int) -> bytes:
+        if n < 0 or self.at + n > len(self.raw):
+            raise DamagedError(f"{self.where} ends inside its header: truncated, or not a GGUF file; fetch it again")
+        self.at += n
+        return self.raw[self.at - n : self.at]
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def count(self, what: str) -> int:
+        n = self.number("<Q")
+        if n > MAX_COUNT:
+            raise DamagedError(f"{self.where} says it has {n} {what}; fetch it again")
+        return n
+
+    def string(self) -> str:
+        return self.take(self.count("characters")).decode("utf-8", "replace")
+
+    def value(self, kind: int, nested: bool = False) -> Any:
+        if kind == STRING:
+            return self.string()
+        if kind == ARRAY and not nested:
+            of, n = self.number("<I"), self.count("values")
+            return [self.value(of, True) for _ in range(n)]
+        if kind not in SCALARS:
+            raise DamagedError(f"{self.where} has metadata of the unknown type {kind}")
+        return bool(self.number(SCALARS[kind])) if kind == BOOL else self.number(SCALARS[kind])
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], int]:
+    """Metadata, tensors and the CRC-32 of a file's head. Raises NotFoundError, DamagedError, UnsupportedError."""
+    try:
+        size = path.stat().st_size
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    except OSError as e:
+        raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
+    try:
+        raw = bytes(read_bytes(fd, 0, min(size, MAX_HEAD), str(path)))
+    finally:
+        os.close(fd)
+    r = _Reader(raw, str(path))
+    if r.take(4) != MAGIC:
+        raise DamagedError(f"{path} is no GGUF file; fetch it again")
+    if (version := r.number("<I")) not in (2, 3):
+        raise UnsupportedError(f"{path} is GGUF version {version}; lowq reads 2 and 3")
+    tensor_count, pair_count = r.count("tensors"), r.count("metadata values")
+    metadata = {}
+    for _ in range(pair_count):
+        key = r.string()
+        metadata[key] = r.value(r.number("<I"))
+    rows = [_row(r) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", ALIGNMENT)
+    if type(alignment) is not int or alignment < 8 or alignment % 8:
+        raise DamagedError(f"{path} has the alignment {alignment!r}")
+    start = -(-r.at // alignment) * alignment
+    tensors = {name: Entry(shape, kind, start + at) for name, shape, kind, at in rows}
+    if len(tensors) != len(rows):
+        raise DamagedError(f"{path} has two tensors of one name")
+    end = start
+    for name, t in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if t.offset < end or t.offset + t.nbytes > size:
+            raise DamagedError(f"{path}: {name} lies at {t.offset}, over another tensor or beyond the end; fetch it again")
+        end = t.offset + t.nbytes
+    return metadata, tensors, zlib.crc32(raw[: r.at])
+
+
+def _row(r: _Reader) -> tuple[str, tuple[int, ...], str, int]:
+    name, dims = r.string(), r.number("<I")
+    if not 1 <= dims <= 4:
+        raise DamagedError(f"{r.where}: {name} has {dims} dimensions")
+    shape = tuple(reversed([r.number("<Q") for _ in range(dims)]))
+    number, at = r.number("<I"), r.number("<Q")
+    if number not in KNOWN:
+        raise UnsupportedError(f"{r.where}: {name} has the GGUF type {number}; lowq reads {', '.join(TYPES)}: take such a file")
+    kind = TYPES[KNOWN[number]]
+    if not all(0 < d < 1 << 40 for d in shape) or shape[-1] % kind.elements:
+        raise DamagedError(f"{r.where}: {name} is {kind.name} of the shape {list(shape)}, which is not made of whole blocks")
+    return name, shape, kind.name, at
+
+
+def open_gguf(name: str, path: Path) -> Source:
+    """The source of a GGUF file. Raises as `read_gguf`, and UnsupportedError for architectures that it does not know."""
+    metadata, tensors, crc = read_gguf(path)
+    arch = str(metadata.get("general.architecture"))
+    if arch not in ARCHITECTURES.values():
+        known = ", ".join(sorted(set(ARCHITECTURES.values())))
+        raise UnsupportedError(f"{path} holds the architecture {arch}; lowq reads {known}")
+    beside = path.with_name("config.json")
+    config = read_json(beside) if beside.is_file() else _config(path, arch, metadata, tensors)
+    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+    headers: dict[str, TensorHeader] = {}
+    stored: dict[str, dict[str, Any]] = {}
+    for theirs, t in tensors.items():
+        ours = _name(theirs)
+        if ours is None:
+            if theirs != "rope_freqs.weight":
+                raise UnsupportedError(f"{path}: {theirs} has no place in a Hugging Face model of this family")
+            continue
+        own = heads.get(ours.split(".")[-2]) if arch in PERMUTED else None
+        if own and len(t.shape) != 2:
+            raise UnsupportedError(f"{path}: {theirs} is a bias in llama.cpp's order of rows, which lowq does not read")
+        if t.kind not in PLAIN or own:
+            stored[ours] = {"type": t.kind, "shape": list(t.shape), "heads": own}
+            headers[ours] = TensorHeader((t.nbytes,), "U8", t.offset)
+        else:
+            headers[ours] = TensorHeader(t.shape, t.kind, t.offset)
+    files = {path.name: FileHeader(path, headers, path.stat().st_size, crc)}
+    return Source(name, path.parent, config | {"gguf": stored}, headers, files, dict.fromkeys(headers, path.name))
+
+
+def _name(theirs: str) -> str | None:
+    """Hugging Face's name of a tensor; None for one that it does not have."""
+    stem, _, leaf = theirs.rpartition(".")
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[1].isdigit():
+        ours = next((hf for hf, gg in LAYER.items() if gg == parts[2]), None)
+        return None if ours is None else f"model.layers.{parts[1]}.{ours}.{leaf}"
+    ours = next((hf for hf, gg in TOP.items() if gg == stem), None)
+    return None if ours is None else f"{ours}.{leaf}"
+
+
+def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, Entry]) -> dict[str, Any]:
+    """A config.json from metadata. Raises UnsupportedError where it would be a guess."""
+    if "rope_freqs.weight" in tensors or metadata.get(f"{arch}.rope.scaling.type") not in (None, "none"):
+        raise UnsupportedError(f"{path} scales its rotary frequencies; put the model's config.json beside it")
+    found: dict[str, Any] = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items()}
+    if missing := [FIELDS[f] for f, v in found.items() if v is None]:
+        raise DamagedError(f"{path} lacks the metadata {arch}.{missing[0]}; put the model's config.json beside it")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise DamagedError(f"{path} lacks token_embd.weight")
+    found["head_dim"] = metadata.get(f"{arch}.attention.key_length") or found["hidden_size"] // found["num_attention_heads"]
+    tokens = {f"{n}_token_id": metadata.get(f"tokenizer.ggml.{g}_token_id") for n, g in (("bos", "bos"), ("eos", "eos"))}
+    return (
+        found
+        | {k: v for k, v in tokens.items() if v is not None}
+        | {
+            "model_type": arch,
+            "architectures": [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[arch]],
+            "vocab_size": embedding.shape[0],
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in tensors,
+            "rope_theta": metadata.get(f"{arch}.rope.freq_base", 10000.0),
+            "hidden_act": "silu",
+            "dtype": "float16",
+        }
+    )
+
+
+def _decoder(number: int, kind: str) -> Callable[..., "torch.Tensor"]:
+    """The gguf package's decoder of a type, as `formats.gguf` wants it."""
+
+    def decode(raw: "torch.Tensor", shape: tuple[int, ...], name: str) -> "torch.Tensor":
+        import torch
+
+        try:
+            from gguf import GGMLQuantizationType, quants
+        except ModuleNotFoundError:
+            raise UnsupportedError(f"{name} is {kind}, which the gguf package decodes: pip install gguf") from None
+        rows = raw.reshape(*shape[:-1], -1).numpy()
+        return torch.from_numpy(quants.dequantize(rows, GGMLQuantizationType(number))).to(torch.float16)
+
+    return decode
+
+
+decoders.update({t.name: _decoder(t.number, t.name) for t in TYPES.values() if t.name not in (*QUANTIZED, *PLAIN)})

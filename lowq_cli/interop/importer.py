@@ -1,0 +1,111 @@
+"""A foreign quantized checkpoint as a lowq one, so that `generate` and `eval` can run it: the same codes, scales and zeros.
+
+It is written once into the user's cache folder and found there the next time. What lowq has no scheme for (8-bit floats,
+permuted groups) is written dense.
+"""
+
+import os
+import re
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from lowq_cli import console, state
+from lowq_cli.files.checkpoint import is_checkpoint
+from lowq_cli.files.quant_config import compact
+from lowq_cli.files.shards import ShardWriter, new_folder, to_json
+from lowq_cli.files.source import Source
+from lowq_cli.interop.foreign import SECTIONS, dense, fetcher, foreign_matrices, open_foreign
+from lowq_cli.run.writer import writing
+from lowq_packers.errors import DamagedError, UsageError
+from lowq_packers.formats import Fetch, Matrix
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+
+
+def runnable(model: str | os.PathLike[str]) -> str:
+    """`model` itself, or the lowq folder in the cache that a foreign quantized checkpoint was imported into.
+
+    An import is announced in one line on stderr. Raises as `open_foreign` and the formats do.
+    """
+    name = os.fspath(model)
+    if is_checkpoint(Path(name).expanduser()):
+        return name
+    with open_foreign(name) as source:
+        found = foreign_matrices(source)
+        if found is None:
+            return name
+        fmt, matrices = found
+        if fmt.name == "fp8" and _runs_in_fp8(source):
+            return name
+        target = cached(source)
+        if not _is_whole(target):
+            console.say(f"{name} is {fmt.title}; importing it into {target}")
+            import_checkpoint(source, matrices, target)
+    return str(target)
+
+
+def _runs_in_fp8(source: Source) -> bool:
+    from lowq_cli.hf.fp8 import why_not
+
+    return source.folder is not None and why_not(source) is None
+
+
+def cached(source: Source, kind: str = "imports") -> Path:
+    """Where what is made from a checkpoint is kept: one folder for each checkpoint and version of lowq."""
+    stem = re.sub(r"[^\w.-]+", "-", Path(source.name).name) or "model"
+    return state.cache_dir() / kind / f"{stem}-{source.identity}-{version('lowq')}"
+
+
+def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> None:
+    """Write `source` as a lowq checkpoint into the folder `target`, one matrix in memory at a time."""
+    at = {m.parts[0]: m for m in matrices}
+    parts = {p for m in matrices for p in m.parts}
+    kept = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight") and n not in parts]
+    kept += [m.name for m in matrices if m.scheme is None]
+    schemes = {m.name: m.scheme for m in matrices if m.scheme}
+    config = {k: v for k, v in source.config.items() if k not in SECTIONS}
+    if schemes:
+        config["quantization_config"] = compact(schemes, kept)
+    fetch = fetcher(source)
+    try:
+        with new_folder(target) as folder:
+            shards = ShardWriter(folder)
+            for name in source.headers:
+                if name in at:
+                    shards.add(_imported(at[name], fetch))
+                elif name not in parts:
+                    shards.add({name: fetch(name)})
+            shards.finish()
+            with writing(folder):
+                for path in source.companions():
+                    shutil.copyfile(path, folder / path.name)
+                (folder / "config.json").write_bytes(to_json(config))
+    except UsageError:
+        if not _is_whole(target):  # else another process was quicker
+            raise
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether an import has finished: config.json is there, lowq's or (where nothing is packed) a plain one."""
+    return (folder / "config.json").is_file()
+
+
+def _imported(m: Matrix, fetch: Fetch) -> dict[str, torch.Tensor]:
+    """The tensors of one matrix in a lowq checkpoint. Scales and zeros share a dtype: fp32 where the zeros need it."""
+    if m.scheme is None:
+        return {f"{m.name}.weight": dense(m, fetch)}
+    q = m.read(fetch)
+    assert isinstance(q, QuantizedTensor)
+    assert q.scheme == m.scheme
+    p = pack(q)
+    wide = p.zeros is not None and p.zeros.dtype != p.scales.dtype
+    scales = p.scales.float() if wide else p.scales
+    if not torch.isfinite(scales).all() or (p.zeros is not None and not torch.isfinite(p.zeros).all()):
+        raise DamagedError(f"{m.name} holds NaN or infinite scales; the model file is damaged")
+    tensors = {f"{m.name}.weight": p.words, f"{m.name}.weight_scale": scales.contiguous()}
+    if p.zeros is not None:
+        tensors[f"{m.name}.weight_zero"] = (p.zeros.float() if wide else p.zeros).contiguous()
+    return tensors

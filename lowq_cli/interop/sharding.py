@@ -1,0 +1,85 @@
+"""Can N tensor-parallel ranks share a quantized checkpoint? The rules of engines such as vLLM, from config and shapes alone.
+
+Row-parallel weights (o_proj, down_proj) are cut along K: whole groups and whole words must stay on one rank. The others are
+cut along N. q, k and v, and gate and up, become one weight each, so they must have one scheme.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from lowq_cli.files.shapes import text_config, whole
+from lowq_packers.scheme import Scheme, fit_group
+
+ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
+
+
+def shard_problems(
+    config: Mapping[str, Any],
+    schemes: Mapping[str, Scheme],
+    shapes: Mapping[str, tuple[int, int]],
+    ranks: int,
+    packed_zeros: bool = True,
+) -> list[str]:
+    """A line for each matrix that `ranks` ranks cannot share, with the group size that they could; [] if all is well.
+
+    packed_zeros: whole-number zeros are packed along N, as foreign formats do.
+    """
+    found = fusion_problems(schemes)
+    heads = whole(text_config(config), "num_key_value_heads", "num_attention_heads")
+    for name, scheme in schemes.items():
+        N, K = shapes[name]
+        leaf = name.rpartition(".")[2]
+        if leaf in ROW:
+            found.append(row_problem(name, scheme, K, ranks))
+        elif leaf != "lm_head":
+            copies = heads if leaf in ("k_proj", "v_proj") and heads and ranks > heads else ranks  # few kv heads: replicated
+            found.append(column_problem(name, N, copies))
+            if packed_zeros and not found[-1]:
+                found.append(_packed_zeros_problem(name, scheme, N, copies))
+    return [line for line in found if line]
+
+
+def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
+    """A line for each set of weights that engines fuse but that have different schemes."""
+    from lowq_packers.formats import FUSED  # imports torch
+
+    members: dict[str, dict[str, Scheme]] = defaultdict(dict)
+    for name, scheme in schemes.items():
+        stem, _, leaf = name.rpartition(".")
+        if leaf in FUSED:
+            members[f"{re.sub('[.]experts[.][0-9]+$', '.experts', stem)}.{FUSED[leaf]}"][name] = scheme
+    lines = []
+    for fused, parts in members.items():
+        if len(set(parts.values())) > 1:
+            spelled = ", ".join(f"{n.rpartition('.')[2]} {s}" for n, s in list(parts.items())[:3])
+            lines.append(f"{fused} is made of {spelled}, which must be one scheme")
+    return lines
+
+
+def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str:
+    """Why `ranks` ranks cannot share a matrix along K, with the group size or number that would do; "" if they can."""
+    if K % ranks:
+        return f"{name}: K={K} is no multiple of {ranks}"
+    own = K // ranks
+    if s.group_size != K and own % s.group_size:
+        fitting = fit_group(own, s.group_size)
+        way_out = f"--override '{name.rpartition('.')[2]}={s.bits}:{fitting}'" if fitting else "fewer ranks"
+        return f"{name}: K={K} over {ranks} ranks is {own}, no multiple of group_size={s.group_size}; quantize with {way_out}"
+    if own * s.bits % 32:
+        return f"{name}: K={K} over {ranks} ranks is {own} {s.bits}-bit codes, not whole words; use fewer ranks"
+    return ""
+
+
+def column_problem(name: str, N: int, ranks: int) -> str:
+    """Why `ranks` ranks cannot share a matrix along N; "" if they can."""
+    return f"{name}: N={N} is no multiple of {ranks}" if N % ranks else ""
+
+
+def _packed_zeros_problem(name: str, s: Scheme, N: int, ranks: int) -> str:
+    """As `column_problem`, for formats that pack whole-number zeros along N."""
+    own = N // ranks
+    if s.zero == "int" and own * s.bits % 32:
+        return f"{name}: N={N} over {ranks} ranks is {own} {s.bits}-bit zeros, not whole words; quantize with --zero none"
+    return ""

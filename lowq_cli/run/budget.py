@@ -1,0 +1,138 @@
+"""What a run will take: memory, disk and time, against what there is. Asked before the first byte is written."""
+
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli import quantizers
+from lowq_cli.accuracy.calibrate import working_bytes
+from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
+from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
+from lowq_cli.run.plan import Item, Plan
+from lowq_cli.run.workers import shared_threads
+from lowq_packers.errors import DoesNotFitError
+from lowq_packers.scheme import Scheme
+
+SLAB = 1 << 23  # weights quantized at a time, whatever the tensor's size
+BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_memory.py
+WORKING = 160 << 20  # buffers of the quantizers, of copying and of the allocator that do not grow with the slab
+ROTATING = 12  # bytes per weight of a matrix that is rotated: what mixes rows is made whole, in fp32
+PROBE = 1 << 19  # weights in the timing sample
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes and seconds a run will take. None where this machine does not say, or nothing was probed."""
+
+    peak_bytes: int  # resident memory of the whole process
+    available_bytes: int | None
+    disk_bytes: int  # still to be written
+    disk_free_bytes: int
+    seconds: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def check(self, out: Path) -> None:
+        """Raise DoesNotFitError if memory or disk are too small."""
+        if self.available_bytes is not None and self.peak_bytes - current_rss() > self.available_bytes:
+            raise DoesNotFitError(
+                f"needs {self.peak_bytes / 1e9:.1f} GB of memory, {self.available_bytes / 1e9:.1f} GB are available; "
+                f"close other programs, or use a machine with more"
+            )
+        if self.disk_bytes > self.disk_free_bytes:
+            raise DoesNotFitError(
+                f"needs {self.disk_bytes / 1e9:.2f} GB of disk, {out} has {self.disk_free_bytes / 1e9:.2f} GB free; "
+                f"make room, use fewer bits, or another --out"
+            )
+
+
+def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, written: int = 0, held: int = 0) -> Budget:
+    """What `plan` will take with so many `workers`; `written` bytes are on disk already, reading keeps `held` in memory."""
+    folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
+    calibrating = working_bytes(plan)
+    peak = current_rss() + WORKING + held + workers * max(slab_bytes(i) for i in plan.items)
+    peak += calibrating if device.type == "cpu" else 0
+    peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
+    # a sample says little of a walk through the model
+    seconds = None if calibrating else sum(probe(plan, device, workers).values())
+    return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
+
+
+def slab_bytes(item: Item) -> int:
+    """Bytes held while an item is worked on."""
+    if item.scheme is None:
+        return 0  # copied in small pieces: part of WORKING
+    N, K = item.shape
+    weights = min(N, slab_rows(K)) * K
+    whole = N * K * ITEMSIZE[item.source_dtype] if item.cut.transposed else 0  # its rows are the file's columns
+    return weights * BYTES_PER_WEIGHT + whole
+
+
+def slab_rows(K: int, device: str = "cpu") -> int:
+    """Rows quantized at a time: whole slabs of the quantizer, so that the cut changes no code."""
+    inner = max(1, QUANTIZER_SLAB.get(device, QUANTIZER_SLAB["cpu"]) // K)
+    return max(1, SLAB // (inner * K)) * inner
+
+
+def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str, Scheme], float]:
+    """Seconds that each method and scheme of the plan will take `workers`, from timing one on a random sample.
+
+    Also the check that the method takes the scheme: a SchemeError surfaces here, not at the first tensor.
+    """
+    work: dict[tuple[str, Scheme], int] = {}
+    for i in plan.items:
+        if i.scheme and i.method:
+            work[i.method, i.scheme] = work.get((i.method, i.scheme), 0) + i.params
+    dtype = getattr(torch, TORCH_NAMES[plan.scale_dtype])
+    seconds = {}
+    for (method, scheme), params in work.items():
+        g = torch.Generator().manual_seed(0)
+        W = torch.randn(max(1, PROBE // scheme.group_size), scheme.group_size, generator=g).to(device, dtype)
+        with shared_threads(workers):
+            quantizers.get(method)(W[:1], scheme, dtype)  # first use: library start-up is no part of the rate
+            start = time.perf_counter()
+            quantizers.get(method)(W, scheme, dtype).scales[:1].cpu()  # waits for a GPU
+            seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel() / workers
+    return seconds
+
+
+def available_memory() -> int | None:
+    """Bytes of memory a process may still take: what the kernel says, or the container's limit if that is lower."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cache = int(stat["inactive_file"]) + int(stat["active_file"])  # given back when asked for
+        return min(free, max(0, limit - used + cache))
+    except (OSError, ValueError, KeyError):  # no such limit ("max" is no number)
+        return free
+
+
+def current_rss() -> int:
+    """Resident bytes of this process now."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return peak_rss()
+
+
+def peak_rss() -> int:
+    """Largest number of resident bytes of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

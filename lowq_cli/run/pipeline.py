@@ -1,0 +1,347 @@
+"""The streaming run: plan, then tensor by tensor read -> quantize -> pack -> write. It prints nothing; it yields events.
+
+No model is built: one slab of one tensor is in memory at a time. Run again after a kill, it continues, and leaves the same
+bytes as an uninterrupted run (see writer.py). The same input, recipe and kind of device give the same bytes.
+"""
+
+import hashlib
+import json
+import os
+import time
+import zlib
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowq_cli.accuracy import calibrate
+from lowq_cli.accuracy.rotation import rotated
+from lowq_cli.devices import pick_devices
+from lowq_cli.files.source import INDEX, Source
+from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.run import transform
+from lowq_cli.run.budget import Budget, make_budget, peak_rss
+from lowq_cli.run.plan import Item, Plan, default_out, index_json, output_config
+from lowq_cli.run.planner import SHARD_SIZE, make_plan
+from lowq_cli.run.recipe import Recipe, make_recipe
+from lowq_cli.run.workers import in_order, spread, worker_devices
+from lowq_cli.run.writer import REPORT, SENSITIVITY, OutputFolder, ShardFile, output_names
+from lowq_packers.errors import DamagedError, LowqError, UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.accuracy.mixed import Mixed
+
+WORST = 5
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan is made; nothing is written yet."""
+
+    plan: Plan
+    out: Path
+    device: str
+    budget: Budget
+    mixed: "Mixed | None" = None  # how a budget of bits was spent
+
+
+@dataclass(frozen=True)
+class TensorDone:
+    """One item is in its file. rel_error = ||W - dequantized|| / ||W||, None where it was kept.
+
+    `index` of `total` items; `params_done` of `params_total` weights (for an ETA). resumed: an earlier run did it.
+    """
+
+    name: str
+    kind: str
+    scheme: str | None
+    rel_error: float | None
+    seconds: float
+    bytes: int
+    index: int
+    total: int
+    params_done: int
+    params_total: int
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """One output file is whole and has its final name."""
+
+    name: str
+    bytes: int
+    index: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run made. The first seven fields are the JSON that scripts rely on."""
+
+    out: str
+    bpw: float  # bits per weight over the whole model, kept tensors included
+    bytes: int  # of the weight files
+    source_bytes: int
+    quantized_fraction: float
+    seconds: float
+    peak_rss_bytes: int
+    quantized_bpw: float
+    already_done: bool
+    resumed: int  # items that an earlier run had done
+    worst: tuple[tuple[str, str, float], ...]  # (name, scheme, rel_error), largest error first
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, one key per field."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The checkpoint is whole."""
+
+    result: Result
+
+
+LayerDone = calibrate.LayerDone
+Event = Planned | LayerDone | TensorDone | ShardDone | Finished
+
+
+def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, **options: Any) -> dict[str, Any]:
+    """Quantize a model into a checkpoint folder.
+
+    Args:
+        model: a folder, a hub id, or "demo".
+        out: the folder to write; by default ./MODEL-lowq-4b-g64.
+        options: Recipe's fields (bits, group, method, zero, overrides, skip, lm_head, dtype), recipe (a TOML file), and
+            device, shard_size, fresh of `run`.
+    Returns:
+        out, bpw, bytes, source_bytes, quantized_fraction, seconds, peak_rss_bytes, and more about the run.
+    Raises:
+        LowqError for every mistake a caller can mend.
+    """
+    names = {f.name for f in fields(Recipe)}
+    recipe = make_recipe(options.pop("recipe", None), **{k: options.pop(k) for k in list(options) if k in names})
+    known = ("device", "shard_size", "fresh")
+    if unknown := [k for k in options if k not in known]:
+        raise UsageError(f"quantize has no option {unknown[0]!r}; there are {', '.join(sorted({*names, *known, 'recipe'}))}")
+    for event in run(model, recipe, out, **options):
+        if isinstance(event, Finished):
+            return event.result.to_json()
+    raise AssertionError("a run ends with Finished")
+
+
+def run(
+    model: str | os.PathLike[str],
+    recipe: Recipe,
+    out: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    shard_size: int = SHARD_SIZE,
+    fresh: bool = False,
+    dry_run: bool = False,
+) -> Iterator[Event]:
+    """Quantize `model` by `recipe` into `out`, yielding Planned, then TensorDone and ShardDone, then Finished.
+
+    dry_run: stop after Planned; nothing is written, and but for a budget of bits no weight is read or downloaded. fresh: start
+    over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. device: one, or several as
+    "cuda:0,cuda:1", which take a tensor each; the bytes are the same. Raises LowqError.
+    """
+    start = time.monotonic()
+    devices = pick_devices(device)
+    on = devices[0]
+    budgeted = recipe.bpw is not None or recipe.size is not None
+    with open_decoded(model, headers_only=dry_run and not budgeted) as raw:
+        source = rotated(raw) if recipe.rotate else raw
+        folder = default_out(source, recipe) if out is None else Path(out)
+        found = None
+        if budgeted:
+            from lowq_cli.accuracy import mixed  # builds a model with transformers
+
+            recipe, found = mixed.resolve(source, recipe, folder, on)
+        plan = make_plan(source, recipe, shard_size)
+        lanes = worker_devices(devices, _independent(source, plan))
+        if len(lanes) < len(devices):
+            raise UsageError(
+                f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
+                "read, or the method is calibrated); name one device"
+            )
+        budget = make_budget(plan, folder, on, len(lanes), _bytes_in(folder, plan), source.held_bytes)
+        yield Planned(plan, folder, ", ".join(map(str, devices)), budget, found)
+        if dry_run:
+            return
+        budget.check(folder)
+        companions = [p.name for p in source.companions()]
+        name = run_hash(source, plan, on)
+        calibration = calibrate.Calibration(source, plan, folder, name, on) if calibrate.is_calibrated(plan) else None
+        with OutputFolder(folder, name, output_names(plan, companions), fresh) as output:
+            if output.already_done:
+                yield Finished(_known_result(plan, output, time.monotonic() - start))
+                return
+            if found:
+                output.replace(SENSITIVITY, found.cache)
+            output.log(f"lowq {version('lowq')}: {source.name} -> {folder}, {json.dumps(recipe.to_json())}, {on}")
+            try:
+                for layer in calibration.run() if calibration else ():
+                    output.log(f"layer {layer.index} of {layer.total}: error {layer.error:.4g}, {layer.seconds:.1f} s")
+                    yield layer
+                result = yield from _write(source, plan, output, lanes, start, calibration)
+            except BaseException as e:
+                with suppress(LowqError):  # the reason matters more than the log
+                    output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
+                raise
+        yield Finished(result)
+
+
+def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
+    """What names a run: two runs share it only if they write the same bytes."""
+    facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
+    facts += [text] if (text := calibrate.identity(plan)) else []
+    return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
+
+
+def _independent(source: Source, plan: Plan) -> bool:
+    """Whether tensors can be worked on side by side: other sources decode as they read, calibration goes layer by layer."""
+    return type(source) is Source and not calibrate.is_calibrated(plan)
+
+
+def _bytes_in(folder: Path, plan: Plan) -> int:
+    """Disk that the plan's files already take in `folder`."""
+    found = 0
+    for shard in plan.shards:
+        for path in (folder / shard.name, folder / f"{shard.name}.partial"):
+            if path.is_file():
+                found += path.stat().st_blocks * 512
+    return found
+
+
+def _write(
+    source: Source,
+    plan: Plan,
+    output: OutputFolder,
+    devices: tuple[torch.device, ...],
+    start: float,
+    calibration: calibrate.Calibration | None = None,
+) -> Generator[Event, None, Result]:
+    """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
+    done = params = resumed = 0
+    for number, shard in enumerate(plan.shards, 1):
+        with ShardFile(output, shard) as file:
+
+            def work(item: Item, device: torch.device, file: ShardFile = file) -> tuple[float | None, list[int], float]:
+                began = time.monotonic()
+                if item.scheme is None:
+                    values = calibration.values(item) if calibration else None
+                    return *transform.copy(item, source, file, values), time.monotonic() - began
+                quantizer = calibration.quantizer(item) if calibration else None
+                factors = calibration.factors(item) if calibration else (None, None)
+                outcome = transform.quantize(item, source, file, device, quantizer, factors)
+                return *outcome, time.monotonic() - began
+
+            missing = [i for i in shard.items if i.name not in output.finished]
+            with in_order(missing, spread(work, devices), len(devices)) as outcomes:
+                for item in shard.items:
+                    before, seconds = item.name in output.finished, 0.0
+                    scheme = str(item.scheme) if item.scheme else None
+                    if before:
+                        resumed += 1
+                    else:
+                        error, crc, seconds = next(outcomes)
+                        output.record(item, error, crc)
+                        told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
+                        output.log(f"{item.name}: {scheme or 'kept'}{told}")
+                    error = output.finished[item.name]["rel_error"]
+                    done, params = done + 1, params + item.params
+                    progress = done, len(plan.items), params, plan.params
+                    yield TensorDone(item.name, item.kind, scheme, error, seconds, item.nbytes, *progress, before)
+            if not file.complete:
+                file.finish()
+        yield ShardDone(shard.name, shard.size, number, len(plan.shards))
+    if index := index_json(plan):
+        output.replace(INDEX, _json(index))
+    for path in source.companions():
+        output.replace(path.name, path.read_bytes())
+    report = make_report(source, plan, output, devices[0], calibration.notes if calibration else {})
+    output.replace(REPORT, _json(report))
+    output.finish(_json(output_config(source, plan)))
+    if calibration:
+        calibration.close()
+    result = _result(plan, output, report, time.monotonic() - start, resumed)
+    output.log(f"finished: {result.bytes} bytes, {result.bpw:.3f} bits per weight, {result.seconds:.1f} s")
+    return result
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def make_report(
+    source: Source, plan: Plan, output: OutputFolder, device: torch.device, notes: Mapping[str, str]
+) -> dict[str, Any]:
+    """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. Holds no times."""
+    name = (
+        source.folder.resolve().name if source.folder and source.name != "demo" and Path(source.name).is_dir() else source.name
+    )
+    tensors = []
+    for i in plan.items:
+        record = output.finished[i.name]
+        line: dict[str, Any] = {
+            "name": i.name,
+            "kind": i.kind,
+            "shape": list(i.shape),
+            "bytes": i.nbytes,
+            "crc32": record["crc"],
+        }
+        if i.scheme:
+            line |= {"scheme": str(i.scheme), "method": i.method, "rel_error": record["rel_error"]}
+        if note := "; ".join(filter(None, (i.note, notes.get(i.name)))):
+            line["note"] = note
+        tensors.append(line)
+    return {
+        "lowq": version("lowq"),
+        "run": output.run,
+        "source": name,
+        "device": device.type,
+        "recipe": plan.recipe.to_json(),
+        "bpw": plan.bpw,
+        "quantized_bpw": plan.quantized_bpw,
+        "quantized_fraction": plan.coverage,
+        "source_bytes": plan.source_bytes,
+        "bytes": plan.nbytes,
+        "weights": {s.name: {"bytes": s.size, "header_crc32": zlib.crc32(s.header)} for s in plan.shards},
+        "files": output.files,
+        "tensors": tensors,
+    }
+
+
+def _result(
+    plan: Plan, output: OutputFolder, report: dict[str, Any], seconds: float, resumed: int, done: bool = False
+) -> Result:
+    quantized = [t for t in report["tensors"] if "rel_error" in t]
+    worst = sorted(quantized, key=lambda t: (-t["rel_error"], t["name"]))[:WORST]
+    return Result(
+        out=str(output.path),
+        bpw=plan.bpw,
+        bytes=plan.nbytes,
+        source_bytes=plan.source_bytes,
+        quantized_fraction=plan.coverage,
+        seconds=seconds,
+        peak_rss_bytes=peak_rss(),
+        quantized_bpw=plan.quantized_bpw,
+        already_done=done,
+        resumed=resumed,
+        worst=tuple((t["name"], t["scheme"], t["rel_error"]) for t in worst),
+    )
+
+
+def _known_result(plan: Plan, output: OutputFolder, seconds: float) -> Result:
+    """The result of a run that was finished before. Raises DamagedError if its weight files are no longer what it wrote."""
+    report = json.loads((output.path / REPORT).read_bytes())
+    output.finished = {t["name"]: {} for t in report["tensors"]}
+    for shard in plan.shards:
+        if not ShardFile.is_whole(output, shard):
+            raise DamagedError(f"{output.path / shard.name} is missing or not what lowq wrote; run again with --fresh")
+    return _result(plan, output, report, seconds, len(plan.items), done=True)

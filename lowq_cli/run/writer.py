@@ -1,0 +1,300 @@
+"""The folder a run writes: one process at a time, resumable after a kill at any instant, never half-written and whole-looking.
+
+    lowq-sensitivity.json       what mixed.py measured; kept whatever run comes next
+    lowq-journal.jsonl          what the run is, then one line per finished item: {"item", "rel_error", "crc": [per tensor]}
+    model-....safetensors.partial   full size from the start; each tensor is written at its final place
+    model-....safetensors       renamed once all its items are in and on disk
+    config.json                 written last; until then no loader takes the folder for a model
+
+A rerun checks the bytes of every journalled item in a partial file against its checksum and continues behind them, so even
+a line that reached the disk before its data does no harm. The journal goes when config.json is there.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.files.safetensors_io import read_bytes, read_header
+from lowq_cli.files.source import INDEX
+from lowq_cli.run.plan import Item, Plan, Shard
+from lowq_packers.errors import DoesNotFitError, LowqError, UsageError
+
+JOURNAL, REPORT, LOG, CONFIG = "lowq-journal.jsonl", "lowq_report.json", "lowq.log", "config.json"
+PARTIAL = ".partial"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+SENSITIVITY = "lowq-sensitivity.json"
+STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
+CHUNK = 1 << 24
+
+Record = dict[str, Any]
+
+
+class OutputFolder:
+    """An output folder, locked for this process while the `with` block runs.
+
+    Args:
+        path: made if it is not there.
+        run: the hash that names the run; another run's folder is refused.
+        files: names of everything the run will write, so that `fresh` can remove just that.
+        fresh: remove what lowq wrote here before.
+    Raises:
+        UsageError: not writable, in use by another process, holding another run or files that lowq did not write.
+    """
+
+    def __init__(self, path: Path, run: str, files: list[str], fresh: bool = False) -> None:
+        self.path, self.run, self.fresh = path, run, fresh
+        self.files = sorted({*files, CONFIG, REPORT})
+        self.finished: dict[str, Record] = {}  # item -> its journal record
+        self.already_done = False
+        self._journal = -1
+        self._lock = -1
+
+    def __enter__(self) -> "OutputFolder":
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise UsageError(f"another lowq is writing to {self.path}; wait for it, or use another --out") from None
+        except OSError:
+            pass  # a file system without locks
+        try:
+            with writing(self.path):
+                self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        for fd in (self._journal, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._journal = self._lock = -1
+
+    def _open(self) -> None:
+        """Find out what the folder holds, and start or continue the journal."""
+        header, records = read_journal(self.path / JOURNAL)
+        report = _read_report(self.path / REPORT)
+        ours = bool(header or report)
+        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in (LOG, JOURNAL, JOURNAL + PARTIAL, SENSITIVITY))
+        if foreign and not ours:
+            raise UsageError(f"{self.path} holds files that lowq did not write, such as {foreign[0]}; use another --out")
+        if self.fresh:
+            self._remove({*header.get("files", ()), *report.get("files", ())})
+        elif report.get("run") == self.run and (self.path / CONFIG).is_file():
+            self.already_done = True
+            (self.path / JOURNAL).unlink(missing_ok=True)
+            return
+        elif header.get("run") == self.run:
+            self.finished = {r["item"]: r for r in records}
+        elif ours:
+            raise UsageError(f"{self.path} holds another lowq run; use --fresh or another --out")
+        self._rewrite_journal()
+
+    def _remove(self, names: set[str]) -> None:
+        """Delete lowq's own files; config.json first, so that what remains never looks whole."""
+        own = {p.name for p in self.path.glob("lowq_*.json")}  # the report, and what other commands keep beside it
+        for name in (CONFIG, *sorted({*names, *own} - {CONFIG}), JOURNAL, LOG):
+            for leaf in (name, name + PARTIAL):
+                if Path(leaf).name == leaf:  # a tampered list must not reach outside
+                    (self.path / leaf).unlink(missing_ok=True)
+        for layers in self.path.glob(STAGED + "*"):
+            shutil.rmtree(layers)
+
+    def _rewrite_journal(self) -> None:
+        """Put the journal on disk with the records that count, dropping a torn tail."""
+        lines = [{"run": self.run, "files": self.files}, *self.finished.values()]
+        self.replace(JOURNAL, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        if self._journal >= 0:
+            os.close(self._journal)
+        self._journal = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND)
+
+    def forget(self, items: list[Item]) -> None:
+        """Take back that these items are finished."""
+        if [i for i in items if self.finished.pop(i.name, None)]:
+            self._rewrite_journal()
+
+    def record(self, item: Item, rel_error: float | None, crc: list[int]) -> None:
+        """Note an item whose tensors are written."""
+        line = {"item": item.name, "rel_error": rel_error, "crc": crc}
+        with writing(self.path / JOURNAL):
+            raw = (json.dumps(line) + "\n").encode()
+            while raw:  # a disk that fills up takes part of a line first
+                raw = raw[os.write(self._journal, raw) :]
+        self.finished[item.name] = line
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a whole file and rename it into place, on disk before its name is."""
+        partial = self.path / (name + PARTIAL)
+        with writing(self.path / name):
+            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                write_at(fd, content, 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(partial, self.path / name)
+
+    def finish(self, config: bytes) -> None:
+        """Write config.json, the last file, and drop the journal."""
+        os.fsync(self._lock)
+        self.replace(CONFIG, config)
+        os.fsync(self._lock)
+        (self.path / JOURNAL).unlink(missing_ok=True)
+
+    def log(self, message: str) -> None:
+        """A line with the time, in lowq.log."""
+        with writing(self.path / LOG), open(self.path / LOG, "a", encoding="utf-8") as f:
+            f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+
+
+class ShardFile:
+    """One output file while it is written. `verified` are the items already in it from an earlier run."""
+
+    def __init__(self, folder: OutputFolder, shard: Shard) -> None:
+        self.folder, self.shard = folder, shard
+        self.final = folder.path / shard.name
+        self.partial = folder.path / (shard.name + PARTIAL)
+        self._fd = -1
+        self.complete = self.is_whole(folder, shard)
+        if not self.complete:
+            try:
+                with writing(self.partial):
+                    self.final.unlink(missing_ok=True)
+                    self._open()
+            except BaseException:
+                self.close()
+                raise
+
+    @staticmethod
+    def is_whole(folder: OutputFolder, shard: Shard) -> bool:
+        """Whether the final file is there, with the header and size it must have and all its items on record."""
+        try:
+            found = read_header(folder.path / shard.name)
+        except LowqError:
+            return False
+        recorded = all(i.name in folder.finished for i in shard.items)
+        return found.size == shard.size and found.crc == zlib.crc32(shard.header) and recorded
+
+    def _open(self) -> None:
+        """Open or make the partial file, and take back the items whose bytes are not what the journal says."""
+        resumed = self.partial.exists() and self.partial.stat().st_size == self.shard.size
+        self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o644)
+        if not resumed:
+            self.folder.forget(list(self.shard.items))
+            os.ftruncate(self._fd, 0)
+            reserve(self._fd, self.shard.size)
+        write_at(self._fd, self.shard.header, 0)
+        self.folder.forget([i for i in self.shard.items if i.name in self.folder.finished and not self._intact(i)])
+
+    def _intact(self, item: Item) -> bool:
+        crcs = []
+        for name, header in item.outputs:
+            at, crc = self.shard.placed[name].offset, 0
+            for start in range(0, header.nbytes, CHUNK):
+                crc = zlib.crc32(read_bytes(self._fd, at + start, min(CHUNK, header.nbytes - start), str(self.partial)), crc)
+            crcs.append(crc)
+        return crcs == self.folder.finished[item.name]["crc"]
+
+    def write(self, tensor: str, offset: int, content: memoryview | bytes | bytearray) -> None:
+        """Put bytes at `offset` of a tensor."""
+        with writing(self.partial):
+            write_at(self._fd, content, self.shard.placed[tensor].offset + offset)
+
+    def finish(self) -> None:
+        """Flush to disk and rename into place."""
+        with writing(self.partial):
+            os.fsync(self._fd)
+            self.close()
+            os.replace(self.partial, self.final)
+
+    def close(self) -> None:
+        """Close the file, leaving what is written for a rerun."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> "ShardFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_journal(path: Path) -> tuple[Record, list[Record]]:
+    """Header and records of a journal, up to the first torn or foreign line; ({}, []) where there is none."""
+    lines = []
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return {}, []
+    for line in raw.split(b"\n")[:-1]:  # what follows the last newline is torn
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    if not lines or not isinstance(lines[0], dict) or "run" not in lines[0]:
+        return {}, []
+    wellformed = [r for r in lines[1:] if isinstance(r, dict) and {"item", "rel_error", "crc"} <= r.keys()]
+    return lines[0], wellformed
+
+
+def _read_report(path: Path) -> Record:
+    try:
+        report = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return report if isinstance(report, dict) and "run" in report else {}
+
+
+def reserve(fd: int, size: int) -> None:
+    """Give a file its full size, and its disk blocks where the file system can, so that a full disk shows now."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except AttributeError:  # macOS
+        os.ftruncate(fd, size)
+    except OSError as e:
+        if e.errno not in NO_RESERVE:
+            raise
+        os.ftruncate(fd, size)
+
+
+def write_at(fd: int, content: memoryview | bytes | bytearray, offset: int) -> None:
+    """Write all of `content` at `offset`."""
+    view = memoryview(content).cast("B")
+    at = 0
+    while at < len(view):
+        at += os.pwrite(fd, view[at : at + (1 << 30)], offset + at)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into errors that say the way out."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in FULL:
+            raise DoesNotFitError(f"the disk is full ({path}); make room and run the same command again: it continues") from e
+        raise UsageError(f"cannot write to {path}: {e.strerror}; use another --out") from e
+
+
+def output_names(plan: Plan, companions: list[str]) -> list[str]:
+    """Names of every file a run leaves, but for report, config and log."""
+    index = [INDEX] if len(plan.shards) > 1 else []
+    return [*(s.name for s in plan.shards), *index, *companions]

@@ -1,0 +1,1 @@
+"""`lowq tune` and `lowq bench` without their printing."""

@@ -1,0 +1,145 @@
+"""`lowq tune` without its printing: shapes -> compiled candidates -> measured entries -> lowq_tune.json in the checkpoint."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from lowq_cli.files.checkpoint import Checkpoint
+from lowq_kernels import measure, tuning
+from lowq_kernels.measure import Budget
+from lowq_kernels.precompile import Work, compile_all
+from lowq_kernels.tuning import Entry, Machine, Shape
+from lowq_packers.errors import UsageError
+
+IN_PLACE_TOKENS = 64  # of the text that steps are timed at, and of the room after it
+
+
+def compute_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype that this checkpoint's activations will have: bf16 on a CPU, the config's on a GPU (hf/load.py says so too)."""
+    if device.type == "cpu":
+        return torch.bfloat16
+    named = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    found = getattr(torch, str(named), None)
+    return found if found in (torch.float16, torch.bfloat16) else torch.float16
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """The batch sizes that "1,2,8" names, ascending. Raises UsageError."""
+    try:
+        found = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1 or found[-1] > 1 << 20:
+        raise UsageError(f"--batch {text!r} is not a list of rows such as 1,2,4,8")
+    return found
+
+
+def compile_candidates(
+    shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, exhaustive: bool, done: Callable[[int, int], None]
+) -> int:
+    """Compile what will be timed, in parallel; on a CPU there is nothing to compile. Returns how many kernels."""
+    if device.type != "cuda":
+        return 0
+    work = []
+    for shape in shapes:
+        for layout in measure.layouts_for(shape, device):
+            for M in batches:
+                for spec, config in measure.candidates(measure.call_for(shape, M, layout, device), exhaustive):
+                    work.append(Work.of(spec.name, config, shape.scheme, layout, shape.dtype, M, shape.N, shape.K))
+    distinct = _same_binary(work)
+    return compile_all(distinct, lambda n: done(n, len(distinct)))
+
+
+def _same_binary(work: Sequence[Work]) -> list[Work]:
+    """One item for each binary: Triton specializes on sizes only as far as 16 divides them and steps of k tile K."""
+    found: dict[object, Work] = {}
+    for w in work:
+        key = (w.kernel, w.config, w.scheme, w.layout, w.dtype, w.M, w.N % 16 == 0, w.K % 4096 == 0 or w.K)
+        found.setdefault(key, w)
+    return list(found.values())
+
+
+def measure_all(
+    shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, budget: Budget, exhaustive: bool
+) -> Iterator[tuple[Shape, Entry]]:
+    """Entries as they are found, the shapes with most weights first, until the budget ends."""
+    for shape in shapes:
+        for entry in measure.measure(shape, batches, device, budget, exhaustive):
+            yield shape, entry
+
+
+def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
+    """Write entries into the folder's tuning file and let them decide at once. Raises UsageError where it cannot be written."""
+    path = folder / tuning.FILE
+    try:
+        tuning.write_file(path, Machine.here(device), entries)
+    except OSError as e:
+        raise UsageError(f"{path} cannot be written ({e.strerror}); tune a copy of the checkpoint that you own") from None
+    tuning.use(folder, device)
+    return path
+
+
+def in_place(
+    folder: Path, device: torch.device, entries: Sequence[Entry], budget: Budget, done: Callable[[int, str], None]
+) -> tuple[list[Entry], str]:
+    """Entries whose winners were chosen by the time of whole decode steps, and why that was not done, or "".
+
+    Alone the best kernel fills a GPU; in a step the next one wants to start early. So winners race their runners-up in the
+    loaded model, one batch size after the other. `done(M, text)` is told the times of each.
+    """
+    from lowq_cli.engine import search
+    from lowq_cli.engine.choose import choose
+    from lowq_cli.engine.fused import FusedDecoder
+    from lowq_cli.engine.ready import ready
+    from lowq_cli.engine.sampling import Sampling
+
+    model, _ = ready(str(folder), device.type, lambda text: None)
+    decoder = choose(model)
+    if not isinstance(decoder, FusedDecoder) or not decoder.graphs:
+        return list(entries), decoder.reason or "its steps are not recorded"
+    found = {(*e.place, e.M): e for e in entries}
+    for M in sorted({e.M for e in entries}):
+        if not budget.left:
+            return list(found.values()), "the budget ended"
+        decoder.start([[1] * IN_PLACE_TOKENS] * M, Sampling(), IN_PLACE_TOKENS)
+        now = search.calls_of(decoder, M, model.dtype)
+        known = {call: e for call in now if (e := found.get((*tuning.place_of(call), M)))}
+        options = {c: [_named(e), *((r["kernel"], r["config"]) for r in e.runners_up)] for c, e in known.items()}
+        chosen, before, after = search.search(decoder, now, options, lambda: budget.left)
+        decoder.captured.clear()
+        found |= {(*e.place, M): _reordered(e, chosen[call]) for call, e in known.items()}
+        done(M, f"{before / 1e3:.3f} ms a step, {after / 1e3:.3f} with the winners in place")
+    return list(found.values()), ""
+
+
+def _named(e: Entry) -> tuple[str, dict[str, int]]:
+    return e.kernel, e.config
+
+
+def _reordered(e: Entry, winner: tuple[str, dict[str, int]]) -> Entry:
+    """The entry with another of its finalists in front."""
+    own = {"kernel": e.kernel, "config": e.config, "us": e.us}
+    best = next((r for r in e.runners_up if (r["kernel"], r["config"]) == winner), None)
+    if best is None:
+        return e
+    others = tuple(r for r in (own, *e.runners_up) if r is not best)
+    source = tuning.source_hash(best["kernel"])
+    return replace(e, kernel=best["kernel"], config=best["config"], us=best["us"], source=source, runners_up=others)
+
+
+def crossovers(entries: Sequence[Entry]) -> list[str]:
+    """Where another layout becomes the faster one as M grows, one line a shape that has such a point."""
+    places: dict[tuple[object, ...], dict[int, list[Entry]]] = {}
+    for e in entries:
+        key = (e.bits, e.group, e.zero, e.dtype, e.N, e.K)
+        places.setdefault(key, {}).setdefault(e.M, []).append(e)
+    lines = []
+    for (bits, group, _, _, N, K), by_m in places.items():
+        best = [(M, min(found, key=lambda e: e.us)) for M, found in sorted(by_m.items())]
+        for (_, before), (M, after) in pairwise(best):
+            if before.layout != after.layout:
+                lines.append(f"{N}x{K} {bits}-bit g{group}: {before.kernel} below M = {M}, {after.kernel} from there")
+    return lines

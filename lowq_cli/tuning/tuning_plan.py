@@ -1,0 +1,32 @@
+"""What `lowq tune` has to measure: the distinct weight shapes of a checkpoint, as its decoder will multiply them."""
+
+import torch
+
+from lowq_cli.files.checkpoint import Checkpoint
+from lowq_kernels.tuning import Shape
+from lowq_packers.scheme import Scheme
+
+# The fused decoder multiplies these side by side, as one weight (engine/blocks.py); prefill may use them one by one.
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def shapes_of(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Shape]:
+    """Every (N, K, scheme) of the packed matrices, those with most weights first; joined ones in place of their parts.
+
+    A part that only occurs joined is left out when its whole is there: a decode step never multiplies it alone.
+    """
+    sizes = {t.name: (t.shape[0], t.shape[1], t.scheme) for t in checkpoint.tensors if t.scheme is not None}
+    counts: dict[tuple[int, int, Scheme], int] = {}
+    taken: set[str] = set()
+    for name, (N, K, scheme) in sizes.items():
+        if name in taken:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        names = next((ns for ns in JOINED if leaf in ns), ())
+        parts = [sizes[f"{parent}.{n}"] for n in names if f"{parent}.{n}" in sizes]
+        if names and len(parts) == len(names) and len({(k, s) for _, k, s in parts}) == 1:
+            taken.update(f"{parent}.{n}" for n in names)
+            N = sum(n for n, _, _ in parts)
+        counts[N, K, scheme] = counts.get((N, K, scheme), 0) + 1
+    shapes = [Shape(N, K, scheme, dtype, count) for (N, K, scheme), count in counts.items()]
+    return sorted(shapes, key=lambda s: (-s.weights, s.N, s.K))
