@@ -3,12 +3,12 @@
     python benchmarks/e2e_decode.py --out FOLDER [--run MODEL=VARIANTS[@BATCHES]] ...
 
 Without --run, every table of docs/decode.md in one run: decode_8b.json, decode_1b.json and so on. All kernels are compiled
-first, in parallel. A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which it compiles),
-`transformers-static` (its forward over a static cache as one CUDA graph of ours),
-`16` (the lowq engine, weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the
-device from random codes. A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of
-weights a step reads, percent of the time that the measured read bandwidth allows, time to first token; with --profile
-also the microseconds that each kernel takes in a step.
+first, in parallel. A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which
+it compiles), `transformers-static` (its forward over a static cache as one CUDA graph of ours), `16` (the lowq engine,
+weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the device from random
+codes. A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of weights a step reads,
+percent of the time that the measured read bandwidth allows, time to first token; with --profile also the microseconds that
+each kernel takes in a step.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, 
 
 
 def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str) -> Any:
-    """The model on the meta device, filled: linear layers are packed as `variant` says: bits, then g and a group size, then h and the head's bits."""
+    """The model on the meta device, packed as `variant` says: bits, then g and a group size, then h and the head's bits."""
     body, _, head = variant.partition("h")
     bits, _, group = body.partition("g")
     scheme = Scheme(int(bits), int(group or 128))
@@ -301,7 +301,9 @@ def main() -> None:
     """Measure what was asked for and write the results, one file a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for decode_MODEL.json")
-    parser.add_argument("--run", action="append", metavar="MODEL=VARIANTS[@BATCHES]", help="may be repeated; default: all tables")
+    parser.add_argument(
+        "--run", action="append", metavar="MODEL=VARIANTS[@BATCHES]", help="may be repeated; default: all tables"
+    )
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--new-batched", type=int, default=128, help="new tokens at batches above 1")

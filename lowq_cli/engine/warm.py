@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from lowq_cli.engine import explain
+from lowq_cli.engine.blocks import Mlp
 from lowq_cli.engine.fused import CHUNK, FusedDecoder
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.hf.experts import FEW_TOKENS
 from lowq_kernels.linear import QuantLinear
 from lowq_kernels.precompile import launch_all
 
@@ -29,13 +31,13 @@ def warm(model: Any, decoder: Any, prompts: list[list[int]], sampling: Sampling,
 
 def launches(model: Any, decoder: Any, batch: int, longest: int, sampling: Sampling) -> list[Callable[[], object]]:
     """One launch of each kernel that `batch` prompts of up to `longest` tokens and what follows them will take."""
-    work = [*_products(model, decoder, batch, longest)]
-    return work + _between(decoder, batch, sampling) if isinstance(decoder, FusedDecoder) else work
-
-
-def _products(model: Any, decoder: Any, batch: int, longest: int) -> Iterator[Callable[[], object]]:
-    """One launch for each distinct matmul: a decode step has `batch` rows, a prompt is read in pieces of CHUNK tokens."""
     rows = {batch, batch * min(longest, CHUNK), batch * (longest % CHUNK)} - {0}
+    work = [*_products(model, decoder, rows)]
+    return work + _between(decoder, batch, rows, sampling) if isinstance(decoder, FusedDecoder) else work
+
+
+def _products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], object]]:
+    """One launch for each distinct matmul and number of rows: a step has one for each sequence, a prompt one a token."""
     seen = set()
     for layer in explain.called(model, decoder).modules():
         if isinstance(layer, QuantLinear):
@@ -50,8 +52,8 @@ def _multiply(layer: QuantLinear, M: int, dtype: torch.dtype) -> None:
     layer(torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
 
 
-def _between(decoder: FusedDecoder, batch: int, sampling: Sampling) -> list[Callable[[], object]]:
-    """One launch for each kernel that a step has between its matmuls."""
+def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampling) -> list[Callable[[], object]]:
+    """One launch for each kernel that a step has between its matmuls, and for a mixture's layer."""
     blocks, ops = decoder.blocks, decoder.ops
     first = blocks.layers[0]
     make = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
@@ -73,7 +75,8 @@ def _between(decoder: FusedDecoder, batch: int, sampling: Sampling) -> list[Call
     work: list[Callable[[], object]] = [attend, partial(choose, 0), partial(choose, 1)]
     work.append(partial(ops.add_norm, x, None, norm.weight, norm.eps, None))
     work.append(partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention))
-    gate_up = getattr(first.mlp, "gate_up", None)
-    if gate_up is not None:
-        work.append(partial(ops.gated, make(batch, gate_up.out_features), blocks.act))
+    if isinstance(first.mlp, Mlp):
+        work.append(partial(ops.gated, make(batch, first.mlp.gate_up.out_features), blocks.act))
+    else:
+        work += [partial(decoder._mlp, make(M, x.shape[1]), first.mlp) for M in rows if M <= FEW_TOKENS]
     return work
