@@ -9,6 +9,7 @@ them; the default method is measured again with them in bf16 (`stored`: what a c
 """
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -44,13 +45,17 @@ def ours(method: str, dtype: torch.dtype | None = None) -> Replace:
     return lambda W, scheme: quantizers.get(method)(W, scheme, dtype).dequantize()
 
 
-def methods(bits: int, group: int) -> Iterator[tuple[str, str, Replace]]:
-    """(name, dtype of the companions, replacement) of what is compared at a width and group size."""
-    yield "hqq package", "float32", hqq_package
-    for name in quantizers.data_free():
-        yield name, "float32", ours(name)
-    default = quantizers.default_method(bits, group)
-    yield default, "bfloat16", ours(default, torch.bfloat16)
+def cells(model: str, args: argparse.Namespace) -> Iterator[Row]:
+    """What each row is about: the unquantized model, then every method at each width and group size."""
+    if not args.methods:
+        yield {"model": model, "method": "fp32"}
+    for bits, group in itertools.product(args.bits, args.group):
+        default = quantizers.default_method(bits, group)
+        names = [("hqq package", "float32"), *((m, "float32") for m in quantizers.data_free()), (default, "bfloat16")]
+        for name, stored in names:
+            if not args.methods or name in args.methods:
+                bpw = Scheme(bits, group).bits_per_weight()
+                yield {"model": model, "bits": bits, "group": group, "bpw": bpw, "method": name, "stored": stored}
 
 
 def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
@@ -58,41 +63,46 @@ def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n}
 
 
-def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
-    """One row per bits, group and method, and one for the unquantized model unless only some methods are asked for."""
+def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """One row per cell asked for."""
+    wanted = results.wanted(cells(folder.name, args), args)
+    if not wanted:
+        return
     judge = Judge(folder, args)
     layers = linears(judge.model)
     original = {n: m.weight.data.clone() for n, m in layers.items()}
-    if not args.methods:
-        yield {"model": folder.name, "method": "fp32", "ppl": judge.ppl()}
-    for bits in args.bits:
-        for group in args.group:
-            scheme = Scheme(bits, group)
-            for name, stored, replace in methods(bits, group):
-                if args.methods and name not in args.methods:
-                    continue
-                start, squared, total = time.perf_counter(), 0.0, 0.0
-                for n, m in layers.items():
-                    m.weight.data.copy_(replace(original[n], scheme))
-                seconds = time.perf_counter() - start
-                for n, m in layers.items():
-                    squared += float((m.weight.data - original[n]).double().square().sum())
-                    total += float(original[n].double().square().sum())
-                yield {
-                    "model": folder.name, "bits": bits, "group": group, "bpw": scheme.bits_per_weight(), "method": name,
-                    "stored": stored, "rel_error": round(math.sqrt(squared / total), 5), "seconds": round(seconds, 2),
-                    "ppl": judge.ppl(),
-                }  # fmt: skip
+    for cell in wanted:
+        if "bits" not in cell:
+            for n, m in layers.items():
+                m.weight.data.copy_(original[n])
+            yield cell | {"ppl": judge.ppl()}
+            continue
+        dtype = torch.bfloat16 if cell["stored"] == "bfloat16" else None
+        replace = hqq_package if cell["method"] == "hqq package" else ours(cell["method"], dtype)
+        start, squared, total = time.perf_counter(), 0.0, 0.0
+        for n, m in layers.items():
+            m.weight.data.copy_(replace(original[n], Scheme(cell["bits"], cell["group"])))
+        seconds = time.perf_counter() - start
+        for n, m in layers.items():
+            squared += float((m.weight.data - original[n]).double().square().sum())
+            total += float(original[n].double().square().sum())
+        error = round(math.sqrt(squared / total), 5)
+        yield cell | {"rel_error": error, "seconds": round(seconds, 2), "ppl": judge.ppl()}
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    made = parser(__doc__, "data_free.json", BITS, ("hqq",))
+    made.add_argument("--methods", type=lambda text: text.split(","), help='only these ("hqq package", rtn, hqq, lsq)')
+    return made
 
 
 def main() -> None:
     """Measure and write the file."""
-    flags = parser(__doc__, "data_free.json", BITS, ("hqq",))
-    flags.add_argument("--methods", type=lambda text: text.split(","), help='only these ("hqq package", rtn, hqq, lsq)')
-    args = flags.parse_args()
+    args = flags().parse_args()
     results = Results(args)
     for folder in folders(args):
-        results.take(measure(folder, args))
+        results.take(measure(folder, args, results))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ part: "all" has the embedding take part (these models' head is their embedding),
 """
 
 import argparse
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,62 +21,81 @@ from transformers import AutoModelForCausalLM
 
 from lowq_cli.accuracy import perplexity
 from lowq_cli.run import pipeline
-from lowq_cli.run.recipe import make_recipe
+from lowq_cli.run.recipe import Recipe, make_recipe
 from lowq_cli.run.writer import SENSITIVITY
 from lowq_packers.scheme import Scheme
 
 UNIFORM = ((2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 64), (4, 32))
 
 
-def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
-    """One row per part, method and target, and per uniform scheme."""
+def cells(model: str, args: argparse.Namespace) -> Iterator[Row]:
+    """What each row is about: one per part, method and target, and per uniform scheme."""
+    for part, method in itertools.product(args.part, args.method):
+        targets = [{"target": t} for t in args.targets]
+        uniform = [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits and (part == "all" or args.uniform)]
+        for what in targets + uniform:
+            yield {"model": model, **what, "method": method, "stored": "bfloat16", "part": part}
+
+
+def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """One row per cell asked for."""
+    wanted = results.wanted(cells(folder.name, args), args)
+    if not wanted:
+        return
     judge = Judge(folder, args)
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(pick_device())
     ids = judge.texts[next(iter(TEXTS))]
-    for part in args.part:
-        keep = {"lm_head": "keep"} if part == "linears" else {}
-        known: dict[str, bytes] = {}
-        for method in args.method:
-            targets = [{"target": t} for t in args.targets]
-            uniform = [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits and (part == "all" or args.uniform)]
-            for cell in targets + uniform:
-                with tempfile.TemporaryDirectory() as out:
-                    made = Path(out) / "q"
-                    if "target" in cell:
-                        recipe = make_recipe(bpw=cell["target"], method=method, **keep)
-                        if method in known:
-                            made.mkdir()
-                            (made / SENSITIVITY).write_bytes(known[method])
-                    else:
-                        table = [] if part == "linears" else [f"embed_tokens={cell['bits']}:{cell['group']}"]
-                        recipe = make_recipe(**cell, method=method, overrides=table)
-                    planned, *_, finished = pipeline.run(folder, recipe, made, device=pick_device())
-                    known |= {method: planned.mixed.cache} if planned.mixed else {}
-                    fill(judge.model, dequantized(made))
-                mixed = planned.mixed
-                bpw = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()
-                report = perplexity.evaluate(judge.model, ids, dense)
-                yield {
-                    "model": folder.name, **cell, "bpw": round(bpw, 4), "method": method, "stored": "bfloat16", "part": part,
-                    "ppl": judge.ppl(), "unquantized": round(report.base_ppl, 4), "kl": round(report.kl, 5),
-                    "expected": mixed and round(mixed.error, 5), "seconds": round(finished.result.seconds, 1),
-                    "schemes": mixed and {s.group: str(s.scheme or "kept") for s in mixed.shares},
-                }  # fmt: skip
+    known: dict[tuple[str, str], bytes] = {}  # (part, method) -> sensitivities, which are measured once
+    for cell in wanted:
+        asked = cell["part"], cell["method"]
+        with tempfile.TemporaryDirectory() as out:
+            made = Path(out) / "q"
+            recipe = _recipe(cell)
+            if "target" in cell and asked in known:
+                made.mkdir()
+                (made / SENSITIVITY).write_bytes(known[asked])
+            planned, *_, finished = pipeline.run(folder, recipe, made, device=pick_device())
+            fill(judge.model, dequantized(made))
+        mixed = planned.mixed
+        if mixed:
+            known[asked] = mixed.cache
+        bpw = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()
+        report = perplexity.evaluate(judge.model, ids, dense)
+        yield cell | {
+            "bpw": round(bpw, 4), "ppl": judge.ppl(), "unquantized": round(report.base_ppl, 4), "kl": round(report.kl, 5),
+            "expected": mixed and round(mixed.error, 5), "seconds": round(finished.result.seconds, 1),
+            "schemes": mixed and {s.group: str(s.scheme or "kept") for s in mixed.shares},
+        }  # fmt: skip
+
+
+def _recipe(cell: Row) -> Recipe:
+    """What `lowq quantize` is asked for."""
+    if "target" in cell:
+        return make_recipe(
+            bpw=cell["target"], method=cell["method"], **({"lm_head": "keep"} if cell["part"] == "linears" else {})
+        )
+    table = [] if cell["part"] == "linears" else [f"embed_tokens={cell['bits']}:{cell['group']}"]
+    return make_recipe(bits=cell["bits"], group=cell["group"], method=cell["method"], overrides=table)
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    made = parser(__doc__, "mixed.json", (4, 3, 2))
+    made.add_argument("--method", type=lambda text: text.split(","), default=["auto", "gptq"])
+    made.add_argument("--part", type=lambda text: text.split(","), default=["all", "linears"])
+    made.add_argument(
+        "--targets", type=lambda text: [float(t) for t in text.split(",") if t], default=[2.5, 3.0, 3.5, 4.0, 4.5]
+    )
+    made.add_argument("--uniform", action="store_true", help="measure uniform linears too (else those of the tables count)")
+    return made
 
 
 def main() -> None:
     """Measure and write the file."""
-    flags = parser(__doc__, "mixed.json", (4, 3, 2))
-    flags.add_argument("--method", type=lambda text: text.split(","), default=["auto", "gptq"])
-    flags.add_argument("--part", type=lambda text: text.split(","), default=["all", "linears"])
-    flags.add_argument(
-        "--targets", type=lambda text: [float(t) for t in text.split(",") if t], default=[2.5, 3.0, 3.5, 4.0, 4.5]
-    )
-    flags.add_argument("--uniform", action="store_true", help="measure uniform linears too (else those of the tables count)")
-    args = flags.parse_args()
+    args = flags().parse_args()
     results = Results(args)
     for folder in folders(args):
-        results.take(measure(folder, args))
+        results.take(measure(folder, args, results))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ zeros, the bundled calibration text unless told otherwise), then reads the check
 """
 
 import argparse
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,40 +58,52 @@ def fill(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
         parameters[name].data.copy_(value)
 
 
-def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
-    """One row per method, group and bits."""
-    judge = Judge(folder, args)
+def cells(model: str, args: argparse.Namespace) -> Iterator[Row]:
+    """What each row is about: one per method, group and bits."""
     calib = {"calib": Path(args.calib).name if args.calib else "bundled", "calib_tokens": args.calib_tokens}
-    for method in args.method:
-        for group in args.group:
-            for bits in args.bits:
-                with tempfile.TemporaryDirectory() as out:
-                    recipe = make_recipe(
-                        bits=bits, group=group, method=method, rotate=args.rotate, calib=args.calib,
-                        calib_tokens=args.calib_tokens, lm_head="keep",
-                    )  # fmt: skip
-                    *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=pick_device())
-                    fill(judge.model, dequantized(Path(out) / "q"))
-                layers = [e for e in events if isinstance(e, pipeline.LayerDone)]
-                yield {
-                    "model": folder.name, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight(),
-                    "method": method + " --rotate" * args.rotate, "stored": "bfloat16", **calib, "ppl": judge.ppl(),
-                    "seconds": round(finished.result.seconds, 1),
-                    "output_error": round(sum(e.error for e in layers) / max(len(layers), 1), 5),
-                }  # fmt: skip
+    for method, group, bits in itertools.product(args.method, args.group, args.bits):
+        yield {
+            "model": model, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight(),
+            "method": method + " --rotate" * args.rotate, "stored": "bfloat16", **calib,
+        }  # fmt: skip
+
+
+def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """One row per cell asked for."""
+    wanted = results.wanted(cells(folder.name, args), args)
+    judge = Judge(folder, args) if wanted else None
+    for cell in wanted:
+        assert judge
+        with tempfile.TemporaryDirectory() as out:
+            recipe = make_recipe(
+                bits=cell["bits"], group=cell["group"], method=cell["method"].removesuffix(" --rotate"), rotate=args.rotate,
+                calib=args.calib, calib_tokens=args.calib_tokens, lm_head="keep",
+            )  # fmt: skip
+            *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=pick_device())
+            fill(judge.model, dequantized(Path(out) / "q"))
+        layers = [e for e in events if isinstance(e, pipeline.LayerDone)]
+        yield cell | {
+            "ppl": judge.ppl(), "seconds": round(finished.result.seconds, 1),
+            "output_error": round(sum(e.error for e in layers) / max(len(layers), 1), 5),
+        }  # fmt: skip
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    made = parser(__doc__, "calibrated.json", BITS)
+    made.add_argument("--method", type=lambda text: text.split(","), default=["gptq", "awq"])
+    made.add_argument("--rotate", action="store_true", help="rotate first")
+    made.add_argument("--calib", help="calibration text instead of the bundled one")
+    made.add_argument("--calib-tokens", type=int, default=65536)
+    return made
 
 
 def main() -> None:
     """Measure and write the file."""
-    flags = parser(__doc__, "calibrated.json", BITS)
-    flags.add_argument("--method", type=lambda text: text.split(","), default=["gptq"])
-    flags.add_argument("--rotate", action="store_true", help="rotate first")
-    flags.add_argument("--calib", help="calibration text instead of the bundled one")
-    flags.add_argument("--calib-tokens", type=int, default=65536)
-    args = flags.parse_args()
+    args = flags().parse_args()
     results = Results(args)
     for folder in folders(args):
-        results.take(measure(folder, args))
+        results.take(measure(folder, args, results))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ unless --sym; scales in fp16, zeros whole. The checkpoint's bytes are read back 
 """
 
 import argparse
+import itertools
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,44 +21,56 @@ from lowq_cli.interop.foreign import open_decoded
 from lowq_packers.scheme import Scheme
 
 
-def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
-    """One row per bits and group."""
+def cells(model: str, args: argparse.Namespace) -> Iterator[Row]:
+    """What each row is about: one per group and bits."""
+    for group, bits in itertools.product(args.group, args.bits):
+        yield {
+            "model": model, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight(),
+            "method": "gptqmodel sym" if args.sym else "gptqmodel", "stored": "float16",
+            "calib": Path(args.calib).name if args.calib else "bundled", "calib_tokens": args.calib_tokens,
+        }  # fmt: skip
+
+
+def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterator[Row]:
+    """One row per cell asked for."""
+    wanted = results.wanted(cells(folder.name, args), args)
+    if not wanted:
+        return
     from gptqmodel import GPTQModel, QuantizeConfig
 
     judge = Judge(folder, args)
     parameters = dict(judge.model.named_parameters())
     ids = calibrate.choose_windows(judge.tokenizer, calibrate.read_text(args.calib), args.calib_tokens)
     samples = [{"input_ids": w.unsqueeze(0), "attention_mask": w.new_ones(1, len(w))} for w in ids]
-    for group in args.group:
-        for bits in args.bits:
-            with tempfile.TemporaryDirectory() as out:
-                start = time.monotonic()
-                config = QuantizeConfig(bits=bits, group_size=group, sym=args.sym, device=pick_device())
-                model = GPTQModel.load(str(folder), config)
-                model.quantize(samples, batch_size=calibrate.BATCH)
-                model.save(out)
-                seconds = time.monotonic() - start
-                with open_decoded(out) as source:
-                    for name in source.dense:
-                        parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
-            yield {
-                "model": folder.name, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight(),
-                "method": "gptqmodel sym" if args.sym else "gptqmodel", "stored": "float16",
-                "calib": Path(args.calib).name if args.calib else "bundled", "calib_tokens": args.calib_tokens,
-                "ppl": judge.ppl(), "seconds": round(seconds, 1),
-            }  # fmt: skip
+    for cell in wanted:
+        with tempfile.TemporaryDirectory() as out:
+            start = time.monotonic()
+            config = QuantizeConfig(bits=cell["bits"], group_size=cell["group"], sym=args.sym, device=pick_device())
+            model = GPTQModel.load(str(folder), config)
+            model.quantize(samples, batch_size=calibrate.BATCH)
+            model.save(out)
+            seconds = time.monotonic() - start
+            with open_decoded(out) as source:
+                for name in source.dense:
+                    parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
+        yield cell | {"ppl": judge.ppl(), "seconds": round(seconds, 1)}
+
+
+def flags() -> argparse.ArgumentParser:
+    """The command line."""
+    made = parser(__doc__, "calibrated.json", (8, 4, 3, 2), ("gptqmodel",))
+    made.add_argument("--calib", help="calibration text instead of the bundled one")
+    made.add_argument("--calib-tokens", type=int, default=65536)
+    made.add_argument("--sym", action="store_true", help="symmetric codes, which is its default")
+    return made
 
 
 def main() -> None:
     """Measure and add to the file."""
-    flags = parser(__doc__, "calibrated.json", (8, 4, 3, 2), ("gptqmodel",))
-    flags.add_argument("--calib", help="calibration text instead of the bundled one")
-    flags.add_argument("--calib-tokens", type=int, default=65536)
-    flags.add_argument("--sym", action="store_true", help="symmetric codes, which is its default")
-    args = flags.parse_args()
+    args = flags().parse_args()
     results = Results(args)
     for folder in folders(args):
-        results.take(measure(folder, args))
+        results.take(measure(folder, args, results))
 
 
 if __name__ == "__main__":

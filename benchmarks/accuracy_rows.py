@@ -6,7 +6,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ def parser(description: str | None, out: str, bits: tuple[int, ...], packages: t
     made.add_argument("--group", type=ints, default=[32, 64, 128])
     made.add_argument("--tokens", type=int, help="read fewer tokens of each text")
     made.add_argument("--out", type=Path, default=RESULTS / out)
+    made.add_argument("--missing", action="store_true", help="only cells that the file lacks")
+    made.add_argument("--shard", type=ints, default=[0, 1], help="I,N: of the cells every Nth from the Ith on")
     made.set_defaults(packages=("lowq", "torch", "transformers", *packages))
     return made
 
@@ -74,11 +76,24 @@ class Results:
             "tokens": args.tokens or TEXTS,
         }
 
+    def wanted(self, cells: Iterable[Row], args: argparse.Namespace) -> list[Row]:
+        """Of the cells (a row's part that says what it is about) those that the flags ask for."""
+        if args.missing:
+            cells = missing(cells, self.path)
+        first, step = args.shard
+        return list(cells)[first::step]
+
     def take(self, rows: Iterator[Row]) -> None:
         """Add each row as it comes, and print it."""
         for row in rows:
             print(json.dumps(row), flush=True)
             merge(self.path, self.run, row)
+
+
+def missing(cells: Iterable[Row], path: Path) -> list[Row]:
+    """The cells that a result file has no row for."""
+    known = {key(r) for r in json.loads(path.read_text())["rows"]} if path.is_file() else set()
+    return [c for c in cells if key(c) not in known]
 
 
 def merge(path: Path, run: Row, row: Row) -> None:
