@@ -11,6 +11,8 @@
 // Grid    persistent, bands of BAND tiles of B. PAIR: two blocks of a cluster take neighbouring tiles of A and the same of B, half of
 //         which each loads for both. SPLIT (with SWAP): blocks of a cluster split K, partial sums meet in rank order. WK = 2
 //         (with SWAP): both warpgroups own the same 64 rows and take chunks of k in turn.
+// Limits  WK = 2: STAGES even, so that a stage always goes to the same warpgroup. One that skips a phase of a full barrier takes the
+//         phase before it for its own, and reads a stage that is not there yet when loads arrive out of order (a busy GPU).
 // Edges   TMA reads zeros outside; stores are masked. K a multiple of 16.
 // Source  own; two-level sums after DeepGEMM, 2-D scales after GridQuant.
 #include "tile.cuh"
@@ -50,6 +52,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
          int A, int B, int chunks, int a_shift, int b_shift, int a_stride, int b_stride, int a_k_shift, int b_k_shift) {
     static_assert(A_SCALE != GROUP || B_SCALE != GROUP, "only x has groups");
     static_assert(WK == 1 || (SWAP && MH == 1), "only one half of rows is shared by warpgroups");
+    static_assert(STAGES % WK == 0, "a stage always goes to the same warpgroup");
     constexpr int ROWS = 128 * MH / WK;  // of A in a tile
     constexpr u32 A_BYTES = ROWS * 128, B_BYTES = NB * 128;
     constexpr int GROUPS = A_SCALE == GROUP ? ROWS : B_SCALE == GROUP ? NB : 0;

@@ -60,6 +60,7 @@ def plan(config: Config, modes: tuple[int, int]) -> tuple[int, int]:
     split = config["SPLIT"] > 1
     staging = 8 * nb * 24 * 2 + (nb * 256 if wk == 2 else 0) if config["SWAP"] else 8 * 16 * (min(nb, 64) + 8) * 2
     stages = min(MAX_STAGES, ((LIGHT_SHARED if config["LIGHT"] else SHARED) - (0 if split else staging)) // stage)
+    stages -= stages % wk  # a stage always goes to the same warpgroup
     sums = 2 * config["MH"] * nb * 256 if split else 0
     return stages, max(stages * stage + (0 if split else staging), sums, staging)
 

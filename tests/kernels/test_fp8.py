@@ -178,6 +178,12 @@ def test_wgmma_compiles_without_spills(config):
     assert wgmma.plan(config, modes)[0] >= 3
 
 
+def test_stages_stay_with_their_warpgroup():
+    """Warpgroups that take chunks in turn: with an odd ring each would skip phases of barriers, and read what is not there yet."""
+    for config, modes in itertools.product(wgmma.SMALL, ((2, 1), (2, 2), (0, 0))):
+        assert wgmma.plan(config, modes)[0] % config["WK"] == 0, (config, modes)
+
+
 def test_wgmma_refuses():
     x, w = fp8.quantize(torch.randn(4, 264), (1, 128)), fp8.quantize(torch.randn(64, 264), (128, 128))
     assert "no multiple of 16" in wgmma.refuse(x, w, wgmma.LARGE[0])
