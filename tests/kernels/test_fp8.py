@@ -179,7 +179,7 @@ def test_wgmma_compiles_without_spills(config):
 
 
 def test_stages_stay_with_their_warpgroup():
-    """Warpgroups that take chunks in turn: with an odd ring each would skip phases of barriers, and read what is not there yet."""
+    """Warpgroups take chunks in turn: with an odd ring each would skip phases of barriers and read what is not there yet."""
     for config, modes in itertools.product(wgmma.SMALL, ((2, 1), (2, 2), (0, 0))):
         assert wgmma.plan(config, modes)[0] % config["WK"] == 0, (config, modes)
 
