@@ -8,6 +8,7 @@ without torch. Every LowqError becomes one line on stderr and its exit code.
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import traceback
 from typing import Annotated
@@ -30,7 +31,7 @@ app = typer.Typer(
     add_completion=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     help="Quantize a Hugging Face model to 8/4/3/2/1 bits, tune kernels for this GPU, generate text.",
-    epilog="Start with:  lowq quantize demo  &&  lowq generate --prompt 'Once upon a time'",
+    epilog="\b\nStart with:  lowq quantize demo  &&  lowq generate --prompt 'Once upon a time'",
 )
 
 
@@ -57,7 +58,14 @@ def _add_commands() -> None:
     found = {m.name for m in pkgutil.iter_modules(commands.__path__)}
     for name in sorted(found, key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n)):
         module = importlib.import_module(f"lowq_cli.commands.{name}")
-        app.command(name, no_args_is_help=False, epilog=getattr(module, "EXAMPLES", None))(getattr(module, name))
+        function = getattr(module, name)
+        summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
+        app.command(name, short_help=summary, epilog=_lines(module.EXAMPLES))(function)
+
+
+def _lines(text: str) -> str:
+    """`text` for a help page that keeps its lines: each paragraph marked so."""
+    return "\n\n".join("\b\n" + paragraph for paragraph in text.split("\n\n"))
 
 
 _add_commands()

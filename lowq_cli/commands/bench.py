@@ -7,8 +7,10 @@ import typer
 
 from lowq_cli import console
 
-EXAMPLES = """Examples:  lowq bench  ·  lowq bench --shape 4096x14336 --bits 4 --batch 1,16,256 --plot speed.png
-·  lowq bench --shape 4096x4096 --kernel all --json"""
+EXAMPLES = """Examples:
+  lowq bench
+  lowq bench --shape 4096x14336 --bits 4 --batch 1,16,256 --plot speed.png
+  lowq bench --shape 4096x4096 --kernel all --json"""
 BATCHES = "1,2,4,8,16,32,64,128,256"
 
 

@@ -11,8 +11,14 @@ from lowq_packers.errors import UsageError
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
 
-EXAMPLES = """Examples:  lowq chat  ·  lowq chat ./my-model-lowq --system 'Answer in one sentence.'
-Inside:    /new starts over  ·  /quit or Ctrl-D leaves  ·  Ctrl-C stops an answer"""
+EXAMPLES = """Examples:
+  lowq chat
+  lowq chat ./my-model-lowq --system 'Answer in one sentence.'
+
+Inside:
+  /new starts over
+  /quit or Ctrl-D leaves
+  Ctrl-C stops an answer"""
 
 
 def chat(

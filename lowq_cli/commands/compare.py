@@ -7,7 +7,9 @@ import typer
 
 from lowq_cli import console
 
-EXAMPLES = "Examples:  lowq compare demo demo-lowq-4b-g64 demo-lowq-2b-g64  ·  lowq compare my-model a b c --plot size.png"
+EXAMPLES = """Examples:
+  lowq compare demo demo-lowq-4b-g64 demo-lowq-2b-g64
+  lowq compare my-model a b c --plot size.png"""
 
 
 def compare(
@@ -19,7 +21,7 @@ def compare(
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw perplexity against size.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Show size, bits per weight, perplexity, KL divergence, agreement and decode speed of several models."""
+    """Compare models by size, quality and speed: bits per weight, perplexity, KL divergence, agreement, tokens/s."""
     from lowq_packers.errors import UsageError
 
     if len(models) < 2:

@@ -6,11 +6,13 @@ import typer
 
 from lowq_cli import console
 
-EXAMPLES = "Examples:  lowq doctor  ·  lowq doctor --json"
+EXAMPLES = """Examples:
+  lowq doctor
+  lowq doctor --json"""
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """Check torch, GPU, kernel libraries and every kernel on a small product."""
+    """Check torch, GPU and kernel libraries: every kernel on a small product."""
     from lowq_cli.checkup import checkup
 
     checks = checkup()

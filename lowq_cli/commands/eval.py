@@ -9,8 +9,10 @@ from lowq_cli import console
 if TYPE_CHECKING:
     from lowq_cli.accuracy.layer_errors import LayerError
 
-EXAMPLES = """Examples:  lowq eval --against demo  ·  lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3
-·  lowq eval --act all"""
+EXAMPLES = """Examples:
+  lowq eval --against demo
+  lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3
+  lowq eval --act all"""
 
 
 BAR = "#"

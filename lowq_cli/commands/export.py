@@ -6,8 +6,10 @@ import typer
 
 from lowq_cli import console
 
-EXAMPLES = """Examples:  lowq export --to compressed-tensors  ·  lowq export my-lowq --to gguf --out my.gguf
-·  lowq export my-lowq --to compressed-tensors --check-tp 8"""
+EXAMPLES = """Examples:
+  lowq export --to compressed-tensors
+  lowq export my-lowq --to gguf --out my.gguf
+  lowq export my-lowq --to compressed-tensors --check-tp 8"""
 
 
 def export(

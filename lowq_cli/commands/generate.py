@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from lowq_cli.engine import Generation
     from lowq_cli.engine.explain import LayerKernel
 
-EXAMPLES = """Examples:  lowq generate --prompt 'Once upon a time'  ·  lowq generate ./my-model-lowq --prompt 'Hi!' --chat
-·  echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8  ·  lowq generate --prompts questions.jsonl --batch 8"""
+EXAMPLES = """Examples:
+  lowq generate --prompt 'Once upon a time'
+  lowq generate ./my-model-lowq --prompt 'Hi!' --chat
+  echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8
+  lowq generate --prompts questions.jsonl --batch 8"""
 EXIT_INTERRUPTED = 130
 PROFILE_ROWS = 12
+NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
 def generate(
@@ -218,10 +222,22 @@ def _show_kernels(model: Any, generation: "Generation") -> None:
     cells = [_kernel_row(r) for r in rows]
     told = [i for i in range(len(columns)) if any(row[i] for row in cells)]  # a CPU's kernels have no configs
     console.table("", [columns[i] for i in told], [[row[i] for i in told] for row in cells])
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for r in rows:
+    choices = [r for r in rows if r.refused]
+    layers: dict[tuple[str, str], list[str]] = {}
+    for r in choices:
         for kernel, why in r.refused.items():
-            reasons.setdefault((kernel, why), []).append(r.layers)
-    for (kernel, why), layers in sorted(reasons.items()):
-        where = "" if len(layers) == len([r for r in rows if r.refused]) else f" ({', '.join(layers)})"
-        console.say(f"  {kernel}: {why}{where}")
+            layers.setdefault((kernel, why), []).append(r.layers)
+    kernels: dict[tuple[str, str], list[str]] = {}  # those that refuse the same layers for the same reason share a line
+    for (kernel, why), some in sorted(layers.items()):
+        where = "" if len(some) == len(choices) else f" ({', '.join(some)})"
+        kernels.setdefault((why, where), []).append(kernel)
+    for (why, where), names in kernels.items():
+        console.say(f"  {_named(names)}: {why}{where}")
+
+
+def _named(kernels: list[str]) -> str:
+    """The names, or of many how many there are of each kind."""
+    if len(kernels) <= NAMED:
+        return ", ".join(kernels)
+    kinds = [name.split("/")[0] for name in kernels]
+    return f"{len(kernels)} kernels (" + ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) + ")"

@@ -6,7 +6,10 @@ import typer
 
 from lowq_cli import console
 
-EXAMPLES = "Examples:  lowq inspect  ·  lowq inspect my-model-gptq  ·  lowq inspect Qwen/Qwen3-8B --json"
+EXAMPLES = """Examples:
+  lowq inspect
+  lowq inspect my-model-gptq
+  lowq inspect Qwen/Qwen3-8B --json"""
 
 
 def inspect(
@@ -16,7 +19,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Show format, bits per weight, size, schemes, errors, and who can serve a checkpoint. Reads no weights."""
+    """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors. Reads no weights."""
     from lowq_cli import state
     from lowq_cli.files.inspection import inspect_model
 

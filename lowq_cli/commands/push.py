@@ -6,7 +6,9 @@ import typer
 
 from lowq_cli import console
 
-EXAMPLES = "Examples:  lowq push me/my-model-4bit --dry-run  ·  lowq push me/my-model-4bit --against org/my-model"
+EXAMPLES = """Examples:
+  lowq push me/my-model-4bit --dry-run
+  lowq push me/my-model-4bit --against org/my-model"""
 
 
 def push(

@@ -1,12 +1,12 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowq_cli import console, quantizers
-from lowq_cli.run import targets
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -14,19 +14,27 @@ if TYPE_CHECKING:
     from lowq_cli.run.pipeline import LayerDone, Planned, Result
     from lowq_cli.run.recipe import Recipe
 
-EXAMPLES = """Examples:  lowq quantize demo  ·  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
-·  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8  ·  lowq quantize ./my-model --format fp8
-·  lowq quantize ./my-model --dry-run"""
+METHODS = quantizers.methods()
+EXAMPLES = """Examples:
+  lowq quantize demo
+  lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
+  lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8
+  lowq quantize ./my-model --format fp8
+  lowq quantize ./my-model --dry-run
+
+Methods:
+""" + "\n".join(fill(summary, 76, initial_indent=f"  {name:6}", subsequent_indent=" " * 8) for name, summary in METHODS.items())
 FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
 BAR = "#"
-METHODS = "; ".join(f"{name}: {summary}" for name, summary in quantizers.methods().items())
 
 
 def quantize(
     model: Annotated[str, typer.Argument(help="Model folder, hub id, or demo (the bundled model).")],
     bits: Annotated[int | None, typer.Option(help="Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]")] = None,
     group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
-    method: Annotated[str | None, typer.Option(help=f"auto (the measured best per width), or {METHODS}.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help=f"auto (the measured best per width), or {', '.join(METHODS)}: see below.")
+    ] = None,
     zero: Annotated[str | None, typer.Option(help="Kind of zero: float, int or none (symmetric).  [default: float]")] = None,
     bpw: Annotated[
         float | None, typer.Option(metavar="BITS", help="Mixed widths: so many bits per weight, spent where they matter most.")
@@ -76,6 +84,7 @@ def quantize(
 ) -> None:
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
     from lowq_cli import state
+    from lowq_cli.run import targets
 
     flags = {
         "bits": bits,
@@ -198,6 +207,7 @@ def _fp8(
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
     """The recipe of the flags, or with --for those to try, best first. Raises NotFoundError, UsageError."""
+    from lowq_cli.run import targets
     from lowq_cli.run.recipe import make_recipe, read_toml
 
     if engine is None:
@@ -282,5 +292,7 @@ def _show_result(result: "Result", planned: "Planned", engine: str | None) -> No
     )
     console.out(result.out)
     if engine:
+        from lowq_cli.run import targets
+
         console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
     console.say("next: lowq tune, then lowq generate --prompt 'Hello'")

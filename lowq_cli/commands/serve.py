@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-import subprocess
 from typing import Annotated
 
 import typer
@@ -10,8 +9,11 @@ import typer
 from lowq_cli import console
 from lowq_packers.errors import UnsupportedError
 
-EXAMPLES = """Examples:  lowq serve  ·  lowq serve my-lowq --tp 2 --port 8001  ·  lowq serve my-lowq --dry-run
-·  lowq serve my-lowq --args '--max-model-len 8192'"""
+EXAMPLES = """Examples:
+  lowq serve
+  lowq serve my-lowq --tp 2 --port 8001
+  lowq serve my-lowq --dry-run
+  lowq serve my-lowq --args '--max-model-len 8192'"""
 
 
 def serve(
@@ -47,4 +49,6 @@ def serve(
             console.out(shlex.join(line))
         return
     console.say(shlex.join(line))
+    import subprocess  # 5 ms of `lowq --help`
+
     raise typer.Exit(subprocess.run(line, check=False).returncode)

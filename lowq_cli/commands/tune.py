@@ -10,8 +10,11 @@ from lowq_cli import console
 if TYPE_CHECKING:
     from lowq_kernels.tuning import Entry
 
-EXAMPLES = """Examples:  lowq tune  ·  lowq tune my-model-lowq-4b-g64 --batch 1,8,32  ·  lowq tune --budget 600 --exhaustive
-·  lowq generate --prompt Hi --explain   (shows the tuned kernels in use)"""
+EXAMPLES = """Examples:
+  lowq tune
+  lowq tune my-model-lowq-4b-g64 --batch 1,8,32
+  lowq tune --budget 600 --exhaustive
+  lowq generate --prompt Hi --explain   (shows the tuned kernels in use)"""
 
 
 def tune(
@@ -24,7 +27,7 @@ def tune(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Time all kernels on this checkpoint's shapes and write the winners to lowq_tune.json inside it. Ctrl-C keeps them."""
+    """Time all kernels on this checkpoint's shapes; the winners go into its lowq_tune.json. Ctrl-C keeps those found."""
     from lowq_cli import state
     from lowq_cli.devices import pick_device
     from lowq_cli.files.checkpoint import open_checkpoint

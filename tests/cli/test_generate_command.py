@@ -35,6 +35,7 @@ def test_text_and_numbers_go_their_own_ways(run):
     assert "8 new tokens" in done.stderr
     assert "decoder: fused" in done.stderr
     assert "layers.*.qkv" in done.stderr
+    assert done.stderr.count("runs on cuda") == 1, "kernels that refuse for one reason share a line"
 
 
 def test_json_is_one_object_with_the_promised_keys(run):

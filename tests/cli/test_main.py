@@ -75,3 +75,16 @@ def test_doctor_finds_this_machine_well():
     assert report["ok"]
     names = {c["name"] for c in report["checks"]}
     assert {"torch", "cpu", "kernel cpu/int4", "kernel dequant", "kernel reference"} <= names
+
+
+def test_help_at_80_columns_is_whole():
+    listed = run("--help", COLUMNS="80", TERMINAL_WIDTH="80").stdout
+    table = listed.split("Commands:")[1]
+    assert "..." not in table
+    assert max(map(len, listed.splitlines())) <= 80
+    for command in main.app.registered_commands:
+        (line,) = (row for row in table.splitlines() if row.startswith(f"  {command.name} "))
+        assert len(line.split()) > 3, line
+    page = run("quantize", "--help", COLUMNS="80", TERMINAL_WIDTH="80").stdout
+    assert max(map(len, page.splitlines())) <= 80
+    assert "\n    lowq quantize demo\n" in page, "an example is a line of its own"
