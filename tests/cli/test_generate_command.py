@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from lowq_cli import main
+from lowq_cli.commands import generate
+from lowq_cli.engine import explain
 
 KEYS = {"text", "tokens", "prefill_tps", "decode_tps", "ttft_s", "peak_memory_bytes", "roofline_pct", "kernels"}
 SHORT = ["demo", "--device", "cpu", "--max-new-tokens", "8"]
@@ -35,7 +37,20 @@ def test_text_and_numbers_go_their_own_ways(run):
     assert "8 new tokens" in done.stderr
     assert "decoder: fused" in done.stderr
     assert "layers.*.qkv" in done.stderr
-    assert done.stderr.count("runs on cuda") == 1, "kernels that refuse for one reason share a line"
+
+
+def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
+    far = dict.fromkeys(("cuda/a", "cuda/b", "triton/c", "triton/d"), "runs on cuda, not on cpu")
+    rows = [
+        explain.LayerKernel("qkv", 2, 64, 64, "4-bit g64", "cpu_int4", "cpu/int4", {}, "rule", far | {"dequant": "is slow"}),
+        explain.LayerKernel("down", 2, 64, 64, "4-bit g64", "cpu_int4", "cpu/int4", {}, "rule", far),
+        explain.LayerKernel("head", 1, 64, 64, "bfloat16", "dense", "torch", {}, "", {}),
+    ]
+    monkeypatch.setattr(explain, "kernels_of", lambda *_: rows)
+    generation = SimpleNamespace(decoder=SimpleNamespace(name="fused", reason=""), prompts=["a"])
+    generate._show_kernels(SimpleNamespace(dtype=None), generation)
+    told = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][1:]
+    assert told == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
 
 
 def test_json_is_one_object_with_the_promised_keys(run):
