@@ -32,19 +32,6 @@ __device__ __forceinline__ float2 read_float2(u32 shared) {
     return v;
 }
 
-__device__ __forceinline__ void store8(u16* to, u32 shared, int width, int column) {  // eight halves of a row of y
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
-    if (width % 8 == 0) {
-        *(uint4*)to = v;
-    } else {
-        const u32 four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (column + i < width) to[i] = (u16)(four[i / 2] >> (i % 2 * 16));
-    }
-}
-
 template <bool SWAP, int T, int A_SCALE, int B_SCALE, int MH, int NB, int STAGES, bool PAIR, int SPLIT, int WK, bool LIGHT, int BAND>
 __global__ void __launch_bounds__(LIGHT ? 288 : 384, LIGHT ? 2 : 1)
 fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap groups_map,

@@ -17,6 +17,7 @@
 #include <cstring>
 #include <map>
 #include <string>
+#include <type_traits>
 #include <ucontext.h>
 #include <utility>
 #include <vector>
@@ -47,7 +48,7 @@ constexpr int STATIC = 16384, RANK = 24;  // bytes for __shared__ variables; the
 
 struct Copy { u32 to; const char* from; int bytes, take; };
 struct Named { int arrived = 0, round = 0; };  // a barrier of bar.sync
-struct Wgmma { void (*run)(float*, const u32*, uint64_t); float* d; const u32* a; uint64_t b; };
+struct Wgmma { void (*run)(void*, const u32*, uint64_t, int); void* d; const u32* a; uint64_t b; int add; };
 struct Barrier { int expected, missing, bytes = 0; u32 phase = 0; std::vector<Copy> copies; };  // an mbarrier
 struct Fiber;
 struct Warp { int arrived = 0; const char* what = nullptr; void* mine[32]; Fiber* lanes[32]; };
@@ -227,6 +228,12 @@ inline void arrive(Barrier& b) {
 }
 inline void mbarrier_arrive_expect_tx_shared__cta_b64(u32 at, int bytes) { barrier(at).bytes += bytes, arrive(barrier(at)); }
 inline void mbarrier_arrive_shared__cta_b64(u32 at) { arrive(barrier(at)); }
+inline void mbarrier_arrive_shared__cluster_b64(u32 at) {  // of another block
+    if ((at >> RANK) >= blocks.size()) fail("no such block in the cluster");
+    auto found = blocks[at >> RANK].barriers.find(at & ((1u << RANK) - 1));
+    if (found == blocks[at >> RANK].barriers.end()) fail("no mbarrier was initialised there");
+    arrive(found->second);
+}
 inline void mbarrier_wait(u32 at, u32 parity) {
     for (int spins = 0;; spins++) {
         Barrier& b = barrier(at);
@@ -262,6 +269,16 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__comple
             memset(shared(place, 16), 0xff, 16);
             barrier(at).copies.push_back({place, t.address + y * t.pitch + x, 16, take});
         }
+}
+inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes_multicast__cluster(
+    u32 to, const void* map, int inner, int row, u32 at, u16 mask) {
+    Block* mine = self->block;
+    for (u32 i = 0; i < blocks.size(); i++)
+        if (mask >> i & 1) {
+            self->block = &blocks[i];
+            cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes(to, map, inner, row, at);
+        }
+    self->block = mine;
 }
 inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, int bytes, u32 at) {
     if ((uintptr_t)from % 16 || bytes % 16 || bytes <= 0) fail("misaligned bulk copy");
@@ -310,6 +327,17 @@ inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
     a = p[0], b = p[1];
 }
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
+inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
+inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const void* at) {
+    if ((uintptr_t)at % 16) fail("misaligned global address of a 16-byte load");
+    const float* p = (const float*)at;
+    a = p[0], b = p[1], c = p[2], d = p[3];
+}
+inline void fence_acq_rel_gpu() {}
+inline void st_relaxed_gpu_global_u32(void* to, u32 v) { *(u32*)to = v; }
+inline void ld_acquire_gpu_global_u32(u32& v, const void* at) {  // blocks run one after another: what is not there never comes
+    if (!(v = *(const u32*)at)) fail("a block waits for one of higher index");
+}
 inline void mapa_shared__cluster_u32(u32& there, u32 at, u32 rank) { there = at | rank << RANK; }
 inline void ld_shared__cluster_f32(float& v, u32 at) {
     if ((at >> RANK) >= blocks.size()) fail("no such block in the cluster");
@@ -366,6 +394,23 @@ inline float f16(u16 v) {
     }();
     return table[v];
 }
+inline float e4m3(unsigned char v) {
+    const int e = v >> 3 & 15, m = v & 7;
+    const double size = e == 15 && m == 7 ? NAN : e ? std::ldexp(8 + m, e - 10) : std::ldexp(m, -9);
+    return (float)(v & 128 ? -size : size);
+}
+inline unsigned char to_e4m3(float v) {  // the nearest, even on ties, saturating
+    if (std::isnan(v)) return 127;
+    const unsigned char sign = std::signbit(v) ? 128 : 0;
+    const double size = std::fabs((double)v);
+    int e = size == 0 ? -6 : std::ilogb(size);
+    if (e < -6) e = -6;
+    const int units = size >= 448 ? 1000 : (int)std::nearbyint(std::ldexp(size, 3 - e));
+    const int code = size >= 448 ? 126 : units < 8 ? units : ((e + 6) << 3) + units;
+    return sign | (unsigned char)(code > 126 ? 126 : code);
+}
+inline void cvt_rn_satfinite_e4m3x2_f32(u16& d, float hi, float lo) { d = (u16)(to_e4m3(hi) << 8 | to_e4m3(lo)); }
+inline void cvt_rn_f16x2_e4m3x2(u32& d, u16 v) { d = (u32)to_f16(e4m3(v >> 8)) << 16 | to_f16(e4m3((unsigned char)v)); }
 inline void fma_rn_f16x2(u32& d, u32 a, u32 b, u32 c) {
     auto one = [&](int s) { return (u32)to_f16((double)f16(a >> s) * f16(b >> s) + f16(c >> s)) << s; };
     d = one(0) | one(16);
@@ -439,8 +484,8 @@ MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, bf16)
 // wgmma with A in registers and B (NB rows of 16 k, 128-byte swizzled) in shared memory. It reads both, and writes d, as early
 // as it may (order 1: at its issue) or as late (-1: at the wait_group that covers it).
 template <float (*number)(u16), int NB>
-inline void wgmma(float* d, const u32* a, uint64_t b) {
-    struct Mine { float* d; const u32* a; uint64_t b; } mine{d, a, b};
+inline void wgmma(void* d, const u32* a, uint64_t b, int) {
+    struct Mine { float* d; const u32* a; uint64_t b; } mine{(float*)d, a, b};
     collective("wgmma", mine, [](Mine** lane) {
         if (lane[0]->b >> 32 != (1u << 30 | 64)) fail("not the wgmma descriptor of 128-byte swizzled panels");
         static double A[16][16], B[NB][16];
@@ -464,8 +509,39 @@ inline void wgmma(float* d, const u32* a, uint64_t b) {
             }
     });
 }
+// The same of bytes, 32 k: e4m3 by e4m3 into float, or u8 by s8 into int.
+template <class D, int NB>
+inline void wgmma8(void* d, const u32* a, uint64_t b, int add) {
+    struct Mine { D* d; const u32* a; uint64_t b; int add; } mine{(D*)d, a, b, add};
+    collective("wgmma", mine, [](Mine** lane) {
+        if (lane[0]->b >> 32 != (1u << 30 | 64)) fail("not the wgmma descriptor of 128-byte swizzled panels");
+        constexpr bool INT = std::is_same<D, int>::value;
+        static double A[16][32], B[NB][32];
+        const u32 start = (u32)(lane[0]->b & 0x3fff) << 4;
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++)
+                for (int e = 0; e < 4; e++) {
+                    const unsigned char byte = (unsigned char)(lane[l]->a[i] >> 8 * e);
+                    A[l / 4 + 8 * (i % 2)][4 * (l % 4) + e + 16 * (i / 2)] = INT ? byte : e4m3(byte);
+                }
+        for (int n = 0; n < NB; n++)
+            for (int k = 0; k < 32; k++) {
+                u32 at = start + n / 8 * 1024 + n % 8 * 128 + k;
+                at ^= (at >> 7 & 7) << 4;
+                const unsigned char byte = *(unsigned char*)shared(at, 1);
+                B[n][k] = INT ? (signed char)byte : e4m3(byte);
+            }
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < NB / 2; i++) {
+                const double *row = A[l / 4 + 8 * (i / 2 % 2)], *column = B[i / 4 * 8 + 2 * (l % 4) + i % 2];
+                double sum = lane[l]->add ? (double)lane[l]->d[i] : 0;
+                for (int k = 0; k < 32; k++) sum += row[k] * column[k];
+                lane[l]->d[i] = (D)sum;
+            }
+    });
+}
 inline void issue_wgmma(Wgmma w) {
-    if (order == 1) w.run(w.d, w.a, w.b);
+    if (order == 1) w.run(w.d, w.a, w.b, w.add);
     else self->issued.push_back(w);
 }
 inline void wgmma_fence_sync_aligned() {}
@@ -473,7 +549,7 @@ inline void wgmma_commit_group_sync_aligned() { self->products.push_back(std::mo
 inline void wgmma_wait_group_sync_aligned(int pending) {
     auto& groups = self->products;
     while ((int)groups.size() > pending) {
-        for (const Wgmma& w : groups.front()) w.run(w.d, w.a, w.b);
+        for (const Wgmma& w : groups.front()) w.run(w.d, w.a, w.b, w.add);
         groups.erase(groups.begin());
     }
 }
@@ -566,4 +642,11 @@ inline float __uint_as_float(unsigned v) {
     memcpy(&f, &v, 4);
     return f;
 }
+inline unsigned __float_as_uint(float f) {
+    unsigned v;
+    memcpy(&v, &f, 4);
+    return v;
+}
+template <class V>
+inline V __ldg(const V* at) { return *at; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }

@@ -20,10 +20,17 @@ from lowq_kernels.cuda_wnax import driver, nvrtc
 HERE = Path(__file__).parent
 WGMMA = """template <int T, int NB> struct Wgmma {
     static void run(float (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b) {
-        simt::issue_wgmma({simt::wgmma<(T ? simt::bf16 : simt::f16), NB>, d, a, b});
+        simt::issue_wgmma({simt::wgmma<(T ? simt::bf16 : simt::f16), NB>, d, a, b, 1});
     }
 };
 """
+WGMMA8 = """template <bool INT8, int NB> struct Wgmma8 {
+    template <class D> static void run(D (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b, int add) {
+        simt::issue_wgmma({simt::wgmma8<D, NB>, d, a, b, add});
+    }
+};
+"""
+GENERATED = {"wgmma.cuh": WGMMA, "wgmma8.cuh": WGMMA8}  # of headers that nvrtc.py makes
 FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 
 
@@ -118,7 +125,7 @@ def _folder() -> tempfile.TemporaryDirectory:
     """The sources as C++, and what is built of them, for this process."""
     folder = tempfile.TemporaryDirectory(prefix="lowq-simt-")
     for name, text in nvrtc.sources().items():
-        (Path(folder.name) / name).write_text(WGMMA if name == "wgmma.cuh" else host_source(text))
+        (Path(folder.name) / name).write_text(GENERATED.get(name) or host_source(text))
     return folder
 
 

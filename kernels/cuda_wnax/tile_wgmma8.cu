@@ -1,0 +1,310 @@
+// y[M,N] = x8[M,K] @ dequantize(W)^T * x_scales + bias on Hopper's 8-bit tensor cores: x rounded to e4m3 or int8 per token
+// (act_rows.cu), W's codes as they are.
+//
+// Maths   sum_k x w = sum_g s[g] * (sum_k x c) - sum_g s[g] z[g] * (sum_k x),  k in group g
+// Codes   a byte that holds a code of 4 bits or fewer is an e4m3 number as it stands: code * 2^-9, subnormal or of the lowest
+//         exponent, which are one scale. int8 takes bytes as u8. So a mask (8 bits: nothing) makes wgmma's A operand in registers.
+// Order   a lane's word holds, bytewise, codes of two fragments of 16 k: x lies in that order (act_rows.cu has it), B in shared
+//         memory.
+// Zeros   the second sum is a product of its own, (s z)[N, K/SG] by sums of x[M, K/SG] in 16 bits, added at the end of a tile: K/64
+//         of the work, and exact sums of groups where each code would cost an FMA.
+// Sums    of SG = 128 k (64 where groups are) in the tensor core, scaled and added in fp32: e4m3 products keep fewer than 23 bits.
+// Tile    128*MH rows of W by NB rows of x, a warpgroup owns half of the rows. Persistent, bands of BAND tiles of W; SPLIT blocks
+//         of a cluster split K of one tile. A producer thread feeds a ring of STAGES stages of 128 k by TMA.
+// Limits  groups of 64 (8 and 4 bits) or a multiple of 128, or one group; 8 bits with int8 only.
+// Edges   TMA reads zeros outside; stores are masked.
+// Source  own.
+#include "tile.cuh"
+#include "hopper.cuh"
+#include "wgmma.cuh"
+#include "wgmma8.cuh"
+
+template <bool INT8>
+struct Sum8 {  // what the tensor core adds up
+    using type = float;
+    static __device__ __forceinline__ void alive(float& v) { asm volatile("" : "+f"(v)::"memory"); }
+};
+template <>
+struct Sum8<true> {
+    using type = int;
+    static __device__ __forceinline__ void alive(int& v) { asm volatile("" : "+r"(v)::"memory"); }
+};
+
+template <int F>
+__device__ __forceinline__ void alive(u32 (&a)[F][4]) {  // registers that wgmma reads meanwhile
+#pragma unroll
+    for (int f = 0; f < F; f++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[f][j])::"memory");
+}
+
+template <int BITS>
+__device__ __forceinline__ void codes8(const u32 (&w)[Tile<BITS>::REGS], int i, u32 (&a)[4]) {  // A of the chunk's i-th wgmma
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if constexpr (BITS == 8) a[j] = w[4 * i + j];
+        else {
+            constexpr int FIELD = BITS == 4 ? 4 : 2;
+            a[j] = (w[j] >> (i * FIELD)) & (FIELD == 4 ? 0x0f0f0f0fu : 0x03030303u);
+            if constexpr (BITS == 3) {  // the third bit lies at 2 * i + j % 2 of its byte and belongs at 2
+                const int right = 2 * i + (j & 1) - 2;
+                const u32 h = w[4 + (j >> 1)];
+                a[j] |= (right >= 0 ? h >> (right & 31) : h << (-right & 31)) & 0x04040404u;
+            }
+        }
+    }
+}
+
+template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int MH, int NB, int FB, int STAGES, int SPLIT, int BAND>
+__global__ void __launch_bounds__(384, 1)
+tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap sums_map, const __grid_constant__ TensorMap words_map,
+            const __grid_constant__ TensorMap scales_map, const u32* __restrict__ scales, const u32* __restrict__ zeros,
+            const float* __restrict__ x_scales, const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int row_tiles, int groups) {
+    using L = Tile<BITS>;
+    constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, U = 128 / L::CHUNK, TILES = 8 * MH;
+    constexpr u32 X_BYTES = NB * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * PARTS * 32;
+    constexpr u32 LOADED = X_BYTES + W_BYTES + META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
+    static_assert(SG / 32 % FB == 0, "one wgmma batch, one sum");
+    constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
+    extern __shared__ __align__(1024) unsigned char shared[];
+    __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
+
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // uniform, as ptxas sees it: else it serialises wgmma
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
+    const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
+    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
+    const int share = (steps + SPLIT - 1) / SPLIT, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
+    const int sum_steps = (part * PARTS + 63) / 64;  // steps of 64 sums of x, after those of x
+    const int m_tiles = (M + NB - 1) / NB, n_tiles = (row_tiles + TILES - 1) / TILES, all = m_tiles * n_tiles;
+    auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
+        const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
+        const int in_band = tile - band * BAND * m_tiles;
+        n_tile = n_first + in_band % width, m0 = in_band / width * NB;
+    };
+
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8);
+        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    if (group == 2) {  // ------------------------------------------------------------------------------- producer
+        registers_down<40>();
+        if (threadIdx.x == 256) {
+            auto load_weights = [&](int s, int c, int n_tile) {
+                const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES;
+                barrier_expect(barrier, LOADED);
+#pragma unroll
+                for (int u = 0; u < U; u++)
+                    tensor_load(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
+                tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES, barrier);
+            };
+            int s = 0, round = 0, early = 0;
+            if (team < all) {  // weights do not depend on the kernel before, x does
+                int m0, n_tile;
+                place(team, m0, n_tile);
+                for (; early < STAGES && early < part; early++) load_weights(early, begin + early, n_tile);
+            }
+            previous_grid_wait();
+            for (int tile = team; tile < all; tile += teams) {
+                int m0, n_tile;
+                place(tile, m0, n_tile);
+                for (int c = 0; c < part + sum_steps; c++) {
+                    const u32 barrier = full + 8 * s;
+                    if (early > 0) early--;
+                    else {
+                        barrier_wait(empty + 8 * s, (round & 1) ^ 1);
+                        if (c < part) load_weights(s, begin + c, n_tile);
+                    }
+                    if (c < part) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
+                    else {
+                        barrier_expect(barrier, X_BYTES);
+                        tensor_load(base + s * STAGE_BYTES, &sums_map, begin * PARTS + (c - part) * 64, m0, barrier);
+                    }
+                    if (++s == STAGES) s = 0, round++;
+                }
+            }
+        }
+        __syncwarp();
+        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
+        return;
+    }
+
+    // ------------------------------------------------------------------------------------------------- consumers
+    registers_up<232>();
+    previous_grid_wait();
+    next_grid_launch();
+    const int t_first = group * MH * 4 + warp;  // of this warp's 16-row tiles; the next one is four on
+    float acc[MH][NB / 2];
+    typename Sum8<INT8>::type sums8[NB / 2];
+    int s = 0;
+    u32 parity = 0;
+    auto release = [&] {  // this stage, and go on to the next
+        if (lane == 0) barrier_arrive(empty + 8 * s);
+        if (++s == STAGES) s = 0, parity ^= 1;
+    };
+
+    for (int tile = team; tile < all; tile += teams) {
+        int m0, n_tile;
+        place(tile, m0, n_tile);
+#pragma unroll
+        for (int h = 0; h < MH; h++)
+#pragma unroll
+            for (int i = 0; i < NB / 2; i++) acc[h][i] = 0.f;
+
+        for (int c = 0; c < part; c++) {
+            barrier_wait(full + 8 * s, parity);
+            const u32 stage = base + s * STAGE_BYTES;
+            const u64 panel = swizzled_tile(stage);
+#pragma unroll
+            for (int h = 0; h < MH; h++) {
+                const int t = t_first + 4 * h;
+                u32 w[L::REGS];
+#pragma unroll
+                for (int b = 0; b < 4 / FB; b++) {  // of FB fragments, that go to wgmma together
+                    constexpr int PER_CHUNK = L::CHUNK / 32, PER_SUM = SG / 32;
+                    u32 a[FB][4];
+#pragma unroll
+                    for (int i = 0; i < FB; i++) {
+                        const int at = b * FB + i;
+                        if (at % PER_CHUNK == 0) read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4, lane, w);
+                        codes8<BITS>(w, at % PER_CHUNK, a[i]);
+                    }
+                    alive(a);
+#pragma unroll
+                    for (int i = 0; i < NB / 2; i++) Sum8<INT8>::alive(sums8[i]);
+                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                    for (int i = 0; i < FB; i++) Wgmma8<INT8, NB>::run(sums8, a[i], panel + 2 * (b * FB + i), (b * FB + i) % PER_SUM > 0);
+                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    const int p = b * FB / PER_SUM;
+                    float2 f;  // scales of rows r and r + 8, read while the tensor cores work
+                    if ((b + 1) * FB % PER_SUM == 0) {
+                        f = to_floats<T>(read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4));
+                        if (!INT8) f.x *= 512.f, f.y *= 512.f;
+                    }
+                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    alive(a);
+#pragma unroll
+                    for (int i = 0; i < NB / 2; i++) Sum8<INT8>::alive(sums8[i]);
+                    if (h + 1 == MH && (b + 1) * FB == 4) release();
+                    if ((b + 1) * FB % PER_SUM == 0) {
+#pragma unroll
+                        for (int i = 0; i < NB / 2; i++) acc[h][i] += (i & 2 ? f.y : f.x) * (float)sums8[i];
+                    }
+                }
+            }
+        }
+        for (int c = 0; c < sum_steps; c++) {  // minus s z, by the sums of x
+            barrier_wait(full + 8 * s, parity);
+            const u64 panel = swizzled_tile(base + s * STAGE_BYTES);
+#pragma unroll
+            for (int h = 0; h < MH; h++) {
+                const int t = n_tile * TILES + t_first + 4 * h;
+                float product[NB / 2];  // not acc itself: as a target of wgmma it costs ptxas more registers than there are
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) product[i] = 0.f;
+#pragma unroll 1
+                for (int pair = 0; pair < 2; pair++) {  // of fragments: registers are short
+                    u32 a[2][4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        u32 minus[2];
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const int column = c * 64 + pair * 32 + 8 * i + 2 * q + e;
+                            const int g = GROUP == 0 ? 0 : smaller((begin * PARTS + column) * SG / (GROUP ? GROUP : 1), groups - 1);
+                            const bool inside = t < row_tiles && column < part * PARTS;
+                            const int at = inside ? (t * groups + g) * 8 + r : 0;
+                            const u32 zero = ZEROS ? __ldg(zeros + at) : Half<T>::power(BITS - 1);
+                            minus[e] = inside ? fma2<T>(__ldg(scales + at), zero ^ 0x80008000u, 0x80008000u) : 0u;
+                        }
+                        a[i / 2][i % 2 * 2] = __byte_perm(minus[0], minus[1], 0x5410), a[i / 2][i % 2 * 2 + 1] = __byte_perm(minus[0], minus[1], 0x7632);
+                    }
+                    alive(a);
+#pragma unroll
+                    for (int i = 0; i < NB / 2; i++) Sum8<false>::alive(product[i]);
+                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+                    for (int f = 0; f < 2; f++) Wgmma<T, NB>::run(product, a[f], panel + 4 * pair + 2 * f);
+                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    alive(a);
+#pragma unroll
+                    for (int i = 0; i < NB / 2; i++) Sum8<false>::alive(product[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) acc[h][i] += product[i];
+            }
+            release();
+        }
+
+        // ---------------------------------------------------------------------------------------------- epilogue
+        constexpr int COLUMNS = NB / SPLIT;  // of x that a block writes
+        const int m_first = m0 + rank * COLUMNS, m_end = smaller(M, m0 + NB);
+        if constexpr (SPLIT > 1) {  // sums[h][i][thread] in the ring's place, then each block adds up its columns in rank order
+            float* const sums = (float*)shared + group * MH * (NB / 2) * 128 + (threadIdx.x & 127);
+            asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
+#pragma unroll
+            for (int h = 0; h < MH; h++)
+#pragma unroll
+                for (int i = 0; i < NB / 2; i++) sums[(h * (NB / 2) + i) * 128] = acc[h][i];
+            cluster_sync();
+#pragma unroll
+            for (int h = 0; h < MH; h++)
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 2; i++) {
+                    const u32 here = shared_address(sums + (h * (NB / 2) + rank * (COLUMNS / 2) + i) * 128);
+                    float v = 0.f;
+#pragma unroll
+                    for (int k = 0; k < SPLIT; k++) {
+                        float one;
+                        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(in_block(here, k)) : "memory");
+                        v += one;
+                    }
+                    acc[h][i] = v;
+                }
+            cluster_sync();
+        }
+        float x_scale[COLUMNS / 4];
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 4; i++) {
+            const int m = m_first + i / 2 * 8 + 2 * q + i % 2;
+            x_scale[i] = m < M ? __ldg(x_scales + m) : 0.f;
+        }
+        const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES) + group * 32 * ROW * 2;
+#pragma unroll
+        for (int h = 0; h < MH; h++) {
+            const int n_first = (n_tile * TILES + (group * MH + h) * 4) * 16;
+#pragma unroll
+            for (int o = 0; o < 2; o++) {
+                const int n = n_first + warp * 16 + r + 8 * o;
+                const float b = bias && n < N ? to_floats<T>(bias[n]).x : 0.f;
+#pragma unroll
+                for (int i = 0; i < COLUMNS / 4; i++) {
+                    float& v = acc[h][i / 2 * 4 + 2 * o + i % 2];
+                    v = v * x_scale[i] + b;
+                }
+            }
+#pragma unroll
+            for (int b = 0; b < (COLUMNS + 31) / 32; b++) {  // 32 rows of y pass through the staging at a time
+                asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");  // the staging is free
+#pragma unroll
+                for (int i = 0; i < 4; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
+                    if (b * 4 + i >= COLUMNS / 8) continue;
+                    const float* v = acc[h] + (b * 4 + i) * 4;
+                    const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
+                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
+                                 "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])) : "memory");
+                }
+                asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+#pragma unroll 2
+                for (int e = threadIdx.x & 127; e < 256; e += 128) {  // 16 bytes of a row of y
+                    const int row = b * 32 + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
+                    if (row >= COLUMNS || m >= m_end || column >= N) continue;
+                    store8(y + (size_t)m * N + column, staging + (e / 8 * ROW + n) * 2, N, column);
+                }
+            }
+        }
+    }
+}

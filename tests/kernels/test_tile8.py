@@ -1,0 +1,170 @@
+"""8-bit activations over the tile layout: emulated on the CPU against the definition, compiled, and run on a Hopper GPU."""
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lowq_kernels import activations, registry
+from lowq_kernels.registry import Call
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
+if "cuda/tile_int8" not in registry.kernels():
+    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+import simt
+
+from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma8
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product; sms: of the GPU that the emulator stands in for."""
+
+    act: str
+    config: int
+    bits: int
+    dtype: torch.dtype
+    group: int
+    zero: str
+    M: int
+    N: int
+    K: int
+    sms: int = 132
+    bias: bool = False
+
+    def __str__(self):
+        kind = f"{self.act}-b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
+        return f"{kind}-c{self.config}-{self.M}x{self.N}x{self.K}{'-bias' * self.bias}"
+
+
+def operands(case, device="cpu"):
+    """x, the packed weight, the bias, and the product by the definition."""
+    g = torch.Generator().manual_seed(case.bits)
+    W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
+    shape = (case.N, case.K // case.group)
+    scales = (torch.rand(shape, generator=g) * 0.009 + 0.001).to(case.dtype)
+    zeros = (torch.rand(shape, generator=g) * ((1 << case.bits) - 1)).to(case.dtype)
+    zeros = None if case.zero == "none" else zeros
+    q = QuantizedTensor(W_q, scales, zeros, case.bits, case.group, case.zero)
+    x = (torch.randn(case.M, case.K, generator=g) + 0.1).to(case.dtype)
+    x[case.M // 2] *= 40
+    bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
+    x, bias, p = x.to(device), None if bias is None else bias.to(device), pack(q, "tile")
+    p = dataclasses.replace(
+        p, words=p.words.to(device), scales=p.scales.to(device), zeros=None if p.zeros is None else p.zeros.to(device)
+    )
+    rounded = activations.rounded(x.float(), case.act)
+    ref = rounded @ q.dequantize().t().to(device) + (0 if bias is None else bias.float())
+    return x, p, bias, ref
+
+
+def relative(y, ref):
+    return float((y.float() - ref).norm() / ref.norm())
+
+
+CASES = [
+    Case("fp8", 0, 4, torch.float16, 128, "float", 130, 300, 512, sms=1),
+    Case("int8", 0, 4, torch.float16, 64, "float", 33, 200, 320, sms=2, bias=True),
+    Case("fp8", 3, 4, torch.bfloat16, 64, "none", 70, 136, 192),
+    Case("int8", 5, 8, torch.bfloat16, 128, "float", 40, 264, 1152),
+    Case("int8", 9, 8, torch.float16, 64, "none", 65, 65, 1024, sms=1, bias=True),
+    Case("fp8", 4, 2, torch.float16, 128, "float", 100, 320, 1024, bias=True),
+    Case("int8", 6, 2, torch.bfloat16, 272, "float", 34, 136, 272),
+    Case("fp8", 11, 3, torch.float16, 256, "float", 64, 130, 1280, bias=True),
+    Case("int8", 7, 3, torch.float16, 128, "none", 35, 190, 384),
+    Case("fp8", 10, 4, torch.float16, 8320, "float", 33, 65, 8320),  # a row is a group; more sums than a step takes
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_emulated(case, monkeypatch):
+    """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""
+    x, p, bias, ref = operands(case)
+    monkeypatch.setattr(tile_wgmma8, "Kernel", simt.Kernel)
+    monkeypatch.setattr(tile_wgmma8, "tensor_map", simt.tensor_map)
+    monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
+    empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan") if k["dtype"].is_floating_point else 0x5A)
+    )
+    spec, config = registry.kernels()[f"cuda/tile_{case.act}"], tile_wgmma8.CONFIGS[case.config]
+    call = dataclasses.replace(Call.of(x, p, case.act), device="cuda")
+    assert spec.why_not(call) is None, spec.why_not(call)
+    assert config in spec.legal_configs(call)
+    found = []
+    tile_wgmma8._prepared.cache_clear()
+    for order in (1, -1):
+        with (
+            mock.patch.object(simt.Kernel, "order", order),
+            mock.patch.object(tile_wgmma8, "multiprocessors", return_value=case.sms),
+        ):
+            found.append(spec.launch(x, p, bias, config))
+    tile_wgmma8._prepared.cache_clear()
+    assert torch.equal(*found), "the order of the threads changes the result"
+    assert relative(found[0], ref) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize("int8", [True, False], ids=("int8", "fp8"))
+def test_compiles_without_spills(bits, int8):
+    if bits == 8 and not int8:
+        pytest.skip("e4m3 has no codes of 8 bits")
+    for i, group in ((0, 128), (3, 64 if bits in (4, 8) else 0)):
+        cubin = nvrtc.compiled(
+            "tile_wgmma8.cu", tile_wgmma8.expression(bits, i % 2, int8, group, i == 0, tile_wgmma8.CONFIGS[i]), "sm_90a"
+        )
+        used = cubin.resources
+        assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, used
+        assert "serialized" not in cubin.log
+
+
+@pytest.mark.parametrize(
+    ("act", "bits", "group", "why"),
+    [
+        ("fp8", 4, 32, "groups of 32"),
+        ("int8", 2, 64, "groups of 64"),
+        ("int8", 4, 192, "groups of 192"),
+        ("fp8", 8, 128, "takes 4/3/2 bits"),
+    ],
+)
+def test_refuses(act, bits, group, why):
+    call = Call(64, 256, 384 * 2, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", (9, 0), act)
+    assert why in (registry.kernels()[f"cuda/tile_{act}"].why_not(call) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("act", ["int8", "fp8"])
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_on_the_gpu(act, bits):
+    """Every config, odd edges, both types; the same bits twice."""
+    if bits == 8 and act == "fp8":
+        pytest.skip("e4m3 has no codes of 8 bits")
+    spec, groups = registry.kernels()[f"cuda/tile_{act}"], (64, 128, 768) if bits in (8, 4) else (128, 768)
+    for i, config in enumerate(tile_wgmma8.CONFIGS):
+        for M, N, group, zero in (
+            (33, 200, 128, "float"),
+            (300, 1000, groups[i % len(groups)], ("none", "float")[i % 2]),
+            (1027, 4104, 128, "float"),
+        ):
+            case = Case(
+                act, i, bits, tuple(TOLERANCE)[(i + M) % 2], group, zero, M, N, 768 if group == 768 else 1152, bias=M == 300
+            )
+            x, p, bias, ref = operands(case, "cuda")
+            assert spec.why_not(Call.of(x, p, act)) is None
+            y = spec.launch(x, p, bias, config)
+            assert relative(y, ref) < TOLERANCE[case.dtype], case
+            assert torch.equal(y, spec.launch(x, p, bias, config)), case
