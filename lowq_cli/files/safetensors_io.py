@@ -186,23 +186,35 @@ def build_header(tensors: Iterable[tuple[str, TensorHeader]], kind: str = "pt") 
 def read_bytes(fd: int, offset: int, nbytes: int, where: str) -> bytearray:
     """`nbytes` bytes at `offset`, in fresh memory. Raises DamagedError if the file ends before."""
     buffer = bytearray(nbytes)
-    view, at = memoryview(buffer), 0
-    while at < nbytes:
+    read_into(memoryview(buffer), fd, offset, where)
+    return buffer
+
+
+def read_into(view: memoryview, fd: int, offset: int, where: str) -> None:
+    """Fill `view` (bytes) with what stands at `offset`. Raises DamagedError if the file ends before."""
+    at = 0
+    while at < len(view):
         got = os.preadv(fd, [view[at : at + (1 << 30)]], offset + at)
         if got == 0:
-            raise DamagedError(f"{where} ended {nbytes - at} bytes early; it changed while being read")
+            raise DamagedError(f"{where} ended {len(view) - at} bytes early; it changed while being read")
         at += got
-    return buffer
 
 
 def as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":
     """The bytes as a tensor of a safetensors dtype, without a copy. Raises UnsupportedError for dtypes lowq never computes."""
     import torch
 
-    if dtype not in TORCH_NAMES:
-        raise UnsupportedError(f"lowq computes with {', '.join(TORCH_NAMES)}, not with {dtype}")
-    kind = getattr(torch, TORCH_NAMES[dtype])
+    kind = torch_dtype(dtype)
     return torch.frombuffer(buffer, dtype=kind).reshape(shape) if buffer else torch.empty(shape, dtype=kind)
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """The torch dtype of a safetensors one, such as "BF16". Raises UnsupportedError for dtypes lowq never computes with."""
+    import torch
+
+    if name not in TORCH_NAMES:
+        raise UnsupportedError(f"lowq computes with {', '.join(TORCH_NAMES)}, not with {name}")
+    return getattr(torch, TORCH_NAMES[name])
 
 
 def check_file_name(name: str, where: str) -> str:

@@ -17,11 +17,12 @@ from lowq_cli.files.safetensors_io import (
     ITEMSIZE,
     FileHeader,
     TensorHeader,
-    as_tensor,
     check_file_name,
     read_bytes,
     read_header,
+    read_into,
     read_json,
+    torch_dtype,
 )
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 
@@ -54,6 +55,7 @@ class Source:
     files: dict[str, FileHeader]
     where: dict[str, str]  # tensor -> file name
     notes: tuple[str, ...] = ()  # what a person should know before it is quantized
+    pinned: bool = False  # `read` into pages that a GPU copies by itself
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
     _opening: Lock = field(default_factory=Lock, repr=False)  # tensors are read by several threads
 
@@ -93,11 +95,14 @@ class Source:
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
         """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of its own dtype in fresh memory."""
-        header = self.headers[name]
+        import torch
+
+        header, file = self.headers[name], self.where[name]
         count = header.numel - first if count is None else count
-        size = header.nbytes // max(header.numel, 1)
-        raw = read_bytes(self._fd(self.where[name]), header.offset + first * size, count * size, self.where[name])
-        return as_tensor(raw, header.dtype, (count,))
+        t = torch.empty(count, dtype=torch_dtype(header.dtype), pin_memory=self.pinned)
+        at = header.offset + first * ITEMSIZE[header.dtype]
+        read_into(memoryview(t.view(torch.uint8).numpy()), self._fd(file), at, file)  # type: ignore[arg-type]
+        return t
 
     def read_raw(self, name: str, first: int, nbytes: int) -> bytearray:
         """`nbytes` bytes of a tensor from byte `first`, whatever its dtype."""

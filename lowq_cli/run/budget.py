@@ -17,15 +17,15 @@ from lowq_cli.accuracy.calibrate import working_bytes
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
 from lowq_cli.run.plan import Item, Plan
-from lowq_cli.run.workers import shared_threads
+from lowq_cli.run.workers import GPU_WORKERS, shared_threads
 from lowq_packers.errors import DoesNotFitError
 from lowq_packers.scheme import Scheme
 
-SLAB = 1 << 23  # weights quantized at a time, whatever the tensor's size
+SLAB = {"cpu": 1 << 23, "cuda": 1 << 24}  # weights quantized at a time, whatever the tensor's size
 BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_memory.py
 WORKING = 160 << 20  # buffers of the quantizers, of copying and of the allocator that do not grow with the slab
 ROTATING = 12  # bytes per weight of a matrix that is rotated: what mixes rows is made whole, in fp32
-PROBE = 1 << 19  # weights in the timing sample
+PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights in the timing sample
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, w
     """What `plan` will take with so many `workers`; `written` bytes are on disk already, reading keeps `held` in memory."""
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     calibrating = working_bytes(plan)
-    peak = current_rss() + WORKING + held + workers * max(slab_bytes(i) for i in plan.items)
+    peak = current_rss() + WORKING + held + workers * max(slab_bytes(i, device.type) for i in plan.items)
     peak += calibrating if device.type == "cpu" else 0
     peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
     # a sample says little of a walk through the model
@@ -68,12 +68,12 @@ def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, w
     return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
 
 
-def slab_bytes(item: Item) -> int:
-    """Bytes held while an item is worked on."""
+def slab_bytes(item: Item, device: str = "cpu") -> int:
+    """Bytes held in memory while an item is worked on."""
     if item.scheme is None:
         return 0  # copied in small pieces: part of WORKING
     N, K = item.shape
-    weights = min(N, slab_rows(K)) * K
+    weights = min(N, slab_rows(K, device)) * K
     whole = N * K * ITEMSIZE[item.source_dtype] if item.cut.transposed else 0  # its rows are the file's columns
     return weights * BYTES_PER_WEIGHT + whole
 
@@ -81,7 +81,7 @@ def slab_bytes(item: Item) -> int:
 def slab_rows(K: int, device: str = "cpu") -> int:
     """Rows quantized at a time: whole slabs of the quantizer, so that the cut changes no code."""
     inner = max(1, QUANTIZER_SLAB.get(device, QUANTIZER_SLAB["cpu"]) // K)
-    return max(1, SLAB // (inner * K)) * inner
+    return max(1, SLAB.get(device, SLAB["cpu"]) // (inner * K)) * inner
 
 
 def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str, Scheme], float]:
@@ -94,15 +94,16 @@ def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str, 
         if i.scheme and i.method:
             work[i.method, i.scheme] = work.get((i.method, i.scheme), 0) + i.params
     dtype = getattr(torch, TORCH_NAMES[plan.scale_dtype])
+    at_once = max(1, workers // GPU_WORKERS) if device.type == "cuda" else workers
     seconds = {}
     for (method, scheme), params in work.items():
         g = torch.Generator().manual_seed(0)
-        W = torch.randn(max(1, PROBE // scheme.group_size), scheme.group_size, generator=g).to(device, dtype)
+        W = torch.randn(max(1, PROBE[device.type] // scheme.group_size), scheme.group_size, generator=g).to(device, dtype)
         with shared_threads(workers):
             quantizers.get(method)(W[:1], scheme, dtype)  # first use: library start-up is no part of the rate
             start = time.perf_counter()
             quantizers.get(method)(W, scheme, dtype).scales[:1].cpu()  # waits for a GPU
-            seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel() / workers
+            seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel() / at_once
     return seconds
 
 

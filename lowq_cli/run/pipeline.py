@@ -10,7 +10,7 @@ import os
 import time
 import zlib
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -108,6 +108,7 @@ class Finished:
 
 
 LayerDone = calibrate.LayerDone
+Outcome = tuple[float | None, list[int]]  # relative error, CRC-32 of each tensor written
 Event = Planned | LayerDone | TensorDone | ShardDone | Finished
 
 
@@ -156,6 +157,7 @@ def run(
     budgeted = recipe.bpw is not None or recipe.size is not None
     with open_decoded(model, headers_only=dry_run and not budgeted) as raw:
         source = rotated(raw) if recipe.rotate else raw
+        source.pinned = on.type == "cuda"
         folder = default_out(source, recipe) if out is None else Path(out)
         found = None
         if budgeted:
@@ -228,38 +230,47 @@ def _write(
 ) -> Generator[Event, None, Result]:
     """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
     done = params = resumed = 0
-    for number, shard in enumerate(plan.shards, 1):
-        with ShardFile(output, shard) as file:
 
-            def work(item: Item, device: torch.device, file: ShardFile = file) -> tuple[float | None, list[int], float]:
-                began = time.monotonic()
-                if item.scheme is None:
-                    values = calibration.values(item) if calibration else None
-                    return *transform.copy(item, source, file, values), time.monotonic() - began
-                quantizer = calibration.quantizer(item) if calibration else None
-                factors = calibration.factors(item) if calibration else (None, None)
-                outcome = transform.quantize(item, source, file, device, quantizer, factors)
-                return *outcome, time.monotonic() - began
+    def tasks(files: ExitStack) -> Iterator[tuple[Item, ShardFile, bool]]:
+        """Every item, its file (opened when its first item is drawn), and whether an earlier run did it."""
+        for shard in plan.shards:
+            file = files.enter_context(ShardFile(output, shard))
+            for item in shard.items:
+                yield item, file, item.name in output.finished
 
-            missing = [i for i in shard.items if i.name not in output.finished]
-            with in_order(missing, spread(work, devices), len(devices)) as outcomes:
-                for item in shard.items:
-                    before, seconds = item.name in output.finished, 0.0
-                    scheme = str(item.scheme) if item.scheme else None
-                    if before:
-                        resumed += 1
-                    else:
-                        error, crc, seconds = next(outcomes)
-                        output.record(item, error, crc)
-                        told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
-                        output.log(f"{item.name}: {scheme or 'kept'}{told}")
-                    error = output.finished[item.name]["rel_error"]
-                    done, params = done + 1, params + item.params
-                    progress = done, len(plan.items), params, plan.params
-                    yield TensorDone(item.name, item.kind, scheme, error, seconds, item.nbytes, *progress, before)
+    def work(task: tuple[Item, ShardFile, bool], device: torch.device) -> tuple[ShardFile, Outcome | None, float]:
+        item, file, before = task
+        began = time.monotonic()
+        if before:
+            outcome: Outcome | None = None
+        elif item.scheme is None:
+            outcome = transform.copy(item, source, file, calibration.values(item) if calibration else None)
+        else:
+            quantizer = calibration.quantizer(item) if calibration else None
+            factors = calibration.factors(item) if calibration else (None, None)
+            outcome = transform.quantize(item, source, file, device, quantizer, factors)
+        return file, outcome, time.monotonic() - began
+
+    # Workers go on into the next files while one is finished; they stop before the files are closed.
+    with ExitStack() as files, in_order(tasks(files), spread(work, devices), len(devices)) as outcomes:
+        for number, shard in enumerate(plan.shards, 1):
+            for item in shard.items:
+                file, outcome, seconds = next(outcomes)
+                scheme = str(item.scheme) if item.scheme else None
+                if outcome:
+                    output.record(item, *outcome)
+                    error = outcome[0]
+                    told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
+                    output.log(f"{item.name}: {scheme or 'kept'}{told}")
+                else:
+                    resumed += 1
+                error = output.finished[item.name]["rel_error"]
+                done, params = done + 1, params + item.params
+                progress = done, len(plan.items), params, plan.params
+                yield TensorDone(item.name, item.kind, scheme, error, seconds, item.nbytes, *progress, outcome is None)
             if not file.complete:
                 file.finish()
-        yield ShardDone(shard.name, shard.size, number, len(plan.shards))
+            yield ShardDone(shard.name, shard.size, number, len(plan.shards))
     if index := index_json(plan):
         output.replace(INDEX, _json(index))
     for path in source.companions():

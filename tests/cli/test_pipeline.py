@@ -100,7 +100,7 @@ def test_two_runs_write_the_same_bytes_and_slabs_change_nothing(tmp_path, monkey
     monkeypatch.setitem(_slabs.SLAB, "cpu", 1 << 14)
     recipe = make_recipe(skip=["layers.[1-5]"])
     for folder, slab in (("one", 1 << 23), ("two", 1 << 23), ("three", 1 << 15)):
-        monkeypatch.setattr(budget, "SLAB", slab)
+        monkeypatch.setitem(budget.SLAB, "cpu", slab)
         list(run("demo", recipe, tmp_path / folder))
     assert budget.slab_rows(256) == 128  # 768 rows were cut in six
     assert files(tmp_path / "one") == files(tmp_path / "two") == files(tmp_path / "three")

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lowq_cli.run.workers import MAX_WORKERS, in_order, shared_threads, spread, worker_devices
+from lowq_cli.run.workers import GPU_WORKERS, MAX_WORKERS, in_order, shared_threads, spread, worker_devices
 
 CPU, GPUS = torch.device("cpu"), (torch.device("cuda:0"), torch.device("cuda:1"))
 
@@ -65,8 +65,8 @@ def test_workers_share_the_threads_of_torch():
 def test_one_worker_for_each_device_several_for_the_cpu_one_for_dependent_tensors():
     assert worker_devices((CPU,)) == (CPU,) * min(4, MAX_WORKERS)
     assert worker_devices((CPU, CPU)) == (CPU, CPU)
-    assert worker_devices(GPUS) == GPUS
-    assert worker_devices(GPUS[:1]) == GPUS[:1]
+    assert worker_devices(GPUS) == GPUS * GPU_WORKERS
+    assert worker_devices(GPUS[:1]) == GPUS[:1] * GPU_WORKERS
     assert worker_devices((CPU,), independent=False) == (CPU,)
     assert worker_devices(GPUS, independent=False) == GPUS[:1]
 
