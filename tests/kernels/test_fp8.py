@@ -1,6 +1,9 @@
 """fp8 blocks: quantizer and products against lowq_packers.fp8, the definition; interpreted here, on the hardware with a GPU."""
 
 import itertools
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,6 +192,42 @@ def test_wgmma_refuses():
     assert "no multiple of 16" in wgmma.refuse(x, w, wgmma.LARGE[0])
     odd = fp8.quantize(torch.randn(64, 256), (64, 128))
     assert "64x128" in wgmma.refuse(fp8.quantize(torch.randn(4, 256), (1, 128)), odd, wgmma.LARGE[0])
+
+
+EMULATED = [  # M, N, K, blocks of x and of W, config, SMs
+    (300, 392, 656, (None, None), (1, 1, 8, 0, 1, 2, 1, 2048), 9),
+    (20, 200, 400, ((1, 128), (128, 128)), (1, 1, 32, 0, 2, 2, 0, 2048), 132),
+    (64, 130, 1040, ((1, 128), (256, 256)), (1, 1, 64, 0, 1, 2, 0, 2048), 2),
+    (9, 65, 656, ((1, 128), (128, 128)), (1, 1, 16, 0, 4, 1, 1, 2048), 132),
+    (300, 264, 400, ((1, 128), (128, 128)), (0, 2, 128, 0, 1, 1, 0, 2048), 2),
+    (300, 200, 656, ((256, 256), (256, 256)), (0, 1, 128, 0, 1, 1, 0, 2048), 1),
+    (530, 136, 272, ((1, 128), (128, 128)), (0, 2, 128, 1, 1, 1, 0, 2048), 2),
+    (140, 72, 528, (None, None), (0, 1, 64, 1, 1, 1, 0, 2048), 2),
+]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_wgmma_emulated(case, monkeypatch):
+    """The device code on the CPU, threads in two orders, wgmma as early and as late as it may read: the same bits."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+    import simt
+
+    M, N, K, blocks, config, sms = case
+    _, x, w, bias, ref = product(M, N, K, *blocks, torch.bfloat16)
+    x, w = (fp8.Fp8Matrix(m.q.cpu(), m.scales.cpu(), m.block) for m in (x, w))
+    bias, ref = bias.cpu(), ref.cpu()
+    monkeypatch.setattr(wgmma, "Kernel", simt.Kernel)
+    monkeypatch.setattr(wgmma, "tensor_map", simt.tensor_map)
+    monkeypatch.setattr(wgmma, "multiprocessors", lambda device: sms)
+    named, found = dict(zip(wgmma.NAMES, config, strict=True)), []
+    wgmma._prepared.cache_clear()
+    for order in (1, -1):
+        monkeypatch.setattr(simt.Kernel, "order", order)
+        found.append(wgmma.fp8_gemm(x, w, bias, torch.bfloat16, named))
+    wgmma._prepared.cache_clear()
+    assert torch.equal(*found)
+    assert error(found[0], ref) < TOLERANCE
 
 
 @pytest.mark.gpu
