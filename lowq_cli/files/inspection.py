@@ -170,10 +170,10 @@ def _foreign_or_dense(source: Source) -> Inspection:
         rows = [_kept(n, h) for n, h in source.headers.items()]
         return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
     fmt, matrices = found
-    used = {part for m in matrices for part in m.parts}
+    used = Counter(part for m in matrices for part in m.parts)  # experts of a stack share theirs
     rows = []
     for m in matrices:
-        size = sum(source.headers[p].nbytes for p in m.parts)
+        size = sum(source.headers[p].nbytes // used[p] for p in m.parts)
         rows.append(Row(m.name, kind_of(m.name), m.shape, m.stored, m.bits, size, m.bits < 16))
     rows += [_kept(n, h) for n, h in source.headers.items() if n not in used]
     notes = fmt.notes(source.config, source.headers)

@@ -106,13 +106,36 @@ def check(found: Checkpoint, fmt: Format) -> None:
         reason = fmt.why_not(t.scheme, *t.shape)
         if t.name.endswith(GATHERED) and fmt.name not in TABLES:
             reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
-        if ".experts." in t.name and fmt.name not in EXPERTS:
-            reason = f"{fmt.title} stacks experts, which lowq does not write; nearest: --to compressed-tensors"
+        if ".experts." in t.name and fmt.name not in EXPERTS and not fmt.stack(t.name, family):
+            reason = f"lowq does not know how {fmt.title} holds the experts of {family}; nearest: --to compressed-tensors"
         if reason:
             problems.append(f"{t.name} ({t.scheme}): {reason}")
     if problems:
         more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
         raise UnsupportedError(f"cannot export {problems[0]}{more}")
+    stacks(found, fmt)
+
+
+def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
+    """Name -> the experts' matrices, in order, of each stack that `fmt` makes of them.
+
+    Raises UnsupportedError unless all experts of a stack are there and share a scheme.
+    """
+    family, members = str(found.config.get("model_type")), dict[str, dict[int, CheckpointTensor]]()
+    for t in found.tensors:
+        if place := fmt.stack(t.name, family) if t.scheme else None:
+            members.setdefault(place[0], {})[place[1]] = t
+    for name, experts in members.items():
+        schemes = {str(t.scheme) for t in experts.values()}
+        if len(schemes) > 1 or sorted(experts) != list(range(len(experts))):
+            wrong = f"of {' and '.join(sorted(schemes))}" if len(schemes) > 1 else "with gaps between them"
+            raise UnsupportedError(
+                f"cannot export {name}: {fmt.title} stacks {len(experts)} experts, here {wrong}; give all one scheme"
+            )
+    dense = [t.name for t in found.tensors if not t.scheme and fmt.stack(t.name.removesuffix(".weight"), family)]
+    if members and dense:
+        raise UnsupportedError(f"cannot export {dense[0]}: {fmt.title} reads all experts packed or none, and this one is not")
+    return {name: [experts[e] for e in sorted(experts)] for name, experts in members.items()}
 
 
 def exportable(found: Checkpoint) -> list[str]:
@@ -150,14 +173,20 @@ def _write(
     ]
     assert fmt.config
     assert fmt.write
-    section = fmt.config(found.schemes, shapes, kept)
+    stacked = stacks(found, fmt)
+    inside = {t.name for experts in stacked.values() for t in experts}
+    modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
+    modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # a stack goes where its first expert is
+    section = fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, shapes, kept)
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
     shards = ShardWriter(folder, "mlx" if fmt.name == "mlx" else "pt")
     done, total = 0, sum(t.params for t in found.tensors)
     finished = {name.rpartition(".")[0] for name in shards.done}
     for t in found.tensors:
-        if t.scheme and t.name not in finished:
-            shards.add(encoded(fmt, t.name, read_matrix(found, t), {**config, "round": rounding}))
+        name, members = modules.get(t.name, (t.name, []))
+        if members and name not in finished:
+            parts = [encoded(fmt, name, read_matrix(found, m), {**config, "round": rounding}) for m in members]
+            shards.add(_stacked(parts) if name in stacked else parts[0])
         elif not t.scheme and t.name not in shards.done:
             shards.add({t.name: read_plain(found, t)})
         done += t.params
@@ -175,6 +204,11 @@ def _write(
     return config, [] if read is None else read[1]
 
 
+def _stacked(parts: list[Tensors]) -> Tensors:
+    """The tensors of all experts as one each."""
+    return {n: torch.stack([p[n].view(torch.uint8) for p in parts]).view(t.dtype) for n, t in parts[0].items()}
+
+
 def run_name(found: Checkpoint, to: str, rounding: bool) -> str:
     """What names an export: two share it only if they write the same bytes."""
     return " ".join((version("lowq"), found.source.identity, to, "round" if rounding else "exact"))
@@ -189,7 +223,8 @@ def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any
         raise UnsupportedError(f"cannot export {e}") from None
     headers = {n: TensorHeader(tuple(t.shape), NAMES[t.dtype]) for n, t in tensors.items()}
 
-    def fetch(tensor: str) -> torch.Tensor:
+    def fetch(tensor: str, index: int | None = None, /) -> torch.Tensor:
+        assert index is None
         t = tensors[tensor]
         return t.view(torch.int32) if t.dtype == torch.uint32 else t
 

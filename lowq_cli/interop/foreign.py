@@ -5,7 +5,7 @@ GemLite, Humming, MLX and GGUF checkpoints come with the names, shapes and dtype
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,20 +44,34 @@ DTYPES = {  # safetensors name -> torch name, of everything that a foreign forma
 
 
 def fetcher(source: Source) -> "Fetch":
-    """A function from a full tensor name to the tensor as stored, in fresh memory. U32 words come as int32."""
+    """A function from a full tensor name (and a place in its first dimension) to the tensor as stored, in fresh memory.
+
+    U32 words come as int32.
+    """
     import torch
 
-    def fetch(name: str) -> "torch.Tensor":
+    def fetch(name: str, index: int | None = None, /) -> "torch.Tensor":
         header = source.headers.get(name)
         if header is None:
             raise NotFoundError(f"{source.name} has no tensor {name}")
         if header.dtype not in DTYPES:
             raise UnsupportedError(f"{name} has dtype {header.dtype}, which torch does not have")
         kind = torch.int32 if header.dtype == "U32" else getattr(torch, DTYPES[header.dtype])
-        raw = source.read_raw(name, 0, header.nbytes)
-        return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
+        shape, nbytes = header.shape, header.nbytes
+        if index is not None:
+            shape, nbytes = shape[1:], nbytes // shape[0]
+        raw = source.read_raw(name, (index or 0) * nbytes, nbytes)
+        return torch.frombuffer(raw, dtype=kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
 
     return fetch
+
+
+def by_first_part(matrices: "Iterable[Matrix]") -> "dict[str, list[Matrix]]":
+    """The matrices that stand where their first tensor is: one, or the experts of a stack."""
+    at: dict[str, list[Matrix]] = {}
+    for m in matrices:
+        at.setdefault(m.parts[0], []).append(m)
+    return at
 
 
 def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
@@ -112,16 +126,15 @@ def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> S
 
 
 def _decoded(raw: Source, matrices: "list[Matrix]") -> "DecodedSource":
-    """A source in which every matrix is one dense tensor, where its first part was."""
-    at = {m.parts[0]: m for m in matrices}
+    """A source in which every matrix is a dense tensor, where its first part was."""
+    at = by_first_part(matrices)
     parts = {p for m in matrices for p in m.parts}
     headers, where, dense = {}, {}, {}
     for name, header in raw.headers.items():
-        if name in at:
-            m = at[name]
+        for m in at.get(name, ()):
             headers[f"{m.name}.weight"] = TensorHeader(m.shape, m.dtype)
             where[f"{m.name}.weight"], dense[f"{m.name}.weight"] = raw.where[name], m
-        elif name not in parts:
+        if name not in parts:
             headers[name], where[name] = header, raw.where[name]
     config = {k: v for k, v in raw.config.items() if k not in SECTIONS}
     return DecodedSource(raw.name, raw.folder, config, headers, raw.files, where, raw=raw, dense=dense)

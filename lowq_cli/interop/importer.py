@@ -17,7 +17,7 @@ from lowq_cli.files.checkpoint import is_checkpoint
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.shards import ShardWriter, new_folder, to_json
 from lowq_cli.files.source import Source
-from lowq_cli.interop.foreign import SECTIONS, dense, fetcher, foreign_matrices, open_foreign
+from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
 from lowq_cli.run.writer import writing
 from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.formats import Fetch, Matrix
@@ -61,7 +61,7 @@ def cached(source: Source, kind: str = "imports") -> Path:
 
 def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> None:
     """Write `source` as a lowq checkpoint into the folder `target`, one matrix in memory at a time."""
-    at = {m.parts[0]: m for m in matrices}
+    at = by_first_part(matrices)
     parts = {p for m in matrices for p in m.parts}
     kept = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight") and n not in parts]
     kept += [m.name for m in matrices if m.scheme is None]
@@ -74,9 +74,9 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> N
         with new_folder(target) as folder:
             shards = ShardWriter(folder)
             for name in source.headers:
-                if name in at:
-                    shards.add(_imported(at[name], fetch))
-                elif name not in parts:
+                for m in at.get(name, ()):
+                    shards.add(_imported(m, fetch))
+                if name not in parts:
                     shards.add({name: fetch(name)})
             shards.finish()
             with writing(folder):

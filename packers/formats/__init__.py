@@ -30,7 +30,14 @@ class Header(Protocol):
 
 Config = Mapping[str, Any]  # a config.json
 Headers = Mapping[str, Header]
-Fetch = Callable[[str], torch.Tensor]  # full tensor name -> the tensor as stored
+
+
+class Fetch(Protocol):
+    """Full tensor name -> the tensor as stored; with `index`, that one of its first dimension."""
+
+    def __call__(self, name: str, index: int | None = None, /) -> torch.Tensor: ...
+
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -39,7 +46,7 @@ class Matrix:
     """One (N, K) weight of a foreign checkpoint.
 
     name: its module, e.g. "model.layers.0.mlp.up_proj"; the dense tensor would be this + ".weight".
-    parts: full names of the tensors that it is stored in.
+    parts: full names of the tensors that it is stored in; the experts of a stack share theirs.
     read: decodes it from those tensors.
     stored: what the file holds, in words, e.g. "4-bit g128 int zero".
     bits: of one code in the file.
@@ -66,7 +73,9 @@ class Format:
     claims: whether a checkpoint is in this format. matrices: its quantized weights (small tensors may be fetched to tell;
     with fetch None, only headers). notes: traps of the version found. engines: who serves such a checkpoint.
     why_not: the reason the format cannot hold a scheme and shape, ending in the nearest one that it can; or None.
-    write: tensors of one matrix, by full name. config: what config.json needs for these schemes (kept: dense matrices).
+    write: tensors of one matrix, by full name. stack: for an expert's matrix (name, family), the stack that holds it with those
+    of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
+    (kept: dense matrices).
     """
 
     name: str
@@ -78,6 +87,7 @@ class Format:
     write: Callable[[str, QuantizedTensor, Config], Tensors] | None = None
     config: Callable[[Mapping[str, Scheme], Mapping[str, tuple[int, int]], Sequence[str]], dict[str, Any]] | None = None
     notes: Callable[[Config, Headers], list[str]] = lambda config, headers: []
+    stack: Callable[[str, str], tuple[str, int] | None] = lambda name, family: None
 
 
 FORMATS: dict[str, Format] = {}

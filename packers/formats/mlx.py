@@ -1,10 +1,13 @@
 """MLX affine: weight (N, K*bits/32) uint32, lowq's words; scales and biases (N, G); w = q * scales + biases.
 
 biases = -zeros * scales. Without a zero (zeros = 2**(bits-1)) that is exact in any float dtype; other zeros may need more
-digits than the scales' dtype has, and are then refused unless rounding is allowed.
+digits than the scales' dtype has, and are then refused unless rounding is allowed. Experts of a layer are stacked, (E, N, ...),
+under mlx-lm's name switch_mlp.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from lowq_packers.scheme import Scheme
 
 WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
+FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # whose experts mlx-lm stacks as below, and changes nothing else
+LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of an expert's matrix -> the stack's
 
 
 def _claims(config: Config, headers: Headers) -> bool:
@@ -27,10 +32,27 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization")
-    return [_matrix(p, q, headers) for p in c.modules(headers, ".scales")]
+    return [m for p in c.modules(headers, ".scales") for m in _module(p, q, headers)]
 
 
-def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
+def _stack(name: str, family: str) -> tuple[str, int] | None:
+    found = re.fullmatch(r"(.+)\.experts\.(\d+)\.(\w+)", name)
+    if found is None or family not in FAMILIES:
+        return None
+    return f"{found[1]}.switch_mlp.{LEAVES.get(found[3], found[3])}", int(found[2])
+
+
+def _experts(stack: str, count: int) -> list[str]:
+    """The names of the matrices in a stack: the inverse of `_stack`. Raises UnsupportedError for a stack of another kind."""
+    found = re.fullmatch(r"(.+)\.switch_mlp\.(gate_proj|up_proj|down_proj)", stack)
+    if found is None:
+        raise UnsupportedError(f"{stack}.weight is a stack of a kind that lowq does not read")
+    theirs = {v: k for k, v in LEAVES.items()} if found[1].endswith("block_sparse_moe") else {}
+    return [f"{found[1]}.experts.{e}.{theirs.get(found[2], found[2])}" for e in range(count)]
+
+
+def _module(p: str, q: Mapping[str, Any], headers: Headers) -> list[Matrix]:
+    """The one matrix of a module, or those of its experts."""
     own = q.get(p)
     settings = {**q, **own} if isinstance(own, Mapping) else q
     if (mode := settings.get("mode", "affine")) != "affine":
@@ -38,21 +60,26 @@ def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
     bits = c.number(settings, "bits")
     if bits not in (2, 3, 4, 5, 6, 8):
         raise UnsupportedError(f"{p}: MLX has no {bits}-bit affine weights")
-    if len(c.need(headers, f"{p}.weight", dtypes=("U32",)).shape) == 3:
-        raise UnsupportedError(f"{p}.weight is stacked experts, which lowq reads from other formats only")
-    N, words = c.matrix(headers, f"{p}.weight", ("U32",))
+    shape = c.need(headers, f"{p}.weight", dtypes=("U32",)).shape
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise DamagedError(f"{p}.weight has the shape {tuple(shape)}; a packed matrix has two dimensions, a stack three")
+    *stacked, N, words = shape
     K = words * 32 // bits
     g, G = c.group_count(K, c.number(settings, "group_size"), p)
-    dtype = c.need(headers, f"{p}.scales", (N, G)).dtype
-    c.need(headers, f"{p}.biases", (N, G))
+    dtype = c.need(headers, f"{p}.scales", (*stacked, N, G)).dtype
+    c.need(headers, f"{p}.biases", (*stacked, N, G))
+    parts = (f"{p}.weight", f"{p}.scales", f"{p}.biases")
 
-    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
-        codes = c.unpack(fetch(f"{p}.weight"), bits, K)
-        codes, scales, zeros = c.offset_to_zeros(codes, fetch(f"{p}.scales"), fetch(f"{p}.biases"), g)
+    def read(fetch: Fetch, index: tuple[int, ...] = ()) -> QuantizedTensor | torch.Tensor:
+        words, scales, biases = (fetch(part, *index) for part in parts)
+        codes, scales, zeros = c.offset_to_zeros(c.unpack(words, bits, K), scales, biases, g)
         return c.decoded(codes, scales, zeros, bits, g, "float")
 
-    parts = (f"{p}.weight", f"{p}.scales", f"{p}.biases")
-    return Matrix(p, (N, K), parts, read, f"{bits}-bit g{g} affine", bits, c.held(bits, g, "float", K), dtype)
+    facts = f"{bits}-bit g{g} affine", bits, c.held(bits, g, "float", K), dtype
+    if not stacked:
+        return [Matrix(p, (N, K), parts, read, *facts)]
+    names = _experts(p, stacked[0])
+    return [Matrix(name, (N, K), parts, partial(read, index=(e,)), *facts) for e, name in enumerate(names)]
 
 
 def _why_not(s: Scheme, N: int, K: int) -> str | None:
@@ -84,4 +111,4 @@ def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     return ["lowq", "MLX (mlx-lm)"]
 
 
-register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config))
+register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config, stack=_stack))

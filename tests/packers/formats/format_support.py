@@ -33,7 +33,12 @@ def headers(tensors):
 
 def fetcher(tensors):
     """U32 tensors arrive as int32, as the file reader gives them."""
-    return lambda name: tensors[name].view(torch.int32) if tensors[name].dtype == torch.uint32 else tensors[name]
+
+    def fetch(name, index=None, /):
+        t = tensors[name].view(torch.int32) if tensors[name].dtype == torch.uint32 else tensors[name]
+        return t if index is None else t[index]
+
+    return fetch
 
 
 def read(tensors, config):
