@@ -23,6 +23,7 @@ from safetensors.torch import save
 
 from lowq_cli import quantizers
 from lowq_cli.accuracy import scaling
+from lowq_cli.accuracy.learn import learn
 from lowq_cli.accuracy.perplexity import tokenize, windows
 from lowq_cli.accuracy.walk import Hidden, Layer
 from lowq_cli.files.safetensors_io import TORCH_NAMES
@@ -188,6 +189,7 @@ class Calibration:
         notes: dict[str, str] = {}
         unscaled: list[str] = []
         errors = []
+        learning: dict[str, QuantizedTensor] = {}
         if any(quantizers.needs_scales(str(self.items[n].method)) for n in layer.spots):
             schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
             stored = {p: self.stored[n] for p, n in kept.items()}
@@ -197,26 +199,49 @@ class Calibration:
             results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
             unscaled = scaled.missing
         for stage in layer.stages(original, behind):
-            for name in stage.names:
-                item = self.items[name]
+            for names in self._joined(stage.names):
+                item = self.items[names[0]]
                 assert item.scheme is not None
                 dtype = _dtype(item.outputs[1][1].dtype)
-                W = layer.matrix(name, layer.original).contiguous()
+                parts = [layer.matrix(n, layer.original) for n in names]
+                W = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
                 if stage.moments.tokens < FEW_TOKENS and item.kind == "expert":
                     method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
-                    notes[name] = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
+                    why = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
+                    notes |= dict.fromkeys(names, why)
                     q = quantizers.get(method)(W, item.scheme, dtype)
                 else:
                     q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
                 restored = q.dequantize()
-                errors.append(_output_error(W, restored, stage.moments.second))
-                layer.set(name, restored)
-                results |= _save(q, name, dtype)
+                at = 0
+                for name, part in zip(names, parts, strict=True):
+                    rows, at = slice(at, at + len(part)), at + len(part)
+                    errors.append(_output_error(part, restored[rows], stage.moments.second))
+                    results |= _save(_rows(q, rows), name, dtype)
+                    layer.set(name, restored[rows])
+                    if quantizers.needs_learning(str(item.method)):
+                        learning[name] = _rows(q, rows)
+        dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
+        for name, q in learn(layer, learning, dtypes, original, behind).items():
+            results |= _save(q, name, dtypes[name])
+            layer.set(name, q.dequantize())
         partial = path.with_suffix(".partial")
         with writing(path):
             partial.write_bytes(save(results, {"notes": json.dumps([notes, unscaled])}))
             partial.replace(path)
         return sum(errors) / max(len(errors), 1)
+
+    def _joined(self, names: list[str]) -> Iterator[list[str]]:
+        """The matrices of a stage, those that are quantized alike together while they fit a slab: a third of the launches."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name in names:
+            item = self.items[name]
+            alike.setdefault((item.method, item.scheme, item.outputs[1][1].dtype, item.kind), []).append(name)
+        for group in alike.values():
+            if sum(self.items[n].params for n in group) <= SLAB:
+                yield group
+            else:
+                yield from ([n] for n in group)
 
     def _scaled(self, path: Path, names: list[str], kept: dict[str, str]) -> scaling.Scaled:
         """What was folded into a finished layer."""
@@ -241,8 +266,7 @@ class Calibration:
         def next_rows(W: torch.Tensor, *_: object) -> QuantizedTensor:
             nonlocal at
             part, at = slice(at, at + W.shape[0]), at + W.shape[0]
-            zeros = None if q.zeros is None else q.zeros[part]
-            return QuantizedTensor(q.W_q[part], q.scales[part], zeros, q.bits, q.group_size, q.zero).to(W.device)
+            return _rows(q, part).to(W.device)
 
         return next_rows
 
@@ -271,12 +295,17 @@ def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor)
     return float(((error @ second) * error).sum() / ((W @ second) * W).sum().clamp(min=1e-30))
 
 
+def _rows(q: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    zeros = None if q.zeros is None else q.zeros[rows]
+    return QuantizedTensor(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero)
+
+
 def _save(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Tensors to set down: codes as bytes, scales and zeros in the checkpoint's dtype."""
     found = {f"{name}.codes": q.W_q, f"{name}.scales": q.scales.to(dtype)}
     if q.zeros is not None:
         found[f"{name}.zeros"] = q.zeros.to(dtype)
-    return {k: t.cpu().contiguous() for k, t in found.items()}
+    return {k: t.to("cpu", copy=True).contiguous() for k, t in found.items()}
 
 
 def _load(path: Path, item: Item) -> QuantizedTensor:

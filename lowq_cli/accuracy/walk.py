@@ -76,9 +76,13 @@ class Layer:
 
     def run(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
         """The layer's output with a set of weights."""
+        self.put(weights)
+        return run(self.module, hidden, self.others)
+
+    def put(self, weights: Weights) -> None:
+        """Have the module hold a set of weights."""
         for path, values in weights.items():
             self.module.get_parameter(path).data = values
-        return run(self.module, hidden, self.others)
 
     def advance(self, original: Hidden, behind: Hidden) -> None:
         """Replace both streams by the layer's outputs."""

@@ -55,6 +55,11 @@ def needs_scales(name: str) -> bool:
     return bool(getattr(importlib.import_module(f"{__name__}.{check(name)}"), "SCALES", False))
 
 
+def needs_learning(name: str) -> bool:
+    """Whether `calibrate` lets a layer's results follow their gradient (accuracy/learn.py): its file says LEARN."""
+    return bool(getattr(importlib.import_module(f"{__name__}.{check(name)}"), "LEARN", False))
+
+
 def data_free() -> list[str]:
     """The methods that look at nothing but the weight."""
     return [name for name in methods() if not needs_text(name)]

@@ -7,6 +7,7 @@ import torch
 
 from lowq_cli.quantizers._slabs import Solution, check_weight, quantize_rows
 from lowq_cli.quantizers.lsq import fit_grid
+from lowq_kernels.columns import round_block
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -143,27 +144,11 @@ def _solve(path: _Path, groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype
             zeros[:, group] = z[:, 0]
         for first in range(start, end, BLOCK):
             last = min(first + BLOCK, end)
-            block, errors = _round_block(
-                left[:, first:last], factor[first:last, first:last], scales[:, group], zeros[:, group], scheme
+            block, errors = round_block(
+                left[:, first:last], factor[first:last, first:last], scales[:, group], zeros[:, group], scheme.levels
             )
             codes[:, first:last] = block
             left[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
     back = torch.empty_like(codes)
     back[:, path.order] = codes
     return back.reshape(R, G, size), scales, None if scheme.zero == "none" else zeros
-
-
-def _round_block(
-    block: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: Scheme
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a block's columns (R, B), and their errors (R, B) as the later columns must make up for them."""
-    left = block.T.contiguous()  # a column is then contiguous
-    codes, errors = torch.empty_like(left), torch.empty_like(left)
-    inverse = 1 / scales
-    weight = (1 / factor.diagonal()).tolist()
-    for i in range(left.shape[0]):
-        code = torch.mul(left[i], inverse, out=codes[i]).add_(zeros).round_().clamp_(0, scheme.levels - 1)
-        torch.sub(left[i], (code - zeros).mul_(scales), out=errors[i])
-        errors[i].mul_(weight[i])
-        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
-    return codes.T, errors.T

@@ -1,0 +1,98 @@
+"""Gradient descent behind gptq: a layer's output comes nearer to the original one's, the same bytes on every run."""
+
+import pytest
+import torch
+
+from lowq_cli.accuracy import calibrate, learn
+from lowq_cli.run import pipeline
+from lowq_cli.run.recipe import make_recipe
+from lowq_packers.qtensor import QuantizedTensor
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Windows of 32 tokens, two at a time, few epochs; a tokenizer whose tokens are the text's bytes."""
+    monkeypatch.setattr(calibrate, "WINDOW", 32)
+    monkeypatch.setattr(calibrate, "BATCH", 2)
+    monkeypatch.setattr(learn, "EPOCHS", 6)
+    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
+    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 4)
+    return str(path)
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """(before, after) of each layer: squared distance of its output to the original model's."""
+    found = []
+
+    def distance(layer, original, behind):
+        pairs = zip(original, behind, strict=True)
+        return sum(float((layer.run(b, layer.quantized) - layer.run(x, layer.original)).square().sum()) for x, b in pairs)
+
+    def spy(layer, results, dtypes, original, behind):
+        before = distance(layer, original, behind)
+        better = learn.learn(layer, results, dtypes, original, behind)
+        assert set(better) <= set(results)
+        for name, q in better.items():
+            assert torch.equal(q.scales, q.scales.to(dtypes[name]).float())
+            layer.set(name, q.dequantize())
+        found.append((before, distance(layer, original, behind)))
+        return better
+
+    monkeypatch.setattr(calibrate, "learn", spy)
+    return found
+
+
+@pytest.mark.parametrize(("family", "bits"), [("llama", 2), ("llama", 1), ("phi3", 2), ("gpt2", 4), ("mixtral", 3)])
+def test_layers_come_nearer(family, bits, family_checkpoints, text, tmp_path, losses):
+    dense = family_checkpoints(family, schemes={}).dense
+    list(pipeline.run(dense, make_recipe(bits=bits, group=16, method="learn", calib=text), tmp_path / "out"))
+    assert len(losses) == 2
+    assert all(after <= before for before, after in losses)
+    assert sum(after for _, after in losses) < 0.98 * sum(before for before, _ in losses)
+
+
+@pytest.mark.parametrize("zero", ["int", "none"])
+def test_zeros_stay_of_their_kind(zero, family_checkpoints, text, tmp_path, losses):
+    dense = family_checkpoints("llama", schemes={}).dense
+    recipe = make_recipe(bits=2, group=16, method="learn", calib=text, zero=zero)
+    list(pipeline.run(dense, recipe, tmp_path / "out"))
+    assert sum(after for _, after in losses) < sum(before for before, _ in losses)
+
+
+def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, text, tmp_path):
+    dense = family_checkpoints("llama", schemes={}).dense
+    recipe = make_recipe(bits=2, group=16, method="learn", calib=text)
+    list(pipeline.run(dense, recipe, tmp_path / "first"))
+    events = pipeline.run(dense, recipe, tmp_path / "second")
+    while not isinstance(next(events), calibrate.LayerDone):
+        pass
+    events.close()
+    list(pipeline.run(dense, recipe, tmp_path / "second"))
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("*.safetensors")} for n in ("first", "second"))
+    assert first == second
+
+
+def test_nothing_is_taken_that_is_no_better(family_checkpoints, text, tmp_path, monkeypatch):
+    dense = family_checkpoints("llama", schemes={}).dense
+    monkeypatch.setattr(learn, "RATE", 3.0)
+    monkeypatch.setattr(learn, "CODE_RATE", {2: 3.0})
+    for method in ("gptq", "learn"):
+        list(pipeline.run(dense, make_recipe(bits=2, group=16, method=method, calib=text), tmp_path / method))
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("*.safetensors")} for n in ("gptq", "learn"))
+    assert first == second
+
+
+def test_gradients_reach_codes_scales_and_zeros():
+    q = QuantizedTensor(torch.tensor([[0, 3, 1, 2]], dtype=torch.uint8), torch.ones(1, 1), torch.full((1, 1), 1.5), 2, 4)
+    learnt = learn._Learnt(q, torch.float32)
+    learnt.weight().square().sum().backward()
+    assert learnt.moved.grad.tolist() == [[[-3.0, 3.0, -1.0, 1.0]]]
+    assert learnt.stretch.grad.item() == 2 * 5.0
+    assert learnt.shift.grad.item() == 0.0
