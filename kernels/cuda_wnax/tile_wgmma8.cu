@@ -170,6 +170,10 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                         if (at % PER_CHUNK == 0) read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4, lane, w);
                         codes8<BITS>(w, at % PER_CHUNK, a[i]);
                     }
+                    const int p = b * FB / PER_SUM;
+                    const bool whole = (b + 1) * FB % PER_SUM == 0;  // a sum ends
+                    u32 both = 0;  // scales of rows r and r + 8; read before the product: shared memory is slow behind one
+                    if (whole) both = read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4);
                     alive(a);
 #pragma unroll
                     for (int i = 0; i < NB / 2; i++) Sum8<INT8>::alive(sums8[i]);
@@ -177,18 +181,14 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
                     for (int i = 0; i < FB; i++) Wgmma8<INT8, NB>::run(sums8, a[i], panel + 2 * (b * FB + i), (b * FB + i) % PER_SUM > 0);
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    const int p = b * FB / PER_SUM;
-                    float2 f;  // scales of rows r and r + 8, read while the tensor cores work
-                    if ((b + 1) * FB % PER_SUM == 0) {
-                        f = to_floats<T>(read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4));
-                        if (!INT8) f.x *= 512.f, f.y *= 512.f;
-                    }
+                    float2 f = to_floats<T>(both);
+                    if (!INT8) f.x *= 512.f, f.y *= 512.f;
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     alive(a);
 #pragma unroll
                     for (int i = 0; i < NB / 2; i++) Sum8<INT8>::alive(sums8[i]);
                     if (h + 1 == MH && (b + 1) * FB == 4) release();
-                    if ((b + 1) * FB % PER_SUM == 0) {
+                    if (whole) {
 #pragma unroll
                         for (int i = 0; i < NB / 2; i++) acc[h][i] += (i & 2 ? f.y : f.x) * (float)sums8[i];
                     }
