@@ -1,6 +1,6 @@
 """Two GPUs beside one: quantizing, and decoding by tensor parallelism. benchmarks/results/h200x2/two_gpus.json.
 
-    python benchmarks/two_gpus.py --models MODELS --work /dev/shm/x [--devices cuda:0,cuda:1] [--layers 12] [--out FILE]
+    python benchmarks/two_gpus.py --models MODELS --work /dev/shm/x [--devices cuda:0,cuda:1] [--layers 16] [--out FILE]
 
 Quantizing: a random model of Qwen2.5-32B's shape (as many layers as asked), made on the spot, by each method on the first
 device and on both; the files must be equal byte for byte. Decoding: that model and a trained one, one process and one process
@@ -9,7 +9,6 @@ a device, greedy; tokens, the largest difference of a logit and tokens per secon
 
 import argparse
 import datetime
-import filecmp
 import importlib.metadata
 import json
 import os
@@ -17,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,33 +41,34 @@ NEW_TOKENS = 48
 
 
 def make_model(folder: Path, layers: int, device: torch.device, tokenizer: Path, small: bool) -> int:
-    """Random bf16 weights in one file per layer; their bytes."""
+    """Random bf16 weights in one file per layer, several files at a time; their bytes."""
     folder.mkdir(parents=True)
     config = SHAPE | (SMALL if small else {}) | {"num_hidden_layers": layers}
     H, inter, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv, V = config["num_attention_heads"] * d, config["num_key_value_heads"] * d, config["vocab_size"]
-    torch.manual_seed(0)
-
-    def weight(N: int, K: int) -> torch.Tensor:
-        return (torch.randn(N, K, device=device, dtype=torch.bfloat16) * K**-0.5).cpu()
-
-    where: dict[str, str] = {}
-
-    def write(file: str, tensors: dict[str, torch.Tensor]) -> int:
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        where.update(dict.fromkeys(tensors, file))
-        return (folder / file).stat().st_size
-
     linears = {"self_attn.q_proj": (q, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H), "self_attn.o_proj": (H, q),
                "mlp.gate_proj": (inter, H), "mlp.up_proj": (inter, H), "mlp.down_proj": (H, inter)}  # fmt: skip
-    total = 0
-    for i in range(layers):
-        tensors = {f"model.layers.{i}.{name}.weight": weight(*shape) for name, shape in linears.items()}
-        norms = ("input_layernorm", "post_attention_layernorm")
-        tensors |= {f"model.layers.{i}.{name}.weight": torch.ones(H, dtype=torch.bfloat16) for name in norms}
-        total += write(f"layer-{i:03d}.safetensors", tensors)
-    ends = {"model.embed_tokens.weight": weight(V, H), "lm_head.weight": weight(V, H)}
-    total += write("ends.safetensors", ends | {"model.norm.weight": torch.ones(H, dtype=torch.bfloat16)})
+    norms = ("input_layernorm", "post_attention_layernorm", "norm")
+
+    def write(number: int) -> dict[str, str]:
+        """One layer; one file more holds embedding, head and the last norm."""
+        shapes = {f"model.layers.{number}.{name}.weight": shape for name, shape in linears.items()}
+        ones = [f"model.layers.{number}.{name}.weight" for name in norms[:2]]
+        if number == layers:
+            shapes, ones = {"model.embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}, ["model.norm.weight"]
+        g = torch.Generator(device).manual_seed(number)
+        tensors = {}
+        for name, (N, K) in shapes.items():
+            W = torch.randn(N, K, device=device, dtype=torch.bfloat16, generator=g).mul_(K**-0.5)
+            tensors[name] = torch.empty(W.shape, dtype=W.dtype, pin_memory=W.is_cuda).copy_(W)
+        tensors |= {name: torch.ones(H, dtype=torch.bfloat16) for name in ones}
+        file = f"layer-{number:03d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        return dict.fromkeys(tensors, file)
+
+    with ThreadPoolExecutor(8) as pool:
+        where = {name: file for found in pool.map(write, range(layers + 1)) for name, file in found.items()}
+    total = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -74,29 +76,41 @@ def make_model(folder: Path, layers: int, device: torch.device, tokenizer: Path,
     return total
 
 
-def quantize_rows(model: Path, source_bytes: int, devices: str, work: Path) -> list[dict[str, Any]]:
+def checksums(folder: Path) -> dict[str, int]:
+    """CRC-32 of every file but the log."""
+
+    def checksum(path: Path) -> int:
+        crc = 0
+        with path.open("rb") as f:
+            while part := f.read(1 << 24):
+                crc = zlib.crc32(part, crc)
+        return crc
+
+    paths = sorted(p for p in folder.iterdir() if p.name != "lowq.log")
+    with ThreadPoolExecutor(16) as pool:
+        return dict(zip([p.name for p in paths], pool.map(checksum, paths), strict=True))
+
+
+def quantize_rows(model: Path, source_bytes: int, devices: str, methods: list[str], work: Path) -> list[dict[str, Any]]:
     """Seconds of each method on the first device and on all, and whether the files are equal. Leaves work/kept."""
-    rows = []
-    for device in dict.fromkeys(devices.split(",")):
-        pipeline.quantize("demo", work / "warm", bits=4, group=128, device=device, fresh=True)  # contexts, libraries
-    for method in ("rtn", "lsq"):
-        outs = {}
+    rows: list[dict[str, Any]] = []
+    pipeline.quantize(model, work / "warm", bits=4, group=128, method=methods[0], device=devices)  # contexts, pinned pages
+    shutil.rmtree(work / "warm")
+    for method in methods:
+        found = []
         for name in (devices.split(",")[0], devices):
-            outs[name] = work / f"{method}-{len(outs)}"
-            done = pipeline.quantize(model, outs[name], bits=4, group=128, method=method, device=name)
+            out = work / "out"
+            done = pipeline.quantize(model, out, bits=4, group=128, method=method, device=name)
             row = {"what": "quantize", "method": method, "devices": name, "GB": source_bytes / 1e9, "seconds": done["seconds"],
                    "peak_rss_GB": done["peak_rss_bytes"] / 1e9, "bpw": done["quantized_bpw"]}  # fmt: skip
             rows.append(row)
             print(json.dumps(row), flush=True)
-        one, many = outs.values()
-        names = sorted(p.name for p in one.iterdir() if p.name != "lowq.log")
-        same = filecmp.cmpfiles(one, many, names, shallow=False)[0] == names
-        rows.append({"what": "files", "method": method, "equal": same, "files": len(names)})
+            found.append(checksums(out))
+            kept = work / "kept"  # the last is used again
+            shutil.rmtree(kept, ignore_errors=True)
+            out.rename(kept)
+        rows.append({"what": "files", "method": method, "equal": found[0] == found[1], "files": len(found[0])})
         print(json.dumps(rows[-1]), flush=True)
-        shutil.rmtree(one)
-        kept = work / "kept"  # the last is used again
-        shutil.rmtree(kept, ignore_errors=True)
-        many.rename(kept)
     return rows
 
 
@@ -166,9 +180,11 @@ def main() -> None:
         return worker(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, required=True, help="folder that holds `base`")
-    parser.add_argument("--work", type=Path, required=True, help="an empty folder in memory, for 1.5 times the model")
+    parser.add_argument("--work", type=Path, required=True, help="an empty folder in memory, for twice the model")
     parser.add_argument("--devices", default="cuda:0,cuda:1")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--methods", default="rtn,lsq,hqq")
+    parser.add_argument("--generate", default="base", help="models to decode with: base, big, both as base,big, or none")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     on_cpu = args.devices.startswith("cpu")
@@ -193,13 +209,15 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
-    rows += quantize_rows(args.work / "big", source_bytes, args.devices, args.work)
+    rows += quantize_rows(args.work / "big", source_bytes, args.devices, args.methods.split(","), args.work)
     save()
-    lowq.quantize(args.models / "base", out=args.work / "base-4", bits=4, group=64, device=str(first))
-    rows += generate_rows(args.work / "base-4", "base, 4-bit g64", processes, args.work, dtype, env)
-    save()
-    rows += generate_rows(args.work / "kept", "32B shape, random, 4-bit g128", processes, args.work, dtype, env)
-    save()
+    if "base" in args.generate:
+        lowq.quantize(args.models / "base", out=args.work / "base-4", bits=4, group=64, device=str(first))
+        rows += generate_rows(args.work / "base-4", "base, 4-bit g64", processes, args.work, dtype, env)
+        save()
+    if "big" in args.generate:
+        rows += generate_rows(args.work / "kept", "32B shape, random, 4-bit g128", processes, args.work, dtype, env)
+        save()
 
 
 if __name__ == "__main__":
