@@ -57,14 +57,17 @@ def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> S
         zeros = zeros.round()
     zeros = best_zeros = store_zeros(zeros, scheme, dtype)
     best = torch.full_like(scales, torch.inf)
+    steps = groups / scales.unsqueeze(-1)  # memory is the limit: what stays is computed once, the rest in place
     for _ in range(s.iters):
-        codes = encode(groups, scales, zeros, scheme.levels)
-        error = groups - (codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
-        loss = error.abs().mean(-1)
+        codes = (steps + zeros.unsqueeze(-1)).round_().clamp_(0, scheme.levels - 1)
+        excess = (codes - zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).sub_(groups)
+        size = excess.abs()
+        loss = size.mean(-1)
         better = loss < best
         best, best_zeros = torch.where(better, loss, best), torch.where(better, zeros, best_zeros)
-        target = groups if error.abs().max() <= untouched else groups - _shrink(error, s.beta, s.p)
-        moved = store_zeros((codes - target / scales.unsqueeze(-1)).mean(-1), scheme, dtype)
+        small = size.max() <= untouched
+        target = steps if small else (groups + _shrink(excess, s.beta, s.p)) / scales.unsqueeze(-1)
+        moved = store_zeros((codes - target).mean(-1), scheme, dtype)
         if torch.equal(moved, zeros):
             break
         zeros = moved
