@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,36 +39,40 @@ SHAPE = {  # Qwen2.5-32B without its biases
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 PROMPTS = ("The river", "In the year 1901 the city of", "Once upon a time there was a")
 NEW_TOKENS = 48
+PIECE = 1 << 28  # bytes of a file that are summed at a time
+Row = dict[str, Any]
 
 
 def make_model(folder: Path, layers: int, device: torch.device, tokenizer: Path, small: bool) -> int:
     """Random bf16 weights in one file per layer, several files at a time; their bytes."""
     folder.mkdir(parents=True)
-    config = SHAPE | (SMALL if small else {}) | {"num_hidden_layers": layers}
+    config: dict[str, Any] = SHAPE | (SMALL if small else {}) | {"num_hidden_layers": layers}
     H, inter, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv, V = config["num_attention_heads"] * d, config["num_key_value_heads"] * d, config["vocab_size"]
     linears = {"self_attn.q_proj": (q, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H), "self_attn.o_proj": (H, q),
                "mlp.gate_proj": (inter, H), "mlp.up_proj": (inter, H), "mlp.down_proj": (H, inter)}  # fmt: skip
-    norms = ("input_layernorm", "post_attention_layernorm", "norm")
+    norms = ("input_layernorm", "post_attention_layernorm")
 
     def write(number: int) -> dict[str, str]:
-        """One layer; one file more holds embedding, head and the last norm."""
-        shapes = {f"model.layers.{number}.{name}.weight": shape for name, shape in linears.items()}
-        ones = [f"model.layers.{number}.{name}.weight" for name in norms[:2]]
-        if number == layers:
-            shapes, ones = {"model.embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}, ["model.norm.weight"]
+        """File 0 holds the embedding, the last one head and norm, those between a layer each."""
+        shapes = {f"model.layers.{number - 1}.{name}.weight": shape for name, shape in linears.items()}
+        ones = [f"model.layers.{number - 1}.{name}.weight" for name in norms]
+        if number == 0:
+            shapes, ones = {"model.embed_tokens.weight": (V, H)}, []
+        if number == layers + 1:
+            shapes, ones = {"lm_head.weight": (V, H)}, ["model.norm.weight"]
         g = torch.Generator(device).manual_seed(number)
         tensors = {}
         for name, (N, K) in shapes.items():
             W = torch.randn(N, K, device=device, dtype=torch.bfloat16, generator=g).mul_(K**-0.5)
             tensors[name] = torch.empty(W.shape, dtype=W.dtype, pin_memory=W.is_cuda).copy_(W)
         tensors |= {name: torch.ones(H, dtype=torch.bfloat16) for name in ones}
-        file = f"layer-{number:03d}.safetensors"
+        file = f"model-{number:03d}.safetensors"
         save_file(tensors, folder / file, metadata={"format": "pt"})
         return dict.fromkeys(tensors, file)
 
     with ThreadPoolExecutor(8) as pool:
-        where = {name: file for found in pool.map(write, range(layers + 1)) for name, file in found.items()}
+        where = {name: file for found in pool.map(write, range(layers + 2)) for name, file in found.items()}
     total = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
     (folder / "config.json").write_text(json.dumps(config))
@@ -76,45 +81,36 @@ def make_model(folder: Path, layers: int, device: torch.device, tokenizer: Path,
     return total
 
 
-def checksums(folder: Path) -> dict[str, int]:
-    """CRC-32 of every file but the log."""
+def checksums(folder: Path) -> dict[str, list[int]]:
+    """CRC-32 of every file but the log, in pieces."""
 
-    def checksum(path: Path) -> int:
-        crc = 0
+    def checksum(path: Path, start: int) -> int:
         with path.open("rb") as f:
-            while part := f.read(1 << 24):
-                crc = zlib.crc32(part, crc)
-        return crc
+            f.seek(start)
+            return zlib.crc32(f.read(PIECE))
 
-    paths = sorted(p for p in folder.iterdir() if p.name != "lowq.log")
+    pieces = {p: range(0, max(1, p.stat().st_size), PIECE) for p in sorted(folder.iterdir()) if p.name != "lowq.log"}
     with ThreadPoolExecutor(16) as pool:
-        return dict(zip([p.name for p in paths], pool.map(checksum, paths), strict=True))
+        found = {p.name: [pool.submit(checksum, p, start) for start in starts] for p, starts in pieces.items()}
+        return {name: [f.result() for f in crcs] for name, crcs in found.items()}
 
 
-def quantize_rows(model: Path, source_bytes: int, devices: str, methods: list[str], work: Path) -> list[dict[str, Any]]:
+def quantize_rows(model: Path, source_bytes: int, devices: str, methods: list[str], work: Path) -> Iterator[Row]:
     """Seconds of each method on the first device and on all, and whether the files are equal. Leaves work/kept."""
-    rows: list[dict[str, Any]] = []
-    pipeline.quantize(model, work / "warm", bits=4, group=128, method=methods[0], device=devices)  # contexts, pinned pages
-    shutil.rmtree(work / "warm")
+    pipeline.quantize(model, work / "kept", bits=4, group=128, method=methods[0], device=devices)  # contexts, pinned pages
     for method in methods:
         found = []
         for name in (devices.split(",")[0], devices):
-            out = work / "out"
+            out = work / "kept"  # the last is used again
+            shutil.rmtree(out)
             done = pipeline.quantize(model, out, bits=4, group=128, method=method, device=name)
-            row = {"what": "quantize", "method": method, "devices": name, "GB": source_bytes / 1e9, "seconds": done["seconds"],
-                   "peak_rss_GB": done["peak_rss_bytes"] / 1e9, "bpw": done["quantized_bpw"]}  # fmt: skip
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+            facts = {"GB": source_bytes / 1e9, "seconds": done["seconds"], "peak_rss_GB": done["peak_rss_bytes"] / 1e9}
+            yield {"what": "quantize", "method": method, "devices": name, **facts, "bpw": done["quantized_bpw"]}
             found.append(checksums(out))
-            kept = work / "kept"  # the last is used again
-            shutil.rmtree(kept, ignore_errors=True)
-            out.rename(kept)
-        rows.append({"what": "files", "method": method, "equal": found[0] == found[1], "files": len(found[0])})
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
+        yield {"what": "files", "method": method, "equal": found[0] == found[1], "files": len(found[0])}
 
 
-def answer(folder: Path, dtype: str) -> dict[str, Any]:
+def answer(folder: Path, dtype: str) -> Row:
     """Greedy tokens, the logits after the first prompt, and decoding speed, here: in this process's share of the model."""
     start = time.perf_counter()
     model, tokenizer = lowq.load(folder, dtype=dtype)
@@ -134,7 +130,7 @@ def answer(folder: Path, dtype: str) -> dict[str, Any]:
             "memory_GB": memory / 1e9}  # fmt: skip
 
 
-def generate_rows(folder: Path, name: str, processes: int, work: Path, dtype: str, env: dict[str, str]) -> list[dict[str, Any]]:
+def generate_rows(folder: Path, name: str, processes: int, work: Path, dtype: str, env: dict[str, str]) -> list[Row]:
     """The same model in one process and over several."""
     found = {}
     for n in (1, processes):
@@ -154,7 +150,7 @@ def generate_rows(folder: Path, name: str, processes: int, work: Path, dtype: st
     tokens = {n: f.pop("tokens") for n, f in found.items()}
     pairs = list(zip(tokens[1], tokens[processes], strict=True))
     alike = [next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a)) for a, b in pairs]
-    rows: list[dict[str, Any]] = [{"what": "generate", "model": name, "processes": n, **f} for n, f in found.items()]
+    rows: list[Row] = [{"what": "generate", "model": name, "processes": n, **f} for n, f in found.items()]
     rows.append({
         "what": "same", "model": name, "tokens": [len(a) for a, _ in pairs], "equal_tokens_in_front": alike,
         "largest_logit_difference": (logits[1] - logits[processes]).abs().max().item(),
@@ -191,7 +187,7 @@ def main() -> None:
     processes, first = len(args.devices.split(",")), torch.device(args.devices.split(",")[0])
     dtype = "float32" if on_cpu else "float16"
     env = dict(os.environ) | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     start = time.perf_counter()
     source_bytes = make_model(args.work / "big", args.layers, first, args.models / "base", small=on_cpu)
     print(f"{source_bytes / 1e9:.1f} GB made in {time.perf_counter() - start:.1f} s", flush=True)
@@ -209,8 +205,11 @@ def main() -> None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
-    rows += quantize_rows(args.work / "big", source_bytes, args.devices, args.methods.split(","), args.work)
-    save()
+    for row in quantize_rows(args.work / "big", source_bytes, args.devices, args.methods.split(","), args.work):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        save()
+    shutil.rmtree(args.work / "big")
     if "base" in args.generate:
         lowq.quantize(args.models / "base", out=args.work / "base-4", bits=4, group=64, device=str(first))
         rows += generate_rows(args.work / "base-4", "base, 4-bit g64", processes, args.work, dtype, env)
