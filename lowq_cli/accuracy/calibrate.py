@@ -84,6 +84,9 @@ def working_bytes(plan: Plan) -> int:
     inputs = 8 * BATCH * WINDOW * widest
     copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
     streams = copies * plan.recipe.calib_tokens * hidden
+    if any(quantizers.needs_learning(str(i.method)) for i in items):
+        # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back
+        inputs += 8 * max(layers.values()) + BATCH * WINDOW * (16 * widest + 24 * hidden)
     return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
 
 
@@ -141,7 +144,8 @@ class Calibration:
         from lowq_cli.hf.blocks import Blocks
         from lowq_cli.hf.load import load_tokenizer
 
-        self.device = device
+        self.device, self.source = device, source
+        self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
         self.blocks = Blocks(source, device)
         self.ids = choose_windows(load_tokenizer(source), read_text(plan.recipe.calib), plan.recipe.calib_tokens)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
@@ -160,7 +164,8 @@ class Calibration:
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
         original, others = blocks.start(self.ids, BATCH)
-        behind = [x.clone() for x in original]
+        tables = self._tables()
+        behind = blocks.start(self.ids, BATCH, tables)[0] if tables else [x.clone() for x in original]
         for number in range(len(blocks)):
             began = time.monotonic()
             path = self.folder / f"layer-{number:05d}.safetensors"
@@ -182,6 +187,16 @@ class Calibration:
             notes, unscaled = _load_notes(path)
             self.notes |= notes
             yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
+
+    def _tables(self) -> dict[str, torch.Tensor]:
+        """The embeddings that the checkpoint will hold quantized: what the layers see, and can make up for."""
+        found = {}
+        for i in self.embeddings:
+            assert i.scheme is not None
+            W = self.source.read(i.source).reshape(i.shape).to(self.device)
+            q = quantizers.get(str(i.method))(W, i.scheme, _dtype(i.outputs[1][1].dtype))
+            found[i.source] = q.dequantize()
+        return found
 
     def _quantize(self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path) -> float:
         """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `Blocks.kept`."""

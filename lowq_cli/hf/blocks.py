@@ -1,7 +1,7 @@
 """A causal model's decoder layers, one at a time in memory: what calibration walks through."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -105,10 +105,19 @@ class Blocks:
         return {t.inside: t.name for t in self._mine[number] if t.piece is None}
 
     @torch.no_grad()
-    def start(self, windows: torch.Tensor, batch: int) -> tuple[list[Hidden], list[Others]]:
-        """The first layer's input for each `batch` rows of `windows` (n, T), and every layer's other arguments (of a batch)."""
+    def start(
+        self, windows: torch.Tensor, batch: int, instead: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[list[Hidden], list[Others]]:
+        """The first layer's input for each `batch` rows of `windows` (n, T), and every layer's other arguments (of a batch).
+
+        instead: checkpoint name -> values of tensors outside of the layers, other than the source's: a quantized embedding.
+        """
         _fill_buffers(self.model, self.device)  # before the weights, which transformers' way of doing it would overwrite
         self._fill(self.model, self._rest)
+        for t in self._rest:
+            if instead and t.name in instead:
+                module, leaf = _owner(self.model, t.inside)
+                module._parameters[leaf] = nn.Parameter(instead[t.name].to(self.device), requires_grad=False)
         first: list[Hidden] = []
         others: list[Others] = [((), {})] * len(self.layers)
         forwards = [layer.forward for layer in self.layers]

@@ -297,3 +297,24 @@ def test_a_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n\n{"text": "and a half"}\n')
     (tmp_path / "c.md").write_text("not a text file")
     assert calibrate.read_text(str(tmp_path)) == "first\n\nand a half\n\nsecond"
+
+
+def test_layers_are_calibrated_behind_a_quantized_embedding(family_checkpoints, text, tmp_path, monkeypatch):
+    """The stream behind starts from what the checkpoint will hold: its drift shows in the first layer's moments."""
+    dense = family_checkpoints("llama-tied", schemes={}).dense
+    seen = []
+    stages = Layer.stages
+
+    def spy(self, original, behind):
+        seen.append(float((original[0] - behind[0]).norm() / original[0].norm()))
+        return stages(self, original, behind)
+
+    monkeypatch.setattr(Layer, "stages", spy)
+    for table in ([], ["embed_tokens=2:16"]):
+        recipe = make_recipe(bits=4, group=16, method="gptq", calib=text, overrides=table)
+        list(pipeline.run(dense, recipe, tmp_path / f"out{len(table)}"))
+    (plain, _), (table, _) = seen[:2], seen[2:]
+    assert plain == 0
+    with open_source(tmp_path / "out1") as source:
+        assert "model.embed_tokens.weight_scale" in source.headers
+    assert 0.05 < table < 0.6  # 2 bits of random weights
