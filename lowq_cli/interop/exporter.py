@@ -19,6 +19,7 @@ from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpo
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.shards import NAMES, ShardWriter, new_folder, to_json
 from lowq_cli.interop.foreign import DTYPES, foreign_matrices, open_foreign, slabs
+from lowq_cli.interop.older_config import spelled_out
 from lowq_cli.interop.sharding import fusion_problems, shard_problems
 from lowq_cli.run.writer import writing
 from lowq_packers import formats
@@ -179,6 +180,8 @@ def _write(
     modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # a stack goes where its first expert is
     section = fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, shapes, kept)
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
+    if fmt.name == "mlx":
+        config = spelled_out(config, tied=not any(t.name.startswith("lm_head") for t in found.tensors))
     shards = ShardWriter(folder, "mlx" if fmt.name == "mlx" else "pt")
     done, total = 0, sum(t.params for t in found.tensors)
     finished = {name.rpartition(".")[0] for name in shards.done}

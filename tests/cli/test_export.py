@@ -20,6 +20,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.interop.exporter import export, read_matrix
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.interop.importer import runnable
+from lowq_cli.interop.older_config import spelled_out
 from lowq_cli.interop.sharding import fusion_problems, shard_problems
 from lowq_packers import formats
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
@@ -143,6 +144,32 @@ def test_mlx_gets_experts_stacked_and_they_come_back_one_by_one(mixture, tmp_pat
     assert done.matrices == len(back)
     imported = runnable(tmp_path / "out")
     assert open_checkpoint(imported).schemes.keys() == found.schemes.keys()
+
+
+def test_mlx_is_told_what_transformers_5_nests(mixture, tmp_path):
+    folder = mixture("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32, "rope_parameters": {"rope_theta": 5e5}})
+    saved = json.loads((folder / "config.json").read_text())
+    assert "rope_theta" not in saved, "else this tests nothing"
+    export(folder, "mlx", tmp_path / "out")
+    told = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (told["rope_theta"], told["num_experts"], told["tie_word_embeddings"]) == (5e5, 4, False)
+    assert "rope_scaling" not in told
+
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+BOTH = {"full_attention": {"rope_theta": 1e6, "rope_type": "default"}, "sliding_attention": {"rope_theta": 1e4}}
+NESTED = [
+    ({"rope_parameters": SCALED | {"rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": SCALED}),
+    ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, {"rope_theta": 1e4}),
+    ({"rope_parameters": BOTH}, {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    ({"model_type": "mixtral", "num_local_experts": 8}, {}),
+    ({"tie_word_embeddings": False}, {}),
+]
+
+
+@pytest.mark.parametrize(("config", "added"), NESTED)
+def test_fields_are_spelled_out_and_none_is_changed(config, added):
+    assert spelled_out(config, tied=True) == {"tie_word_embeddings": True} | config | added
 
 
 def test_experts_that_do_not_agree_cannot_be_stacked(mixture, tmp_path):
