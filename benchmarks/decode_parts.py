@@ -26,14 +26,14 @@ ROOM = 800
 
 
 def without(decoder: Any) -> dict[str, dict[str, Any]]:
-    """Operations of the decoder's set that stand in for the real ones, by what is left out."""
+    """Operations of the decoder's set that stand in for the real ones, by what is left out of a step that folds nothing."""
     heads = decoder.blocks.layers[0].heads
     attend = {"attend": lambda qkv, *rest: qkv[:, : heads.HQ * heads.D]}
     gated = {"gated": lambda gate_up, act: gate_up[:, : gate_up.shape[1] // 2]}
     norm = {"add_norm": lambda x, delta, *rest: x if delta is None else delta}
     choose = {"choose": lambda *rest: None}
     return {
-        "nothing": {},
+        "folding": {},
         "attention": attend,
         "SwiGLU": gated,
         "norms": norm,
@@ -59,7 +59,8 @@ def main() -> None:
         with torch.inference_mode():
             for position in map(int, args.positions.split(",")):
                 decoder.pos.fill_(position)
-                cases = without(decoder) | {"attend.cu, Triton's instead": {"attend": attention.attend}}
+                cases = {"nothing": {}, "attend.cu, Triton's instead": {"attend": attention.attend}}
+                cases |= {name: others | {"fold": None} for name, others in without(decoder).items()}
                 for left_out, others in cases.items():
                     decoder.ops = replace(whole, **others)
                     us = round(step_us(decoder), 1)

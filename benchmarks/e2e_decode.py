@@ -202,7 +202,8 @@ def search_in_place(decoder: Any, batch: int, dtype: torch.dtype, device: torch.
 
 def memory(model: Any, decoder: Any) -> dict[str, float]:
     """GB of the model's tensors, of its cache, and at the peak since the last reset."""
-    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
+    tensors = (t for m in (model, decoder.linears) for t in (*m.parameters(), *m.buffers()))  # joined layers are the decoder's
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     cache = sum(t.nbytes for pair in getattr(decoder, "caches", ()) for t in pair)
     found = {"weights_gb": sum(held.values()), "cache_gb": cache, "peak_gb": torch.cuda.max_memory_allocated()}
     return {k: round(v / 1e9, 3) for k, v in found.items()}

@@ -41,7 +41,9 @@ class _Config(ctypes.Structure):
 
 
 TensorMap = ctypes.c_uint64 * 16  # type of a kernel parameter that is a CUtensorMap: 128 opaque bytes, passed as bytes
-_FORMATS = {ctypes.c_void_p: "Q", ctypes.c_int32: "i", ctypes.c_float: "f", TensorMap: "128s"}
+Folded = ctypes.c_uint64 * 7  # ... that is fold.cuh's struct: six addresses and a float, passed as bytes
+_FORMATS = {ctypes.c_void_p: "Q", ctypes.c_int32: "i", ctypes.c_float: "f", TensorMap: "128s", Folded: "56s"}
+UNFOLDED = bytes(ctypes.sizeof(Folded))  # of a launch that folds nothing
 
 
 @cache

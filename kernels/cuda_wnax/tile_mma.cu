@@ -9,10 +9,11 @@
 //         (code - zero) / 1024, whose error is 2^-14 of a code. Else the magic numbers of tile.cuh go into the mma, and a
 //         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
 //         bf16 has no such numbers, so there the first way is closed.
+// FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
-#include "tile.cuh"
+#include "fold.cuh"
 
 // 16, 8 and 4 bytes of this lane, read once (weights) or by neighbours too (scales, zeros).
 __device__ __forceinline__ void load16_once(u32& a, u32& b, u32& c, u32& d, const u32* p) {
@@ -39,11 +40,11 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, bool EXACT, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS>
+template <int BITS, int T, int GROUP, bool ZEROS, bool EXACT, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
-         int groups, int block_rows) {
+         int groups, int block_rows, const Folded folded) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
@@ -55,11 +56,13 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
     constexpr int E = NT * MT * 128;      // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
+    __shared__ float factor[MT * 8];
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
-    const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows), tile0 = blockIdx.x * NT;
+    const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
+    auto tile = [&](int t) { return tile_of<FOLD, NT>(blockIdx.x, t, N); };
     const int steps = (chunks + CHUNKS - 1) / CHUNKS;
     const bool tail = steps * STEP != K;
     next_grid_launch();
@@ -69,8 +72,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     const u16 *scale_at[NT], *zero_at[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
-        const size_t meta = (size_t)(tile0 + t) * groups * 16 + 2 * r + (STRIDES ? warp * METAS * 16 : 0);
-        w_at[t] = words + ((size_t)(tile0 + t) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
+        const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (STRIDES ? warp * METAS * 16 : 0);
+        w_at[t] = words + ((size_t)tile(t) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
         scale_at[t] = scales + meta, zero_at[t] = zeros + meta;
     }
     u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
@@ -133,6 +136,9 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
     for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
     previous_grid_wait();
+    constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16, SQUARES_AT = WARPS * (UNROLL * SLOT > E * 4 ? UNROLL * SLOT : E * 4);
+    const u32 squares = shared_address(shared) + SQUARES_AT;
+    const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
         if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
@@ -214,6 +220,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     }
 
     // ---------------------------------------------------------------------------------------- sum over the warps
+    if (FOLD & NORMED) factors<WARPS>(factor, squares, folded, first, m0, rows, K);
     __syncthreads();
     float* sums_at = (float*)shared;
 #pragma unroll
@@ -223,17 +230,15 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
             for (int i = 0; i < 4; i++) sums_at[warp * E + ((t * MT + m) * 4 + i) * 32 + lane] = acc[t][m][i];
     __syncthreads();
-    constexpr int COLUMNS = NT * 16;
-    for (int o = threadIdx.x; o < COLUMNS * rows; o += WARPS * 32) {
-        const int row = o / COLUMNS, c = o % COLUMNS, column = tile0 * 16 + c;
+    store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](int row, int c) {
         const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
         const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
         float v = 0.f;
 #pragma unroll
         for (int k = 0; k < WARPS; k++) v += from[k * E];
-        if (column >= N) continue;
         if (EXACT) v *= 1024.f;
-        if (bias) v += to_floats<T>(bias[column]).x;
-        y[(size_t)(m0 + row) * N + column] = (u16)from_floats<T>(v, 0.f);
-    }
+        if (FOLD & NORMED) v *= factor[row];
+        if (bias) v += to_floats<T>(bias[tile(c / 16) * 16 + c % 16]).x;
+        return v;
+    });
 }

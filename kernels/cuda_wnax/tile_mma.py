@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.cuda_wnax.driver import Kernel
+from lowq_kernels.cuda_wnax.driver import UNFOLDED, Folded, Kernel
 from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, rows_of_x, shared_memory_limit
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
@@ -49,7 +49,9 @@ CONFIGS: tuple[Config, ...] = tuple(
         (2, 4, 256, 1, 1),
     )
 )
-PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6)
+PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
+NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
+GATED = SILU | GELU_TANH
 MOST_ROWS = 32  # of x a block: MT = 4
 
 
@@ -80,7 +82,7 @@ class Plan:
     smem: int
 
 
-def plan(call: Call, config: Config) -> Plan | None:
+def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
     warps, nt = config["WARPS"], config["NT"]
     at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
@@ -89,7 +91,7 @@ def plan(call: Call, config: Config) -> Plan | None:
         MT = math.ceil(rows / 8)
         copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
         ring = config["UNROLL"] * copies * at_once * (2 * config["STEP"] + 16)
-        smem = warps * max(ring, nt * MT * 512)
+        smem = warps * max(ring, nt * MT * 512) + (rows * call.K // 4 if fold & NORMED else 0)
         if smem <= shared_memory_limit(call.capability) - 1024:
             return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
         if rows == 1:
@@ -97,11 +99,13 @@ def plan(call: Call, config: Config) -> Plan | None:
     return None
 
 
-def expression(bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int) -> str:
+def expression(
+    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, fold: int = 0
+) -> str:
     """The template instance of tile_mma.cu; group 0: one group."""
     flags = ", ".join("true" if flag else "false" for flag in (zeros, exact(dtype)))
     c = config
-    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}"
+    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}" + (f", {fold}" if fold else "")
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
@@ -179,15 +183,16 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 @cache
 def _prepared(
-    M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, *config: int
+    M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, fold: int, *config: int
 ) -> tuple[Kernel, Plan]:
     """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
     named: Config = dict(zip(CONFIGS[0], config, strict=True))
     scheme = Scheme(bits, group, zero)
-    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named)
+    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named, fold)
     assert cut is not None  # config_refuse has asked
     one_group = 0 if scheme.groups(K) == 1 else group
-    return _kernel(expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies), device, named["WARPS"]), cut
+    instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, fold)
+    return _kernel(instance, device, named["WARPS"]), cut
 
 
 @cache
@@ -210,14 +215,30 @@ def _kernel(instance: str, device: int, warps: int) -> Kernel:
 )
 def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) fp16 or bf16 -> (M, N): fp32 sums, rounded once."""
+    return launch(x, p, bias, config)
+
+
+def launch(
+    x: torch.Tensor,
+    p: PackedWeight,
+    bias: torch.Tensor | None,
+    config: Config,
+    fold: int = 0,
+    folded: bytes = UNFOLDED,
+) -> torch.Tensor:
+    """tile_mma, doing what the bits of `fold` say for its neighbours (fold.cuh): (M, N), or (M, N / 2) where it is gated.
+
+    Args:
+        folded: the struct of that name as bytes; `lowq_kernels.decode.fold` makes it.
+    """
     M = x.shape[0]
-    y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
+    y = torch.empty(M, p.N // 2 if fold & GATED else p.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
     x = rows_of_x(x, 8)
     scales, zeros, bias = companions(p, bias, x.dtype)
     s = p.scheme
-    facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index)
+    facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)
     kernel, cut = _prepared(*facts, *config.values())
     kernel(
         *cut.grid,
@@ -234,5 +255,6 @@ def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config
         chunks(p.K, s.bits),
         scales.shape[1],
         cut.rows,
+        folded,
     )
     return y

@@ -6,6 +6,8 @@
     route      the experts of a token in a mixture, and their weights
     choose     the next token from logits, and one position further
 
+    fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
+
 On CUDA these are the kernels of this package (attention by CUDA where NVRTC is installed and the heads fit, the rest Triton);
 elsewhere the torch functions they are held to (`reference`). `experts` computes a mixture's layer from packed experts.
 """
@@ -13,6 +15,7 @@ elsewhere the torch functions they are held to (`reference`). `experts` computes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -29,6 +32,7 @@ class Ops:
     gated: Callable[..., torch.Tensor]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
+    fold: Any = None
 
 
 TORCH = Ops("torch", reference.add_norm, reference.attend, reference.gated, reference.route, reference.choose)
@@ -45,12 +49,12 @@ def ops(device_type: str) -> Ops:
         if (e.name or "").split(".")[0] != "triton":
             raise
         return TORCH
-    attend = attention.attend
+    attend, folding = attention.attend, None
     try:
-        from lowq_kernels.decode import attention_cuda
+        from lowq_kernels.decode import attention_cuda, fold
 
-        attend = attention_cuda.attend
+        attend, folding = attention_cuda.attend, fold
     except ModuleNotFoundError as e:
         if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
             raise
-    return Ops("triton", elementwise.add_norm, attend, elementwise.gated, router.route, sample.choose)
+    return Ops("triton", elementwise.add_norm, attend, elementwise.gated, router.route, sample.choose, folding)

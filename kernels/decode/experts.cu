@@ -1,58 +1,54 @@
 // Mixture layers while decoding: only the chosen experts' packed weights are read (layout `tile`); their ids stay on the device.
 //
 //   UP    h[s, i] = act(gate_i . x) * (up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
+//         factor[token] multiplies gate and up, where x is a residual stream that is still to be normed (fold.cuh)
 //   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
+//         DOWN_ADDED adds that to the residual stream and gives what the next product takes (fold.cuh, ADDED)
 //
 // Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
 // Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
 //         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
 //         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment.
+// Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
 // Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
-#include "tile.cuh"
+#include "fold.cuh"
 
-enum { SILU = 0, GELU_TANH = 1, DOWN = 2 };
-
-__device__ __forceinline__ float activation(int kind, float v) {
-    float e;
-    if (kind == SILU) {
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * v));
-        return v / (1.f + e);
-    }
-    const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(2.f * 1.4426950408889634f * inner));
-    return v - v / (e + 1.f);  // 0.5 v (1 + tanh(inner)), tanh(t) = 1 - 2 / (exp(2 t) + 1)
-}
+enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2, DOWN_ADDED = 3 };
 
 template <int BITS, int T, int GROUP, bool ZEROS, int MODE>
 __global__ void __launch_bounds__(512)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const long long* ids,
-        const float* weights, const u16* x, u16* y, int width, int K, int chunks, int groups, int tiles, int top_k, int KS) {
+        const float* weights, const float* factor, const u16* x, u16* y, int width, int K, int chunks, int groups, int tiles,
+        int top_k, int KS, const Folded folded) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
     constexpr int AHEAD = BITS == 4 ? 8 : 4;
+    constexpr bool UP = MODE <= UP_GELU_TANH;
     extern __shared__ float4 shared[];  // x of each warp's part of K
     __shared__ float sums_at[16 * 16];
     __shared__ u32 mask[C::PLACES];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, sub = warp / KS, part = warp % KS;
-    next_grid_launch();
+    if (!UP) next_grid_launch();
     if (threadIdx.x == 0) C::Masks::store(mask);
     const int each = (chunks + KS - 1) / KS, begin = smaller(part * each, chunks), end = smaller(begin + each, chunks);
     __syncthreads();
     typename C::Masks masks;
     masks.load(mask);
-    previous_grid_wait();
+    if (UP) previous_grid_wait(), next_grid_launch();  // in this order: DOWN starts when the ids are known
 
-    const int slot = MODE == DOWN ? blockIdx.y * top_k + sub : blockIdx.y;
-    const int row_tile = blockIdx.x + (MODE == DOWN ? 0 : sub * (width / 16));
-    const size_t tile = (size_t)ids[slot] * tiles + row_tile;
+    const int slot = UP ? blockIdx.y : blockIdx.y * top_k + sub;
+    const int row_tile = blockIdx.x + (UP ? sub * (width / 16) : 0);
+    u64 expert;
+    asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(expert) : "l"(ids + slot) : "memory");
+    const size_t tile = expert * tiles + row_tile;
     const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
     const u16* meta = scales + tile * groups * 16 + 2 * r;
     const u16* meta_zero = ZEROS ? zeros + tile * groups * 16 + 2 * r : nullptr;
-    const u16* x_from = x + (size_t)(MODE == DOWN ? slot : slot / top_k) * K;
+    const u16* x_from = x + (size_t)(UP ? slot / top_k : slot) * K;
     char* mine = (char*)shared + warp * each * L::CHUNK * 2;
     const u32 x_at = shared_address(mine) + (lane >> 3) * 16;
 
@@ -70,6 +66,9 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
             }
     };
     load(begin);
+    if (!UP) previous_grid_wait();
+    const Early first = early<MODE == DOWN_ADDED ? ADDED : 0, 16, 1>(folded, 0, blockIdx.y, 1, blockIdx.x * 16, width, K);
+    const float gain = UP && factor ? load_float(factor + slot / top_k) : 1.f;
     for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256) {  // x of these chunks; past K: zeros
         const int k = begin * L::CHUNK + i;
         *(uint4*)(mine + 2 * i) = k < K ? *(const uint4*)(x_from + k) : make_uint4(0, 0, 0, 0);
@@ -106,18 +105,16 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     }
     if (lane % 4 == 0) sums_at[warp * 16 + r] = acc0, sums_at[warp * 16 + r + 8] = acc1;
     __syncthreads();
-    const int i = threadIdx.x, n = blockIdx.x * 16 + i;
-    if (i >= 16 || n >= width) return;
-    auto product = [&](int sub) {
+    if (threadIdx.x >= 32) return;
+    auto product = [&](int sub, int i) {
         float v = 0.f;
         for (int k = 0; k < KS; k++) v += sums_at[(sub * KS + k) * 16 + i];
         return v;
     };
-    float v = 0.f;
-    if constexpr (MODE == DOWN) {
-        for (int k = 0; k < top_k; k++) v += weights[blockIdx.y * top_k + k] * product(k);
-    } else {
-        v = activation(MODE, product(0)) * product(1);
-    }
-    y[(size_t)blockIdx.y * width + n] = (u16)from_floats<T>(v, 0.f);
+    store<MODE == DOWN_ADDED ? ADDED : 0, T, 16>(folded, first, y, blockIdx.y, 1, blockIdx.x * 16, width, 32, [&](int, int i) {
+        if (UP) return activation(MODE == UP_SILU, gain * product(0, i)) * (gain * product(1, i));
+        float v = 0.f;
+        for (int k = 0; k < top_k; k++) v += weights[blockIdx.y * top_k + k] * product(k, i);
+        return v;
+    });
 }

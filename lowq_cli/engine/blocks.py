@@ -15,6 +15,7 @@ from torch import nn
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.joined import join
+from lowq_kernels.stack import Stack
 
 MIXTURES = ("mixtral", "qwen3_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES)
@@ -43,10 +44,20 @@ class Mixture:
     """The sum over a token's top_k experts, weighted as `reference.route` says. router (E, H)."""
 
     router: torch.Tensor
-    experts: nn.Module
+    experts: QuantExperts
     top_k: int
     normalise: bool
     rounded: bool
+
+    @property
+    def packed(self) -> tuple[Stack, Stack, str]:
+        """The experts: gate with up, down, and the activation between them."""
+        return self.experts.stack("gate_up_proj"), self.experts.stack("down_proj"), self.experts.act
+
+    @property
+    def route(self) -> tuple[torch.Tensor, int, bool, bool]:
+        """What `reference.route` takes after x."""
+        return self.router, self.top_k, self.normalise, self.rounded
 
 
 @dataclass(frozen=True)

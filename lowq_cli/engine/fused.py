@@ -7,6 +7,7 @@ embedding are inside the graph: a token costs the host one launch and one asynch
 """
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lowq_kernels.decode import ops, reference
 SMALLEST_BUCKET = 512
 CHUNK = 2048  # prompt tokens per pass: bounds the memory of activations
 KEPT_GRAPHS = 8
+AHEAD = 16 << 20  # bytes of weights that attention asks for into L2 meanwhile
 
 
 class FusedDecoder:
@@ -104,6 +106,7 @@ class FusedDecoder:
         self.token = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.pos = torch.zeros(batch, dtype=torch.int32, device=self.device)
         self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.ones = torch.ones(batch, dtype=torch.float32, device=self.device)
 
     def _seen(self) -> torch.Tensor:
         """`seen`, made on first use."""
@@ -149,20 +152,56 @@ class FusedDecoder:
             post = layer.post_mlp
         return o.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps, post)
 
+    def _folds(self, M: int) -> bool:
+        """Whether products of M rows can do what lies between them, in every layer."""
+        fold = self.ops.fold
+        return fold is not None and all(self._layer_folds(fold, layer, M) for layer in self.blocks.layers)
+
+    def _layer_folds(self, fold: Any, layer: Layer, M: int) -> bool:
+        mlp, dtype = layer.mlp, self.dtype
+        if layer.post_attention is not None or any(n.weight.dtype != dtype for n in (layer.before_attention, layer.before_mlp)):
+            return False
+        if fold.why_not(layer.qkv, M, dtype, fold.NORMED) or fold.why_not(layer.o, M, dtype, fold.ADDED):
+            return False
+        if isinstance(mlp, Mixture):
+            return not fold.why_not_mixed(*mlp.packed, M, dtype, mlp.top_k)
+        gate_up = fold.NORMED | fold.ACTS[self.blocks.act]
+        return not (fold.why_not(mlp.gate_up, M, dtype, gate_up) or fold.why_not(mlp.down, M, dtype, fold.ADDED))
+
+    def _folded(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
+        """As `_layers`, what lies between the products done by them (`_folds`)."""
+        fold, blocks = self.ops.fold, self.blocks
+        x, layers, act = x.contiguous(), blocks.layers, blocks.act
+        first = layers[0].before_attention
+        qkv, scale = layers[0].qkv(self.ops.add_norm(x, None, first.weight, first.eps)), self.ones
+        for i, (layer, following) in enumerate(pairwise(layers)):
+            mlp, inner, norm = layer.mlp, layer.before_mlp, following.before_attention
+            stream = fold.added(layer.o, attend(qkv, i, layer), x, inner.weight, inner.eps, scale)
+            if isinstance(mlp, Mixture):
+                stream = fold.mixed(*mlp.packed, mlp.route, stream, x, norm.weight, norm.eps)
+            else:
+                h, scale = fold.gated(mlp.gate_up, stream, act)
+                stream = fold.added(mlp.down, h, x, norm.weight, norm.eps, scale)
+            qkv, scale = fold.normed(following.qkv, stream)
+        last = layers[-1]  # what follows it is the head, which may be of any kind
+        y = self.ops.add_norm(x, last.o(attend(qkv, len(layers) - 1, last)), last.before_mlp.weight, last.before_mlp.eps)
+        return self.ops.add_norm(x, self._mlp(y, last.mlp), blocks.norm.weight, blocks.norm.eps)
+
     def _mlp(self, x: torch.Tensor, mlp: Mlp | Mixture) -> torch.Tensor:
         """What a layer's second half adds to the residual stream, from its normed input x (M, H)."""
         if isinstance(mlp, Mlp):
             return mlp.down(self.ops.gated(mlp.gate_up(x), self.blocks.act))
-        return mlp.experts(x, *self.ops.route(x, mlp.router, mlp.top_k, mlp.normalise, mlp.rounded))
+        return mlp.experts(x, *self.ops.route(x, *mlp.route))
 
     def _step(self) -> None:
         """One token for each sequence; everything it reads and writes stays at fixed addresses."""
         x = self.blocks.embed(self.token)
 
         def attend(qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
-            return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads)
+            return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads, _ahead(layer))
 
-        self._choose(self._head(self._layers(x, attend)), advance=1)
+        layers = self._folded if self._folds(x.shape[0]) else self._layers
+        self._choose(self._head(layers(x, attend)), advance=1)
 
     def _head(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.blocks.head(x)
@@ -203,6 +242,23 @@ class FusedDecoder:
                 return None
             self.captured[key] = found
         return self.captured[key]
+
+
+def _ahead(layer: Layer) -> tuple[torch.Tensor, ...]:
+    """What is read first after this layer's attention: the weight of o, then the beginnings of gate and of up."""
+    o = _bytes(layer.o)
+    if not isinstance(layer.mlp, Mlp):
+        return (o[:AHEAD],)
+    gate_up = _bytes(layer.mlp.gate_up)
+    half = gate_up.shape[0] // 2
+    rest = max(0, AHEAD - o.shape[0]) // 2
+    return o[:AHEAD], gate_up[:half][:rest], gate_up[half:][:rest]
+
+
+def _bytes(layer: nn.Module) -> torch.Tensor:
+    """A layer's weight as it is held, as (n,) uint8; none of a layer that is several."""
+    weight = getattr(layer, "weight", None)
+    return torch.empty(0, dtype=torch.uint8) if weight is None else weight.detach().reshape(-1).view(torch.uint8)
 
 
 def _shared(held: list[int], prompt: list[int]) -> int:

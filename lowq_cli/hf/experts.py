@@ -107,14 +107,15 @@ class QuantExperts(nn.Module):
             kernel = self.fused(hidden_states.dtype, top_k)
             if kernel is not None:
                 stacks = (self.stack(name) for name in STACKS)
-                return kernel(hidden_states, top_k_index, top_k_weights, *stacks, self._act())
+                return kernel(hidden_states, top_k_index, top_k_weights, *stacks, self.act)
         experts = top_k_index.reshape(-1)
         gate: Any = self.__dict__["gating"]._apply_gate
         h = gate(self._product(hidden_states.repeat_interleave(top_k, 0), experts, "gate_up_proj"))
         weighted = self._product(h, experts, "down_proj").float() * top_k_weights.reshape(-1, 1).float()
         return weighted.reshape(*hidden_states.shape[:-1], top_k, -1).sum(-2).to(hidden_states.dtype)
 
-    def _act(self) -> str:
+    @property
+    def act(self) -> str:
         """The activation between gate and up, as the kernels call it; "" where the gating is not the usual one."""
         gating: Any = self.__dict__["gating"]
         usual = type(gating)._apply_gate.__name__ == "_default_apply_gate"
@@ -131,7 +132,7 @@ class QuantExperts(nn.Module):
             if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
                 raise
             return None
-        return None if why_not(up, down, top_k, self._act(), dtype, up.words.device) else experts
+        return None if why_not(up, down, top_k, self.act, dtype, up.words.device) else experts
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""

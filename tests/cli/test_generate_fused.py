@@ -1,6 +1,7 @@
 """The fused decoder: the tokens of transformers' own greedy decoding, for every family it claims, packed or not."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
+from lowq_kernels.decode import reference
 from lowq_kernels.linear import QuantLinear
 from lowq_kernels.stack import Stack
 from lowq_packers.layouts import pack
@@ -92,6 +94,43 @@ def test_families_give_the_tokens_of_transformers(name, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.fused.CHUNK", 4)
     assert tokens(model, decoder, **lively) == wanted
     assert transformers_tokens(model, **lively) == wanted  # the model still works through its views
+
+
+class Fold:
+    """What `lowq_kernels.decode.fold` does, by plain operations."""
+
+    NORMED, ADDED, SQUARES, ACTS = 1, 2, 16, {"silu": 4}
+
+    @staticmethod
+    def why_not(layer, M, dtype, fold):
+        return ""
+
+    @staticmethod
+    def added(layer, x, residual, weight, eps, scale):
+        residual += layer(x)
+        return SimpleNamespace(x=residual * weight * scale[:, None], mean=residual.square().mean(-1), scale=scale, eps=eps)
+
+    @staticmethod
+    def normed(layer, s):
+        inverse = torch.rsqrt(s.mean + s.eps)
+        return layer(s.x * (inverse / s.scale)[:, None]), inverse
+
+    @staticmethod
+    def gated(layer, s, act):
+        y, inverse = Fold.normed(layer, s)
+        return reference.gated(y, act), inverse
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folding_changes_no_token(name):
+    """Where residual, norm and activation are done by the products; Gemma's norm of what is added cannot be."""
+    model = build(name)
+    lively = {"repetition_penalty": 1.5}
+    decoder = FusedDecoder(model)
+    wanted = tokens(model, decoder, **lively)
+    decoder.ops = replace(decoder.ops, fold=Fold)
+    assert decoder._folds(2) == (name != "gemma3_text")
+    assert tokens(model, decoder, **lively) == wanted
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])

@@ -1,6 +1,7 @@
 """Decoding on a GPU: recorded steps and Triton kernels give transformers' tokens, and keep giving them."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,10 +83,14 @@ def test_packed_models(bits):
             model.set_submodule(path, packed)
             truth.get_submodule(path).weight.data = q.dequantize()
     decoder = FusedDecoder(model)
-    g = stream(model, tokenizer, PROMPTS, max_new_tokens=100, decoder=decoder)
-    list(g.pieces())
-    assert decoder.reason == ""
-    assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
+    assert decoder._folds(2)
+    for folding in (True, False):
+        decoder.ops = decoder.ops if folding else replace(decoder.ops, fold=None)
+        decoder.captured.clear()
+        g = stream(model, tokenizer, PROMPTS, max_new_tokens=100, decoder=decoder)
+        list(g.pieces())
+        assert decoder.reason == ""
+        assert all(agrees(truth, p, t) for p, t in zip(g.prompts, g.tokens, strict=True))
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 2), ("mixtral", 8), ("mixtral", 3)])
@@ -104,6 +109,10 @@ def test_packed_mixtures(kind, bits):
             p.data *= 4
     model, scheme = copy.deepcopy(truth).half(), Scheme(bits, 32)
     for path, module in list(model.named_modules()):
+        if type(module) is torch.nn.Linear and path != "lm_head":
+            q = rtn.quantize(module.weight.float(), Scheme(8, 64))
+            truth.get_submodule(path).weight.data = q.dequantize()
+            model.set_submodule(path, QuantLinear.from_quantized(q, dtype=torch.float16))
         if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
             packed = {}
             for leaf in STACKS:
@@ -117,6 +126,7 @@ def test_packed_mixtures(kind, bits):
             model.set_submodule(path, experts.prepare())
             assert experts.fused(torch.float16, 2) is not None
     decoder = FusedDecoder(model)
+    assert decoder._folds(3)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
     for prompts in ([5, 6, 7], [[9, 8], [1, 2, 3, 4], [7] * 80]):
         g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)

@@ -333,6 +333,7 @@ inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
 }
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
 inline void ld_global_cg_f32(float& v, const void* at) { v = *(const float*)at; }
+inline void ld_global_cg_u64(unsigned long long& v, const void* at) { v = *(const unsigned long long*)at; }
 inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
 inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const void* at) {
     if ((uintptr_t)at % 16) fail("misaligned global address of a 16-byte load");

@@ -1,0 +1,148 @@
+"""The row-wise work of a decode step inside its products: residual add, RMSNorm and act(gate) * up (fold.cuh).
+
+By cuda/tile_mma, and for a mixture's layer by the router and the experts' kernel.
+
+    normed   RMSNorm(x) W^T, without a kernel for the norm
+    gated    act(gate) * up of the same
+    added    x += y W^T, and what the next `normed` or `gated` reads
+    mixed    the same for a mixture's whole layer, router and experts
+
+A layer is then five launches instead of eight, a mixture's six. Few rows only: every block of a `normed` product reads all
+sums of squares.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowq_kernels.cuda_wnax import tile_mma
+from lowq_kernels.cuda_wnax.tile_mma import ADDED, GATED, NORMED
+from lowq_kernels.decode import experts
+from lowq_kernels.decode.router import launch as route
+from lowq_kernels.linear import QuantLinear
+from lowq_kernels.registry import Call, Config, kernels, select
+from lowq_kernels.stack import Stack
+from lowq_packers.layouts.tile import padded_rows
+
+MOST_ROWS = 8
+FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
+SQUARES = 16  # features whose squares are summed together
+ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
+KERNEL = "cuda/tile_mma"
+# Gate and up need pairs of row tiles: where the chosen config has none, the first of these that is legal.
+PAIRS = tuple(
+    dict(zip(tile_mma.CONFIGS[0], values, strict=True)) for values in ((4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1))
+)
+
+enabled = True  # benchmarks switch it off to see what it brings
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A residual stream r (M, K) before its next norm: x = r * weight * scale, rounded, and the sums of squares of r.
+
+    x (M, K) of the model's dtype; squares (M, K / 16) and scale (M,) fp32; eps of the norm. RMSNorm(r) is x / scale / rms(r).
+    """
+
+    x: torch.Tensor
+    squares: torch.Tensor
+    scale: torch.Tensor
+    eps: float
+
+
+def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str:
+    """The reason a product of M rows cannot do what `fold` (a sum of tile_mma's bits) says, or ""."""
+    if not enabled:
+        return "switched off"
+    if type(layer) is not QuantLinear or layer.act != "none" or not layer.weight.is_cuda:
+        return "takes packed layers on a GPU, activations in 16 bits"
+    if M > MOST_ROWS:
+        return f"takes up to {MOST_ROWS} rows, not {M}"
+    if fold & NORMED and layer.in_features % (4 * SQUARES):
+        return f"takes rows of x that are a multiple of {4 * SQUARES}, not {layer.in_features}"
+    rows = layer.out_features // 2 if fold & GATED else layer.out_features
+    if fold & ~NORMED and padded_rows(rows) != rows:
+        return f"takes whole row tiles, not {rows} rows"
+    call = Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed)
+    name = select(call, layer.kernel)[0].name
+    if name != KERNEL:
+        return f"{name} computes this product"
+    return "" if _config(call, layer.kernel, fold) else "no config of it fits this shape"
+
+
+def normed(layer: QuantLinear, s: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm of the stream times the layer's weight (M, N), the norm's rsqrt (M,))."""
+    return _of_stream(layer, s, NORMED)
+
+
+def gated(layer: QuantLinear, s: Stream, act: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `normed`, gate and up side by side in the layer, and act(gate) * up of them (M, N / 2)."""
+    return _of_stream(layer, s, NORMED | ACTS[act])
+
+
+def added(
+    layer: QuantLinear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
+) -> Stream:
+    """residual (M, N) += x times the layer's weight, in place; the stream for the norm of `weight` (N,) and eps.
+
+    scale: (M,) the rsqrt of an earlier norm of this residual, or ones.
+    """
+    squares = torch.empty(x.shape[0], layer.out_features // SQUARES, dtype=torch.float32, device=x.device)
+    folded = FOLDED.pack(0, scale.data_ptr(), 0, residual.data_ptr(), weight.data_ptr(), squares.data_ptr(), eps)
+    return Stream(_launch(layer, x, ADDED, folded), squares, scale, eps)
+
+
+def why_not_mixed(gate_up: Stack, down: Stack, act: str, M: int, dtype: torch.dtype, top_k: int) -> str:
+    """The reason `mixed` cannot take M rows, or ""."""
+    if not enabled:
+        return "switched off"
+    if M > MOST_ROWS:
+        return f"takes up to {MOST_ROWS} rows, not {M}"
+    if gate_up.K % (4 * SQUARES):
+        return f"takes rows of x that are a multiple of {4 * SQUARES}, not {gate_up.K}"
+    return experts.why_not(gate_up, down, top_k, act, dtype, gate_up.words.device)
+
+
+def mixed(
+    gate_up: Stack,
+    down: Stack,
+    act: str,
+    router: tuple[torch.Tensor, int, bool, bool],
+    s: Stream,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+) -> Stream:
+    """residual (M, H) += a mixture's layer of the stream, in place; the stream for the norm of `weight` (H,) and eps.
+
+    router: what `route` takes after x.
+    """
+    factor, inverse, squares = torch.empty_like(s.scale), torch.empty_like(s.scale), torch.empty_like(s.squares)
+    ids, weights = route(s.x, *router, (s.squares, s.scale, factor, inverse), s.eps)
+    folded = FOLDED.pack(0, inverse.data_ptr(), 0, residual.data_ptr(), weight.data_ptr(), squares.data_ptr(), eps)
+    x = experts.experts(s.x, ids, weights, gate_up, down, act, factor, folded)
+    return Stream(x, squares, inverse, eps)
+
+
+def _of_stream(layer: QuantLinear, s: Stream, fold: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse = torch.empty_like(s.scale)
+    folded = FOLDED.pack(s.squares.data_ptr(), s.scale.data_ptr(), inverse.data_ptr(), 0, 0, 0, s.eps)
+    return _launch(layer, s.x, fold, folded), inverse
+
+
+def _launch(layer: QuantLinear, x: torch.Tensor, fold: int, folded: bytes) -> torch.Tensor:
+    p = layer.packed
+    config = _config(Call.of(x, p), layer.kernel, fold)
+    assert config is not None  # why_not has asked
+    return tile_mma.launch(x, p, layer.bias, config, fold, folded)
+
+
+def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
+    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None."""
+    config = select(call, kernel)[1]
+    if not fold & GATED or config["NT"] % 2 == 0:
+        return config
+    legal = kernels()[KERNEL].legal_configs(call)
+    return next((pairs for pairs in PAIRS if pairs in legal), None)

@@ -1,0 +1,129 @@
+"""Products that add to the residual stream, take its norm, or multiply act(gate) by up (fold.cuh), emulated on the CPU."""
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lowq_kernels import registry
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+
+if shutil.which("g++") is None:
+    pytest.skip("no g++", allow_module_level=True)
+pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
+if "cuda/tile_mma" not in registry.kernels():
+    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+import simt
+
+from lowq_kernels.cuda_wnax import tile_mma
+from lowq_kernels.decode import fold, reference
+from lowq_kernels.linear import QuantLinear
+
+F16, BF16 = torch.float16, torch.bfloat16
+TOLERANCE = {F16: 1.5e-3, BF16: 8e-3}
+EPS = 1e-5
+K, N = 640, 256
+CASES = [  # bits, dtype, rows, activation, (WARPS, NT, STEP, UNROLL, BLOCKS)
+    pytest.param(4, F16, 1, "silu", (8, 2, 256, 1, 2), id="4-bit"),
+    pytest.param(2, F16, 8, "gelu_tanh", (4, 2, 128, 2, 1), id="2-bit-8-rows"),
+    pytest.param(3, BF16, 5, "silu", (16, 2, 256, 1, 1), id="3-bit-bf16-5-rows"),
+    pytest.param(8, F16, 3, "silu", (2, 4, 256, 1, 1), id="8-bit-3-rows-4-tiles"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    """Launchers see a GPU of capability 9.0 behind CPU tensors, and empty tensors are NaN."""
+    empty = torch.empty
+    patches = [
+        mock.patch.object(tile_mma, "Kernel", simt.Kernel),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch("torch.empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan"))),
+    ]
+    for p in patches:
+        p.start()
+    yield
+    for p in patches:
+        p.stop()
+    tile_mma._kernel.cache_clear()
+    tile_mma._prepared.cache_clear()
+
+
+def layer_of(bits, dtype, bias=True):
+    g = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
+    scales = (torch.rand(N, K // 64, generator=g) * 0.009 + 0.001).to(dtype)
+    zeros = (torch.rand(N, K // 64, generator=g) * ((1 << bits) - 1)).to(dtype)
+    q = QuantizedTensor(codes, scales, zeros, bits, 64, "float")
+    b = torch.linspace(-1, 1, N).to(dtype) if bias else None
+    return QuantLinear.from_packed(pack(q, "tile"), b, layout="tile"), q.dequantize().float(), b.float()
+
+
+@pytest.fixture
+def config(monkeypatch, request):
+    """Every product takes the case's config."""
+    chosen = dict(zip(tile_mma.CONFIGS[0], request.node.callspec.params["values"], strict=True))
+    monkeypatch.setattr(fold, "_config", lambda *args: chosen)
+
+
+def twice(launch):
+    """What a launch gives, the same with its threads in the other order."""
+    first = launch()
+    with mock.patch.object(simt.Kernel, "order", -1):
+        again = launch()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "the order of the threads changes the result"
+    return first
+
+
+def close(y, ref, dtype):
+    error = float((y.float() - ref).norm() / ref.norm())
+    assert error < TOLERANCE[dtype], f"error {error:.1e}"
+
+
+@pytest.mark.parametrize(("bits", "dtype", "M", "act", "values"), CASES)
+def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
+    """x += y W^T, then RMSNorm(x) times a square of that weight, then act(gate) * up, against the plain operations in fp32."""
+    layer, W, bias = layer_of(bits, dtype)
+    g = torch.Generator().manual_seed(M)
+    y, residual = torch.randn(M, K, generator=g).to(dtype), torch.randn(M, N, generator=g).to(dtype)
+    weight, scale = (torch.rand(N, generator=g) + 0.1).to(dtype), torch.rand(M, generator=g) + 0.3
+
+    def add():
+        r = residual.clone()
+        s = fold.added(layer, y, r, weight, EPS, scale)
+        return r, s.x, s.squares
+
+    r, x, squares = twice(add)
+    sums = residual.float() + y.float() @ W.t() + bias
+    close(r, sums, dtype)
+    close(x, sums * weight.float() * scale[:, None], dtype)
+    close(squares, r.float().square().reshape(M, -1, fold.SQUARES).sum(-1), F16)
+
+    wide = torch.randn(M, K, generator=g).to(dtype)  # of K features, so that the same weight can take it
+    gain = (torch.rand(K, generator=g) + 0.1).to(dtype)
+    prescale = torch.rand(M, generator=g) + 0.3
+    prepared = (wide.float() * gain.float() * prescale[:, None]).to(dtype)
+    stream = fold.Stream(prepared, wide.float().square().reshape(M, -1, fold.SQUARES).sum(-1), prescale, EPS)
+    normed = reference.rms_norm(wide, gain, EPS) @ W.t() + bias
+    out, inverse = twice(lambda: fold.normed(layer, stream))
+    close(out, normed, dtype)
+    assert torch.allclose(inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS), rtol=1e-5)
+    (out, _) = twice(lambda: fold.gated(layer, stream, act))
+    close(out, reference.gated(normed, act), dtype)
+
+    wrong = replace(stream, squares=stream.squares * 1.1)
+    with pytest.raises(AssertionError, match="error"):  # squares that are 10% off show
+        close(fold.normed(layer, wrong)[0], normed, dtype)
+
+
+def test_who_may_not(monkeypatch):
+    layer, _, _ = layer_of(4, F16)
+    assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == "takes packed layers on a GPU, activations in 16 bits"
+    monkeypatch.setattr(fold, "enabled", False)
+    assert fold.why_not(layer, 1, F16, fold.NORMED) == "switched off"
