@@ -30,7 +30,8 @@ from lowq_kernels.activations import rounded
 from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma8
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
-from lowq_kernels.registry import Call, kernels, select
+from lowq_kernels.fp8.matmul import multiply
+from lowq_kernels.registry import Call, kernels, matmul, select
 from lowq_kernels.timing import graph_time, rotation
 from lowq_kernels.tuning import Machine
 from lowq_packers import fp8
@@ -200,11 +201,22 @@ def repeated(p: PackedWeight, n: int) -> list[PackedWeight]:
     return [p, *(replace(p, words=p.words.clone()) for _ in range(n - 1))]
 
 
+def nearest_codes(W: torch.Tensor, bits: int, group: int) -> QuantizedTensor:
+    """W (N, K) in the nearest codes between the least and the largest weight of each group."""
+    groups = W.float().view(W.shape[0], -1, group)
+    least, most = groups.amin(-1), groups.amax(-1)
+    scales = ((most - least) / ((1 << bits) - 1)).clamp(min=1e-8).to(W.dtype)
+    zeros = (-least / scales.float()).to(W.dtype)
+    codes = (groups / scales.float()[..., None] + zeros.float()[..., None]).round().clamp(0, (1 << bits) - 1)
+    return QuantizedTensor(codes.view(W.shape).to(torch.uint8), scales, zeros, bits, group)
+
+
 @torch.inference_mode()
 def error_rows(model: str, text: str, device: str) -> list[Row]:
     """Relative error against fp64 of a layer's product on the activations it really gets, per way of rounding.
 
-    Operands are rounded by the definition and multiplied in fp64: what a kernel adds is in the gemm rows.
+    Operands are rounded by the definition and multiplied in fp64. On a GPU also by kernels: "kernel" is the first way as
+    cuda/fp8_gemm multiplies it; "4 bits, ..." are products with the layer's codes against fp64 products with the same codes.
     """
     from lowq_cli.accuracy.perplexity import tokenize, windows
     from lowq_cli.hf.load import load
@@ -238,6 +250,14 @@ def error_rows(model: str, text: str, device: str) -> list[Row]:
             row[label] = ((y - truth).norm() / truth.norm()).item()
         y = rounded(x.float(), "int8").double() @ W.double().T
         row["int8 x alone"] = ((y - truth).norm() / truth.norm()).item()
+        if device == "cuda":
+            y = multiply(fp8.quantize(x, (1, 128)), fp8.quantize(W, (128, 128)), None, torch.bfloat16)
+            row["kernel"] = ((y - truth).norm() / truth.norm()).item()
+            q = nearest_codes(W, 4, 128)
+            truth, packed = x.double() @ q.dequantize().double().T, pack(q, "tile")
+            for act in ("none", *ACTS):
+                y = matmul(x, packed, act=act)
+                row[f"4 bits, {act}"] = ((y - truth).norm() / truth.norm()).item()
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
