@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder import each other by name
+import calibrate_page
 import decode_page
 import fp8_page
 import interop_page
@@ -155,6 +156,11 @@ def calibrated() -> str:
     return "\n".join(parts)
 
 
+def calibrate_time() -> str:
+    """What calibration takes."""
+    return calibrate_page.times(markdown)
+
+
 def mixed() -> str:
     """What --bpw gains over uniform widths."""
     return mixed_page.tables(markdown)
@@ -197,7 +203,20 @@ def fp8(part: str) -> Callable[[], str]:
 
 PARTS: dict[str, Callable[[], str]] = {
     f.__name__: f
-    for f in (commands, cli_help, kernels, measured, decode, accuracy, calibrated, mixed, judged, two_gpus, tuning)
+    for f in (
+        commands,
+        cli_help,
+        kernels,
+        measured,
+        decode,
+        accuracy,
+        calibrated,
+        calibrate_time,
+        mixed,
+        judged,
+        two_gpus,
+        tuning,
+    )
 } | {f"fp8_{part}": fp8(part) for part in fp8_page.PARTS}
 
 
