@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from lowq_kernels.registry import Call, kernels
-from lowq_kernels.triton_wnax import gemm_wide
+from lowq_kernels.triton_wnax import pairs
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import ZERO_KINDS, Scheme
@@ -41,9 +41,9 @@ def permuted(a: int, b: int, pick: int) -> int:
     return int.from_bytes(bytes(source[pick >> 4 * i & 7] for i in range(4)), "little")
 
 
-def run(ptx: str, word: int, first: int, scale: int, shift: int, dtype: torch.dtype) -> torch.Tensor:
+def run(ptx: str, word: int, find: int, scale: int, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """The two weights that a piece of PTX makes of a word, executed line by line."""
-    r = {"$2": word, "$3": first, "$4": scale, "$5": shift}
+    r = {"$2": word, "$3": find, "$4": scale, "$5": shift}
 
     def value(name: str) -> int:
         if name in r:
@@ -70,6 +70,8 @@ def run(ptx: str, word: int, first: int, scale: int, shift: int, dtype: torch.dt
             r[out] = v[0] & v[1] | v[2]
         elif kind == "mov":
             r[out] = v[0]
+        elif kind == "add":
+            r[out] = v[0] + v[1]
         elif kind == "sub":
             r[out] = struct.unpack("<I", struct.pack("<f", as_f32(v[0]) - as_f32(v[1])))[0]
         elif kind == "cvt":
@@ -84,21 +86,21 @@ def run(ptx: str, word: int, first: int, scale: int, shift: int, dtype: torch.dt
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bits", BITS)
 def test_the_ptx_of_a_pair_gives_scaled_codes(bits, dtype):
-    ptx = gemm_wide.pair_ptx(bits, dtype)
+    ptx, (each, base) = pairs.pair_ptx(bits, dtype), pairs.pick(bits, dtype)
     scale, shift = 0.5, -1.25  # exact, so that the weights are
     s, z = (bits_of(torch.tensor([v, v]).double(), dtype) for v in (scale, shift))
     for seed in range(20):
         word = torch.randint(0, 1 << 32, (), generator=torch.Generator().manual_seed(seed)).item()
-        for first in range(0, 32, 2 * bits):
-            codes = [word >> first + i * bits & (1 << bits) - 1 for i in (0, 1)]
+        for pair in range(16 // bits):
+            codes = [word >> (2 * pair + i) * bits & (1 << bits) - 1 for i in (0, 1)]
             want = torch.tensor([q * scale + shift for q in codes]).to(dtype).double()
-            assert torch.equal(run(ptx, word, first, s, z, dtype), want), (word, first)
+            assert torch.equal(run(ptx, word, each * pair + base, s, z, dtype), want), (word, pair)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_lanes_hold_the_pairs_that_the_tensor_core_reads_from_them(bits):
     """PTX's fragment A of m16n8k16: rows lane / 4 and + 8, k = 2 * (lane % 4) and + 8; four such blocks of 16 k make a step."""
-    layout, C = gemm_wide.pairs_layout(bits), 16 // bits
+    layout, C = pairs.pairs_layout(bits), 16 // bits
 
     def place(lane: int, register: int, warp: int) -> tuple[int, int]:
         bases = [b for n, bs in ((register, layout.reg_bases), (lane, layout.lane_bases), (warp, layout.warp_bases))
@@ -128,24 +130,37 @@ def test_what_tma_cannot_address_is_refused():
     assert "bits" in why(bits=3)
 
 
+def test_splits_that_have_no_work_or_too_many_sums_are_refused():
+    def splits(M=32, N=4096, K=4096):
+        call = Call(M, N, K, Scheme(4, 128), "strided", torch.float16, "cuda", (9, 0))
+        return {c["SPLIT_K"] for c in SPEC.legal_configs(call)}
+
+    assert splits() == {1, 2, 4, 8}
+    assert splits(K=512) == {1, 2, 4}
+    assert splits(M=8192, N=28672) == {1}
+
+
 CASES = [(1, 128, 1024, 64), (300, 208, 1024, 128), (517, 1008, 2048, 2048), (64, 4096, 640, 64), (2100, 1000, 1024, 64)]
+TILES = sorted({(c["BLOCK_M"], c["STAGES"], c["PER_SM"]) for c in SPEC.configs})
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("config", SPEC.configs, ids=lambda c: f"m{c['BLOCK_M']}")
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: "m{}s{}p{}".format(*t))
 @pytest.mark.parametrize("bits", BITS)
-def test_products_on_the_gpu(bits, config):
-    """Tails of M and N, groups of a step and longer, every kind of zero, both dtypes, twice the same bits.
+def test_products_on_the_gpu(bits, tile):
+    """Tails of M and N, groups of a step and longer, every kind of zero, both dtypes, every split, twice the same bits.
 
-    Two cases a config and width, for each is another binary of 4 s; together they are all cases many times.
+    One or two cases a tile and width, for each is another two binaries of 4 s; together they are all cases many times.
     """
     gen = torch.Generator("cuda").manual_seed(bits)
-    first = SPEC.configs.index(config) + bits
-    for i in (first % len(CASES), (first + 2) % len(CASES)):
+    first = TILES.index(tile) + bits
+    for i in {first % len(CASES), (first + 2) % len(CASES)}:
         M, N, K, group = CASES[i]
         zero, dtype = ZERO_KINDS[(i + bits) % 3], FLOATS[i % 2]
-        assert config in SPEC.legal_configs(Call(M, N, K, Scheme(bits, group, zero), "strided", dtype, "cuda", (9, 0)))
+        legal = SPEC.legal_configs(Call(M, N, K, Scheme(bits, group, zero), "strided", dtype, "cuda", (9, 0)))
+        configs = [c for c in legal if (c["BLOCK_M"], c["STAGES"], c["PER_SM"]) == tile]
+        assert configs
         G = K // group
         W_q = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, device="cuda", generator=gen)
         scales = (torch.rand(N, G, device="cuda", generator=gen) * 0.9 + 0.1).mul(1e-2).to(dtype)
@@ -156,6 +171,7 @@ def test_products_on_the_gpu(bits, config):
         bias = torch.randn(N, device="cuda", generator=gen).to(dtype) if i % 2 else None
         ref = x.float() @ q.dequantize().t() + (0 if bias is None else bias.float())
         p = pack(q, "strided")
-        y = SPEC.launch(x, p, bias, config)
-        assert ((y.float() - ref).norm() / ref.norm()).item() <= TOLERANCE[dtype], (M, N, K, group, zero, dtype)
-        assert torch.equal(y, SPEC.launch(x, p, bias, config))
+        for config in configs:
+            y = SPEC.launch(x, p, bias, config)
+            assert ((y.float() - ref).norm() / ref.norm()).item() <= TOLERANCE[dtype], (M, N, K, group, zero, dtype, config)
+            assert torch.equal(y, SPEC.launch(x, p, bias, config))
