@@ -25,7 +25,7 @@ from lowq_packers.errors import DamagedError, LowqError, UnsupportedError, Usage
 from lowq_packers.formats.gguf import permute_heads
 from lowq_packers.scheme import Scheme
 
-DEMO = Path(gguf_export.__file__).parent / "demo"
+DEMO = Path(gguf_export.__file__).parents[1] / "demo"
 
 
 @pytest.fixture(scope="module")
