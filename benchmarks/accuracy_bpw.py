@@ -32,7 +32,7 @@ def cells(model: str, args: argparse.Namespace) -> Iterator[Row]:
     """What each row is about: one per part, method and target, and per uniform scheme."""
     for part, method in itertools.product(args.part, args.method):
         targets = [{"target": t} for t in args.targets]
-        uniform = [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits and (part == "all" or args.uniform)]
+        uniform = [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits]
         for what in targets + uniform:
             yield {"model": model, **what, "method": method, "stored": "bfloat16", "part": part}
 
@@ -86,7 +86,6 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument(
         "--targets", type=lambda text: [float(t) for t in text.split(",") if t], default=[2.5, 3.0, 3.5, 4.0, 4.5]
     )
-    made.add_argument("--uniform", action="store_true", help="measure uniform linears too (else those of the tables count)")
     return made
 
 

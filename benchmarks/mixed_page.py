@@ -2,22 +2,33 @@
 
     python benchmarks/mixed_page.py     draws the plot
 
-The line that mixed widths are held against is the lower convex hull of all uniform schemes in (bits per weight,
-ln(perplexity / unquantized perplexity)): what mixing two uniform checkpoints could reach at best.
+The line that mixed widths are held against is the lower convex hull of all uniform schemes, for each measure its own: what
+mixing two uniform checkpoints could reach at best. Measures: ln(perplexity / unquantized perplexity) on each text, and the KL
+divergence from the original model on the first.
 """
 
 import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy"
-TEXT = "wikitext2_test"
+TEXTS = ("wikitext2_test", "mix_valid_sample")
+MEASURES = (*TEXTS, "kl")
 WHAT = {"all": "all weights, the embedding (which is the head) too", "linears": "linears alone"}
 Point = tuple[float, float]
+
+
+@dataclass
+class Series:
+    """What was measured of one model, part and method. uniform: measure -> points. rows: of mixed checkpoints, with `told`."""
+
+    uniform: dict[str, list[Point]] = field(default_factory=lambda: {m: [] for m in MEASURES})
+    rows: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read(name: str) -> dict[str, Any]:
@@ -47,74 +58,75 @@ def at(line: list[Point], bpw: float) -> float | None:
     return None
 
 
-def series() -> dict[tuple[str, str, str], tuple[list[Point], list[dict[str, Any]]]]:
-    """(model, part, method) -> uniform points, and the rows of mixed checkpoints."""
-    mixed, free, calibrated = read("mixed.json"), read("data_free.json"), read("calibrated.json")
-    dense = {r["model"]: r["ppl"][TEXT] for r in free["rows"] if "bits" not in r}
-    found: dict[tuple[str, str, str], tuple[list[Point], list[dict[str, Any]]]] = {}
-    for r in mixed["rows"]:
-        uniform, rows = found.setdefault((r["model"], r["part"], r["method"]), ([], []))
-        ln = math.log(r["ppl"][TEXT] / r.get("unquantized", dense[r["model"]]))
-        rows.append(r | {"ln": ln}) if "target" in r else uniform.append((r["bpw"], ln))
-    for (model, part, method), (uniform, _) in found.items():
-        if part == "linears" and not uniform:  # measured in the tables above
-            rows = calibrated["rows"] if method == "gptq" else free["rows"]
-            uniform += [
-                (r["bpw"], math.log(r["ppl"][TEXT] / dense[model]))
-                for r in rows
-                if r["model"] == model and 1 < r.get("bits", 0) < 8 and r["stored"] == "bfloat16"
-                and r.get("calib", "bundled") == "bundled" and (method == "auto" or r["method"] == method)
-            ]  # fmt: skip
-    return found
+def series() -> dict[tuple[str, str, str], Series]:
+    """By (model, part, method)."""
+    dense = {r["model"]: r["ppl"] for r in read("data_free.json")["rows"] if "bits" not in r}
+    found: dict[tuple[str, str, str], Series] = {}
+    for r in read("mixed.json")["rows"]:
+        mine = found.setdefault((r["model"], r["part"], r["method"]), Series())
+        told = {t: math.log(r["ppl"][t] / dense[r["model"]][t]) for t in TEXTS} | {"kl": r["kl"]}
+        if "target" in r:
+            mine.rows.append(r | {"told": told})
+        else:
+            for measure, value in told.items():
+                mine.uniform[measure].append((r["bpw"], value))
+    return {k: s for k, s in found.items() if s.rows}
 
 
 def tables(table: Callable[..., str]) -> str:
     """A table per series."""
-    parts, mixed_runs = [], read("mixed.json")["runs"]
-    for (model, part, method), (uniform, rows) in series().items():
-        line = hull(uniform)
-        if not rows:
-            continue
+    parts, runs = [], read("mixed.json")["runs"]
+    for (model, part, method), found in series().items():
         lines = []
-        for r in rows:
-            height = at(line, r["bpw"])
-            told = ("", "") if height is None else (f"{height:.4f}", f"{r['ln'] / height:.2f}")
+        for r in found.rows:
+            shares = []
+            for measure in MEASURES:
+                height = at(hull(found.uniform[measure]), r["bpw"])
+                shares.append("" if height is None else f"{r['told'][measure] / height:.2f}")
             lines.append(
-                (f"{r['target']:g}", f"{r['bpw']:.3f}", f"{r['ppl'][TEXT]:.2f}", f"{r['ln']:.4f}", *told,
-                 f"{r['expected']:.4f}", f"{r['kl']:.4f}")
+                (f"{r['target']:g}", f"{r['bpw']:.3f}", f"{r['ppl'][TEXTS[0]]:.2f}", shares[0], f"{r['ppl'][TEXTS[1]]:.2f}",
+                 shares[1], f"{r['expected']:.4f}", f"{r['kl']:.4f}", shares[2])
             )  # fmt: skip
-        run = mixed_runs[rows[0]["run"]]
-        read_tokens = run["tokens"] if isinstance(run["tokens"], int) else run["tokens"][TEXT]
-        columns = ("--bpw", ">bits/weight", ">perplexity", ">ln ratio", ">uniform line", ">of the line", ">expected KL", ">KL")
-        shown = "gptq" if method == "gptq" else "without data"
-        told = f"{read_tokens:,} tokens of WikiText-2 on {run['device']}, {run['date']}, torch {run['versions']['torch']}"
+        run = runs[found.rows[0]["run"]]
+        columns = (
+            "--bpw", ">bits/weight", ">WikiText-2", ">of the line", ">mix", ">of the line", ">expected KL", ">KL",
+            ">of the line",
+        )  # fmt: skip
+        shown = "without data" if method == "auto" else method
+        told = f"On {run['device']}, {run['date']}, torch {run['versions']['torch']}."
         parts.append(f"### {model}, {shown}: {WHAT[part]}\n\n{told}\n\n{table(columns, lines)}")
     return "\n".join(parts)
 
 
 def main() -> None:
-    """Draw the plot."""
+    """Draw the plot: a column per model and part, perplexity above and KL below."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams["svg.hashsalt"] = "lowq"  # the same file from the same numbers
-    shown = {k: v for k, v in series().items() if k[0] == "base"}
-    parts = list(dict.fromkeys(part for _, part, _ in shown))
-    figure = Figure(figsize=(5.4 * len(parts), 4))
-    for axis, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
-        for (_, own, method), (uniform, rows) in shown.items():
-            if own != part:
-                continue
-            colour, name = ("C0", "gptq") if method == "gptq" else ("C1", "without data")
-            if uniform:
-                axis.plot(
-                    *zip(*uniform, strict=True), "s", color=colour, markersize=4, fillstyle="none", label=f"{name}, uniform"
-                )
-                axis.plot(*zip(*hull(uniform), strict=True), "--", color=colour, linewidth=0.8)
-            points = [(r["bpw"], r["ln"]) for r in rows]
-            axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1, label=f"{name}, --bpw")
-        axis.set(title=f"base, {part}", xlabel="bits per weight", ylabel="ln(perplexity / unquantized)", yscale="log")
-        axis.legend(frameon=False)
+    shown = series()
+    panels = list(dict.fromkeys((model, part) for model, part, _ in shown))
+    figure = Figure(figsize=(3.6 * len(panels), 6.4))
+    axes = figure.subplots(2, len(panels), squeeze=False)
+    for column, panel in enumerate(panels):
+        for axis, measure in zip(axes[:, column], (TEXTS[0], "kl"), strict=True):
+            for key, found in shown.items():
+                if key[:2] != panel:
+                    continue
+                colour, name = ("C1", "without data") if key[2] == "auto" else ("C0", key[2])
+                uniform = found.uniform[measure]
+                if uniform:
+                    axis.plot(*zip(*uniform, strict=True), "s", color=colour, markersize=4, fillstyle="none",
+                              label=f"{name}, uniform")  # fmt: skip
+                    axis.plot(*zip(*hull(uniform), strict=True), "--", color=colour, linewidth=0.8)
+                points = [(r["bpw"], r["told"][measure]) for r in found.rows]
+                axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1, label=f"{name}, --bpw")
+            axis.set(yscale="log", xlabel="bits per weight")
+            axis.grid(alpha=0.2)
+        axes[0][column].set_title(f"{panel[0]}, {panel[1]}")
+    axes[0][0].set_ylabel("ln(perplexity / unquantized), WikiText-2")
+    axes[1][0].set_ylabel("KL divergence from the original, nats")
+    axes[0][0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     figure.savefig(ROOT / "docs" / "img" / "mixed.svg", metadata={"Date": None})
 
