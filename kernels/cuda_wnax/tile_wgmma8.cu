@@ -74,7 +74,9 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
     const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
     const int share = (steps + SPLIT - 1) / SPLIT, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
-    const int sum_steps = (part * PARTS + 63) / 64;  // steps of 64 sums of x, after those of x
+    // sums of x from sums_at on, in steps of 64 after those of x; TMA wants 16-byte aligned addresses (illegal instruction)
+    const int sums_begin = begin * PARTS, sums_at = sums_begin & ~7, sums_end = sums_begin + part * PARTS;
+    const int sum_steps = part > 0 ? (sums_end - sums_at + 63) / 64 : 0;
     const int m_tiles = (M + NB - 1) / NB, n_tiles = (row_tiles + TILES - 1) / TILES, all = m_tiles * n_tiles;
     auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
@@ -119,7 +121,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                     if (c < part) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
                     else {
                         barrier_expect(barrier, X_BYTES);
-                        tensor_load(base + s * STAGE_BYTES, &sums_map, begin * PARTS + (c - part) * 64, m0, barrier);
+                        tensor_load(base + s * STAGE_BYTES, &sums_map, sums_at + (c - part) * 64, m0, barrier);
                     }
                     if (++s == STAGES) s = 0, round++;
                 }
@@ -212,9 +214,9 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                         u32 minus[2];
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
-                            const int column = c * 64 + pair * 32 + 8 * i + 2 * q + e;
-                            const int g = GROUP == 0 ? 0 : smaller((begin * PARTS + column) * SG / (GROUP ? GROUP : 1), groups - 1);
-                            const bool inside = t < row_tiles && column < part * PARTS;
+                            const int column = sums_at + c * 64 + pair * 32 + 8 * i + 2 * q + e;
+                            const int g = GROUP == 0 ? 0 : smaller(column * SG / (GROUP ? GROUP : 1), groups - 1);
+                            const bool inside = t < row_tiles && column >= sums_begin && column < sums_end;
                             const int at = inside ? (t * groups + g) * 8 + r : 0;
                             const u32 zero = ZEROS ? __ldg(zeros + at) : Half<T>::power(BITS - 1);
                             minus[e] = inside ? fma2<T>(__ldg(scales + at), zero ^ 0x80008000u, 0x80008000u) : 0u;

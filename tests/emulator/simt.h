@@ -260,6 +260,7 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__comple
     if (t.mark >> 8 != 0x51317) fail("not a tensor map");
     if (to % (t.swizzle ? 1024 : 128)) fail("misaligned tensor copy");
     const uint64_t first = (uint64_t)inner * (t.mark & 255);  // the element's bytes
+    if (first % 16) fail("a tensor copy from an address that is no multiple of 16");
     for (u32 r = 0; r < t.box_rows; r++)
         for (u32 c = 0; c < t.box_width; c += 16) {
             u32 place = to + r * t.box_width + c;

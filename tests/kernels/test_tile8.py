@@ -79,6 +79,7 @@ CASES = [
     Case("int8", 0, 4, torch.float16, 64, "float", 33, 200, 320, sms=2, bias=True),
     Case("fp8", 3, 4, torch.bfloat16, 64, "none", 70, 136, 192),
     Case("int8", 5, 8, torch.bfloat16, 128, "float", 40, 264, 1152),
+    Case("fp8", 5, 2, torch.float16, 128, "float", 40, 136, 1152),  # a split whose sums begin at no multiple of 16 bytes
     Case("int8", 9, 8, torch.float16, 64, "none", 65, 65, 1024, sms=1, bias=True),
     Case("fp8", 4, 2, torch.float16, 128, "float", 100, 320, 1024, bias=True),
     Case("int8", 6, 2, torch.bfloat16, 272, "float", 34, 136, 272),
