@@ -9,7 +9,6 @@
 // Early   position, tables and the first two tiles of every warp are fetched before the previous kernel has ended (they were
 //         written in an earlier step): 1024 slots of a key head are on the multiprocessors when q arrives. By way of shared
 //         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
-// Ahead   while a short text is attended to, memory has nothing to do: weights of the next products are asked for into L2.
 // Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
 //         memory): one cluster barrier, no trip to memory. Every sum has a fixed order.
 // Limits  fp16 or bf16, D of 64 or 128, R a multiple of 64, G <= 8.
@@ -34,12 +33,6 @@ __device__ __forceinline__ float exp2_of(float v) {
 }
 __device__ __forceinline__ u32 halves(u32 a, u32 b, int which) {  // the lower (0) or upper (1) halves of a and b
     return which ? (a >> 16) | (b & 0xffff0000u) : (a & 0xffffu) | (b << 16);
-}
-__device__ __forceinline__ void prefetch(const char* from, int bytes, int threads) {  // this block's share of a range
-    const int blocks = gridDim.x * gridDim.y, each = bytes / blocks / 16 * 16, piece = 1024;
-    from += (size_t)(blockIdx.y * gridDim.x + blockIdx.x) * each;
-    for (int i = threadIdx.x * piece; i < each; i += threads * piece)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + i), "r"(smaller(piece, each - i)) : "memory");
 }
 template <int T>
 __device__ __forceinline__ void floats(const uint4& v, float (&f)[8]) {
@@ -112,8 +105,7 @@ __device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER>
 __global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
 attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u16* cos_table, const u16* sin_table,
-       const void* q_norm, const void* k_norm, u16* y, const char* ahead0, const char* ahead1, const char* ahead2, int bytes0,
-       int bytes1, int bytes2, int S, int HKV, int window, float scale, float eps) {
+       const void* q_norm, const void* k_norm, u16* y, int S, int HKV, int window, float scale, float eps) {
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
     constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
     constexpr int STAGES = 2, PIECES = 2 * CH + 4 * VH;       // tiles in flight a warp; 16-byte pieces a lane has of a tile
@@ -167,7 +159,6 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
         load16((const u16*)q_norm + NORM * 8 * lane % (NORM * D));
         load16((const u16*)k_norm + NORM * 8 * lane % (NORM * D));
     }
-    prefetch(ahead0, bytes0, WARPS * 32), prefetch(ahead1, bytes1, WARPS * 32), prefetch(ahead2, bytes2, WARPS * 32);
     previous_grid_wait();
 
     const u16* token = qkv + (size_t)b * (G + 2) * HKV * D;

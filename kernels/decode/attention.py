@@ -206,7 +206,6 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
-    ahead: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
     B, S, G = qkv.shape[0], k_cache.shape[2], h.HQ // h.HKV

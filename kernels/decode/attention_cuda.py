@@ -17,9 +17,8 @@ from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.registry import capability
 
-PARAMETERS = (*(ctypes.c_void_p,) * 12, *(ctypes.c_int32,) * 6, *(ctypes.c_float,) * 2)
+PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 CLUSTER = 8  # blocks: what every GPU with clusters allows
-MOST_AHEAD = 3  # tensors asked for into L2
 MOST_HEADS = 32  # key heads of all sequences together
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
 LONG = 4096  # slots of a cache from which a block has 8 warps: more bytes in flight
@@ -58,7 +57,6 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
-    ahead: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
     """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
     R = cos.shape[1]
@@ -72,8 +70,6 @@ def attend(
     warps = 8 if wide else 4
     instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, CLUSTER)
     kernel = _kernel(instance, qkv.device.index, warps, 2 * warps * tile, CLUSTER, launch.enabled)
-    ahead = tuple(t for t in ahead if t.data_ptr() % 16 == 0)[:MOST_AHEAD]
-    none = (0,) * (MOST_AHEAD - len(ahead))
     kernel(
         CLUSTER,
         B * h.HKV,
@@ -82,10 +78,6 @@ def attend(
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),
         y.data_ptr(),
-        *(t.data_ptr() for t in ahead),
-        *none,
-        *(t.nbytes for t in ahead),
-        *none,
         S,
         h.HKV,
         h.window or S + 1,

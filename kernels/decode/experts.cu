@@ -10,6 +10,7 @@
 //         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
 //         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment.
 // Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
+// Fit     three blocks of UP on a multiprocessor: the 384 of Qwen3-30B-A3B's eight experts are one wave
 // Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
@@ -18,7 +19,7 @@
 enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2, DOWN_ADDED = 3 };
 
 template <int BITS, int T, int GROUP, bool ZEROS, int MODE>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(MODE <= UP_GELU_TANH ? 256 : 512, MODE <= UP_GELU_TANH && BITS > 1 ? 3 - BITS % 2 : 1)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const long long* ids,
         const float* weights, const float* factor, const u16* x, u16* y, int width, int K, int chunks, int groups, int tiles,
         int top_k, int KS, const Folded folded) {

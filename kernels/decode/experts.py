@@ -21,19 +21,21 @@ from lowq_packers.scheme import Scheme
 PARAMETERS = (*(ctypes.c_void_p,) * 8, *(ctypes.c_int32,) * 7, Folded)
 ACTS = {"silu": 0, "gelu_tanh": 1}
 DOWN, DOWN_ADDED = 2, 3
-MOST_WARPS = 16
+MOST_WARPS, UP_WARPS = 16, 8  # of a block of DOWN, of UP
+UP_PRODUCTS = 2  # gate and up
 AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # chunks a warp of experts.cu asks for at once
 LIMIT = 64 << 10  # bytes of x a block may hold
 
 
-def parts(K: int, bits: int, products: int) -> int:
-    """Warps that share a row of K, where a block computes `products` rows of tiles."""
-    return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), MOST_WARPS // products))
+def parts(K: int, bits: int, top_k: int | None = None) -> int:
+    """Warps that share a row of K in a block of UP, or of DOWN for top_k experts."""
+    most = UP_WARPS // UP_PRODUCTS if top_k is None else MOST_WARPS // top_k
+    return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), most))
 
 
-def _smem(K: int, bits: int, products: int) -> int:
-    n = parts(K, bits, products)
-    return products * n * math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2
+def _smem(K: int, bits: int, top_k: int | None = None) -> int:
+    n = parts(K, bits, top_k)
+    return (top_k or UP_PRODUCTS) * n * math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2
 
 
 def why_not(gate_up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -53,8 +55,8 @@ def why_not(gate_up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtyp
             return f"rows of {s.K} in groups of {s.scheme.group_size}"
     if gate_up.N % 32:
         return f"{gate_up.N // 2} rows of gate and up, which are no tiles of 16"
-    for s, products in ((gate_up, 2), (down, top_k)):
-        if s.scheme and _smem(s.K, s.scheme.bits, products) > min(LIMIT, shared_memory_limit(capability(device)) - 4096):
+    for s, down_of in ((gate_up, None), (down, top_k)):
+        if s.scheme and _smem(s.K, s.scheme.bits, down_of) > min(LIMIT, shared_memory_limit(capability(device)) - 4096):
             return f"rows of {s.K} are too long"
     return ""
 
@@ -85,14 +87,14 @@ def _launch(
     assert s.scales is not None
     scales, zeros = (None if t is None else t if t.dtype == x.dtype else t.to(x.dtype) for t in (s.scales, s.zeros))
     assert scales is not None
-    bits, products = s.scheme.bits, 2 if mode < DOWN else top_k
-    n = parts(s.K, bits, products)
+    bits, down_of = s.scheme.bits, None if mode < DOWN else top_k
+    n = parts(s.K, bits, down_of)
     instance = expression(s.scheme, s.K, TYPES[x.dtype], zeros is not None, mode)
     serialize = launch.enabled and capability(x.device) >= (9, 0)
-    _kernel(instance, x.device.index, 32 * products * n, serialize)(
+    _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(
         math.ceil(y.shape[1] / 16),
         y.shape[0],
-        _smem(s.K, bits, products),
+        _smem(s.K, bits, down_of),
         s.words.data_ptr(),
         scales.data_ptr(),
         0 if zeros is None else zeros.data_ptr(),

@@ -81,12 +81,8 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
-    ahead: tuple[torch.Tensor, ...] = (),
 ) -> torch.Tensor:
-    """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D).
-
-    ahead: contiguous tensors that will be read next, in that order; a kernel may ask for them meanwhile.
-    """
+    """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D)."""
     B = qkv.shape[0]
     at = pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)

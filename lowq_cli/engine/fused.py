@@ -21,7 +21,6 @@ from lowq_kernels.decode import ops, reference
 SMALLEST_BUCKET = 512
 CHUNK = 2048  # prompt tokens per pass: bounds the memory of activations
 KEPT_GRAPHS = 8
-AHEAD = 16 << 20  # bytes of weights that attention asks for into L2 meanwhile
 
 
 class FusedDecoder:
@@ -198,7 +197,7 @@ class FusedDecoder:
         x = self.blocks.embed(self.token)
 
         def attend(qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
-            return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads, _ahead(layer))
+            return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads)
 
         layers = self._folded if self._folds(x.shape[0]) else self._layers
         self._choose(self._head(layers(x, attend)), advance=1)
@@ -242,23 +241,6 @@ class FusedDecoder:
                 return None
             self.captured[key] = found
         return self.captured[key]
-
-
-def _ahead(layer: Layer) -> tuple[torch.Tensor, ...]:
-    """What is read first after this layer's attention: the weight of o, then the beginnings of gate and of up."""
-    o = _bytes(layer.o)
-    if not isinstance(layer.mlp, Mlp):
-        return (o[:AHEAD],)
-    gate_up = _bytes(layer.mlp.gate_up)
-    half = gate_up.shape[0] // 2
-    rest = max(0, AHEAD - o.shape[0]) // 2
-    return o[:AHEAD], gate_up[:half][:rest], gate_up[half:][:rest]
-
-
-def _bytes(layer: nn.Module) -> torch.Tensor:
-    """A layer's weight as it is held, as (n,) uint8; none of a layer that is several."""
-    weight = getattr(layer, "weight", None)
-    return torch.empty(0, dtype=torch.uint8) if weight is None else weight.detach().reshape(-1).view(torch.uint8)
 
 
 def _shared(held: list[int], prompt: list[int]) -> int:

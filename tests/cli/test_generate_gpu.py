@@ -83,7 +83,7 @@ def test_packed_models(bits):
             model.set_submodule(path, packed)
             truth.get_submodule(path).weight.data = q.dequantize()
     decoder = FusedDecoder(model)
-    assert decoder._folds(2)
+    assert decoder._folds(1)
     for folding in (True, False):
         decoder.ops = decoder.ops if folding else replace(decoder.ops, fold=None)
         decoder.captured.clear()
@@ -126,7 +126,7 @@ def test_packed_mixtures(kind, bits):
             model.set_submodule(path, experts.prepare())
             assert experts.fused(torch.float16, 2) is not None
     decoder = FusedDecoder(model)
-    assert decoder._folds(3)
+    assert decoder._folds(1)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
     for prompts in ([5, 6, 7], [[9, 8], [1, 2, 3, 4], [7] * 80]):
         g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)

@@ -108,7 +108,7 @@ def attend(name):
     qkv, pos = torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype), torch.tensor(places, dtype=torch.int32)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
     with mock.patch.object(attention_cuda, "CLUSTER", cluster):
-        y = attention_cuda.attend(qkv, *ours, pos, *tables, h, (angles, qkv))
+        y = attention_cuda.attend(qkv, *ours, pos, *tables, h)
     return y, ours, reference.attend(qkv, *theirs, pos, *tables, h), theirs, caches, places
 
 
