@@ -73,7 +73,8 @@ def test_recorded_and_launched_steps_give_the_same_tokens():
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_packed_models(bits):
+def test_packed_models(bits, monkeypatch):
+    monkeypatch.setattr("lowq_kernels.decode.fold.MOST_ROWS", 8)
     model, tokenizer = story(torch.float16)
     truth = story(torch.float32)[0]
     for path, lin in list(model.named_modules()):
@@ -83,7 +84,7 @@ def test_packed_models(bits):
             model.set_submodule(path, packed)
             truth.get_submodule(path).weight.data = q.dequantize()
     decoder = FusedDecoder(model)
-    assert decoder._folds(1)
+    assert decoder._folds(3)
     for folding in (True, False):
         decoder.ops = decoder.ops if folding else replace(decoder.ops, fold=None)
         decoder.captured.clear()
@@ -94,8 +95,9 @@ def test_packed_models(bits):
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 2), ("mixtral", 8), ("mixtral", 3)])
-def test_packed_mixtures(kind, bits):
+def test_packed_mixtures(kind, bits, monkeypatch):
     """The experts' kernel inside recorded steps, for one sequence and for several."""
+    monkeypatch.setattr("lowq_kernels.decode.fold.MOST_ROWS", 8)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     facts = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -126,7 +128,7 @@ def test_packed_mixtures(kind, bits):
             model.set_submodule(path, experts.prepare())
             assert experts.fused(torch.float16, 2) is not None
     decoder = FusedDecoder(model)
-    assert decoder._folds(1)
+    assert decoder._folds(3)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
     for prompts in ([5, 6, 7], [[9, 8], [1, 2, 3, 4], [7] * 80]):
         g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)
