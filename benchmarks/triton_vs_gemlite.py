@@ -4,21 +4,25 @@
 and M: lowq's strided-layout Triton kernels, GemLite, and x @ W^T in fp16. GemLite takes the config that its own table for
 this GPU holds; where that has none, its autotuner measures, as its default mode "fast" does, GEMLITE_CONFIGS of each kernel:
 those that win most often in that table, and some of its fast list (all of them take 3 s a cell, and there are 400 cells).
-Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width.
-Compiling is done before, in worker processes; no timing shares the GPU with anything. Outputs are checked against fp32.
-Rows of an existing FILE stay for cells that this run does not reach, so that a long table can be measured in two leases.
+--choices FILE keeps what the autotuner chose, as GemLite's own JSON, and is read by the next run, which then tunes nothing.
+Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width and
+the first of gemm_wide's by its model. Compiling is done before, in worker processes; no timing shares the GPU with anything.
+Outputs are checked against fp32. Rows of an existing FILE stay for cells that this run does not reach; `run` in a row says
+which run it is from.
 """
 
 import argparse
 import copy
 import datetime
+import itertools
 import json
 import math
 import multiprocessing
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +47,9 @@ DEVICE = torch.device("cuda")
 CELL = 4096 * 28672  # the largest M * N timed
 LARGE_M, LARGE_COPIES = 1024, 4  # there products are bound by arithmetic: fewer copies of the weight will do
 QUICK = (3, 200.0)  # replays and us each, to rank candidates
-MOST, MOST_WIDE = 5, 3  # of the configs that won before, where those are all that is timed
+MOST, MOST_WIDE = 4, 3  # of the configs that won before, where those are all that is timed
 GEMLITE_CONFIGS = 8  # of each of its kernels
+RUN = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
 Cell = tuple[int, int, int, int, int]  # bits, group, N, K, M
 Choice = tuple[KernelSpec, Config]
 Known = tuple[int, str, tuple[tuple[str, int], ...]]
@@ -117,35 +122,43 @@ def _config(entry: dict[str, Any], names: set[str]) -> Any:
     return triton.Config(kept, num_warps=entry["num_warps"], num_stages=entry["num_stages"])
 
 
-def warm_gemlite(place: tuple[int, int, int, int]) -> None:
-    """Compile GemLite's candidates for one scheme and shape (its kernels are compiled per N and K) into Triton's cache."""
+def read_choices(path: Path | None) -> bool:
+    """Have GemLite take what its autotuner chose in an earlier run; False where there is none."""
+    from gemlite.core import GemLiteLinear
+
+    return path is not None and path.exists() and bool(GemLiteLinear.load_config(str(path)))
+
+
+def tune_gemlite(place: tuple[int, int, int, int], choices: Path | None = None) -> None:
+    """Meet a scheme and shape at every M: GemLite's candidates are compiled (per N and K), timed where it has no choice."""
     bits, group, N, K = place
     try:
         few_configs()
         quick_autotuner()
+        read_choices(choices)
         layer = gemlite_layers(quantized(N, K, bits, group), 1)[0]
         for M in BATCHES:
             if M * N <= CELL:
                 layer(torch.randn(M, K, device=DEVICE, dtype=torch.float16))
     except Exception as e:
-        print("gemlite, warming", place, repr(e)[:200], flush=True)
+        print("gemlite", place, repr(e)[:200], flush=True)
 
 
 # ---- ours ----
 
 
 def candidates(call: Call, known: set[Known]) -> list[Choice]:
-    """Triton kernels and configs to time: all that tuning would, or some `known` to win near this call and of gemm_wide."""
+    """Kernels and configs to time: all that tuning would, or some `known` to win near this call and gemm_wide's likely."""
     allowed = [(s, c) for s, c in measure.candidates(call, exhaustive=bool(known)) if s.name.startswith("triton/")]
     if not known:
         return allowed
-    wide = [(s, c) for s, c in allowed if s.name == "triton/gemm_wide" and call.M > 16]
+    wide = [(s, c) for s, c in allowed if s.name == "triton/gemm_wide"]
     wide.sort(key=lambda t: gemm_wide.cost(call, t[1]))
     near = {(name, bare(c)) for m, name, c in known if m / 2 <= call.M <= m * 2}
     seen = {(name, c) for m, name, c in known if m == call.M}
     like = [(s, c) for s, c in allowed if (s.name, bare(tuple(sorted(c.items())))) in near]
     like.sort(key=lambda t: (t[0].name, tuple(sorted(t[1].items()))) not in seen)
-    return [t for t in like if t not in wide][:MOST] + wide[:MOST_WIDE]
+    return [t for t in like if t[0].name != "triton/gemm_wide"][:MOST] + wide[:MOST_WIDE]
 
 
 def bare(config: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
@@ -177,6 +190,19 @@ def best(found: list[Choice], x: torch.Tensor, weights: list[Any]) -> tuple[floa
     return min(final, key=lambda t: t[0], default=None)
 
 
+def ours(schemes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int]], known: dict[int, set[Known]]) -> list[Work]:
+    """What to compile of ours. A split of k is no part of a binary, but whether there is one is."""
+    work = {}
+    for scheme, (N, K), M in itertools.product(schemes, shapes, BATCHES):
+        call = measure.call_for(Shape(N, K, Scheme(*scheme), torch.float16), M, "strided", DEVICE)
+        for spec, config in candidates(call, known[scheme[0]]):
+            free = spec.name in ("triton/gemm_wide", "triton/gemv_splitk")
+            alike = config | {"SPLIT_K": min(config["SPLIT_K"], 2)} if free else config
+            item = Work.of(spec.name, alike, call.scheme, "strided", torch.float16, M, *shapes[0])
+            work[item] = item
+    return list(work)
+
+
 # ---- the table ----
 
 
@@ -202,7 +228,7 @@ def cells(
         n = LARGE_COPIES if M >= LARGE_M else len(weights)
         x = torch.randn(M, K, device=DEVICE, dtype=torch.float16) / 8
         ref = x.float() @ dense.t()
-        row: dict[str, Any] = {"bits": scheme[0], "group": scheme[1], "N": N, "K": K, "M": M}
+        row: dict[str, Any] = {"bits": scheme[0], "group": scheme[1], "N": N, "K": K, "M": M, "run": RUN}
         ours = best(candidates(measure.call_for(shape, M, "strided", DEVICE), known), x, weights[:n])
         if ours is not None:
             us, spec, config = ours
@@ -261,28 +287,32 @@ def main() -> None:
     ap.add_argument("--shapes", default=SHAPES)
     ap.add_argument("--seconds", type=float, default=1e9)
     ap.add_argument("--workers", type=int, default=15)
-    ap.add_argument("--warm", action="store_true", help="GemLite's kernels are in Triton's cache already")
+    ap.add_argument("--warm", action="store_true", help="all kernels are in Triton's cache already")
+    ap.add_argument("--choices", type=Path, help="what GemLite's autotuner chose: read if it is there, written if not")
     a = ap.parse_args()
     budget = Budget(a.seconds)
     shapes = [parse_shape(s) for s in a.shapes.split(",")]
     schemes = [(int(b), int(g)) for b, g in (s.split(":") for s in a.schemes.split(","))]
     known = {bits: winners(a.known, bits) for bits, _ in schemes}
-    context = multiprocessing.get_context("spawn")
+    places = [(*s, *n) for s in schemes for n in shapes]
     if not a.warm:
-        with context.Pool(min(a.workers, len(schemes) * len(shapes)), maxtasksperchild=1) as pool:
-            pool.map(warm_gemlite, [(*s, *n) for s in schemes for n in shapes], chunksize=1)
-    print(f"GemLite warm after {budget.spent:.0f} s", flush=True)
-    work = []
-    for scheme in schemes:
-        for N, K in shapes:
-            for M in BATCHES:
-                call = measure.call_for(Shape(N, K, Scheme(*scheme), torch.float16), M, "strided", DEVICE)
-                for spec, config in candidates(call, known[scheme[0]]):
-                    work.append(Work.of(spec.name, config, call.scheme, "strided", torch.float16, M, *shapes[0]))
-    compile_all(work, workers=a.workers)
-    print(f"compiled after {budget.spent:.0f} s", flush=True)
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(min(a.workers, len(places))) as pool:
+            pool.map(partial(tune_gemlite, choices=a.choices), places, chunksize=1)
+        print(f"GemLite compiled after {budget.spent:.0f} s", flush=True)
+        compile_all(ours(schemes, shapes, known), workers=a.workers)
+        print(f"compiled after {budget.spent:.0f} s", flush=True)
     few_configs()
     quick_autotuner()
+    if not read_choices(a.choices):
+        for place in places:
+            tune_gemlite(place)
+            torch.cuda.empty_cache()
+        if a.choices:
+            from gemlite.core import GemLiteLinear
+
+            GemLiteLinear.cache_config(str(a.choices))
+        print(f"GemLite tuned after {budget.spent:.0f} s", flush=True)
     dense_us: dict[tuple[int, int, int], float] = {}
     for N, K in shapes:
         for scheme in schemes:
