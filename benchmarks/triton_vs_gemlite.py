@@ -22,7 +22,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def gemlite_layers(q: QuantizedTensor, n: int) -> list[torch.nn.Module]:
     return [layer] + [copy.deepcopy(layer) for _ in range(n - 1)]
 
 
+@cache
 def few_configs() -> None:
     """Leave GEMLITE_CONFIGS configs to each of GemLite's kernels, half of them the most frequent winners of its own table."""
     import triton
@@ -90,6 +91,7 @@ def few_configs() -> None:
                 kernel.configs = popular + fast[:: max(1, len(fast) // (GEMLITE_CONFIGS - len(popular)))]
 
 
+@cache
 def quick_autotuner() -> None:
     """Have Triton's autotuner, which GemLite uses, time each config over 8 calls, every one behind a flushed cache."""
     import triton
@@ -122,6 +124,7 @@ def _config(entry: dict[str, Any], names: set[str]) -> Any:
     return triton.Config(kept, num_warps=entry["num_warps"], num_stages=entry["num_stages"])
 
 
+@cache
 def read_choices(path: Path | None) -> bool:
     """Have GemLite take what its autotuner chose in an earlier run; False where there is none."""
     from gemlite.core import GemLiteLinear
