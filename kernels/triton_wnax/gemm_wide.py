@@ -31,6 +31,7 @@ from lowq_kernels.triton_wnax.fit import processors
 from lowq_kernels.triton_wnax.pairs import operand, pair_ptx, pairs_layout, pick, twice
 from lowq_packers.layouts import PackedWeight
 
+group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name until Triton 3.6; within a warp group here
 BLOCK_K = 64  # codes of k a step: 128 bytes of x, the widest row that TMA swizzles
 ROWS_A_GROUP = 64  # rows of W that a warp group multiplies: wgmma's height
 BAND_BYTES = 16 << 20  # of x that the tiles of one band read: a third of an H100's second-level cache
@@ -166,7 +167,7 @@ def _multiply(
             offs += gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, ACC)), 0)
             slots = partials_ptr + gl.cast(place, gl.int64) * splits * (64 * BLOCK_M) + offs
             gl.store(slots + split * (64 * BLOCK_M), acc)
-            gl.thread_barrier()
+            group_barrier()
             whole = gl.atomic_add(counters_ptr + place, 1, sem="acq_rel", scope="gpu") == splits - 1
             if whole:
                 gl.atomic_xchg(counters_ptr + place, 0, sem="relaxed", scope="gpu")

@@ -1,7 +1,10 @@
 """triton/gemm_wide: its PTX and register layout checked by hand, the kernel on a Hopper GPU: Gluon has no interpreter."""
 
+import os
 import re
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,6 +117,46 @@ def test_lanes_hold_the_pairs_that_the_tensor_core_reads_from_them(bits):
                 high_row, high_k, block = register & 1, register >> 1 & 1, register >> 2
                 want = (16 * warp + lane // 4 + 8 * high_row, 16 * block + 2 * (lane % 4) + 8 * high_k)
                 assert place(lane, register, warp) == want
+
+
+COMPILE = """
+import sys, torch
+from types import SimpleNamespace
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+facts = {"max_shared_mem": 232448, "max_num_regs": 65536, "multiprocessor_count": 132, "warpSize": 32}
+driver.set_active(SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda d: 0,
+    get_active_torch_device=lambda: torch.device("cpu"), utils=SimpleNamespace(get_device_properties=lambda d: facts),
+))
+from lowq_kernels.measure import random_weight
+from lowq_kernels.triton_wnax import gemm_wide
+from lowq_kernels.tuning import Shape
+from lowq_packers.scheme import Scheme
+
+run = gemm_wide._wide_kernel.run
+gemm_wide._wide_kernel.run = lambda *a, grid, warmup, **k: print(run(*a, grid=grid, warmup=True, **k).asm["ptx"])
+bits, tall, stages, per_sm, splits = map(int, sys.argv[1:])
+p = random_weight(Shape(256, 512, Scheme(bits, 64 if bits == 4 else 128), torch.float16), "strided", torch.device("cpu"))
+config = {"BLOCK_M": tall, "BLOCK_N": 128, "STAGES": stages, "PER_SM": per_sm, "SPLIT_K": splits}
+gemm_wide._launch(torch.zeros(32, 512, dtype=torch.float16), p, None, config)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiles through a driver that has no GPU")
+@pytest.mark.parametrize("case", [(4, 32, 8, 2, 2), (8, 256, 4, 1, 1)], ids=str)
+def test_ptxas_neither_spills_nor_makes_products_wait_for_each_other(case, tmp_path):
+    knobs = pytest.importorskip("triton.knobs")
+    code = [sys.executable, "-c", COMPILE, *map(str, case)]
+    done = subprocess.run(code, capture_output=True, text=True, env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr[-2000:]
+    (tmp_path / "kernel.ptx").write_text(done.stdout)
+    assemble = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "cubin")]
+    log = subprocess.run(assemble, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores" in log
+    assert "serialized" not in log
 
 
 def test_what_tma_cannot_address_is_refused():
