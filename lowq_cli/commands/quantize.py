@@ -56,7 +56,7 @@ def quantize(
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights as they are.")] = None,
     lm_head: Annotated[
-        str | None, typer.Option(metavar="BITS|keep", help="Output head.  [default: 8 beside 4 bits or less, unless tied]")
+        str | None, typer.Option(metavar="BITS|keep", help="Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]")
     ] = None,
     engine: Annotated[
         str | None, typer.Option("--for", metavar="ENGINE", help="Only what this engine takes exactly: vllm, llama.cpp or mlx.")

@@ -33,10 +33,11 @@ DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
 Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 NOT_CALIBRATED = ("head", "embedding", "router")
-# An 8-bit head costs under 0.03% of perplexity, a 4-bit one 0.4 to 0.9% (benchmarks/results/accuracy/head.json), and a decode
-# step reads the whole head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers. A tied head is the embedding:
+# Width of the body: up to it a head gets so many bits. An 8-bit head costs under 0.03% of perplexity, a 4-bit one 0.4 to 1.4%
+# (benchmarks/results/accuracy/head.json), which is little beside what 2 bits cost (108%); and a decode step reads the whole
+# head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers or 2 GB of 2-bit ones. A tied head is the embedding:
 # quantized apart it would make the model larger.
-HEAD_BITS, HEAD_FROM = 8, 4
+HEAD_BITS = {2: 4, 4: 8}
 LAYOUTS = ("auto", "rowstream", "tile")  # what files may hold
 
 
@@ -92,7 +93,7 @@ class Recipe:
         zero: kind of zero.
         layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; "tile" is what
             CUDA kernels read as it is (embeddings, experts and odd row counts stay rowstream).
-        lm_head: bits of the output head, or "keep"; "auto" is 8 where the body has at most 4 and the head is not the embedding.
+        lm_head: bits of the output head, or "keep"; "auto" is 8 beside 4 and 3 bits, 4 beside fewer, none if tied.
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.
         calib_tokens: how many tokens of it, at most.
@@ -153,7 +154,7 @@ class Recipe:
         """Bits of a head that has a weight of its own."""
         if self.lm_head != "auto":
             return self.lm_head
-        return HEAD_BITS if self.bits <= HEAD_FROM else "keep"
+        return next((head for most, head in HEAD_BITS.items() if self.bits <= most), "keep")
 
     def _check_budget(self) -> None:
         if self.bpw is not None and self.size is not None:

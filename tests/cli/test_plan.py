@@ -36,7 +36,14 @@ def schemes(plan):
 
 
 # bits of the body, whether the head is the embedding, what the recipe says of it, its bits
-HEADS = [(4, False, {}, 8), (2, False, {}, 8), (8, False, {}, None), (4, True, {}, None), (4, False, {"lm_head": "auto"}, 8)]
+HEADS = [
+    (4, False, {}, 8),
+    (3, False, {}, 8),
+    (2, False, {}, 4),
+    (8, False, {}, None),
+    (4, True, {}, None),
+    (4, False, {"lm_head": "auto"}, 8),
+]
 HEADS += [(4, False, {"lm_head": "keep"}, None), (8, False, {"lm_head": 4}, 4), (4, True, {"lm_head": 8}, 8)]
 
 
