@@ -192,9 +192,11 @@ def _choose(call: Call) -> Choice:
 
 @lru_cache(4096)
 def _rounds_itself(call: Call, kernel: str | None) -> bool:
-    """Whether a kernel takes activations as this call has them: the forced one, or any but a last resort."""
+    """Whether a kernel takes activations as this call has them: the forced one, or any that the rule counts as made for it."""
     return any(
-        s.why_not(call) is None for name, s in kernels().items() if name == kernel or (kernel is None and s.rank < LAST_RESORT)
+        s.why_not(call) is None
+        for name, s in kernels().items()
+        if name == kernel or (kernel is None and s.rank < LAST_RESORT and s.prefers(call))
     )
 
 

@@ -1,53 +1,49 @@
-// x[M,K] fp16 or bf16 -> e4m3 or int8, one scale per row, in the order in which tile_wgmma8.cu's A operand holds codes; and
-// sums of every SG rounded values of a row.
+// Rows of x[M,K] fp16 or bf16 rounded to e4m3 or int8, one scale per row.
 //
 // Maths   q = round(x * (LIMIT / max|x|)), scale = max / LIMIT, LIMIT = 448 or 127: lowq_kernels/activations.py to the last bit
-// Order   of each chunk of CHUNK k, the i-th 32 bytes: byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
-//         f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2
-// Shapes  x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
-// Launch  one block of 256 threads a row; a thread makes 16 bytes of it at a time out of two runs of eight values
+// round_rows  q * scale in x's type: what 16-bit kernels multiply
+// act_rows    q as bytes, in the order in which tile_wgmma8.cu's A operand holds codes, and sums of every SG of them. Of each chunk
+//             of CHUNK k, the i-th 32 bytes: byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
+//             f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2
+// Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
+// Launch  one block of 256 threads a row, which it reads twice, the second time out of L1
 // Source  own.
 #include "tile.cuh"
 
-__device__ __forceinline__ float quantized(float x, bool int8, u32& byte) {  // the rounded value, and its bits
-    if (int8) {
+template <bool INT8>
+__device__ __forceinline__ float quantized(float x, u32& byte) {  // the rounded value, and its bits
+    if constexpr (INT8) {
         const float v = x + 12582912.f;  // 1.5 * 2^23: no room for a fraction, and the low byte is the number's
         byte = __float_as_uint(v) & 255u;
         return v - 12582912.f;
+    } else {
+        u16 two;
+        u32 halves;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.f), "f"(x));
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+        byte = two & 255u;
+        return to_floats<FP16>(halves).x;
     }
-    u16 two;
-    u32 halves;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.f), "f"(x));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
-    byte = two & 255u;
-    return to_floats<FP16>(halves).x;
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // NaN stays
 
-template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG>
-__global__ void __launch_bounds__(256)
-act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps, int sums_stride) {
-    __shared__ float maxima[8];
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = blockIdx.x;
-    const u16* const from = x + (size_t)row * K;
-    const int units = steps * 8;  // of 16 bytes
-    next_grid_launch();
-    previous_grid_wait();
-    auto load8 = [&](int k, u32 (&v)[4]) {
-        if (k + 8 <= K && K % 8 == 0) {
-            const uint4 all = *(const uint4*)(from + k);
-            v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
-        } else {
+__device__ __forceinline__ void load8(const u16* row, int k, int K, u32 (&v)[4]) {  // halves k .. k + 7 of a row, zeros past K
+    if (k + 8 <= K && K % 8 == 0) {
+        const uint4 all = *(const uint4*)(row + k);
+        v[0] = all.x, v[1] = all.y, v[2] = all.z, v[3] = all.w;
+    } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-                v[i] = (k + 2 * i < K ? from[k + 2 * i] : 0u) | (k + 2 * i + 1 < K ? (u32)from[k + 2 * i + 1] << 16 : 0u);
-        }
-    };
+        for (int i = 0; i < 4; i++) v[i] = (k + 2 * i < K ? row[k + 2 * i] : 0u) | (k + 2 * i + 1 < K ? (u32)row[k + 2 * i + 1] << 16 : 0u);
+    }
+}
+
+template <int T>
+__device__ __forceinline__ float largest(const u16* row, int K, float (&maxima)[8]) {  // of a row, at least what a scale is made of
     float most = 0.f;
     for (int k = threadIdx.x * 8; k < K; k += 2048) {
         u32 v[4];
-        load8(k, v);
+        load8(row, k, K, v);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float2 f = to_floats<T>(v[i] & 0x7fff7fffu);
@@ -56,13 +52,52 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
     }
 #pragma unroll
     for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, d));
-    if (lane == 0) maxima[warp] = most;
+    if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = most;
     __syncthreads();
     most = 1e-30f;
 #pragma unroll
     for (int i = 0; i < 8; i++) most = larger(most, maxima[i]);
+    return most;
+}
+
+template <int T, bool INT8>
+__global__ void __launch_bounds__(256)
+round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
+    __shared__ float maxima[8];
+    const u16* const from = x + (size_t)blockIdx.x * K;
+    u16* const to = y + (size_t)blockIdx.x * K;
+    next_grid_launch();
+    previous_grid_wait();
     constexpr float LIMIT = INT8 ? 127.f : 448.f;
-    const float inverse = LIMIT / most;
+    const float most = largest<T>(from, K, maxima), inverse = LIMIT / most, scale = most / LIMIT;
+    for (int k = threadIdx.x * 8; k < K; k += 2048) {
+        u32 v[4], byte;
+        load8(from, k, K, v);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float2 f = to_floats<T>(v[i]);
+            const float a = quantized<INT8>(f.x * inverse, byte) * scale, b = quantized<INT8>(f.y * inverse, byte) * scale;
+            v[i] = from_floats<T>(a, b);
+        }
+        if (K % 8 == 0) *(uint4*)(to + k) = make_uint4(v[0], v[1], v[2], v[3]);
+        else {
+#pragma unroll
+            for (int i = 0; i < 8; i++)
+                if (k + i < K) to[k + i] = (u16)(v[i / 2] >> (i % 2 * 16));
+        }
+    }
+}
+
+template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG>
+__global__ void __launch_bounds__(256)
+act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps, int sums_stride) {
+    __shared__ float maxima[8];
+    const int row = blockIdx.x, units = steps * 8;  // of 16 bytes
+    const u16* const from = x + (size_t)row * K;
+    next_grid_launch();
+    previous_grid_wait();
+    constexpr float LIMIT = INT8 ? 127.f : 448.f;
+    const float most = largest<T>(from, K, maxima), inverse = LIMIT / most;
     if (threadIdx.x == 0) scales[row] = most / LIMIT;
 
     const int rounds = (units + 255) / 256;
@@ -72,18 +107,18 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
         const int chunk = unit / PER, j = unit % PER / 2, h = unit % 2;
         const int f0 = INTERLEAVED ? 2 * j : j, f1 = INTERLEAVED ? 2 * j + 1 : j + CHUNK / 32;
         u32 v[2][4];
-        load8(chunk * CHUNK + 16 * f0 + 8 * h, v[0]);
-        load8(chunk * CHUNK + 16 * f1 + 8 * h, v[1]);
+        load8(from, chunk * CHUNK + 16 * f0 + 8 * h, K, v[0]);
+        load8(from, chunk * CHUNK + 16 * f1 + 8 * h, K, v[1]);
         u32 out[4];
         float sum = 0.f;
 #pragma unroll
         for (int quad = 0; quad < 4; quad++) {
             const float2 a = to_floats<T>(v[0][quad]), b = to_floats<T>(v[1][quad]);
             u32 bytes[4];
-            sum += quantized(a.x * inverse, INT8, bytes[0]);
-            sum += quantized(b.x * inverse, INT8, bytes[1]);
-            sum += quantized(a.y * inverse, INT8, bytes[2]);
-            sum += quantized(b.y * inverse, INT8, bytes[3]);
+            sum += quantized<INT8>(a.x * inverse, bytes[0]);
+            sum += quantized<INT8>(b.x * inverse, bytes[1]);
+            sum += quantized<INT8>(a.y * inverse, bytes[2]);
+            sum += quantized<INT8>(b.y * inverse, bytes[3]);
             out[quad] = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24;
         }
 #pragma unroll

@@ -21,7 +21,7 @@ if "cuda/tile_int8" not in registry.kernels():
 sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
 import simt
 
-from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma8
+from lowq_kernels.cuda_wnax import act_rows, nvrtc, tile_wgmma8
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -33,7 +33,7 @@ class Case:
     """One product; sms: of the GPU that the emulator stands in for."""
 
     act: str
-    config: int
+    config: tuple[int, int, int]
     bits: int
     dtype: torch.dtype
     group: int
@@ -46,7 +46,7 @@ class Case:
 
     def __str__(self):
         kind = f"{self.act}-b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
-        return f"{kind}-c{self.config}-{self.M}x{self.N}x{self.K}{'-bias' * self.bias}"
+        return f"{kind}-c{'-'.join(map(str, self.config))}-{self.M}x{self.N}x{self.K}{'-bias' * self.bias}"
 
 
 def operands(case, device="cpu"):
@@ -75,17 +75,19 @@ def relative(y, ref):
 
 
 CASES = [
-    Case("fp8", 0, 4, torch.float16, 128, "float", 130, 300, 512, sms=1),
-    Case("int8", 0, 4, torch.float16, 64, "float", 33, 200, 320, sms=2, bias=True),
-    Case("fp8", 3, 4, torch.bfloat16, 64, "none", 70, 136, 192),
-    Case("int8", 5, 8, torch.bfloat16, 128, "float", 40, 264, 1152),
-    Case("fp8", 5, 2, torch.float16, 128, "float", 40, 136, 1152),  # a split whose sums begin at no multiple of 16 bytes
-    Case("int8", 9, 8, torch.float16, 64, "none", 65, 65, 1024, sms=1, bias=True),
-    Case("fp8", 4, 2, torch.float16, 128, "float", 100, 320, 1024, bias=True),
-    Case("int8", 6, 2, torch.bfloat16, 272, "float", 34, 136, 272),
-    Case("fp8", 11, 3, torch.float16, 256, "float", 64, 130, 1280, bias=True),
-    Case("int8", 7, 3, torch.float16, 128, "none", 35, 190, 384),
-    Case("fp8", 10, 4, torch.float16, 8320, "float", 33, 65, 8320),  # a row is a group; more sums than a step takes
+    Case("fp8", (2, 128, 1), 4, torch.float16, 128, "float", 130, 300, 512, sms=1),
+    Case("int8", (2, 128, 1), 4, torch.float16, 64, "float", 33, 200, 320, sms=2, bias=True),
+    Case("fp8", (2, 64, 1), 4, torch.bfloat16, 64, "none", 70, 136, 192),
+    Case("int8", (2, 64, 2), 8, torch.bfloat16, 128, "float", 40, 264, 1152),
+    Case(
+        "fp8", (2, 64, 2), 2, torch.float16, 128, "float", 40, 136, 1152
+    ),  # a split whose sums begin at no multiple of 16 bytes
+    Case("int8", (1, 64, 1), 8, torch.float16, 64, "none", 65, 65, 1024, sms=1, bias=True),
+    Case("fp8", (2, 64, 2), 2, torch.float16, 128, "float", 100, 320, 1024, bias=True),
+    Case("int8", (1, 128, 1), 2, torch.bfloat16, 272, "float", 34, 136, 272),
+    Case("fp8", (1, 64, 4), 3, torch.float16, 256, "float", 64, 130, 1280, bias=True),
+    Case("int8", (1, 128, 2), 3, torch.float16, 128, "none", 35, 190, 384),
+    Case("fp8", (1, 64, 2), 4, torch.float16, 8320, "float", 33, 65, 8320),  # a row is a group; more sums than a step takes
 ]
 
 
@@ -101,7 +103,7 @@ def test_emulated(case, monkeypatch):
     monkeypatch.setattr(
         torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan") if k["dtype"].is_floating_point else 0x5A)
     )
-    spec, config = registry.kernels()[f"cuda/tile_{case.act}"], tile_wgmma8.CONFIGS[case.config]
+    spec, config = registry.kernels()[f"cuda/tile_{case.act}"], dict(zip(("MH", "NB", "SPLIT"), case.config, strict=True))
     call = dataclasses.replace(Call.of(x, p, case.act), device="cuda")
     assert spec.why_not(call) is None, spec.why_not(call)
     assert config in spec.legal_configs(call)
@@ -116,6 +118,38 @@ def test_emulated(case, monkeypatch):
     tile_wgmma8._prepared.cache_clear()
     assert torch.equal(*found), "the order of the threads changes the result"
     assert relative(found[0], ref) < TOLERANCE[case.dtype]
+
+
+def rows_to_round(K, dtype, device="cpu"):
+    """Rows of noise, zeros, tiny and huge values, and one that holds an infinity and a NaN."""
+    x = torch.randn(6, K, generator=torch.Generator().manual_seed(K)).to(dtype)
+    x[1], x[2] = 0, x[2] * 1e-6
+    x[3, 7], x[4, K - 1], x[4, 0] = 6e4, float("nan"), float("inf")
+    return x.to(device)
+
+
+@emulated
+@pytest.mark.parametrize("act", ["int8", "fp8"])
+@pytest.mark.parametrize(("K", "dtype"), [(4096, torch.float16), (2053, torch.bfloat16)], ids=str)
+def test_rounding_emulated(act, K, dtype, monkeypatch):
+    monkeypatch.setattr(act_rows, "Kernel", simt.Kernel)
+    x = rows_to_round(K, dtype)
+    act_rows._prepared.cache_clear()
+    y = act_rows.rounded_rows(x, act)
+    act_rows._prepared.cache_clear()
+    assert torch.equal(y.isnan(), activations.rounded(x, act).isnan())
+    assert torch.equal(y.nan_to_num(), activations.rounded(x, act).nan_to_num())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("act", ["int8", "fp8"])
+@pytest.mark.parametrize(("K", "dtype"), [(14336, torch.float16), (2053, torch.bfloat16), (8, torch.float16)], ids=str)
+def test_rounding_on_the_gpu(act, K, dtype):
+    x = rows_to_round(K, dtype)
+    y = activations.rounded(x.cuda(), act).cpu()
+    assert torch.equal(y.isnan(), activations.rounded(x, act).isnan())
+    assert torch.equal(y.nan_to_num(), activations.rounded(x, act).nan_to_num())
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
