@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowq_kernels import ops, tuning
-from lowq_kernels.activations import Act, check_act, rounded
+from lowq_kernels.activations import Act, check_act
 from lowq_kernels.registry import Call, capability, kernels, matmul
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, repack, stored
@@ -150,8 +150,8 @@ class QuantLinear(nn.Module):
         if torch.compiler.is_compiling():
             s = self.scheme
             words, scales, zeros = self.weight, self.weight_scale, self.weight_zero
-            shape = (self.out_features, self.in_features, s.bits, s.group_size, s.zero, self.layout, self.kernel)
-            y = ops.linear(rounded(flat, self.act), words, scales, zeros, self.aux, self.bias, *shape)
+            shape = (self.out_features, self.in_features, s.bits, s.group_size, s.zero, self.layout, self.kernel, self.act)
+            y = ops.linear(flat, words, scales, zeros, self.aux, self.bias, *shape)
         else:
             y = matmul(flat, self.packed, self.bias, self.kernel, self.act)
         return y.reshape(*x.shape[:-1], self.out_features)

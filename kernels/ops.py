@@ -6,6 +6,7 @@ Eager calls skip it (QuantLinear calls `registry.matmul`): the dispatcher costs 
 
 import torch
 
+from lowq_kernels.activations import check_act
 from lowq_kernels.registry import matmul
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
@@ -26,12 +27,13 @@ def linear(
     zero: str,
     layout: str,
     kernel: str | None,
+    act: str = "none",
 ) -> torch.Tensor:
-    """x (M, K) @ dequantize(words, scales, zeros)^T + bias -> (M, N)."""
+    """x (M, K), its rows rounded to 8 bits where `act` says so, @ dequantize(words, scales, zeros)^T + bias -> (M, N)."""
     scheme = Scheme(bits, group_size, zero)  # type: ignore[arg-type]
-    return matmul(x, PackedWeight(words, scales, zeros, scheme, N, K, layout, aux), bias, kernel)
+    return matmul(x, PackedWeight(words, scales, zeros, scheme, N, K, layout, aux), bias, kernel, check_act(act))
 
 
 @linear.register_fake
-def _(x, words, scales, zeros, aux, bias, N, K, bits, group_size, zero, layout, kernel):  # type: ignore[no-untyped-def]
+def _(x, words, scales, zeros, aux, bias, N, K, bits, group_size, zero, layout, kernel, act="none"):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], N)
