@@ -2,48 +2,69 @@
 // its B operand in shared memory.
 //
 // Tile    64*WN rows of W by NB rows of x. A block takes tiles in turn (persistent), n fastest within bands of BAND tiles of
-//         n, so that the blocks running together share x and W in L2. SPLIT blocks of a cluster split K of one tile; then
-//         there is one cluster for each tile.
+//         n, so that the blocks running together share x and W in L2. `whole` tiles are taken so; the steps of the others are
+//         shared out evenly (Pieces), sums of parts of a tile meet in global memory. SPLIT blocks of a cluster split K of one
+//         tile instead; then there is one cluster for each tile. PAIR = 2: the blocks of a cluster take neighbouring tiles of
+//         n; each loads half of their rows of x for both (less traffic from L2, and so less power, where that is the limit).
 // Warps   one producer thread feeds a ring of STAGES stages by TMA, each a step of U chunks of k: x (128-byte swizzled panels
 //         of 64 k), words, scales and zeros. WN x WK consumer warpgroups: WN side by side along N, WK taking the steps in
 //         turn, so that one dequantises while another multiplies. A warpgroup reads words from shared memory, dequantises
 //         and scales FB k16 fragments into registers and hands them to wgmma; BUF = 2: it works on the next ones meanwhile.
-// Sums    fp32; over WK warpgroups through shared memory and over the cluster through distributed shared memory, in order.
-//         Outputs go through a transposing stmatrix, so that a row of y is written 16 bytes at a time.
+// Sums    fp32; over WK warpgroups through shared memory, over the cluster through distributed shared memory, over blocks
+//         that share a tile through global memory, always in the same order. Outputs go through a transposing stmatrix, so
+//         that a row of y is written 16 bytes at a time.
 // Limits  WK > 1: STAGES a multiple of WK and at least 2 * WK, and steps of a tile a multiple of WK or one tile a block: a
 //         stage always goes to the same warpgroups. One that misses a phase of its barrier takes an old one for the next.
+//         Shared out: at least one span a block; `flags` zero before, and left so.
 // Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8.
 // ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
 //         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
-// Source  own; y^T = W x^T with W from registers is Machete's plan.
+// Source  own; y^T = W x^T with W from registers is Machete's plan, steps shared out evenly are Stream-K's (arXiv:2301.03598).
 #include "tile.cuh"
+#include "hopper.cuh"
 #include "wgmma.cuh"
 
-struct __align__(64) TensorMap { u64 opaque[16]; };
-
-template <int REGISTERS>
-__device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-template <int REGISTERS>
-__device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
-
-__device__ __forceinline__ void tensor_load(u32 shared, const TensorMap* map, int inner, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
-                 "l"(map), "r"(inner), "r"(row), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 __device__ __forceinline__ void warpgroup_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+__device__ __forceinline__ void store_release(u32* to, u32 v) {
+    asm volatile("fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
+}
+__device__ __forceinline__ u32 load_acquire(const u32* from) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ float4 read_sums(const float4* from) {  // of another block: not from L1
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+    return v;
+}
 __device__ __forceinline__ u32 twice(u32 halves, int which) { return __byte_perm(halves, 0, which ? 0x3232 : 0x1010); }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U, int FB, int BUF, int STAGES, int SPLIT, int BAND>
+// The work of one block, piece by piece: whole tiles in turn; then, of the tiles from `whole` on, an equal run of all their
+// steps (spans of WK), from its end backwards. Only the first piece of a run can lack the end of its tile, only the last its
+// beginning. Whoever has the end of a tile adds what blocks of lower index have summed: they were started no later.
+template <int WK>
+struct Pieces {
+    int tile, begin, part;  // of the piece: steps [begin, begin + part) of the tile
+    int stride, whole, spans, low, high;
+    __device__ __forceinline__ bool next() {
+        tile += stride;
+        if (tile < whole) return true;
+        if (high <= low) return false;
+        const int t = (high - 1) / spans, start = t * spans > low ? t * spans : low;
+        tile = whole + t, begin = (start - t * spans) * WK, part = (high - start) * WK, high = start;
+        return true;
+    }
+};
+
+template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U, int FB, int BUF, int STAGES, int SPLIT, int PAIR, int BAND>
 __global__ void __launch_bounds__(128 * (1 + WN * WK), 1)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
-           const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps) {
+           const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int whole, float4* partials, u32* flags) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
-    constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
+    constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK, CLUSTER = SPLIT * PAIR;
     constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
                          : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
     constexpr u32 X_BYTES = NB * STEP * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 32;
@@ -59,21 +80,32 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2;
     const u32 base = shared_address(shared);
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
-    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
-    const int share = (steps + SPLIT - 1) / SPLIT, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
-    const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 64 * WN - 1) / (64 * WN), all = m_tiles * n_tiles;
+    const int member = blockIdx.x % CLUSTER, rank = SPLIT > 1 ? member : 0, side = PAIR > 1 ? member : 0;
+    const int team = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
+    // What follows is worked out where it is needed: kept from here on, it costs registers beside the sums.
+    auto streamed = [&] {  // spans of all tiles that blocks share
+        const int all = (M + NB - 1) / NB * ((N + 64 * WN * PAIR - 1) / (64 * WN * PAIR));
+        return (all - whole) * (steps / WK);
+    };
+    auto pieces = [&] {
+        const int share = (steps + SPLIT - 1) / SPLIT, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
+        const int all = streamed(), low = team * all / teams, high = (team + 1) * all / teams;
+        return Pieces<WK>{team - teams, begin, part, teams, whole, steps / WK, low, high};
+    };
     auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
+        const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 64 * WN * PAIR - 1) / (64 * WN * PAIR);
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
         const int in_band = tile - band * BAND * m_tiles;
-        n_tile = n_first + in_band % width, m0 = in_band / width * NB;
+        n_tile = (n_first + in_band % width) * PAIR + side, m0 = in_band / width * NB;
     };
 
     if (threadIdx.x == 0) {
         C::Masks::store(mask);
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN * PAIR);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
+    if constexpr (PAIR > 1) cluster_sync();  // the other block's barriers are ready
 
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
         registers_down<CONSUMERS == 4 ? 32 : 40>();
@@ -90,31 +122,37 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             };
             auto load_x = [&](int s, int c, int m0) {
 #pragma unroll
-                for (int p = 0; p < PANELS; p++)
-                    tensor_load(base + s * STAGE_BYTES + p * NB * 128, &x_map, c * STEP + p * 64, m0, full + 8 * s);
+                for (int p = 0; p < PANELS; p++) {
+                    const u32 to = base + s * STAGE_BYTES + p * NB * 128 + side * (NB / PAIR) * 128;
+                    if constexpr (PAIR > 1) tensor_load_shared(to, &x_map, c * STEP + p * 64, m0 + side * (NB / PAIR), full + 8 * s, 3);
+                    else tensor_load(to, &x_map, c * STEP + p * 64, m0, full + 8 * s);
+                }
             };
             int s = 0, round = 0, early = 0;
-            if (team < all) {  // weights do not depend on the kernel before, x does
+            Pieces<WK> piece = pieces();
+            bool more = piece.next();
+            if (more) {  // weights do not depend on the kernel before, x does
                 int m0, n_tile;
-                place(team, m0, n_tile);
-                for (; early < STAGES && early < part; early++) load_weights(early, begin + early, n_tile);
+                place(piece.tile, m0, n_tile);
+                for (; early < STAGES && early < piece.part; early++) load_weights(early, piece.begin + early, n_tile);
             }
             previous_grid_wait();
-            for (int tile = team; tile < all; tile += teams) {
+            for (; more; more = piece.next()) {
                 int m0, n_tile;
-                place(tile, m0, n_tile);
-                for (int c = 0; c < part; c++) {
+                place(piece.tile, m0, n_tile);
+                for (int c = 0; c < piece.part; c++) {
                     if (early > 0) early--;
                     else {
                         barrier_wait(empty + 8 * s, (round & 1) ^ 1);
-                        load_weights(s, begin + c, n_tile);
+                        load_weights(s, piece.begin + c, n_tile);
                     }
-                    load_x(s, begin + c, m0);
+                    load_x(s, piece.begin + c, m0);
                     if (++s == STAGES) s = 0, round++;
                 }
             }
         }
         if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
+        if constexpr (PAIR > 1) cluster_sync();
         return;
     }
 
@@ -129,12 +167,19 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     constexpr u64 PANEL = (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
     constexpr int BATCHES = STEP / 16 / FB;  // of FB fragments, that go to wgmma together
     const u32 words_at = X_BYTES + t * L::WORDS * 4, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
+    auto hand_back = [&](u32 barrier) {  // a stage, to the producers that write to it
+        if constexpr (PAIR > 1) {
+            if (lane < PAIR) barrier_arrive_remote(in_block(barrier, lane));
+        } else if (lane == 0) barrier_arrive(barrier);
+    };
     float acc[NB / 2];
     u32 a[BUF][FB][4];
 
-    for (int tile = team, before = 0; tile < all; tile += teams, before += part) {
+    Pieces<WK> piece = pieces();
+    for (int before = 0; piece.next(); before += piece.part) {
+        const int begin = piece.begin, part = piece.part;
         int m0, n_tile;
-        place(tile, m0, n_tile);
+        place(piece.tile, m0, n_tile);
 #pragma unroll
         for (int i = 0; i < NB / 2; i++) acc[i] = 0.f;
 
@@ -157,7 +202,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 if (BUF == 1) {  // the batch before reads A until here
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     alive(0);
-                    if (b == 0 && done && lane == 0) barrier_arrive(done);
+                    if (b == 0 && done) hand_back(done);
                 }
 #pragma unroll
                 for (int f = 0; f < FB; f++) {
@@ -196,7 +241,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 else if (BUF > 1) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
                 if (BUF > 1) {
                     alive(buffer ^ 1);  // the batch before read A until here,
-                    if (b == 0 && done && lane == 0) barrier_arrive(done);  // and nobody reads its stage any more
+                    if (b == 0 && done) hand_back(done);  // and nobody reads its stage any more
                 }
             }
             done = barrier + 8 * STAGES;
@@ -208,7 +253,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             step(0, c);
             if (TURNS > 1 && c + WK < part) step(1, c + WK);
         }
-        if (done && lane == 0) barrier_arrive(done);
+        if (done) hand_back(done);
 
         // ---------------------------------------------------------------------------------------------- epilogue
         const int n_first = (n_tile * WN + wn) * 64;                    // of this warpgroup
@@ -244,6 +289,32 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             if constexpr (SPLIT > 1) cluster_sync();
         }
         if (first >= NB) continue;
+        if constexpr (SPLIT == 1) {
+            constexpr int FOURS = COLUMNS / 8, BLOCK = CONSUMERS * FOURS * 128;  // float4 of a warpgroup's thread, of a block
+            float4* mine = partials + g * FOURS * 128 + (threadIdx.x & 127);
+            if (begin + part < steps) {  // the end of the tile is another block's: leave it our sums
+#pragma unroll
+                for (int i = 0; i < FOURS; i++) mine[(size_t)blockIdx.x * BLOCK + i * 128] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+                warpgroup_sync(g);
+                if ((threadIdx.x & 127) == 0) store_release(flags + blockIdx.x * CONSUMERS + g, 1);
+                continue;
+            }
+            if (begin > 0) {
+                const int start = (piece.tile - whole) * piece.spans;  // the block with the tile's first step, then all up to us
+                for (int other = ((start + 1) * teams - 1) / streamed(); other < team; other++) {
+                    if ((threadIdx.x & 127) == 0) {
+                        while (!load_acquire(flags + (other * PAIR + side) * CONSUMERS + g)) {}
+                        flags[(other * PAIR + side) * CONSUMERS + g] = 0;
+                    }
+                    warpgroup_sync(g);
+#pragma unroll
+                    for (int i = 0; i < FOURS; i++) {
+                        const float4 v = read_sums(mine + (size_t)(other * PAIR + side) * BLOCK + i * 128);
+                        acc[4 * i] += v.x, acc[4 * i + 1] += v.y, acc[4 * i + 2] += v.z, acc[4 * i + 3] += v.w;
+                    }
+                }
+            }
+        }
         if (bias) {
 #pragma unroll
             for (int o = 0; o < 2; o++) {
@@ -285,4 +356,5 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             }
         }
     }
+    if constexpr (PAIR > 1) cluster_sync();  // the other block may still hand stages back to our barriers
 }

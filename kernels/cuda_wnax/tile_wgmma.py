@@ -2,7 +2,8 @@
 
 A config: WN x WK consumer warpgroups of 64 rows of W each, WN side by side along N (a tile is 64 * WN rows), WK taking the
 steps along K in turn; NB, rows of x of a tile; SPLIT, blocks of a cluster that split K of one tile, for layers with fewer
-tiles than the GPU has SMs.
+tiles than the GPU has SMs, or SHARED_OUT: all blocks get equal runs of the steps of all tiles; PAIR, blocks of a cluster that
+take neighbouring tiles and load half of their rows of x each for both.
 """
 
 import ctypes
@@ -11,29 +12,33 @@ from functools import cache
 
 import torch
 
+from lowq_kernels.counters import counters
 from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, group_argument, multiprocessors, rows_of_x
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS, padded_rows
 
+SHARED_OUT = 0  # a SPLIT
+KEYS = ("WN", "WK", "NB", "SPLIT", "PAIR")
 CONFIGS: tuple[Config, ...] = tuple(
-    {"WN": wn, "WK": wk, "NB": nb, "SPLIT": k}
-    for wn, wk, nb, splits in (
-        (4, 1, 32, (1, 2, 4)),
-        (2, 2, 32, (1, 2, 3)),
-        (1, 4, 32, (1, 2)),
-        (4, 1, 64, (1, 2, 4)),
-        (2, 2, 64, (1, 2, 3)),
-        (1, 4, 64, (1, 2)),
-        (4, 1, 128, (1, 2)),
-        (2, 2, 128, (2,)),
-        (2, 1, 128, (1, 2)),
-        (2, 1, 256, (1, 2)),
+    dict(zip(KEYS, (wn, wk, nb, k, pair), strict=True))
+    for wn, wk, nb, splits, pair in (
+        (4, 1, 32, (1, SHARED_OUT, 2, 4), 1),
+        (2, 2, 32, (1, SHARED_OUT, 2, 3), 1),
+        (1, 4, 32, (1, SHARED_OUT, 2), 1),
+        (4, 1, 64, (1, SHARED_OUT, 2, 4), 1),
+        (2, 2, 64, (1, SHARED_OUT, 2, 3), 1),
+        (1, 4, 64, (1, 2), 1),
+        (4, 1, 128, (1, SHARED_OUT, 2), 1),
+        (2, 2, 128, (2,), 1),
+        (2, 1, 128, (1, SHARED_OUT, 2), 1),
+        (2, 1, 256, (1, SHARED_OUT, 2), 1),
+        (4, 1, 128, (1,), 2),
     )
     for k in splits
 )
-PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 3
+PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 + (ctypes.c_void_p,) * 2
 # rows of W whose tiles run side by side, 64 tiles by two of x on 132 SMs: 716 us at 8192x8192, M = 4096 (4096 rows: 751)
 BAND = 8192
 MAX_STAGES = 8
@@ -90,7 +95,7 @@ def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> st
     """The template instance of tile_wgmma.cu."""
     stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, config), batch(bits, config)
     tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
-    tail = f"{stages}, {config['SPLIT']}, {BAND // (64 * config['WN'])}"
+    tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['PAIR']}, {BAND // (64 * config['WN'] * config['PAIR'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
@@ -99,7 +104,16 @@ def _steps(K: int, bits: int, config: Config) -> int:
 
 
 def _tiles(call: Call, config: Config) -> int:
-    return math.ceil(padded_rows(call.N) / (64 * config["WN"])) * math.ceil(call.M / config["NB"])
+    return math.ceil(padded_rows(call.N) / (64 * config["WN"] * config["PAIR"])) * math.ceil(call.M / config["NB"])
+
+
+def schedule(tiles: int, steps: int, config: Config, sms: int) -> tuple[int, int]:
+    """(blocks, whole): blocks of a launch, and how many tiles they take whole; the others' steps are shared out evenly."""
+    if config["SPLIT"] > 1:
+        return tiles * config["SPLIT"], tiles
+    if config["SPLIT"] == SHARED_OUT:  # between one and two tiles a block, or all there are
+        return min(sms, tiles * (steps // config["WK"])), max(tiles // sms - 1, 0) * sms
+    return min(tiles, sms // config["PAIR"]) * config["PAIR"], tiles
 
 
 def _refuse(call: Call) -> str | None:
@@ -112,25 +126,41 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     stages, smem = plan(bits, 0 if s.group_size == call.K else s.group_size, s.zero != "none", config)
     if stages < 2 * config["WK"] or smem > SHARED:
         return "too much shared memory"
-    if config["SPLIT"] == 1 and _steps(call.K, bits, config) % config["WK"] and _tiles(call, config) > multiprocessors():
+    steps, tiles = _steps(call.K, bits, config), _tiles(call, config)
+    uneven = steps % config["WK"] != 0
+    if uneven and config["SPLIT"] == 1 and tiles > multiprocessors():
         return "several tiles a block, and steps that the warpgroups along K cannot share evenly"
-    if config["SPLIT"] > _steps(call.K, bits, config):
+    if config["SPLIT"] > steps:
         return "nothing to split"
+    if config["SPLIT"] == SHARED_OUT and (uneven or tiles % multiprocessors() == 0):
+        return "steps that blocks cannot share evenly, or nothing left to share"
+    if config["SPLIT"] == SHARED_OUT and tiles * steps // config["WK"] < multiprocessors():
+        return "fewer steps than blocks"
     return None
 
 
 def estimate(call: Call, config: Config, sms: int) -> float:
-    """Microseconds of a call by a model fitted to 4-bit sweeps on an H100 (its pick is within 2% of the best in 20 of 22 cells,
-    15% at worst): rounds of tiles; a step of 128 k takes a smooth maximum of what its parts take: tensor cores, issue slots of
-    dequantising, loads of words and x, a warpgroup's latency."""
-    WN, WK, NB, split = config["WN"], config["WK"], config["NB"], config["SPLIT"]
-    words = WN * 64 * 128 * call.scheme.bits / 8
-    parts = (2.62 * WN * NB, 292 * WN, (words + 256 * NB) / 62, 179 / WK)  # cycles
-    step = sum(p**1.525 for p in parts) ** (1 / 1.525)
-    capacity = max(CLUSTERS.get(split, 1) * sms // 132, 1)
-    rounds = math.ceil(_tiles(call, config) / capacity)
-    tile = math.ceil(math.ceil(call.K / 128) / split) * step / 1700 + 2.3 + 1.5 * WN * NB / 256
-    return rounds * (tile + (0.9 if WK > 1 and split == 1 else 0)) + (2.2 if split > 1 else 0)
+    """Microseconds of a call by a model fitted to 4-bit sweeps on an H100: its pick is within 1% of the best in geometric mean
+    of 24 cells, 9% at worst. A step of 128 k takes a smooth maximum of what its parts take: tensor cores, issue slots of
+    dequantising, loads of words and x, a warpgroup's latency; nothing beats reading the weights once."""
+    WN, WK, NB, split, bits = config["WN"], config["WK"], config["NB"], config["SPLIT"], call.scheme.bits
+    parts = (2.43 * WN * NB, 216 * WN, (WN * 1024 * bits + 256 * NB) / 59, 21 / WK)  # cycles
+    step = sum(p**1.46 for p in parts) ** (1 / 1.46) / 1700
+    steps, tiles = math.ceil(call.K / 128), _tiles(call, config)
+    size = WN * NB / 256
+    end = 2.29 * size + (1.8 if WK > 1 and split < 2 else 0)  # of a tile
+    if split == SHARED_OUT:
+        whole = max(tiles // sms - 1, 0)
+        run = (tiles - whole * sms) * steps / sms  # a block's share
+        us = (whole * steps + 1.04 * run) * step + end * (1 + whole + run / steps) + 1.5 + 0.76 * size * max(steps / run, 1)
+    else:
+        at_once = max(CLUSTERS[split * config["PAIR"]] * sms // 132, 1)
+        us = math.ceil(tiles / at_once) * (math.ceil(steps / split) * step + end) + (3.4 if split > 1 else 0)
+    if (
+        WN * NB == 512 and WN == 4
+    ):  # of the two largest tiles the wider one is a hair slower; pairs pay where power is the limit
+        us *= 1.025 if config["PAIR"] == 1 else 1.03 if call.M < 2048 else 0.995
+    return ((us + 1.1) ** 8 + (call.N * call.K * (bits + 0.24) / 22e6) ** 8) ** 0.125
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
@@ -140,10 +170,11 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 @cache
 def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...], device: int) -> tuple[Kernel, int]:
     """The kernel of a config and its shared memory, resolved once."""
-    named: Config = dict(zip(CONFIGS[0], config, strict=True))
+    named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(bits, group, zeros, named)[1]
     instance = expression(bits, T, group, zeros, named)
-    return Kernel("tile_wgmma.cu", instance, device, threads(named), PARAMETERS, smem, named["SPLIT"], serialize=True), smem
+    cluster = max(named["SPLIT"], 1) * named["PAIR"]
+    return Kernel("tile_wgmma.cu", instance, device, threads(named), PARAMETERS, smem, cluster, serialize=True), smem
 
 
 @register(
@@ -170,17 +201,22 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     x = rows_of_x(x, 8)
     scales, zeros, bias = companions(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
-    kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config.values()), x.device.index)
+    kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     tiles, K = 4 * config["WN"], x.shape[1]
     meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
-    call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
-    blocks = call_tiles * config["SPLIT"] if config["SPLIT"] > 1 else min(call_tiles, multiprocessors(x.device.index))
+    call_tiles = math.ceil(T / tiles / config["PAIR"]) * math.ceil(M / config["NB"])
+    steps = _steps(p.K, bits, config)
+    blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index))
+    partials = flags = None
+    if whole < call_tiles:
+        partials = torch.empty(blocks * 64 * config["WN"] * config["NB"], dtype=torch.float32, device=x.device)
+        flags = counters(blocks * config["WN"] * config["WK"], x.device)
     kernel(
         blocks,
         1,
         smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"]), True),
+        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"] // config["PAIR"]), True),
         tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
         scales_map,
         scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
@@ -188,6 +224,9 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         y.data_ptr(),
         M,
         p.N,
-        _steps(p.K, bits, config),
+        steps,
+        whole,
+        0 if partials is None else partials.data_ptr(),
+        0 if flags is None else flags.data_ptr(),
     )
     return y

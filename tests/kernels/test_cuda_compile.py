@@ -179,8 +179,10 @@ def test_parameters_lie_where_a_launch_looks_for_them():
 
 def test_every_kernels_parameters_fit():
     """What tile_wgmma passes (four tensor maps, 540 bytes) outgrew a buffer of a fixed size once."""
-    from lowq_kernels.cuda_wnax.driver import Parameters, TensorMap
+    import ctypes
+
+    from lowq_kernels.cuda_wnax.driver import Parameters
 
     for module in (tile_mma, tile_wgmma, tile_dequant, gemv_rows, gemv_warp32):
         parameters = Parameters(module.PARAMETERS)
-        parameters.fill(*(bytes(128) if t is TensorMap else 0 for t in module.PARAMETERS))
+        parameters.fill(*(bytes(ctypes.sizeof(t)) if issubclass(t, ctypes.Array) else 0 for t in module.PARAMETERS))

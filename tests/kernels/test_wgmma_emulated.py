@@ -62,7 +62,8 @@ class Case:
 
 
 def drawn():
-    """Every other config (g++ takes 3 s for one), the rest drawn with a seed: widths, groups of every kind, tails."""
+    """Every other config (g++ takes 3 s for one), the rest drawn with a seed: widths, groups of every kind, tails. Then tiles
+    whose steps are shared out, so that one meets up to seven blocks, and pairs of blocks."""
     rng = random.Random(7)
     for i in range(0, len(tile_wgmma.CONFIGS), 2):
         K = rng.choice((1152, 2304, 1024, 272))
@@ -70,6 +71,11 @@ def drawn():
         M, N = rng.choice((17, 33, 40, 70, 130)), rng.choice((65, 200, 136, 264, 321))
         dtype, zero = rng.choice(tuple(TOLERANCE)), rng.choice(("float", "none", "int"))
         yield Case(i, BITS[i // 2 % len(BITS)], dtype, group, zero, M, N, K, rng.choice((1, 2, 132)), rng.random() < 0.3)
+    for i, c in enumerate(tile_wgmma.CONFIGS):
+        if c["SPLIT"] == tile_wgmma.SHARED_OUT or c["PAIR"] > 1:
+            M, N, K, sms = rng.choice(((70, 321, 1024, 5), (130, 264, 2048, 7), (33, 65, 2048, 7)))
+            bits = rng.choice(BITS)
+            yield Case(i, bits, rng.choice(tuple(TOLERANCE)), rng.choice((32, 128)), "float", M, N, K, sms, i % 2 == 0)
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +103,9 @@ def check(case):
     bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
     p, spec, config = pack(q, "tile"), registry.kernels()["cuda/tile_wgmma"], tile_wgmma.CONFIGS[case.config]
     call = dataclasses.replace(Call.of(x, p), device="cuda")
-    if config not in spec.legal_configs(call):
-        pytest.skip(f"{config} does not take this")
+    with mock.patch.object(tile_wgmma, "multiprocessors", return_value=case.sms):
+        if config not in spec.legal_configs(call):
+            pytest.skip(f"{config} does not take this")
     found = []
     for order in (1, -1):
         with (
@@ -121,11 +128,18 @@ def test_right_numbers(case):
     ("good", "bad"),
     [
         ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
-        ("full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN)", "full + 8 * i, 1), barrier_init(empty + 8 * i, 1)"),
+        ("barrier_init(empty + 8 * i, 4 * WN * PAIR)", "barrier_init(empty + 8 * i, 1)"),
         ("m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
         ("c * STEP + p * 64, m0,", "c * STEP, m0,"),
+        ("other < team; other++", "other + 1 < team; other++"),
     ],
-    ids=["registers overwritten under a product", "stage handed back early", "last column unwritten", "x of another panel"],
+    ids=[
+        "registers overwritten under a product",
+        "stage handed back early",
+        "last column unwritten",
+        "x of another panel",
+        "a block's share of a sum left out",
+    ],
 )
 def test_the_emulator_notices(good, bad, monkeypatch):
     """Defects put into the source fail, as an error text or as a wrong number."""
@@ -134,6 +148,7 @@ def test_the_emulator_notices(good, bad, monkeypatch):
     (Path(simt._folder().name) / "tile_wgmma_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
     monkeypatch.setattr(tile_wgmma, "Kernel", lambda file, *rest, **more: simt.Kernel("tile_wgmma_bad.cu", *rest, **more))
     monkeypatch.setattr(simt.Kernel, "made", {})
-    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["NB"] == 256)
+    split = tile_wgmma.SHARED_OUT if "other" in good else 1
+    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["NB"] == 256 and c["SPLIT"] == split)
     with pytest.raises(AssertionError):
-        check(Case(config, 4, torch.float16, 128, "float", 40, 201, 4096, 1, False))
+        check(Case(config, 4, torch.float16, 128, "float", 40, 201, 4096, 3 if split != 1 else 1, False))
