@@ -15,11 +15,12 @@ def times(table: Callable[..., str]) -> str:
         report = json.loads(path.read_text())
         told.append(f"{report['date']}, torch {report['versions']['torch']}")
         for r in report["rows"]:
-            layer = sum(r["layer_seconds"]) / r["layers"]
+            on_cpu = r["peak_gpu_bytes"] is None  # shared with others when this was measured: its own seconds count
+            layer = (r["cpu_seconds"] if on_cpu else sum(r["layer_seconds"])) / r["layers"]
             held = r["peak_gpu_bytes"] or r["peak_rss_bytes"]
             lines.append(
                 (r["device"], r["method"], f"{r['bits']}-bit g{r['group']}", f"{r['calib_tokens']:,}", r["layers"],
-                 f"{layer:.1f}", f"{layer * LAYERS:,.0f}", f"{r['seconds_per_billion']:,.0f}", f"{held / 1e9:.1f}")
+                 f"{layer:.1f}", f"{layer * LAYERS:,.0f}", f"{layer * r['layers'] / r['params'] * 1e9:,.0f}", f"{held / 1e9:.1f}")
             )  # fmt: skip
     columns = (
         "device", "method", "", ">tokens", ">layers run", ">s a layer", f">s for {LAYERS} layers", ">s per billion", ">peak GB",

@@ -5,6 +5,7 @@ measured behind the stages before it. The experts of a mixture come one by one, 
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,22 @@ class Layer:
         """Have the module hold a set of weights."""
         for path, values in weights.items():
             self.module.get_parameter(path).data = values
+
+    @contextmanager
+    def one_window(self, batch: int) -> Iterator[None]:
+        """Inside, the layer runs on one window, where its other arguments are made for `batch` of them."""
+        whole = self.others
+
+        def first(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(first(v) for v in value)
+            return value[:1] if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch else value
+
+        self.others = first(whole[0]), {k: first(v) for k, v in whole[1].items()}
+        try:
+            yield
+        finally:
+            self.others = whole
 
     def advance(self, original: Hidden, behind: Hidden) -> None:
         """Replace both streams by the layer's outputs."""
