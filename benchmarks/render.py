@@ -128,6 +128,7 @@ def calibrated() -> str:
     report, free = read("accuracy/calibrated.json"), read("accuracy/data_free.json")
     rows = [r for r in report["rows"] if r["calib"] == "bundled"]
     parts = [_measured(report), f"Calibration text: bundled, at most {max(r['calib_tokens'] for r in rows):,} tokens.\n"]
+    parts.append(calibrate_page.against(rows, "gptq", "gptqmodel") + "\n")
     methods = sorted({(r["method"], r["stored"]) for r in rows}, key=lambda m: (m[0] != "gptq", m))
     for dense in (r for r in free["rows"] if "bits" not in r):
         for name, floor in dense["ppl"].items():
