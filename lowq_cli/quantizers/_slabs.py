@@ -16,8 +16,8 @@ Solution = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 Solve = Callable[[torch.Tensor, Scheme, torch.dtype | None], Solution]
 
 # Weights per slab. On the CPU a slab and its temporaries should stay in cache; on a GPU launches should be few: 1e9 weights by
-# lsq take 0.87 s of an H100 in slabs of 2^22, 0.42 of 2^24, 0.34 of 2^26 (twice the memory).
-SLAB = {"cpu": 1 << 18, "cuda": 1 << 24}
+# lsq take 0.87 s of an H100 in slabs of 2^22, 0.42 of 2^24, 0.36 of 2^25 (1.1 GB), 0.34 of 2^26 (1.8 GB).
+SLAB = {"cpu": 1 << 18, "cuda": 1 << 25}
 MAX_ZERO = 1024.0  # |zero| bound: a step of max|w|/1024 is finer than bf16, and zeros and scales stay far from fp16's ends
 
 
