@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 
 MAX_WORKERS = 4  # on the CPU; each holds a slab of weights
-# Workers of one GPU: while it computes for one, others read, sum and write. H100, 3.6 GB in memory: rtn 1.58 s with 1, 0.72 with
-# 4, 0.66 with 8; lsq 2.33, 1.09, 0.96; each holds 0.3 to 0.7 GB of the GPU.
+# Workers of one GPU: while it computes for one, others read, sum and write. H100, 3.6 GB in memory: rtn 1.58 s with 1, 0.72
+# with 4, 0.66 with 8; lsq 2.33, 1.09, 0.96; each holds 0.3 to 0.7 GB of the GPU.
 GPU_WORKERS = 4
 AHEAD = 16  # items given out before the result of the first is taken, per worker: results are small, items of all sizes
 Item = TypeVar("Item")
