@@ -7,6 +7,7 @@ triton_vs_gemlite.json (triton_vs_gemlite.py), bench.json (`lowq bench --json`).
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,15 @@ def gemlite_table(rows: list[dict[str, Any]]) -> str:
 
 
 def runs(rows: list[dict[str, Any]]) -> str:
-    """How the cells came about, and which are missing, counted."""
-    first, shapes = sum(r.get("run") == "first" for r in rows), {(r["N"], r["K"]) for r in rows}
-    schemes, batches = {(r["bits"], r["group"]) for r in rows}, {r["M"] for r in rows}
+    """Which run the cells are from, and how many are missing, counted."""
+    shapes, schemes, batches = {(r["N"], r["K"]) for r in rows}, {(r["bits"], r["group"]) for r in rows}, {r["M"] for r in rows}
     wanted = sum(n * m <= CELL for n, _ in shapes for m in batches) * len(schemes)
-    return (
-        f"Of {wanted} cells of these\nshapes {len(rows)} are measured: device time ended there, before 57344x8192. "
-        f"{first} of them are of an earlier run,\nin which GemLite timed its whole default list and we all our configs; "
-        "in the others ours were at most eight that had\nwon in that run, so a cell below 1 says that none of those fits."
-    )
+    by_run = Counter(r.get("run", "an earlier day") for r in rows)
+    missing = f" ({wanted - len(rows)} are not: device time ended)" if wanted > len(rows) else ""
+    if len(by_run) == 1:
+        return f"{len(rows)} cells are measured{missing}, all in one run ({next(iter(by_run))} UTC)."
+    parts = ", ".join(f"{n} on {run}" for run, n in sorted(by_run.items()))
+    return f"{len(rows)} cells are measured{missing}: {parts} (UTC); the time of a cell's run is in the result file."
 
 
 def large_ratios(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], dict[tuple[int, int], float]]:
@@ -216,7 +217,7 @@ Same GPU, same protocol ({versus["date"]}): our microseconds, in brackets GemLit
 {s["cells"]} cells {s["geomean_speedup_over_gemlite"]}x; the least is {s["slowest_against_gemlite"]}x, cells below 1: {behind}.
 GemLite runs the config of its own H100 table where that has the shape, else the best of nine that its autotuner times: the
 most frequent winners of that table and some of its default list (`benchmarks/triton_vs_gemlite.py`). Every output of both is
-checked against fp32. {runs(versus["rows"])}
+checked against fp32, and each side's times and cuBLAS's are of one run. {runs(versus["rows"])}
 
 From M = 1024 the family takes {large[0]} to {large[1]} times as long as cuBLAS in fp16, the median {middle}:
 
