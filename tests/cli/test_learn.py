@@ -81,8 +81,7 @@ def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, te
 
 def test_nothing_is_taken_that_is_no_better(family_checkpoints, text, tmp_path, monkeypatch):
     dense = family_checkpoints("llama", schemes={}).dense
-    monkeypatch.setattr(learn, "RATE", 3.0)
-    monkeypatch.setattr(learn, "CODE_RATE", {2: 3.0})
+    monkeypatch.setattr(learn, "RATES", {2: (3.0, 3.0)})
     for method in ("gptq", "learn"):
         list(pipeline.run(dense, make_recipe(bits=2, group=16, method=method, calib=text), tmp_path / method))
     first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("*.safetensors")} for n in ("gptq", "learn"))
