@@ -8,9 +8,8 @@
 // Warps   two consumer warpgroups own MH x 64 rows of A each and never meet: while one scales, the other one's products run. A
 //         producer thread feeds a ring of STAGES stages, 128 k each, by TMA (128-byte swizzle). LIGHT: two blocks fit an SM, so
 //         that the next kernel's weights are on their way while this one's last sums are written.
-// Grid    persistent, bands of BAND tiles of B. PAIR: two blocks of a cluster take neighbouring tiles of A and the same of B, half of
-//         which each loads for both. SPLIT (with SWAP): blocks of a cluster split K, partial sums meet in rank order. WK = 2
-//         (with SWAP): both warpgroups own the same 64 rows and take chunks of k in turn.
+// Grid    persistent, bands of BAND tiles of B. SPLIT (with SWAP): blocks of a cluster split K, partial sums meet in rank order.
+//         WK = 2 (with SWAP): both warpgroups own the same 64 rows and take chunks of k in turn.
 // Limits  WK = 2: STAGES even, so that a stage always goes to the same warpgroup. One that skips a phase of a full barrier takes the
 //         phase before it for its own, and reads a stage that is not there yet when loads arrive out of order (a busy GPU).
 // Edges   TMA reads zeros outside; stores are masked. K a multiple of 16.
@@ -32,7 +31,7 @@ __device__ __forceinline__ float2 read_float2(u32 shared) {
     return v;
 }
 
-template <bool SWAP, int T, int A_SCALE, int B_SCALE, int MH, int NB, int STAGES, bool PAIR, int SPLIT, int WK, bool LIGHT, int BAND>
+template <bool SWAP, int T, int A_SCALE, int B_SCALE, int MH, int NB, int STAGES, int SPLIT, int WK, bool LIGHT, int BAND>
 __global__ void __launch_bounds__(LIGHT ? 288 : 384, LIGHT ? 2 : 1)
 fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap groups_map,
          const float* __restrict__ a_scales, const float* __restrict__ b_scales, const u16* __restrict__ bias, u16* __restrict__ y,
@@ -44,7 +43,6 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     constexpr u32 A_BYTES = ROWS * 128, B_BYTES = NB * 128;
     constexpr int GROUPS = A_SCALE == GROUP ? ROWS : B_SCALE == GROUP ? NB : 0;
     constexpr u32 G_BYTES = GROUPS * 4, G_STEP = (G_BYTES + 127) / 128 * 128;
-    constexpr int CLUSTER = PAIR ? 2 : SPLIT;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
 
@@ -55,22 +53,20 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     auto b_stage = [&](int s) { return base + STAGES * A_BYTES + s * B_BYTES; };
     auto g_stage = [&](int s) { return base + STAGES * (A_BYTES + B_BYTES) + s * G_STEP; };
 
-    const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0, team = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
+    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
     const int share = (chunks + SPLIT - 1) / SPLIT, begin = SPLIT > 1 ? smaller(rank * share, chunks) : 0, part = smaller(share, chunks - begin);
-    constexpr int A_STEP = PAIR ? 2 * ROWS : ROWS;
-    const int a_tiles = (A + A_STEP - 1) / A_STEP, b_tiles = (B + NB - 1) / NB, all = a_tiles * b_tiles;
+    const int a_tiles = (A + ROWS - 1) / ROWS, b_tiles = (B + NB - 1) / NB, all = a_tiles * b_tiles;
     auto place = [&](int tile, int& a0, int& b0) {  // bands of BAND tiles of B; within one, B fastest, then A
         const int band = tile / (BAND * a_tiles), first = band * BAND, width = smaller(BAND, b_tiles - first);
         const int in_band = tile - band * BAND * a_tiles;
-        b0 = (first + in_band % width) * NB, a0 = in_band / width * A_STEP + (PAIR ? rank * ROWS : 0);
+        b0 = (first + in_band % width) * NB, a0 = in_band / width * ROWS;
     };
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, PAIR ? 16 : 8 / WK);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8 / WK);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
-    if constexpr (PAIR) cluster_sync();
-    else __syncthreads();
+    __syncthreads();
 
     if (g == 2) {  // ----------------------------------------------------------------------------------- producer
         if constexpr (!LIGHT) registers_down<40>();
@@ -80,10 +76,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 tensor_load(a_stage(s), &a_map, c * 128, a0, full + 8 * s);
             };
             auto load_b = [&](int s, int c, int a0, int b0) {
-                if constexpr (PAIR) {
-                    const int half = rank * (NB / 2);
-                    tensor_load_shared(b_stage(s) + half * 128, &b_map, c * 128, b0 + half, full + 8 * s, 3);
-                } else tensor_load(b_stage(s), &b_map, c * 128, b0, full + 8 * s);
+                tensor_load(b_stage(s), &b_map, c * 128, b0, full + 8 * s);
                 if constexpr (GROUPS > 0) tensor_load(g_stage(s), &groups_map, A_SCALE == GROUP ? a0 : b0, c, full + 8 * s);
             };
             int s = 0, round = 0, early = 0;
@@ -108,8 +101,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
         __syncwarp();
-        if constexpr (SPLIT > 1) cluster_sync();
-        if constexpr (CLUSTER > 1) cluster_sync();
+        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
         return;
     }
 
@@ -121,9 +113,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     const int first_row = WK == 2 ? 0 : g * MH * 64, k_group = WK == 2 ? g : 0;  // of this warpgroup
 
     auto release = [&](int stage) {
-        if constexpr (PAIR) {
-            if (lane < 2) barrier_arrive_remote(in_block(empty + 8 * stage, lane));
-        } else if (lane == 0) barrier_arrive(empty + 8 * stage);
+        if (lane == 0) barrier_arrive(empty + 8 * stage);
     };
 
     for (int tile = team, before = k_group; tile < all; tile += teams, before += part) {
@@ -148,7 +138,13 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 
         for (int c = k_group; c < part; c += WK) {
             barrier_wait(full + 8 * s, round & 1);
-            float factor = 1.f;
+            float factor = 1.f, rows[MH][2];
+            if constexpr (A_SCALE == GROUP) {  // before the product: shared memory is slow behind one
+#pragma unroll
+                for (int h = 0; h < MH; h++)
+#pragma unroll
+                    for (int o = 0; o < 2; o++) rows[h][o] = read_float(g_stage(s) + (first_row + h * 64 + warp * 16 + r + 8 * o) * 4);
+            }
 #pragma unroll
             for (int h = 0; h < MH; h++) {
                 const u64 a_tile = swizzled_tile(a_stage(s) + (first_row + h * 64) * 128), b_tile = swizzled_tile(b_stage(s));
@@ -162,22 +158,18 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     factor = a_ahead * b_ahead;
                     look_ahead(c + WK);
                 }
-                float rows[2];
                 float2 columns[B_SCALE == GROUP ? NB / 8 : 1];
                 auto read_columns = [&](int i) {
                     const float2 f = read_float2(g_stage(s) + (i * 8 + (lane & 3) * 2) * 4);
                     columns[i] = make_float2(f.x * factor, f.y * factor);
                 };
-                if constexpr (A_SCALE == GROUP) {
-#pragma unroll
-                    for (int o = 0; o < 2; o++)
-                        rows[o] = factor * read_float(g_stage(s) + (first_row + h * 64 + warp * 16 + r + 8 * o) * 4);
-                }
                 if constexpr (B_SCALE == GROUP && !LIGHT) {
 #pragma unroll
                     for (int i = 0; i < NB / 8; i++) read_columns(i);
                 }
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                float scaled[2];
+                if constexpr (A_SCALE == GROUP) scaled[0] = factor * rows[h][0], scaled[1] = factor * rows[h][1];
 #pragma unroll
                 for (int i = 0; i < NB / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
                 if (h + 1 == MH && !LIGHT) release(s);
@@ -185,7 +177,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int i = 0; i < NB / 2; i++) {
                     if (B_SCALE == GROUP && LIGHT && i % 4 == 0) read_columns(i / 4);  // few registers: one at a time
                     float f = factor;
-                    if constexpr (A_SCALE == GROUP) f = rows[(i >> 1) & 1];
+                    if constexpr (A_SCALE == GROUP) f = scaled[(i >> 1) & 1];
                     if constexpr (B_SCALE == GROUP) f = i & 1 ? columns[i >> 2].y : columns[i >> 2].x;
                     acc[h][i] += f * part_sums[i];
                 }
@@ -303,5 +295,4 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
     }
-    if constexpr (PAIR) cluster_sync();  // the other block may still tell our barriers that a stage is free
 }

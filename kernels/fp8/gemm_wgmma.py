@@ -1,7 +1,7 @@
 """cuda/fp8_gemm: products of e4m3 matrices with scales on Hopper's tensor cores. fp8_gemm.cu describes the kernel.
 
 A config: SWAP, W's rows are the tensor core's 64 rows (small M) or its columns; MH, halves of 64 rows that a warpgroup owns;
-NB, columns of a tile; PAIR, two blocks share a tile of the second operand; SPLIT, blocks of a cluster that split K; WK, 2 where
+NB, columns of a tile; SPLIT, blocks of a cluster that split K; WK, 2 where
 the two warpgroups own the same rows and take chunks of k in turn; LIGHT, two blocks fit an SM; BAND, columns of the second
 operand whose tiles run side by side.
 """
@@ -24,20 +24,19 @@ PARAMETERS = (TensorMap,) * 3 + (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 9
 SHARED = 226 << 10
 LIGHT_SHARED = 112 << 10  # two blocks an SM
 MAX_STAGES = 24
-NAMES = ("SWAP", "MH", "NB", "PAIR", "SPLIT", "WK", "LIGHT", "BAND")
+NAMES = ("SWAP", "MH", "NB", "SPLIT", "WK", "LIGHT", "BAND")
 
 
 def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
     return tuple(dict(zip(NAMES, row, strict=True)) for row in rows)
 
 
-LARGE = _configs(
-    (0, 2, 128, 1, 1, 1, 0, 2048), (0, 1, 128, 1, 1, 1, 0, 2048), (0, 2, 128, 0, 1, 1, 0, 2048), (0, 2, 128, 0, 1, 1, 0, 4096),
-    (0, 1, 128, 0, 1, 1, 0, 2048), (0, 1, 64, 1, 1, 1, 0, 2048), (0, 1, 64, 0, 1, 1, 0, 2048),
-)  # fmt: skip
+LARGE = _configs((0, 2, 128, 1, 1, 0, 2048), (0, 1, 128, 1, 1, 0, 2048), (0, 1, 64, 1, 1, 0, 2048))
+# what a column of a tile takes, by (MH, NB), relative to the first
+LARGE_COST = {(2, 128): 1.0, (1, 128): 1.2, (1, 64): 1.65}
 SMALL = _configs(
     *(
-        (1, 1, nb, 0, split, wk, light, 2048)
+        (1, 1, nb, split, wk, light, 2048)
         for nb in (8, 16, 32, 64)
         for split, wk, light in ((1, 2, 0), (2, 2, 0), (4, 2, 0), (1, 2, 1), (4, 1, 1), (1, 1, 0))
     )
@@ -70,8 +69,7 @@ def expression(config: Config, T: int, modes: tuple[int, int]) -> str:
     stages, flags = plan(config, modes)[0], ("false", "true")
     return (
         f"fp8_gemm<{flags[config['SWAP']]}, {T}, {modes[0]}, {modes[1]}, {config['MH']}, {config['NB']}, {stages}, "
-        f"{flags[config['PAIR']]}, {config['SPLIT']}, {config['WK']}, {flags[config['LIGHT']]}, "
-        f"{config['BAND'] // config['NB']}>"
+        f"{config['SPLIT']}, {config['WK']}, {flags[config['LIGHT']]}, {config['BAND'] // config['NB']}>"
     )
 
 
@@ -101,15 +99,11 @@ def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
         nb = max(8, 1 << (M - 1).bit_length())
         tiles = math.ceil(N / 64)
         split = max(k for k in (1, 2, 4) if k == 1 or (tiles * k <= sms and k <= K // CHUNK))
-        return dict(zip(NAMES, (1, 1, nb, 0, split, 2, int(tiles > sms), 2048), strict=True))
+        return dict(zip(NAMES, (1, 1, nb, split, 2, int(tiles > sms), 2048), strict=True))
 
     def cost(c: Config) -> float:
-        rows, teams = 128 * c["MH"] * (2 if c["PAIR"] else 1), sms // (2 if c["PAIR"] else 1)
-        rounds = math.ceil(math.ceil(M / rows) * math.ceil(N / c["NB"]) / teams)
-        # from M = 4096 on: wide bands where x has groups, else pairs of blocks
-        best = (0, 2048) if M < 4096 else (0, 4096) if mode_of(x) == GROUP else (1, 2048)
-        other = 1.0 if (c["PAIR"], c["BAND"]) == best else 1.03
-        return rounds * c["MH"] * c["NB"] * {(2, 128): 1.0, (1, 128): 1.15, (1, 64): 1.5}[c["MH"], c["NB"]] * other
+        rounds = math.ceil(math.ceil(M / (128 * c["MH"])) * math.ceil(N / c["NB"]) / sms)
+        return rounds * c["MH"] * c["NB"] * LARGE_COST[c["MH"], c["NB"]]
 
     return min((c for c in LARGE if refuse(x, w, c) is None), key=cost)
 
@@ -118,10 +112,9 @@ def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
 def _prepared(config: tuple[int, ...], T: int, modes: tuple[int, int], device: int) -> tuple[Kernel, int]:
     named: Config = dict(zip(NAMES, config, strict=True))
     smem = plan(named, modes)[1]
-    cluster = 2 if named["PAIR"] else named["SPLIT"]
     instance = expression(named, T, modes)
     return Kernel(
-        "fp8_gemm.cu", instance, device, 288 if named["LIGHT"] else 384, PARAMETERS, smem, cluster, serialize=True
+        "fp8_gemm.cu", instance, device, 288 if named["LIGHT"] else 384, PARAMETERS, smem, named["SPLIT"], serialize=True
     ), smem
 
 
@@ -150,18 +143,16 @@ def fp8_gemm(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch
     a, b = (w, x) if config["SWAP"] else (x, w)
     modes = (mode_of(a), mode_of(b))
     kernel, smem = _prepared(tuple(config[n] for n in NAMES), TYPES[dtype], modes, x.q.device.index)
-    rows, nb, pair, split = 128 * config["MH"] // config["WK"], config["NB"], config["PAIR"], config["SPLIT"]
+    rows, nb, split = 128 * config["MH"] // config["WK"], config["NB"], config["SPLIT"]
     a_map = tensor_map(a.q.data_ptr(), 1, K, a.q.shape[0], K, (CHUNK, rows), True)
-    b_map = tensor_map(b.q.data_ptr(), 1, K, b.q.shape[0], K, (CHUNK, nb // 2 if pair else nb), True)
+    b_map = tensor_map(b.q.data_ptr(), 1, K, b.q.shape[0], K, (CHUNK, nb), True)
     groups_map = a_map
     if GROUP in modes:
         by_k, wide = _groups(x), nb if modes[1] == GROUP else rows
         groups_map = tensor_map(by_k.data_ptr(), 4, by_k.shape[1], by_k.shape[0], by_k.stride(0) * 4, (wide, 1), False)
-    step = rows * (2 if pair else 1)
-    tiles = math.ceil(a.q.shape[0] / step) * math.ceil(b.q.shape[0] / nb)
-    cluster = 2 if pair else split
-    slots = multiprocessors(x.q.device.index) * (2 if config["LIGHT"] else 1) // cluster
-    blocks = tiles * split if split > 1 else min(tiles, slots) * cluster
+    tiles = math.ceil(a.q.shape[0] / rows) * math.ceil(b.q.shape[0] / nb)
+    slots = multiprocessors(x.q.device.index) * (2 if config["LIGHT"] else 1)
+    blocks = tiles * split if split > 1 else min(tiles, slots)
     kernel(
         blocks, 1, smem, a_map, b_map, groups_map, a.scales.data_ptr(), b.scales.data_ptr(),
         0 if bias is None else bias.data_ptr(), y.data_ptr(), a.q.shape[0], b.q.shape[0], math.ceil(K / CHUNK),
