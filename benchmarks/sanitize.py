@@ -21,12 +21,15 @@ from pathlib import Path
 import torch
 
 from lowq_kernels import registry
+from lowq_kernels.activations import rounded
+from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.registry import Call, Config, KernelSpec
 from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 
 TOOLS = ("memcheck", "racecheck")
 SHAPES = ((72, 1152, 48), (33, 400, 400), (200, 1024, 128))  # N, K, group: tails of rows, chunks and groups
+MORE = {"cuda/tile_wgmma": ((1032, 2048, 128),)}  # steps of tiles shared out among all blocks
 ROWS = (1, 3, 16, 18, 33, 70)
 CONFIGS = {"cuda": 4, "triton": 1}  # of each case; a Triton config takes seconds to compile
 LIMIT = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -53,7 +56,7 @@ def on_gpu(p: PackedWeight) -> PackedWeight:
 def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.Tensor, list[Config]]]:
     """(x, packed weight, truth, configs) of what to launch."""
     share = 0
-    for i, (bits, (N, K, group)) in enumerate(product(spec.bits, SHAPES)):
+    for i, (bits, (N, K, group)) in enumerate(product(spec.bits, SHAPES + MORE.get(spec.name, ()))):
         dtype, zero = spec.dtypes[i % min(2, len(spec.dtypes))], ("float", "none")[i % 2]
         for layout in (n for n in spec.layouts if n in LAYOUTS):
             q = weight(N, K, bits, group, zero, dtype)
@@ -62,7 +65,7 @@ def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.
             p = on_gpu(pack(q, layout))
             for M in ROWS[i % 2 :: 2]:
                 x = torch.randn(M, K, generator=torch.Generator().manual_seed(M)).to(dtype)
-                call = Call.of(x.cuda(), p)
+                call = Call.of(x.cuda(), p, spec.acts[0])
                 if spec.why_not(call):
                     continue
                 legal = spec.legal_configs(call)
@@ -71,7 +74,7 @@ def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.
                 yield (
                     x,
                     p,
-                    x.float() @ q.dequantize().t(),
+                    rounded(x.float(), spec.acts[0]) @ q.dequantize().t(),
                     [legal[(share + j * 7) % len(legal)] for j in range(min(few, len(legal)))],
                 )
 
@@ -86,6 +89,15 @@ def child(name: str) -> None:
             assert error < LIMIT[x.dtype], (name, p.scheme, tuple(x.shape), p.N, config, error)
             launches += 1
     print(f"launches {launches}", flush=True)
+
+
+def work(spec: KernelSpec) -> list[Work]:
+    """What the cases of a kernel compile: done before, side by side, for compilers crawl under a tool."""
+    return [
+        Work.of(spec.name, config, p.scheme, p.layout, x.dtype, x.shape[0], p.N, p.K)
+        for x, p, _, configs in cases(spec)
+        for config in configs
+    ]
 
 
 def run(name: str, tool: str, timeout: float) -> dict:
@@ -122,6 +134,7 @@ def main() -> None:
         if n.startswith(("cuda/", "triton/")) and args.only in n and "cuda" in s.devices
     ]
     rows: list[dict] = []
+    compile_all([w for n in names for w in work(registry.kernels()[n])], workers=args.jobs)
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda nt: run(*nt, args.timeout), [(n, t) for t in args.tools.split(",") for n in names]):
             rows.append(row)

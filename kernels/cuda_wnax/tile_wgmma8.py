@@ -105,7 +105,9 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
         return y
     scales, zeros, bias = companions(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
-    rows, kernel, smem = _prepared(bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config.values()), device.index)
+    rows, kernel, smem = _prepared(
+        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in CONFIGS[0]), device.index
+    )
     x = x if x.data_ptr() % 16 == 0 else x.clone()
     steps, span = math.ceil(K / STEP), sum_span(group)
     x8 = torch.empty(M, steps * STEP, dtype=torch.uint8, device=device)
