@@ -1,4 +1,4 @@
-"""docs/img/accuracy.svg: perplexity against bits per weight, from benchmarks/results/accuracy/data_free.json."""
+"""docs/img/accuracy.svg: perplexity against bits per weight, from benchmarks/results/accuracy/{data_free,calibrated}.json."""
 
 import json
 from pathlib import Path
@@ -7,23 +7,28 @@ import matplotlib
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
-STYLES = {"hqq package": "s--", "rtn": "^:", "hqq": "d-.", "lsq": "o-"}
+RESULTS = ROOT / "benchmarks" / "results" / "accuracy"
+FREE = {"hqq package": "s--", "rtn": "^:", "hqq": "d-.", "lsq": "o-"}
+CALIBRATED = {"gptqmodel": "x--", "awq": "v:", "gptq": "o-", "learn": "*-"}
 
 
 def main() -> None:
-    """One panel per model, WikiText-2, fp32 companions; every width but 1 bit at groups 128, 64, 32."""
-    report = json.loads((ROOT / "benchmarks" / "results" / "accuracy" / "data_free.json").read_text())
-    dense = {r["model"]: r["ppl"]["wikitext2_test"] for r in report["rows"] if r["method"] == "fp32"}
+    """One panel per model, WikiText-2; every width but 1 bit at groups 128, 64, 32."""
+    free, calibrated = (json.loads((RESULTS / f"{n}.json").read_text())["rows"] for n in ("data_free", "calibrated"))
+    dense = {r["model"]: r["ppl"]["wikitext2_test"] for r in free if r["method"] == "fp32"}
+    series = {m: [r for r in free if r["method"] == m and r["stored"] == "float32"] for m in FREE}
+    series |= {m: [r for r in calibrated if r["method"] == m and r["calib"] == "bundled"] for m in CALIBRATED}
     matplotlib.rcParams["svg.hashsalt"] = "lowq"  # the same file from the same numbers
-    figure = Figure(figsize=(5.2 * len(dense), 4))
+    figure = Figure(figsize=(5.2 * len(dense), 4.4))
     panels = figure.subplots(1, len(dense), squeeze=False)
     for axis, (model, floor) in zip(panels[0], dense.items(), strict=True):
-        for method, style in STYLES.items():
-            rows = [r for r in report["rows"] if r["model"] == model and r["method"] == method and r["stored"] == "float32"]
-            points = sorted((r["bpw"], r["ppl"]["wikitext2_test"]) for r in rows if r["bits"] > 1)
-            if not points:
+        for method, style in (FREE | CALIBRATED).items():
+            rows = [r for r in series[method] if r["model"] == model and r["bits"] > 1]
+            if not rows:
                 continue
-            axis.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1, label=method)
+            points = sorted((r["bpw"], r["ppl"]["wikitext2_test"]) for r in rows)
+            told = f"{method}, calibrated" if method in CALIBRATED else method
+            axis.plot(*zip(*points, strict=True), style, markersize=4, linewidth=1, label=told)
         axis.axhline(floor, color="grey", linewidth=0.8, label="unquantized")
         axis.set(title=f"{model}, WikiText-2 test", xlabel="bits per weight (16-bit scales and zeros)", yscale="log")
         axis.set_xscale("log", base=2)

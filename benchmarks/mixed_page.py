@@ -20,6 +20,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "accuracy"
 TEXTS = ("wikitext2_test", "mix_valid_sample")
 MEASURES = (*TEXTS, "kl")
 WHAT = {"all": "all weights, the embedding (which is the head) too", "linears": "linears alone"}
+TICKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1)
 Point = tuple[float, float]
 
 
@@ -145,10 +146,15 @@ def main() -> None:
                 if uniform:
                     axis.plot(*zip(*uniform, strict=True), "s", color=colour, markersize=4, fillstyle="none",
                               label=f"{name}, uniform")  # fmt: skip
-                    axis.plot(*zip(*hull(uniform), strict=True), "--", color=colour, linewidth=0.8)
+                    line = hull(uniform)  # straight in these units, so a curve on an axis of logarithms
+                    first, last = line[0][0], line[-1][0]
+                    curve = [(x, at(line, x)) for i in range(201) for x in [min(first + (last - first) * i / 200, last)]]
+                    axis.plot(*zip(*curve, strict=True), "--", color=colour, linewidth=0.8)
                 points = [(r["bpw"], r["told"][measure]) for r in found.rows]
                 axis.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, linewidth=1, label=f"{name}, --bpw")
             axis.set(yscale="log", xlabel="bits per weight")
+            axis.set_yticks(TICKS, [f"{t:g}" for t in TICKS])
+            axis.minorticks_off()
             axis.grid(alpha=0.2)
         axes[0][column].set_title(f"{panel[0]}, {panel[1]}")
     axes[0][0].set_ylabel("ln(perplexity / unquantized), WikiText-2")

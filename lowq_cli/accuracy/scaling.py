@@ -46,7 +46,7 @@ def scale(
     """
     done = Scaled()
     exact: dict[str, bool] = {}
-    window = behind[0][:1]  # proves as much as a batch of 8, which took a CPU a fifth of a layer's time (1B shape, 316 -> 250 s)
+    window = behind[0][:1]  # proves as much as 8, which took a CPU a fifth of a layer's time (1B shape, 316 -> 250 s)
     with layer.one_window(len(behind[0])):
         folds, done.missing = find(layer.module, layer.spots, lambda: layer.run(window, layer.original))
         for fold in folds:
