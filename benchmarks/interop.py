@@ -2,8 +2,9 @@
 
     python benchmarks/interop.py --model MODELS/base --text DATA/wikitext2_test.txt [--tokens 32768]
 
-The model is quantized, exported, and opened with transformers + compressed-tensors, llama.cpp (llama-cpp-python), MLX and hqq
-(extra `interop`; a tool that is not installed is left out). Perplexities are over windows of 512 tokens; ours is computed in
+The model is quantized, exported, and opened with transformers + compressed-tensors, llama.cpp (llama-cpp-python), MLX, mlx-lm,
+hqq, GPTQModel, AutoAWQ, humming-kernels and gguf (a tool that is not installed is left out; interop_judges.py has those that
+look at matrices). Perplexities are over windows of 512 tokens; ours is computed in
 fp32 with the same weights. llama.cpp rounds activations to 8 bits, so it cannot agree to the last digit.
 """
 
@@ -14,9 +15,11 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import interop_judges
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +30,10 @@ from lowq_cli.interop.exporter import export, read_matrix
 from lowq_cli.interop.foreign import fetcher, open_foreign
 
 OUT = Path(__file__).parent / "results" / "accuracy" / "interop.json"
-PACKAGES = ("lowq", "torch", "transformers", "compressed-tensors", "llama-cpp-python", "gguf", "mlx", "hqq")
+PACKAGES = (
+    "lowq", "torch", "transformers", "compressed-tensors", "llama-cpp-python", "gguf", "mlx", "mlx-lm", "hqq", "gptqmodel",
+    "autoawq", "humming-kernels",
+)  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -75,7 +81,7 @@ def llama_cpp_rows(model: Path, ids: torch.Tensor, work: Path) -> Iterator[Row]:
         lowq.quantize(model, out=folder, bits=bits, group=group, zero=zero)
         export(folder, "gguf", out, rounding=zero == "float")
         theirs = llama_cpp.Llama(str(out), n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False)
-        nll = predicted = 0
+        nll, predicted = 0.0, 0
         for part in windows(ids, WINDOW):
             theirs.reset()
             theirs.eval(part.tolist())
@@ -134,6 +140,7 @@ def hqq_rows(model: Path, work: Path) -> Iterator[Row]:
                 same = torch.equal(codes.reshape(q.shape), q.W_q) and torch.equal(
                     layer.meta["scale"].reshape(q.scales.shape), q.scales
                 )
+                assert q.zeros is not None
                 equal += same and torch.equal(layer.meta["zero"].reshape(q.scales.shape), q.zeros)
         yield {"format": "hqq", "reader": "hqq", "bits": bits, "group": 64, "matrices": len(found.schemes), "equal": equal}
 
@@ -144,32 +151,46 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--only", help="judges to ask (modules, comma between); the others' rows in the file stay")
     args = parser.parse_args()
     rows: list[Row] = []
+    asked: set[str] = set()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         _, tokenizer = lowq.load(args.model, device="cpu")
         ids = tokenize(tokenizer, args.text.read_text(encoding="utf-8"))[: args.tokens]
         judges = {
-            "compressed_tensors": lambda: transformers_rows(args.model, ids, work),
-            "llama_cpp": lambda: llama_cpp_rows(args.model, ids, work),
+            "gptqmodel": lambda: interop_judges.gptqmodel_rows(args.model, work),
+            "awq": lambda: interop_judges.awq_rows(args.model, work),
+            "humming": lambda: interop_judges.humming_rows(args.model, work),
+            "gguf": lambda: interop_judges.gguf_rows(args.model, work),
             "mlx": lambda: mlx_rows(args.model, work),
+            "mlx_lm": lambda: interop_judges.mlx_lm_rows(work),
             "hqq": lambda: hqq_rows(args.model, work),
+            "compressed_tensors": lambda: chain(
+                interop_judges.compressed_tensors_rows(args.model, work), transformers_rows(args.model, ids, work)
+            ),
+            "llama_cpp": lambda: llama_cpp_rows(args.model, ids, work),
         }
         for module, judge in judges.items():
+            if args.only and module not in args.only.split(","):
+                continue
             if not installed(module):
                 print(f"{module} is not installed: left out")
                 continue
             for row in judge():
                 print(json.dumps(row), flush=True)
-                rows.append(row)
-    versions = {}
+                rows.append({"judge": module, **row})
+            asked.add(module)
+    versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     facts = {"date": datetime.date.today().isoformat(), "model": args.model.name, "text": args.text.name, "versions": versions}
+    if args.only and OUT.exists():
+        rows = [r for r in json.loads(OUT.read_text())["rows"] if r.get("judge") not in asked] + rows
     OUT.parent.mkdir(parents=True, exist_ok=True)
     OUT.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 

@@ -10,33 +10,49 @@ Markdown = Callable[[Any, Any], str]
 
 
 def judged(markdown: Markdown) -> str:
-    """Each export beside the tool that read it."""
+    """Each export beside the tool that read it; widths of which every matrix was looked at share a line."""
     report = json.loads((RESULTS / "accuracy" / "interop.json").read_text())
-    lines = []
+    lines, counted = [], dict[tuple[str, ...], list[dict[str, Any]]]()
     for r in report["rows"]:
-        scheme = f"{r['bits']}-bit g{r['group']}" + (f", {r['zero']} zero" if "zero" in r else "")
+        zero = f", {r['zero']} zero" if "zero" in r else ""
+        scheme = f"{r['bits']}-bit g{r['group']}{zero}"
         if "matrices" in r:
-            found, ours = f"{r['equal']} of {r['matrices']} matrices equal, every weight", ""
+            counted.setdefault((r["format"], r["reader"], f"g{r['group']}{zero}"), []).append(r)
+        elif "family" in r:
+            close = f"logits differ by {r['largest_logit_difference']:.1g} of {r['largest_logit']:.2f} at most"
+            lines.append((r["format"], r["reader"], scheme, f"{r['family']}, tiny and random: {close}", ""))
         else:
             close = r.get("largest_logit_difference")
             told = f"logits differ by {close:.1g} at most" if close is not None else f"{r['difference_pct']:+.3f}%"
-            found, ours = f"perplexity {r['ppl']:.3f} ({told})", f"{r['our_ppl']:.3f}"
-        lines.append((r["format"] + (f" {r['type']}" if "type" in r else ""), r["reader"], scheme, found, ours))
+            name = r["format"] + (f" {r['type']}" if "type" in r else "")
+            lines.append((name, r["reader"], scheme, f"perplexity {r['ppl']:.3f} ({told})", f"{r['our_ppl']:.3f}"))
+    for (name, reader, scheme), rows in counted.items():
+        equal, all_of = sum(r["equal"] for r in rows), sum(r["matrices"] for r in rows)
+        what = "have the shapes and dtypes it expects" if "schema" in reader else "equal, every weight"
+        widths = ", ".join(str(r["bits"]) for r in rows)
+        lines.append((name, reader, f"{widths}-bit {scheme}", f"{equal} of {all_of} matrices {what}", ""))
     versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if v)
-    told = f"Model `{report['model']}`, {report['text']}; {report['date']}, on a CPU ({versions}).\n\n"
+    tokens = max(r.get("tokens", 0) for r in report["rows"])
+    told = f"Model `{report['model']}`, {report['text']}, {tokens:,} tokens; {report['date']}, on a CPU ({versions}).\n\n"
     return told + markdown(("export", "read by", "scheme", "found", ">ours"), lines)
 
 
 def two_gpus(markdown: Markdown) -> str:
     """Quantizing and decoding on two GPUs beside one."""
     report = json.loads((RESULTS / "h200x2" / "two_gpus.json").read_text())
-    lines = []
+    lines: list[tuple[object, ...]] = []
+    alone = 0.0
     for r in report["rows"]:
+        layers = r.get("layers", report["layers"])
         if r["what"] == "quantize":
-            count = len(r["devices"].split(","))
-            lines.append((f"quantize, {r['method']}", count, f"{r['seconds']:.1f} s for {r['GB']:.1f} GB", ""))
+            count, rate = len(r["devices"].split(",")), r["GB"] / r["seconds"]
+            alone = r["seconds"] if count == 1 else alone
+            told = f"{r['seconds']:.1f} s for {r['GB']:.1f} GB, {rate:.1f} GB/s"
+            lines.append(
+                (f"quantize, {r['method']}, {layers} layers", count, told, f"{alone / r['seconds']:.2f}x" * (count > 1))
+            )
         elif r["what"] == "files":
-            lines[-1] = (*lines[-1][:3], "the same bytes" if r["equal"] else "NOT the same bytes")
+            lines[-1] = (*lines[-1][:3], f"{lines[-1][3]}, {'the same' if r['equal'] else 'NOT the same'} bytes")
         elif r["what"] == "generate":
             n, speed = r["processes"], f"{r['decode_tps']:.0f} tokens/s ({r['decoder']} decoder), {r['memory_GB']:.2f} GB each"
             lines.append((f"decode, {r['model']}", n, speed, ""))
@@ -45,6 +61,6 @@ def two_gpus(markdown: Markdown) -> str:
             text = f"{same} of {len(r['tokens'])} texts of {r['tokens'][0]} tokens the same; logits within "
             lines[-1] = (*lines[-1][:3], f"{text}{r['largest_logit_difference']:.2g} of {r['largest_logit']:.1f}")
     shape, versions = report["shape"], ", ".join(f"{k} {v}" for k, v in report["versions"].items())
-    told = f"{report['layers']} layers of {shape['hidden_size']} x {shape['intermediate_size']}, random weights; "
+    told = f"Layers of {shape['hidden_size']} x {shape['intermediate_size']}, random weights, files in memory; "
     told += f"{report['date']}, {report.get('gpu', 'CPU')} ({versions}).\n\n"
     return told + markdown(("what", ">GPUs", "measured", "compared"), lines)

@@ -1,6 +1,7 @@
 """Two GPUs beside one: quantizing, and decoding by tensor parallelism. benchmarks/results/h200x2/two_gpus.json.
 
     python benchmarks/two_gpus.py --models MODELS --work /dev/shm/x [--devices cuda:0,cuda:1] [--layers 16] [--out FILE]
+    python benchmarks/two_gpus.py --take FILE    # rows measured elsewhere into the results; other kinds of row stay
 
 Quantizing: a random model of Qwen2.5-32B's shape (as many layers as asked), made on the spot, by each method on the first
 device and on both; the files must be equal byte for byte. Decoding: that model and a trained one, one process and one process
@@ -170,19 +171,34 @@ def worker(folder: str, out: str, dtype: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+def take(measured: Path, out: Path) -> None:
+    """Put the rows of a file into `out`, in place of those of the same kind."""
+    old, new = json.loads(out.read_text()), json.loads(measured.read_text())
+    for report in (old, new):
+        facts = {"layers": report["layers"], "date": report["date"]}
+        report["rows"] = [facts | row for row in report["rows"]]
+    quantized, decoded = (any(row["what"] == what for row in new["rows"]) for what in ("quantize", "generate"))
+    again = {"quantize": quantized, "files": quantized, "generate": decoded, "same": decoded}
+    kept = [row for row in old["rows"] if not again[row["what"]]]
+    out.write_text(json.dumps({**new, "rows": new["rows"] + kept}, indent=1) + "\n")
+
+
 def main() -> None:
     """Make, quantize, generate, write."""
     if sys.argv[1:2] == ["--worker"]:
         return worker(*sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, required=True, help="folder that holds `base`")
-    parser.add_argument("--work", type=Path, required=True, help="an empty folder in memory, for twice the model")
+    parser.add_argument("--take", type=Path)
+    parser.add_argument("--models", type=Path, help="folder that holds `base`")
+    parser.add_argument("--work", type=Path, help="an empty folder in memory, for twice the model")
     parser.add_argument("--devices", default="cuda:0,cuda:1")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--methods", default="rtn,lsq,hqq")
     parser.add_argument("--generate", default="base", help="models to decode with: base, big, both as base,big, or none")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
+    if args.take:
+        return take(args.take, args.out)
     on_cpu = args.devices.startswith("cpu")
     processes, first = len(args.devices.split(",")), torch.device(args.devices.split(",")[0])
     dtype = "float32" if on_cpu else "float16"
