@@ -9,10 +9,12 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from lowq_cli.files.source import INDEX, Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.run import transform
 from lowq_cli.run.budget import Budget, make_budget, peak_rss
-from lowq_cli.run.plan import Item, Plan, default_out, index_json, output_config
+from lowq_cli.run.plan import Item, Plan, Shard, default_out, index_json, output_config
 from lowq_cli.run.planner import SHARD_SIZE, make_plan
 from lowq_cli.run.recipe import Recipe, make_recipe
 from lowq_cli.run.workers import in_order, spread, worker_devices
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from lowq_cli.accuracy.mixed import Mixed
 
 WORST = 5
+FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # that workers write into
+LARGE = 1 << 28  # weights of an item that one worker is long at, of those that are begun first
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class Finished:
 
 
 LayerDone = calibrate.LayerDone
+Task = tuple[Shard, Item, bool]  # an item, the file it goes into, and whether an earlier run did it
 Outcome = tuple[float | None, list[int]]  # relative error, CRC-32 of each tensor written
 Event = Planned | LayerDone | TensorDone | ShardDone | Finished
 
@@ -230,16 +235,19 @@ def _write(
 ) -> Generator[Event, None, Result]:
     """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
     done = params = resumed = 0
+    files: dict[str, ShardFile] = {}  # name of a shard -> its file, opened when its first item is drawn
+    left = {s.name: len(s.items) for s in plan.shards}
+    unfinished = deque(enumerate(plan.shards, 1))
 
-    def tasks(files: ExitStack) -> Iterator[tuple[Item, ShardFile, bool]]:
-        """Every item, its file (opened when its first item is drawn), and whether an earlier run did it."""
-        for shard in plan.shards:
-            file = files.enter_context(ShardFile(output, shard))
-            for item in shard.items:
-                yield item, file, item.name in output.finished
+    def tasks(stack: ExitStack) -> Iterator[Task]:
+        for shard, item in in_turn(plan.shards, FILES_AT_ONCE[devices[0].type] if len(devices) > 1 else 1):
+            if shard.name not in files:
+                files[shard.name] = stack.enter_context(ShardFile(output, shard))
+            yield shard, item, item.name in output.finished
 
-    def work(task: tuple[Item, ShardFile, bool], device: torch.device) -> tuple[ShardFile, Outcome | None, float]:
-        item, file, before = task
+    def work(task: Task, device: torch.device) -> tuple[Task, Outcome | None, float]:
+        shard, item, before = task
+        file = files[shard.name]
         began = time.monotonic()
         if before:
             outcome: Outcome | None = None
@@ -249,28 +257,29 @@ def _write(
             quantizer = calibration.quantizer(item) if calibration else None
             factors = calibration.factors(item) if calibration else (None, None)
             outcome = transform.quantize(item, source, file, device, quantizer, factors)
-        return file, outcome, time.monotonic() - began
+        return task, outcome, time.monotonic() - began
 
     # Workers go on into the next files while one is finished; they stop before the files are closed.
-    with ExitStack() as files, in_order(tasks(files), spread(work, devices), len(devices)) as outcomes:
-        for number, shard in enumerate(plan.shards, 1):
-            for item in shard.items:
-                file, outcome, seconds = next(outcomes)
-                scheme = str(item.scheme) if item.scheme else None
-                if outcome:
-                    output.record(item, *outcome)
-                    error = outcome[0]
-                    told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
-                    output.log(f"{item.name}: {scheme or 'kept'}{told}")
-                else:
-                    resumed += 1
-                error = output.finished[item.name]["rel_error"]
-                done, params = done + 1, params + item.params
-                progress = done, len(plan.items), params, plan.params
-                yield TensorDone(item.name, item.kind, scheme, error, seconds, item.nbytes, *progress, outcome is None)
-            if not file.complete:
-                file.finish()
-            yield ShardDone(shard.name, shard.size, number, len(plan.shards))
+    with ExitStack() as stack, in_order(tasks(stack), spread(work, devices), len(devices)) as outcomes:
+        for (shard, item, _), outcome, seconds in outcomes:
+            scheme = str(item.scheme) if item.scheme else None
+            if outcome:
+                output.record(item, *outcome)
+                error = outcome[0]
+                told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
+                output.log(f"{item.name}: {scheme or 'kept'}{told}")
+            else:
+                resumed += 1
+            error = output.finished[item.name]["rel_error"]
+            done, params = done + 1, params + item.params
+            progress = done, len(plan.items), params, plan.params
+            yield TensorDone(item.name, item.kind, scheme, error, seconds, item.nbytes, *progress, outcome is None)
+            left[shard.name] -= 1
+            while unfinished and not left[unfinished[0][1].name]:
+                number, whole = unfinished.popleft()
+                if not files[whole.name].complete:
+                    files[whole.name].finish()
+                yield ShardDone(whole.name, whole.size, number, len(plan.shards))
     if index := index_json(plan):
         output.replace(INDEX, _json(index))
     for path in source.companions():
@@ -283,6 +292,18 @@ def _write(
     result = _result(plan, output, report, time.monotonic() - start, resumed)
     output.log(f"finished: {result.bytes} bytes, {result.bpw:.3f} bits per weight, {result.seconds:.1f} s")
     return result
+
+
+def in_turn(shards: Sequence[Shard], together: int) -> Iterator[tuple[Shard, Item]]:
+    """Every item once; of several files `together` by turns, and the largest items before all, since one worker is long at it.
+
+    Writes into one file wait for each other: the 1.1 GB of a 3.6 GB model take one worker 0.24 s, eight 0.67 s together.
+    """
+    if together > 1:
+        yield from ((s, i) for s in shards for i in s.items if i.params > LARGE)
+    for some in (shards[n : n + together] for n in range(0, len(shards), together)):
+        for row in zip_longest(*([(s, i) for i in s.items if together == 1 or i.params <= LARGE] for s in some)):
+            yield from filter(None, row)
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ import torch
 
 from lowq_cli.devices import pick_devices
 from lowq_cli.run import pipeline, transform
+from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import UnsupportedError, UsageError
 
 RECIPE = {"bits": 4, "group": 32, "method": "rtn", "shard_size": 1 << 20}
@@ -55,6 +56,36 @@ def test_the_same_bytes_and_as_many_tensors_at_once_as_devices(tmp_path, monkeyp
     assert not result["already_done"]
     assert files(tmp_path / "three") == files(tmp_path / "one")
     assert pipeline.quantize("demo", tmp_path / "three", device="cpu", **RECIPE)["already_done"], "one run, whatever the number"
+
+
+def test_several_files_at_once_hold_the_same_bytes_and_are_finished_in_order(tmp_path, monkeypatch):
+    pipeline.quantize("demo", tmp_path / "one", device="cpu", **RECIPE)
+    monkeypatch.setitem(pipeline.FILES_AT_ONCE, "cpu", 3)
+    monkeypatch.setattr(pipeline, "LARGE", 1 << 20)  # the embedding
+    recipe = make_recipe(bits=4, group=32, method="rtn")
+    planned, *events = pipeline.run("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20)
+    done = [e for e in events if isinstance(e, pipeline.TensorDone)]
+    shards = {i.name: s.name for s in planned.plan.shards for i in s.items}
+    assert done[0].name == "model.embed_tokens.weight"
+    assert len({shards[e.name] for e in done[1:3]}) == 2, "by turns, but for the file of the embedding alone"
+    assert sorted(e.name for e in done) == sorted(i.name for i in planned.plan.items)
+    assert [e.name for e in events if isinstance(e, pipeline.ShardDone)] == [s.name for s in planned.plan.shards]
+    assert files(tmp_path / "three") == files(tmp_path / "one")
+
+
+@pytest.mark.parametrize("stop", [5, 20, 50])
+def test_several_files_at_once_are_continued(tmp_path, monkeypatch, stop):
+    pipeline.quantize("demo", tmp_path / "one", device="cpu", **RECIPE)
+    monkeypatch.setitem(pipeline.FILES_AT_ONCE, "cpu", 3)
+    recipe = make_recipe(bits=4, group=32, method="rtn")
+    events = pipeline.run("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20)
+    for _ in itertools.islice(events, stop):
+        pass
+    events.close()
+    monkeypatch.setitem(pipeline.FILES_AT_ONCE, "cpu", 1)
+    resumed = list(pipeline.run("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20))
+    assert any(e.resumed for e in resumed if isinstance(e, pipeline.TensorDone))
+    assert files(tmp_path / "three") == files(tmp_path / "one")
 
 
 def test_what_goes_one_tensor_after_another_wants_one_device(tmp_path):
