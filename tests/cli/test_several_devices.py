@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lowq_cli.devices import pick_devices
-from lowq_cli.run import pipeline, transform
+from lowq_cli.quantizers import _slabs
+from lowq_cli.run import budget, pipeline, transform, workers
 from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -27,6 +28,19 @@ def test_names_of_devices():
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="0 CUDA"):
             pick_devices("cuda:0,cuda:1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["rtn", "lsq", "hqq"])
+def test_the_number_of_workers_of_a_gpu_changes_no_byte(method, tmp_path, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setitem(_slabs.SLAB, "cuda", 1 << 15)  # several slabs a tensor
+    monkeypatch.setitem(budget.SLAB, "cuda", 1 << 16)
+    for count in (1, 4, 7):
+        monkeypatch.setattr(workers, "GPU_WORKERS", count)
+        pipeline.quantize("demo", tmp_path / str(count), device="cuda", **RECIPE | {"method": method})
+    assert files(tmp_path / "1") == files(tmp_path / "4") == files(tmp_path / "7")
 
 
 @pytest.mark.gpu
