@@ -13,7 +13,8 @@
 template <bool INT8>
 __device__ __forceinline__ float quantized(float x, u32& byte) {  // the rounded value, and its bits
     if constexpr (INT8) {
-        const float v = x + 12582912.f;  // 1.5 * 2^23: no room for a fraction, and the low byte is the number's
+        // 1.5 * 2^23: no room for a fraction, and the low byte is the number's. x comes by __fmul_rn: one fma would round once
+        const float v = x + 12582912.f;
         byte = __float_as_uint(v) & 255u;
         return v - 12582912.f;
     } else {
@@ -76,7 +77,7 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const float2 f = to_floats<T>(v[i]);
-            const float a = quantized<INT8>(f.x * inverse, byte) * scale, b = quantized<INT8>(f.y * inverse, byte) * scale;
+            const float a = quantized<INT8>(__fmul_rn(f.x, inverse), byte) * scale, b = quantized<INT8>(__fmul_rn(f.y, inverse), byte) * scale;
             v[i] = from_floats<T>(a, b);
         }
         if (K % 8 == 0) *(uint4*)(to + k) = make_uint4(v[0], v[1], v[2], v[3]);
@@ -115,10 +116,10 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
         for (int quad = 0; quad < 4; quad++) {
             const float2 a = to_floats<T>(v[0][quad]), b = to_floats<T>(v[1][quad]);
             u32 bytes[4];
-            sum += quantized<INT8>(a.x * inverse, bytes[0]);
-            sum += quantized<INT8>(b.x * inverse, bytes[1]);
-            sum += quantized<INT8>(a.y * inverse, bytes[2]);
-            sum += quantized<INT8>(b.y * inverse, bytes[3]);
+            sum += quantized<INT8>(__fmul_rn(a.x, inverse), bytes[0]);
+            sum += quantized<INT8>(__fmul_rn(b.x, inverse), bytes[1]);
+            sum += quantized<INT8>(__fmul_rn(a.y, inverse), bytes[2]);
+            sum += quantized<INT8>(__fmul_rn(b.y, inverse), bytes[3]);
             out[quad] = bytes[0] | bytes[1] << 8 | bytes[2] << 16 | bytes[3] << 24;
         }
 #pragma unroll

@@ -128,13 +128,19 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 
         const float* a_block = A_SCALE == BLOCK ? a_scales + (size_t)(smaller(a_first, A - 1) >> a_shift) * a_stride : nullptr;
         const float* b_block = B_SCALE == BLOCK ? b_scales + (size_t)(b0 >> b_shift) * b_stride : nullptr;
-        float a_ahead = 1.f, b_ahead = 1.f;  // of the next chunk: two loads that nobody waits for
+        float a_ahead = 1.f, b_ahead = 1.f;  // of the next chunk (FAR: the one after it): two loads that nobody waits for
+        // FAR, and the pointers kept in registers: 1% faster with groups of x, 2% slower without
+        constexpr bool FAR = A_SCALE == GROUP && B_SCALE == BLOCK;
+        if constexpr (FAR) asm volatile("" : "+l"(b_block));
         auto look_ahead = [&](int c) {
-            if (c >= part) return;
+            if (!FAR && c >= part) return;
+            if constexpr (FAR) c = smaller(c, part - 1);
             if constexpr (A_SCALE == BLOCK) a_ahead = __ldg(a_block + ((begin + c) >> a_k_shift));
             if constexpr (B_SCALE == BLOCK) b_ahead = __ldg(b_block + ((begin + c) >> b_k_shift));
         };
         look_ahead(k_group);
+        float b_next = b_ahead;
+        if constexpr (FAR) look_ahead(k_group + WK);
 
         for (int c = k_group; c < part; c += WK) {
             barrier_wait(full + 8 * s, round & 1);
@@ -155,8 +161,9 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int k = 0; k < 4; k++) WgmmaFp8<NB>::run(part_sums, a_tile + 2 * k, b_tile + 2 * k, k > 0);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 if (h == 0) {  // scales are read while the tensor cores work
-                    factor = a_ahead * b_ahead;
-                    look_ahead(c + WK);
+                    factor = a_ahead * (FAR ? b_next : b_ahead);
+                    b_next = b_ahead;
+                    look_ahead(c + (FAR ? 2 : 1) * WK);
                 }
                 float2 columns[B_SCALE == GROUP ? NB / 8 : 1];
                 auto read_columns = [&](int i) {

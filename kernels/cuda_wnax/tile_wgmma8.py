@@ -23,8 +23,11 @@ CONFIGS: tuple[Config, ...] = tuple(
     for mh, nb, splits in ((2, 128, (1, 2)), (1, 128, (1, 2)), (2, 64, (1, 2)), (1, 64, (1, 2, 4)))
     for k in splits
 )
-# us that a tile's step of 128 k takes by (MH, NB), on an H100 at 1.7 GHz (fp8, 4 bits, groups of 128)
-STEP_US = {(2, 128): 0.94, (1, 128): 0.55, (2, 64): 0.63, (1, 64): 0.39}
+# us that a tile's step of 128 k takes by (MH, NB), on an H100 (4 bits, groups of 128)
+STEP_US = {
+    "fp8": {(2, 128): 0.94, (1, 128): 0.55, (2, 64): 0.63, (1, 64): 0.39},
+    "int8": {(2, 128): 1.20, (1, 128): 0.62, (2, 64): 0.70, (1, 64): 0.42},
+}
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5
 ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
 STEP = 128  # k of a stage
@@ -78,8 +81,8 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     def cost(c: Config) -> float:
         tiles = math.ceil(call.N / (128 * c["MH"])) * math.ceil(call.M / c["NB"])
         at_once = max(1, CLUSTERS[c["SPLIT"]] * multiprocessors() // 132)
-        tile = math.ceil(math.ceil(call.K / STEP) / c["SPLIT"]) * STEP_US[c["MH"], c["NB"]] + 1.5
-        return math.ceil(tiles / at_once) * tile + 2.0 * (c["SPLIT"] > 1)
+        tile = math.ceil(math.ceil(call.K / STEP) / c["SPLIT"]) * STEP_US[call.act][c["MH"], c["NB"]] + 1.5
+        return math.ceil(tiles / at_once) * tile + (2 + c["MH"] * c["NB"] / 32) * (c["SPLIT"] > 1)
 
     return min(legal, key=cost)
 

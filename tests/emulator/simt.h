@@ -669,4 +669,5 @@ inline unsigned __float_as_uint(float f) {
 }
 template <class V>
 inline V __ldg(const V* at) { return *at; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
