@@ -206,7 +206,7 @@ def codes_rows(cells: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> l
                 legal = spec8.legal_configs(call)
                 for c in legal:
                     row["error"][act] = check(f"{act} {c}", spec8.launch(x, copies[0], None, c), ref)
-                    times[json.dumps(c)] = graph_time([partial(spec8.launch, x, p, None, c) for p in copies], 5)
+                    times[json.dumps(c)] = graph_time([partial(spec8.launch, x, p, None, c) for p in copies], 3)
                 row[act] = times[json.dumps(spec8.default_config(call, legal))]
                 row["config"][act] = min(times, key=lambda c: times[c])
                 row[f"{act}_best"] = times[row["config"][act]]
