@@ -162,7 +162,6 @@ def run(
     budgeted = recipe.bpw is not None or recipe.size is not None
     with open_decoded(model, headers_only=dry_run and not budgeted) as raw:
         source = rotated(raw) if recipe.rotate else raw
-        source.pinned = on.type == "cuda"
         folder = default_out(source, recipe) if out is None else Path(out)
         found = None
         if budgeted:
@@ -170,7 +169,9 @@ def run(
 
             recipe, found = mixed.resolve(source, recipe, folder, on)
         plan = make_plan(source, recipe, shard_size)
-        lanes = worker_devices(devices, _independent(source, plan))
+        independent = _independent(source, plan)
+        lanes = worker_devices(devices, independent)
+        source.pinned = independent and on.type == "cuda"  # slabs: a calibration reads whole tensors, too much to pin
         if len(lanes) < len(devices):
             raise UsageError(
                 f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
