@@ -65,11 +65,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SEARCHED: dict[registry.Call, tuple[str, registry.Config]] = {}  # what --search found: asked before every other table
 Run = tuple[str, str, list[int]]  # model, variant, batches
-RUNS = (
-    "8b=4h8,2h8@1,4,8,16,32,64",
+RUNS = (  # the heads of 4, 3 and 2 bits that `lowq quantize` gives, and others beside them
+    "8b=4h8,2h4@1,4,8,16,32,64",
     "8b=16@1,8,64",
-    "8b=4,2,8,3h8,2h4,4g64h8,8g64,3g64h8,2g64h8",
-    "1b=16,4,2",
+    "8b=8,4,3h8,2h8,2,8g64,4g64h8,3g64h8,2g64h4",
+    "1b=16,8,4,2",
     "30b-a3b=4h8@1,4,8",
     "70b=4h8",
     "8b=transformers-static,transformers,transformers-compile",

@@ -215,12 +215,17 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 __syncwarp();  // everyone has read this slot
                 if (now + UNROLL * WARPS < steps) load_weights(u, now + UNROLL * WARPS), load_x(u, now + UNROLL * WARPS);
                 copy_commit();
+                if ((FOLD & NORMED) && now == warp) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
             }
         }
     }
 
     // ---------------------------------------------------------------------------------------- sum over the warps
-    if (FOLD & NORMED) factors<WARPS>(factor, squares, folded, first, m0, rows, K);
+    if ((FOLD & NORMED) && warp >= steps) {
+        copy_wait<0>();
+        __syncwarp();
+        factors<WARPS>(factor, squares, folded, first, m0, rows, K);
+    }
     __syncthreads();
     float* sums_at = (float*)shared;
 #pragma unroll

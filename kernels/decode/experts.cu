@@ -1,9 +1,7 @@
 // Mixture layers while decoding: only the chosen experts' packed weights are read (layout `tile`); their ids stay on the device.
 //
 //   UP    h[s, i] = act(gate_i . x) * (up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
-//         factor[token] multiplies gate and up, where x is a residual stream that is still to be normed (fold.cuh)
 //   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
-//         DOWN_ADDED adds that to the residual stream and gives what the next product takes (fold.cuh, ADDED)
 //
 // Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
 // Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
@@ -16,18 +14,17 @@
 // Source  own
 #include "fold.cuh"
 
-enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2, DOWN_ADDED = 3 };
+enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2 };
 
 template <int BITS, int T, int GROUP, bool ZEROS, int MODE>
-__global__ void __launch_bounds__(MODE <= UP_GELU_TANH ? 256 : 512, MODE <= UP_GELU_TANH && BITS > 1 ? 3 - BITS % 2 : 1)
+__global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, MODE == DOWN || BITS == 1 ? 1 : 3 - BITS % 2)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const long long* ids,
-        const float* weights, const float* factor, const u16* x, u16* y, int width, int K, int chunks, int groups, int tiles,
-        int top_k, int KS, const Folded folded) {
+        const float* weights, const u16* x, u16* y, int width, int K, int chunks, int groups, int tiles, int top_k, int KS) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
     constexpr int AHEAD = BITS == 4 ? 8 : 4;
-    constexpr bool UP = MODE <= UP_GELU_TANH;
+    constexpr bool UP = MODE != DOWN;
     extern __shared__ float4 shared[];  // x of each warp's part of K
     __shared__ float sums_at[16 * 16];
     __shared__ u32 mask[C::PLACES];
@@ -68,8 +65,6 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     };
     load(begin);
     if (!UP) previous_grid_wait();
-    const Early first = early<MODE == DOWN_ADDED ? ADDED : 0, 16, 1>(folded, 0, blockIdx.y, 1, blockIdx.x * 16, width, K);
-    const float gain = UP && factor ? load_float(factor + slot / top_k) : 1.f;
     for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256) {  // x of these chunks; past K: zeros
         const int k = begin * L::CHUNK + i;
         *(uint4*)(mine + 2 * i) = k < K ? *(const uint4*)(x_from + k) : make_uint4(0, 0, 0, 0);
@@ -106,16 +101,18 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     }
     if (lane % 4 == 0) sums_at[warp * 16 + r] = acc0, sums_at[warp * 16 + r + 8] = acc1;
     __syncthreads();
-    if (threadIdx.x >= 32) return;
-    auto product = [&](int sub, int i) {
+    const int i = threadIdx.x, n = blockIdx.x * 16 + i;
+    if (i >= 16 || n >= width) return;
+    auto product = [&](int sub) {
         float v = 0.f;
         for (int k = 0; k < KS; k++) v += sums_at[(sub * KS + k) * 16 + i];
         return v;
     };
-    store<MODE == DOWN_ADDED ? ADDED : 0, T, 16>(folded, first, y, blockIdx.y, 1, blockIdx.x * 16, width, 32, [&](int, int i) {
-        if (UP) return activation(MODE == UP_SILU, gain * product(0, i)) * (gain * product(1, i));
-        float v = 0.f;
-        for (int k = 0; k < top_k; k++) v += weights[blockIdx.y * top_k + k] * product(k, i);
-        return v;
-    });
+    float v = 0.f;
+    if constexpr (UP) {
+        v = activation(MODE == UP_SILU, product(0)) * product(1);
+    } else {
+        for (int k = 0; k < top_k; k++) v += weights[blockIdx.y * top_k + k] * product(k);
+    }
+    y[(size_t)blockIdx.y * width + n] = (u16)from_floats<T>(v, 0.f);
 }

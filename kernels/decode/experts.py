@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.cuda_wnax.driver import UNFOLDED, Folded, Kernel
+from lowq_kernels.cuda_wnax.driver import Kernel
 from lowq_kernels.cuda_wnax.tile_operands import TYPES, shared_memory_limit
 from lowq_kernels.decode import launch
 from lowq_kernels.registry import capability
@@ -18,9 +18,9 @@ from lowq_kernels.stack import Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
 
-PARAMETERS = (*(ctypes.c_void_p,) * 8, *(ctypes.c_int32,) * 7, Folded)
+PARAMETERS = (*(ctypes.c_void_p,) * 7, *(ctypes.c_int32,) * 7)
 ACTS = {"silu": 0, "gelu_tanh": 1}
-DOWN, DOWN_ADDED = 2, 3
+DOWN = 2
 MOST_WARPS, UP_WARPS = 16, 8  # of a block of DOWN, of UP
 UP_PRODUCTS = 2  # gate and up
 AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # chunks a warp of experts.cu asks for at once
@@ -73,21 +73,13 @@ def _kernel(instance: str, device: int, threads: int, serialize: bool) -> Kernel
 
 
 def _launch(
-    x: torch.Tensor,
-    s: Stack,
-    ids: torch.Tensor,
-    weights: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    y: torch.Tensor,
-    mode: int,
-    top_k: int,
-    folded: bytes = UNFOLDED,
+    x: torch.Tensor, s: Stack, ids: torch.Tensor, weights: torch.Tensor | None, y: torch.Tensor, mode: int, top_k: int
 ) -> None:
     assert s.scheme is not None
     assert s.scales is not None
     scales, zeros = (None if t is None else t if t.dtype == x.dtype else t.to(x.dtype) for t in (s.scales, s.zeros))
     assert scales is not None
-    bits, down_of = s.scheme.bits, None if mode < DOWN else top_k
+    bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
     n = parts(s.K, bits, down_of)
     instance = expression(s.scheme, s.K, TYPES[x.dtype], zeros is not None, mode)
     serialize = launch.enabled and capability(x.device) >= (9, 0)
@@ -100,7 +92,6 @@ def _launch(
         0 if zeros is None else zeros.data_ptr(),
         ids.data_ptr(),
         0 if weights is None else weights.data_ptr(),
-        0 if factor is None else factor.data_ptr(),
         x.data_ptr(),
         y.data_ptr(),
         y.shape[1],
@@ -110,32 +101,19 @@ def _launch(
         s.words.shape[1],
         top_k,
         n,
-        folded,
     )
 
 
-def experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: Stack,
-    down: Stack,
-    act: str,
-    factor: torch.Tensor | None = None,
-    added: bytes | None = None,
-) -> torch.Tensor:
+def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
 
-    Args:
-        act: "silu" or "gelu_tanh". fp32 inside; h = act(gate) * up and y are rounded to x's dtype.
-        factor: (M,) fp32 that multiplies gate x and up x.
-        added: fold.cuh's Folded for ADDED: the sum is added to a residual stream, and the next stream returned.
+    act: "silu" or "gelu_tanh". fp32 inside; h = act(gate) * up and y are rounded to x's dtype. `why_not` says what it takes.
     """
     M, top_k = ids.shape
     ids, weights, x = ids.contiguous(), weights.float().contiguous(), x.contiguous()
     h = torch.empty(M * top_k, gate_up.N // 2, dtype=x.dtype, device=x.device)
     y = torch.empty(M, down.N, dtype=x.dtype, device=x.device)
     if M:
-        _launch(x, gate_up, ids, None, factor, h, ACTS[act], top_k)
-        _launch(h, down, ids, weights, None, y, DOWN if added is None else DOWN_ADDED, top_k, added or UNFOLDED)
+        _launch(x, gate_up, ids, None, h, ACTS[act], top_k)
+        _launch(h, down, ids, weights, y, DOWN, top_k)
     return y

@@ -1,14 +1,13 @@
 """The row-wise work of a decode step inside its products: residual add, RMSNorm and act(gate) * up (fold.cuh).
 
-By cuda/tile_mma, and for a mixture's layer by the router and the experts' kernel.
+By cuda/tile_mma.
 
     normed   RMSNorm(x) W^T, without a kernel for the norm
     gated    act(gate) * up of the same
+    activated   act(gate) * up of x that is normed already
     added    x += y W^T, and what the next `normed` or `gated` reads
-    mixed    the same for a mixture's whole layer, router and experts
 
-A layer is then five launches instead of eight, a mixture's six. Few rows only: every block of a `normed` product reads all
-sums of squares.
+A layer is then five launches instead of eight. One row only: every block of a `normed` product reads all sums of squares.
 """
 
 import struct
@@ -18,15 +17,13 @@ import torch
 from torch import nn
 
 from lowq_kernels.cuda_wnax import tile_mma
+from lowq_kernels.cuda_wnax.driver import UNFOLDED
 from lowq_kernels.cuda_wnax.tile_mma import ADDED, GATED, NORMED
-from lowq_kernels.decode import experts
-from lowq_kernels.decode.router import launch as route
 from lowq_kernels.linear import QuantLinear
 from lowq_kernels.registry import Call, Config, kernels, select
-from lowq_kernels.stack import Stack
 from lowq_packers.layouts.tile import padded_rows
 
-MOST_ROWS = 1  # from 4 on, a step took 3 to 5% longer folded (8B, 4 bits)
+MOST_ROWS = 1  # 8B on an H100, us a step, folded (not): 4 bits 1787 (1831), 2 bits 1267 (1310); four rows 2011 (1973)
 FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
 SQUARES = 16  # features whose squares are summed together
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
@@ -82,6 +79,11 @@ def gated(layer: QuantLinear, s: Stream, act: str) -> tuple[torch.Tensor, torch.
     return _of_stream(layer, s, NORMED | ACTS[act])
 
 
+def activated(layer: QuantLinear, x: torch.Tensor, act: str) -> torch.Tensor:
+    """act(gate) * up (M, N / 2) of x (M, K), gate and up side by side in the layer."""
+    return _launch(layer, x, ACTS[act], UNFOLDED)
+
+
 def added(
     layer: QuantLinear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
 ) -> Stream:
@@ -92,38 +94,6 @@ def added(
     squares = torch.empty(x.shape[0], layer.out_features // SQUARES, dtype=torch.float32, device=x.device)
     folded = FOLDED.pack(0, scale.data_ptr(), 0, residual.data_ptr(), weight.data_ptr(), squares.data_ptr(), eps)
     return Stream(_launch(layer, x, ADDED, folded), squares, scale, eps)
-
-
-def why_not_mixed(gate_up: Stack, down: Stack, act: str, M: int, dtype: torch.dtype, top_k: int) -> str:
-    """The reason `mixed` cannot take M rows, or ""."""
-    if not enabled:
-        return "switched off"
-    if M > MOST_ROWS:
-        return f"takes up to {MOST_ROWS} rows, not {M}"
-    if gate_up.K % (4 * SQUARES):
-        return f"takes rows of x that are a multiple of {4 * SQUARES}, not {gate_up.K}"
-    return experts.why_not(gate_up, down, top_k, act, dtype, gate_up.words.device)
-
-
-def mixed(
-    gate_up: Stack,
-    down: Stack,
-    act: str,
-    router: tuple[torch.Tensor, int, bool, bool],
-    s: Stream,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-) -> Stream:
-    """residual (M, H) += a mixture's layer of the stream, in place; the stream for the norm of `weight` (H,) and eps.
-
-    router: what `route` takes after x.
-    """
-    factor, inverse, squares = torch.empty_like(s.scale), torch.empty_like(s.scale), torch.empty_like(s.squares)
-    ids, weights = route(s.x, *router, (s.squares, s.scale, factor, inverse), s.eps)
-    folded = FOLDED.pack(0, inverse.data_ptr(), 0, residual.data_ptr(), weight.data_ptr(), squares.data_ptr(), eps)
-    x = experts.experts(s.x, ids, weights, gate_up, down, act, factor, folded)
-    return Stream(x, squares, inverse, eps)
 
 
 def _of_stream(layer: QuantLinear, s: Stream, fold: int) -> tuple[torch.Tensor, torch.Tensor]:

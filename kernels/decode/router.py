@@ -22,7 +22,6 @@ from lowq_kernels.decode.launch import pdl
 
 FEW = 64  # tokens; for more a matrix product is the faster way
 BLOCK_H = 2048
-Stream = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # (M, H / 16) and (M,) read, (M,) and (M,) written
 
 
 @triton.jit
@@ -33,15 +32,8 @@ def _route_kernel(
     count_ptr,
     ids_ptr,
     weights_ptr,
-    squares_ptr,
-    scale_ptr,
-    factor_ptr,
-    inverse_ptr,
     H,
     E,
-    eps,
-    STREAM: tl.constexpr,
-    PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr,
     ROUND: tl.constexpr,
@@ -68,16 +60,7 @@ def _route_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
         ahead = here + BLOCK_H
         w = tl.load(rows + ahead[None, :], mask=(experts < E)[:, None] & (ahead < H)[None, :], other=0.0)
-    logits = tl.sum(acc, 1)
-    if STREAM:  # x is not normed yet: fold.Stream
-        parts = tl.arange(0, PARTS)
-        squares = tl.load(squares_ptr + row * (H // 16) + parts, mask=parts < H // 16, other=0.0)
-        inverse = tl.rsqrt(tl.sum(squares, 0) / H + eps)
-        factor = inverse / tl.load(scale_ptr + row)
-        tl.store(factor_ptr + row, factor)  # by every program the same
-        tl.store(inverse_ptr + row, inverse)
-        logits = logits * factor
-    logits = logits.to(dtype).to(tl.float32)
+    logits = tl.sum(acc, 1).to(dtype).to(tl.float32)
     tl.store(logits_ptr + row * ALL_E + experts, logits, mask=experts < E)
     tl.debug_barrier()  # every thread's logits are written before one of them says so
     if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
@@ -115,22 +98,9 @@ def route(
     x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.route`; x (M, H) and router (E, H) contiguous, of one dtype."""
-    if x.shape[0] > FEW:
-        return reference.route(x, router, top_k, normalise, rounded)
-    return launch(x, router, top_k, normalise, rounded)
-
-
-def launch(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    top_k: int,
-    normalise: bool,
-    rounded: bool,
-    stream: Stream | None = None,
-    eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`route` for few rows. stream: x is to be normed with eps still: (sums of squares, scale, factor, rsqrt), see `fold`."""
     (M, H), E = x.shape, router.shape[0]
+    if M > FEW:
+        return reference.route(x, router, top_k, normalise, rounded)
     ALL_E = triton.next_power_of_2(E)
     logits, count = _scratch(x.device, M, ALL_E)
     ids = torch.empty(M, top_k, dtype=torch.int64, device=x.device)
@@ -143,12 +113,8 @@ def launch(
         count,
         ids,
         weights,
-        *((None,) * 4 if stream is None else stream),
         H,
         E,
-        eps,
-        STREAM=stream is not None,
-        PARTS=triton.next_power_of_2(max(1, H // 16)),
         TOP_K=top_k,
         NORMALISE=normalise,
         ROUND=rounded,

@@ -15,7 +15,6 @@ from torch import nn
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.joined import join
-from lowq_kernels.stack import Stack
 
 MIXTURES = ("mixtral", "qwen3_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES)
@@ -48,11 +47,6 @@ class Mixture:
     top_k: int
     normalise: bool
     rounded: bool
-
-    @property
-    def packed(self) -> tuple[Stack, Stack, str]:
-        """The experts: gate with up, down, and the activation between them."""
-        return self.experts.stack("gate_up_proj"), self.experts.stack("down_proj"), self.experts.act
 
     @property
     def route(self) -> tuple[torch.Tensor, int, bool, bool]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lowq_cli.engine import explain
-from lowq_cli.engine.blocks import Mixture, Mlp
+from lowq_cli.engine.blocks import Mlp
 from lowq_cli.engine.fused import CHUNK, FusedDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.experts import FEW_TOKENS
@@ -79,6 +79,7 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
         work += _folded(decoder, batch)
     if isinstance(first.mlp, Mlp):
         work.append(partial(ops.gated, make(batch, first.mlp.gate_up.out_features), blocks.act))
+        work.append(partial(decoder._mlp, x, first.mlp))
     else:
         work += [partial(decoder._mlp, make(M, x.shape[1]), first.mlp) for M in rows if M <= FEW_TOKENS]
     return work
@@ -91,22 +92,15 @@ def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]
     row = torch.ones(batch, dtype=torch.float32, device=decoder.device)
     for layer in layers:
         mlp: Any = layer.mlp
-        parts: list[tuple[str, Any]] = [("qkv", layer.qkv), ("o", layer.o)]
-        parts += [("gate_up", mlp.gate_up), ("down", mlp.down)] if isinstance(mlp, Mlp) else [("mixture", mlp)]
-        for role, m in parts:
-            mixture = isinstance(m, Mixture)
-            H = layer.before_mlp.weight.shape[0]
-            key = (role, H) if mixture else (role, m.out_features, m.in_features, m.scheme, m.bias is None)
+        for role, m in (("qkv", layer.qkv), ("o", layer.o), ("gate_up", mlp.gate_up), ("down", mlp.down)):
+            key = (role, m.out_features, m.in_features, m.scheme, m.bias is None)
             if key in seen:
                 continue
             seen.add(key)
-            K, norm = H if mixture else m.in_features, layer.before_mlp
-            x, out = make(batch, K), make(batch, H)
-            squares = torch.ones(batch, K // fold.SQUARES, dtype=torch.float32, device=decoder.device)
-            stream = fold.Stream(x, squares, row, 1e-6)
-            if mixture:
-                yield partial(fold.mixed, *m.packed, m.route, stream, out, norm.weight, norm.eps)
-            elif role in ("o", "down"):
-                yield partial(fold.added, m, x, out, norm.weight, norm.eps, row)
-            else:
-                yield partial(fold.gated, m, stream, act) if role == "gate_up" else partial(fold.normed, m, stream)
+            x, norm = make(batch, m.in_features), layer.before_mlp
+            if role in ("o", "down"):
+                yield partial(fold.added, m, x, make(batch, m.out_features), norm.weight, norm.eps, row)
+                continue
+            squares = torch.ones(batch, m.in_features // fold.SQUARES, dtype=torch.float32, device=decoder.device)
+            stream = fold.Stream(x, squares, row, norm.eps)
+            yield partial(fold.gated, m, stream, act) if role == "gate_up" else partial(fold.normed, m, stream)

@@ -99,7 +99,7 @@ def test_families_give_the_tokens_of_transformers(name, monkeypatch):
 class Fold:
     """What `lowq_kernels.decode.fold` does, by plain operations."""
 
-    NORMED, ADDED, SQUARES, ACTS = 1, 2, 16, {"silu": 4}
+    NORMED, ADDED, SQUARES, ACTS = 1, 2, 16, {"silu": 4, "gelu_tanh": 8}
 
     @staticmethod
     def why_not(layer, M, dtype, fold):
@@ -114,6 +114,10 @@ class Fold:
     def normed(layer, s):
         inverse = torch.rsqrt(s.mean + s.eps)
         return layer(s.x * (inverse / s.scale)[:, None]), inverse
+
+    @staticmethod
+    def activated(layer, x, act):
+        return reference.gated(layer(x), act)
 
     @staticmethod
     def gated(layer, s, act):

@@ -95,9 +95,8 @@ def test_packed_models(bits, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 2), ("mixtral", 8), ("mixtral", 3)])
-def test_packed_mixtures(kind, bits, monkeypatch):
+def test_packed_mixtures(kind, bits):
     """The experts' kernel inside recorded steps, for one sequence and for several."""
-    monkeypatch.setattr("lowq_kernels.decode.fold.MOST_ROWS", 8)
     from transformers import AutoConfig, AutoModelForCausalLM
 
     facts = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -128,7 +127,6 @@ def test_packed_mixtures(kind, bits, monkeypatch):
             model.set_submodule(path, experts.prepare())
             assert experts.fused(torch.float16, 2) is not None
     decoder = FusedDecoder(model)
-    assert decoder._folds(3)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
     for prompts in ([5, 6, 7], [[9, 8], [1, 2, 3, 4], [7] * 80]):
         g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)
