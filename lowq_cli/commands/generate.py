@@ -216,7 +216,10 @@ def _show_kernels(model: Any, generation: "Generation") -> None:
     from lowq_cli.engine import explain
 
     decoder = generation.decoder
-    console.say(f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else ""))
+    about = getattr(decoder, "about", lambda batch: "")(len(generation.prompts))
+    console.say(
+        f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else "") + (f"; {about}" if about else "")
+    )
     rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
     columns = ("layers", ">count", ">NxK", "weight", "layout", "kernel", "config", "by")
     cells = [_kernel_row(r) for r in rows]

@@ -151,6 +151,10 @@ class FusedDecoder:
             post = layer.post_mlp
         return o.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps, post)
 
+    def about(self, batch: int) -> str:
+        """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`."""
+        return "norms, residual sums and activations are done by the products" if self._folds(batch) else ""
+
     def _folds(self, M: int) -> bool:
         """Whether products of M rows can do what lies between them, in every layer."""
         fold = self.ops.fold
