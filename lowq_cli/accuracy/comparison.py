@@ -88,5 +88,16 @@ def plot(rows: Sequence[Compared], path: Path) -> None:
     for r in rows:
         axis.annotate(Path(r.model).name, (r.bytes / 1e6, r.ppl), xytext=(4, 4), textcoords="offset points", fontsize=8)
     axis.set(xlabel="size of the weights, MB", ylabel="perplexity", xscale="log", yscale="log")
+    axis.margins(0.15)  # room for the names
+    axis.grid(alpha=0.2, which="both")
+    for ticks, values in ((axis.xaxis, [r.bytes for r in rows]), (axis.yaxis, [r.ppl for r in rows])):
+        wide = max(values) > 10 * min(values)
+
+        def label(value: float, _: object, wide: bool = wide) -> str:
+            """30, not 3 x 10^1; over a wide range only 1, 2 and 5 of each decade."""
+            return f"{value:g}" if not wide or f"{value:e}"[0] in "125" else ""
+
+        ticks.set_major_formatter(label)
+        ticks.set_minor_formatter(label)
     drawn.tight_layout()
     drawn.savefig(path)
