@@ -18,9 +18,10 @@ def times(table: Callable[..., str]) -> str:
         for r in report["rows"]:
             on_cpu = r["peak_gpu_bytes"] is None  # shared with others when this was measured: its own seconds count
             layer = (r["cpu_seconds"] if on_cpu else sum(r["layer_seconds"])) / r["layers"]
+            device = r["device"].replace("1 threads", "1 thread")
             held = r["peak_gpu_bytes"] or r["peak_rss_bytes"]
             lines.append(
-                (r["device"].replace("1 threads", "1 thread"), r["method"], f"{r['bits']}-bit g{r['group']}", f"{r['calib_tokens']:,}", r["layers"],
+                (device, r["method"], f"{r['bits']}-bit g{r['group']}", f"{r['calib_tokens']:,}", r["layers"],
                  f"{layer:.1f}", f"{layer * LAYERS:,.0f}", f"{layer * r['layers'] / r['params'] * 1e9:,.0f}",
                  f"{held / 1e9:.1f}")
             )  # fmt: skip
