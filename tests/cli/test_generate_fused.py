@@ -134,6 +134,7 @@ def test_folding_changes_no_token(name):
     wanted = tokens(model, decoder, **lively)
     decoder.ops = replace(decoder.ops, fold=Fold)
     assert decoder._folds(2) == (name != "gemma3_text")
+    assert ("norms" in decoder.about(2)) == (name != "gemma3_text")
     assert tokens(model, decoder, **lively) == wanted
 
 
