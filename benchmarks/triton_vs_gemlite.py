@@ -4,7 +4,7 @@
 and M: lowq's strided-layout Triton kernels, GemLite, and x @ W^T in fp16. GemLite takes the config that its own table for
 this GPU holds; where that has none, its autotuner measures, as its default mode "fast" does, GEMLITE_CONFIGS of each kernel:
 those that win most often in that table, and some of its fast list (all of them take 3 s a cell, and there are 400 cells).
---choices FILE keeps what the autotuner chose, as GemLite's own JSON, and is read by the next run, which then tunes nothing.
+--choices FILE keeps what the autotuner chose, as GemLite's own JSON; the next run reads it and tunes only what is not in it.
 Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width and
 the first of gemm_wide's by its model. Compiling is done before, in worker processes; no timing shares the GPU with anything.
 Outputs are checked against fp32. Rows of an existing FILE stay for cells that this run does not reach; `run` in a row says
@@ -132,8 +132,8 @@ def read_choices(path: Path | None) -> bool:
     return path is not None and path.exists() and bool(GemLiteLinear.load_config(str(path)))
 
 
-def tune_gemlite(place: tuple[int, int, int, int], choices: Path | None = None) -> None:
-    """Meet a scheme and shape at every M: GemLite's candidates are compiled (per N and K), timed where it has no choice."""
+def warm_gemlite(place: tuple[int, int, int, int], choices: Path | None = None) -> None:
+    """Compile GemLite's candidates for one scheme and shape (its kernels are compiled per N and K) into Triton's cache."""
     bits, group, N, K = place
     try:
         few_configs()
@@ -291,7 +291,7 @@ def main() -> None:
     ap.add_argument("--seconds", type=float, default=1e9)
     ap.add_argument("--workers", type=int, default=15)
     ap.add_argument("--warm", action="store_true", help="all kernels are in Triton's cache already")
-    ap.add_argument("--choices", type=Path, help="what GemLite's autotuner chose: read if it is there, written if not")
+    ap.add_argument("--choices", type=Path, help="what GemLite's autotuner chose: read and added to")
     a = ap.parse_args()
     budget = Budget(a.seconds)
     shapes = [parse_shape(s) for s in a.shapes.split(",")]
@@ -301,21 +301,15 @@ def main() -> None:
     if not a.warm:
         context = multiprocessing.get_context("spawn")
         with context.Pool(min(a.workers, len(places))) as pool:
-            pool.map(partial(tune_gemlite, choices=a.choices), places, chunksize=1)
+            pool.map(partial(warm_gemlite, choices=a.choices), places, chunksize=1)
         print(f"GemLite compiled after {budget.spent:.0f} s", flush=True)
         compile_all(ours(schemes, shapes, known), workers=a.workers)
         print(f"compiled after {budget.spent:.0f} s", flush=True)
+    from gemlite.core import GemLiteLinear
+
     few_configs()
     quick_autotuner()
-    if not read_choices(a.choices):
-        for place in places:
-            tune_gemlite(place)
-            torch.cuda.empty_cache()
-        if a.choices:
-            from gemlite.core import GemLiteLinear
-
-            GemLiteLinear.cache_config(str(a.choices))
-        print(f"GemLite tuned after {budget.spent:.0f} s", flush=True)
+    read_choices(a.choices)
     dense_us: dict[tuple[int, int, int], float] = {}
     for N, K in shapes:
         for scheme in schemes:
@@ -326,6 +320,8 @@ def main() -> None:
             except torch.OutOfMemoryError as e:
                 print("memory", scheme, N, K, repr(e)[:100])
             torch.cuda.empty_cache()
+        if a.choices:
+            GemLiteLinear.cache_config(str(a.choices))
     print(json.dumps(summary(json.loads(a.out.read_text())["rows"])), f"{time.monotonic() - budget.started:.0f} s")
 
 
