@@ -72,7 +72,6 @@ def main() -> None:
     ap.add_argument("--layouts", default="", help="only these, e.g. tile")
     ap.add_argument("--fresh", action="store_true", help="drop what the file holds for this machine")
     ap.add_argument("--workers", type=int, default=8)
-    ap.add_argument("--compile", action="store_true", help="only compile, for a later run on this machine")
     ap.add_argument("--kernels", default="", help="with --from: keep kernels whose name starts so")
     ap.add_argument("--from", dest="sources", type=Path, nargs="*", default=[])
     a = ap.parse_args()
@@ -98,8 +97,6 @@ def main() -> None:
         for spec, config in measure.candidates(measure.call_for(shape, M, layout, device))
     ]
     print(f"compiled {compile_all(work, workers=a.workers)} kernels in {budget.spent:.0f} s", flush=True)
-    if a.compile:
-        return
     found: list[Entry] = []
     for i, shape in enumerate(shapes):
         found += list(entries_of(shape, batches, layouts, device, budget))
