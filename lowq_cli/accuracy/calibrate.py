@@ -85,8 +85,8 @@ def working_bytes(plan: Plan) -> int:
     copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
     streams = copies * plan.recipe.calib_tokens * hidden
     if any(quantizers.needs_learning(str(i.method)) for i in items):
-        # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back
-        inputs += 8 * max(layers.values()) + BATCH * WINDOW * (16 * widest + 24 * hidden)
+        # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back; outputs
+        inputs += 8 * max(layers.values()) + BATCH * WINDOW * (16 * widest + 24 * hidden) + plan.recipe.calib_tokens * hidden
     return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
 
 

@@ -41,7 +41,7 @@ def learn(
     if not dense:
         return {}
     wanted = [layer.run(x, layer.original) for x in original]
-    sizes = [(y - x).square().sum() for x, y in zip(original, wanted, strict=True)]
+    sizes = [(y - x).square().sum().clamp(min=1e-30) for x, y in zip(original, wanted, strict=True)]
     with _repeatable(), torch.enable_grad():
         layer.put(layer.quantized)
         before = sum(float(_loss(layer, {}, x, y)) for x, y in zip(behind, wanted, strict=True))
