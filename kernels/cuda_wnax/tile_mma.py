@@ -36,15 +36,22 @@ CONFIGS: tuple[Config, ...] = tuple(
         (8, 2, 256, 1, 2),
         (8, 2, 256, 2, 1),
         (4, 1, 128, 1, 1),
+        (4, 1, 128, 1, 7),
         (4, 1, 128, 2, 1),
         (4, 1, 256, 1, 8),
         (4, 1, 256, 2, 4),
         (4, 1, 256, 1, 1),
         (4, 2, 128, 1, 1),
+        (4, 2, 128, 1, 4),
+        (4, 2, 128, 1, 7),
         (4, 2, 128, 2, 1),
         (4, 2, 256, 1, 1),
+        (4, 2, 256, 1, 5),
         (4, 2, 256, 2, 1),
         (2, 1, 256, 1, 1),
+        (2, 2, 128, 1, 8),
+        (2, 2, 128, 2, 1),
+        (2, 4, 128, 1, 1),
         (2, 2, 256, 1, 1),
         (2, 4, 256, 1, 1),
     )
@@ -66,8 +73,9 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
     groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
     words = bits * config["STEP"] // 64
     loads = config["UNROLL"] * config["NT"] * (words + groups * (1 if scheme.zero == "none" else 2))
-    extra = (10 * config["NT"] * config["UNROLL"] if groups > 1 else 0) + (6 if bits == 3 else 0)
+    extra = (10 * config["NT"] * config["UNROLL"] if groups > 1 else 0) + ((6 if config["NT"] < 4 else 48) if bits == 3 else 0)
     extra += 0 if exact(dtype) else 24 if bits > 2 else 66
+    extra += 5 if config["NT"] == 2 and config["BLOCKS"] > 2 else 0
     return 26 + loads + 10 * config["NT"] * MT + 12 * (MT - 1) + 2 * copies + extra
 
 
@@ -125,8 +133,8 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 # Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles` names
 # it), rows of x a block up to, (WARPS, NT, STEP, UNROLL, BLOCKS). The first line that matches and is legal holds.
 RULES = (
-    ("8", "long few fit some many", 8, (16, 1, 128, 1, 2)),
-    ("8", "many", 16, (4, 1, 128, 1, 1)),
+    ("8", "long few fit some many deep", 8, (16, 1, 128, 1, 2)),
+    ("8", "many deep", 16, (4, 1, 128, 1, 1)),
     ("3", "long few", 8, (8, 1, 256, 1, 1)),
     ("4g", "long few", 8, (16, 1, 128, 1, 2)),
     ("2", "long few", 2, (16, 1, 256, 1, 2)),
@@ -142,30 +150,44 @@ RULES = (
     ("84g32", "fit", 8, (8, 1, 128, 2, 1)),
     ("4g321", "some", 4, (8, 2, 256, 1, 2)),
     ("84g32", "some", 8, (8, 2, 128, 2, 2)),
+    ("g", "some", 8, (8, 2, 128, 1, 1)),
+    ("g", "some", 16, (4, 2, 256, 2, 1)),
     ("84g32", "fit some", 16, (8, 2, 128, 1, 1)),
-    ("21", "many", 2, (4, 1, 256, 1, 8)),
-    ("4g3", "many", 2, (8, 1, 256, 1, 3)),
-    ("2", "many", 8, (2, 2, 256, 1, 1)),
-    ("4", "many", 4, (4, 1, 256, 1, 1)),
-    ("4", "many", 8, (4, 1, 128, 2, 1)),
-    ("g3", "many", 8, (4, 2, 128, 1, 1)),
-    ("4g3", "many", 16, (4, 2, 128, 1, 1)),
-    ("1", "many", 8, (4, 2, 256, 1, 1)),
-    ("1", "many", 16, (2, 4, 256, 1, 1)),
-    ("84g32", "fit some many", 32, (4, 2, 128, 2, 1)),
-    ("84g321", "long few fit some many", 32, (8, 1, 256, 1, 1)),
-    ("84g321", "long few fit some many", 32, (4, 2, 256, 1, 1)),
-    ("84g321", "long few fit some many", 32, (4, 1, 256, 1, 1)),
-    ("84g32", "long few fit some many", 32, (4, 1, 128, 1, 1)),
+    ("2", "many deep", 8, (4, 2, 128, 1, 7)),
+    ("1", "deep", 2, (4, 2, 256, 1, 5)),
+    ("3", "many deep", 2, (4, 1, 256, 1, 1)),
+    ("21", "many deep", 2, (4, 1, 256, 1, 8)),
+    ("4g3", "many deep", 2, (8, 1, 256, 1, 3)),
+    ("2", "many deep", 8, (2, 2, 256, 1, 1)),
+    ("4", "many deep", 4, (4, 1, 256, 1, 1)),
+    ("4", "many deep", 8, (4, 1, 128, 2, 1)),
+    ("g", "many", 8, (4, 1, 128, 1, 7)),
+    ("g3", "many deep", 8, (4, 2, 128, 1, 1)),
+    ("4", "many", 16, (2, 2, 128, 1, 8)),
+    ("43", "many deep", 16, (4, 2, 128, 1, 4)),
+    ("g", "many", 16, (2, 4, 128, 1, 1)),
+    ("4g3", "many deep", 16, (4, 2, 128, 1, 1)),
+    ("1", "many deep", 8, (4, 2, 256, 1, 1)),
+    ("2", "deep", 16, (2, 2, 128, 2, 1)),
+    ("1", "deep", 16, (4, 2, 256, 1, 1)),
+    ("1", "many deep", 16, (2, 4, 256, 1, 1)),
+    ("84g32", "fit some many deep", 32, (4, 2, 128, 2, 1)),
+    ("84g321", "long few fit some many deep", 32, (8, 1, 256, 1, 1)),
+    ("84g321", "long few fit some many deep", 32, (4, 2, 256, 1, 1)),
+    ("84g321", "long few fit some many deep", 32, (4, 1, 256, 1, 1)),
+    ("84g32", "long few fit some many deep", 32, (4, 1, 128, 1, 1)),
 )
 
 
 def _tiles(call: Call) -> str:
-    """How the row tiles fill 132 SMs: two a SM are few (long: over a long K), three and four fit and are some."""
+    """How the row tiles fill 132 SMs: two a SM are few (long: over a long K), three and four fit and are some; above: many
+    (deep: over K above 4096)."""
     tiles = padded_rows(call.N) // 16
     if tiles <= 264:
         return "long" if call.K > 8192 else "few"
-    return "fit" if tiles <= 396 else "some" if tiles <= 528 else "many"
+    if tiles <= 528:
+        return "fit" if tiles <= 396 else "some"
+    return "deep" if call.K > 4096 else "many"
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
