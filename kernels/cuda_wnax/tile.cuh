@@ -179,6 +179,10 @@ struct Codes {
     static __device__ __forceinline__ void fragment(const u32 (&w)[Tile<BITS>::REGS], int f, const Masks& masks, u32 (&a)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+            if constexpr (BITS == 8 && !WIDE && !BARE) {  // bytes of two codes beside two of 0x64: 1024 + code, twice
+                a[j] = __byte_perm(w[(f >> 1) * 4 + j], 0x64646464u, f & 1 ? 0x4341 : 0x4240);
+                continue;
+            }
             const u32 v = w[BITS == 8 ? (f >> 1) * 4 + j : j] >> shift(f);
             if constexpr (WIDE) {  // 128 + low seven bits, then -128 unless the eighth is set: 0x80 * 0x186 = -128 in bf16
                 const u32 low = (v & masks.at[0]) | Half<T>::power(7);

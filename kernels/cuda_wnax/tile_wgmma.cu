@@ -4,8 +4,7 @@
 // Tile    64*WN rows of W by NB rows of x. A block takes tiles in turn (persistent), n fastest within bands of BAND tiles of
 //         n, so that the blocks running together share x and W in L2. `whole` tiles are taken so; the steps of the others are
 //         shared out evenly (Pieces), sums of parts of a tile meet in global memory. SPLIT blocks of a cluster split K of one
-//         tile instead; then there is one cluster for each tile. PAIR = 2: the blocks of a cluster take neighbouring tiles of
-//         n; each loads half of their rows of x for both (less traffic from L2, and so less power, where that is the limit).
+//         tile instead; then there is one cluster for each tile.
 // Warps   one producer thread feeds a ring of STAGES stages by TMA, each a step of U chunks of k: x (128-byte swizzled panels
 //         of 64 k), words, scales and zeros. WN x WK consumer warpgroups: WN side by side along N, WK taking the steps in
 //         turn, so that one dequantises while another multiplies. A warpgroup reads words from shared memory, dequantises
@@ -57,14 +56,14 @@ struct Pieces {
     }
 };
 
-template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U, int FB, int BUF, int STAGES, int SPLIT, int PAIR, int BAND>
+template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U, int FB, int BUF, int STAGES, int SPLIT, int BAND>
 __global__ void __launch_bounds__(128 * (1 + WN * WK), 1)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
            const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int whole, float4* partials, u32* flags) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
-    constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK, CLUSTER = SPLIT * PAIR;
+    constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
     constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
                          : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
     constexpr u32 X_BYTES = NB * STEP * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 32;
@@ -80,11 +79,10 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2;
     const u32 base = shared_address(shared);
     const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
-    const int member = blockIdx.x % CLUSTER, rank = SPLIT > 1 ? member : 0, side = PAIR > 1 ? member : 0;
-    const int team = blockIdx.x / CLUSTER, teams = gridDim.x / CLUSTER;
+    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
     // What follows is worked out where it is needed: kept from here on, it costs registers beside the sums.
     auto streamed = [&] {  // spans of all tiles that blocks share
-        const int all = (M + NB - 1) / NB * ((N + 64 * WN * PAIR - 1) / (64 * WN * PAIR));
+        const int all = (M + NB - 1) / NB * ((N + 64 * WN - 1) / (64 * WN));
         return (all - whole) * (steps / WK);
     };
     auto pieces = [&] {
@@ -93,19 +91,18 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         return Pieces<WK>{team - teams, begin, part, teams, whole, steps / WK, low, high};
     };
     auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
-        const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 64 * WN * PAIR - 1) / (64 * WN * PAIR);
+        const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 64 * WN - 1) / (64 * WN);
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
         const int in_band = tile - band * BAND * m_tiles;
-        n_tile = (n_first + in_band % width) * PAIR + side, m0 = in_band / width * NB;
+        n_tile = n_first + in_band % width, m0 = in_band / width * NB;
     };
 
     if (threadIdx.x == 0) {
         C::Masks::store(mask);
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN * PAIR);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
-    if constexpr (PAIR > 1) cluster_sync();  // the other block's barriers are ready
 
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
         registers_down<CONSUMERS == 4 ? 32 : 40>();
@@ -122,11 +119,8 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             };
             auto load_x = [&](int s, int c, int m0) {
 #pragma unroll
-                for (int p = 0; p < PANELS; p++) {
-                    const u32 to = base + s * STAGE_BYTES + p * NB * 128 + side * (NB / PAIR) * 128;
-                    if constexpr (PAIR > 1) tensor_load_shared(to, &x_map, c * STEP + p * 64, m0 + side * (NB / PAIR), full + 8 * s, 3);
-                    else tensor_load(to, &x_map, c * STEP + p * 64, m0, full + 8 * s);
-                }
+                for (int p = 0; p < PANELS; p++)
+                    tensor_load(base + s * STAGE_BYTES + p * NB * 128, &x_map, c * STEP + p * 64, m0, full + 8 * s);
             };
             int s = 0, round = 0, early = 0;
             Pieces<WK> piece = pieces();
@@ -152,7 +146,6 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             }
         }
         if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
-        if constexpr (PAIR > 1) cluster_sync();
         return;
     }
 
@@ -163,15 +156,8 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     const int g = group - 1, wn = g % WN, wk = WK > 1 ? g / WN : 0, t = wn * 4 + warp;
     typename C::Masks masks;
     masks.load(mask);
-    // x panels: 128-byte swizzle, 8 rows of 128 bytes 1024 bytes apart
-    constexpr u64 PANEL = (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
     constexpr int BATCHES = STEP / 16 / FB;  // of FB fragments, that go to wgmma together
     const u32 words_at = X_BYTES + t * L::WORDS * 4, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
-    auto hand_back = [&](u32 barrier) {  // a stage, to the producers that write to it
-        if constexpr (PAIR > 1) {
-            if (lane < PAIR) barrier_arrive_remote(in_block(barrier, lane));
-        } else if (lane == 0) barrier_arrive(barrier);
-    };
     float acc[NB / 2];
     u32 a[BUF][FB][4];
 
@@ -202,7 +188,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 if (BUF == 1) {  // the batch before reads A until here
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     alive(0);
-                    if (b == 0 && done) hand_back(done);
+                    if (b == 0 && done && lane == 0) barrier_arrive(done);
                 }
 #pragma unroll
                 for (int f = 0; f < FB; f++) {
@@ -232,7 +218,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
                 for (int f = 0; f < FB; f++) {
                     const int at = b * FB + f;
-                    const u64 panel = PANEL | ((stage & 0x3ffff) >> 4) + at / 4 * NB * 8 + 2 * (at % 4);
+                    const u64 panel = swizzled_tile(stage) + at / 4 * NB * 8 + 2 * (at % 4);
                     Wgmma<T, NB>::run(acc, a[buffer][f], panel);
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -241,7 +227,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 else if (BUF > 1) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
                 if (BUF > 1) {
                     alive(buffer ^ 1);  // the batch before read A until here,
-                    if (b == 0 && done) hand_back(done);  // and nobody reads its stage any more
+                    if (b == 0 && done && lane == 0) barrier_arrive(done);  // and nobody reads its stage any more
                 }
             }
             done = barrier + 8 * STAGES;
@@ -253,7 +239,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             step(0, c);
             if (TURNS > 1 && c + WK < part) step(1, c + WK);
         }
-        if (done) hand_back(done);
+        if (done && lane == 0) barrier_arrive(done);
 
         // ---------------------------------------------------------------------------------------------- epilogue
         const int n_first = (n_tile * WN + wn) * 64;                    // of this warpgroup
@@ -294,22 +280,22 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             float4* mine = partials + g * FOURS * 128 + (threadIdx.x & 127);
             if (begin + part < steps) {  // the end of the tile is another block's: leave it our sums
 #pragma unroll
-                for (int i = 0; i < FOURS; i++) mine[(size_t)blockIdx.x * BLOCK + i * 128] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+                for (int i = 0; i < FOURS; i++) mine[(size_t)team * BLOCK + i * 128] = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
                 warpgroup_sync(g);
-                if ((threadIdx.x & 127) == 0) store_release(flags + blockIdx.x * CONSUMERS + g, 1);
+                if ((threadIdx.x & 127) == 0) store_release(flags + team * CONSUMERS + g, 1);
                 continue;
             }
             if (begin > 0) {
                 const int start = (piece.tile - whole) * piece.spans;  // the block with the tile's first step, then all up to us
                 for (int other = ((start + 1) * teams - 1) / streamed(); other < team; other++) {
                     if ((threadIdx.x & 127) == 0) {
-                        while (!load_acquire(flags + (other * PAIR + side) * CONSUMERS + g)) {}
-                        flags[(other * PAIR + side) * CONSUMERS + g] = 0;
+                        while (!load_acquire(flags + other * CONSUMERS + g)) {}
+                        flags[other * CONSUMERS + g] = 0;
                     }
                     warpgroup_sync(g);
 #pragma unroll
                     for (int i = 0; i < FOURS; i++) {
-                        const float4 v = read_sums(mine + (size_t)(other * PAIR + side) * BLOCK + i * 128);
+                        const float4 v = read_sums(mine + (size_t)other * BLOCK + i * 128);
                         acc[4 * i] += v.x, acc[4 * i + 1] += v.y, acc[4 * i + 2] += v.z, acc[4 * i + 3] += v.w;
                     }
                 }
@@ -356,5 +342,4 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             }
         }
     }
-    if constexpr (PAIR > 1) cluster_sync();  // the other block may still hand stages back to our barriers
 }

@@ -2,8 +2,7 @@
 
 A config: WN x WK consumer warpgroups of 64 rows of W each, WN side by side along N (a tile is 64 * WN rows), WK taking the
 steps along K in turn; NB, rows of x of a tile; SPLIT, blocks of a cluster that split K of one tile, for layers with fewer
-tiles than the GPU has SMs, or SHARED_OUT: all blocks get equal runs of the steps of all tiles; PAIR, blocks of a cluster that
-take neighbouring tiles and load half of their rows of x each for both.
+tiles than the GPU has SMs, or SHARED_OUT: all blocks get equal runs of the steps of all tiles.
 """
 
 import ctypes
@@ -20,21 +19,19 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS, padded_rows
 
 SHARED_OUT = 0  # a SPLIT
-KEYS = ("WN", "WK", "NB", "SPLIT", "PAIR")
+KEYS = ("WN", "WK", "NB", "SPLIT")
 CONFIGS: tuple[Config, ...] = tuple(
-    dict(zip(KEYS, (wn, wk, nb, k, pair), strict=True))
-    for wn, wk, nb, splits, pair in (
-        (4, 1, 32, (1, SHARED_OUT, 2, 4), 1),
-        (2, 2, 32, (1, SHARED_OUT, 2, 3), 1),
-        (1, 4, 32, (1, SHARED_OUT, 2), 1),
-        (4, 1, 64, (1, SHARED_OUT, 2, 4), 1),
-        (2, 2, 64, (1, SHARED_OUT, 2, 3), 1),
-        (1, 4, 64, (1, 2), 1),
-        (4, 1, 128, (1, SHARED_OUT, 2), 1),
-        (2, 2, 128, (2,), 1),
-        (2, 1, 128, (1, SHARED_OUT, 2), 1),
-        (2, 1, 256, (1, SHARED_OUT, 2), 1),
-        (4, 1, 128, (1,), 2),
+    dict(zip(KEYS, (wn, wk, nb, k), strict=True))
+    for wn, wk, nb, splits in (
+        (4, 1, 32, (1, SHARED_OUT, 2, 4)),
+        (2, 2, 32, (1, SHARED_OUT, 2, 3)),
+        (1, 4, 32, (1, SHARED_OUT, 2)),
+        (4, 1, 64, (1, SHARED_OUT, 2, 4)),
+        (2, 2, 64, (1, SHARED_OUT, 2, 3)),
+        (1, 4, 64, (1, 2)),
+        (4, 1, 128, (1, SHARED_OUT, 2)),
+        (2, 1, 128, (1, SHARED_OUT, 2)),
+        (2, 1, 256, (1, SHARED_OUT, 2)),
     )
     for k in splits
 )
@@ -95,7 +92,7 @@ def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> st
     """The template instance of tile_wgmma.cu."""
     stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, config), batch(bits, config)
     tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
-    tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['PAIR']}, {BAND // (64 * config['WN'] * config['PAIR'])}"
+    tail = f"{stages}, {max(config['SPLIT'], 1)}, {BAND // (64 * config['WN'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
@@ -104,7 +101,7 @@ def _steps(K: int, bits: int, config: Config) -> int:
 
 
 def _tiles(call: Call, config: Config) -> int:
-    return math.ceil(padded_rows(call.N) / (64 * config["WN"] * config["PAIR"])) * math.ceil(call.M / config["NB"])
+    return math.ceil(padded_rows(call.N) / (64 * config["WN"])) * math.ceil(call.M / config["NB"])
 
 
 def schedule(tiles: int, steps: int, config: Config, sms: int) -> tuple[int, int]:
@@ -113,7 +110,7 @@ def schedule(tiles: int, steps: int, config: Config, sms: int) -> tuple[int, int
         return tiles * config["SPLIT"], tiles
     if config["SPLIT"] == SHARED_OUT:  # between one and two tiles a block, or all there are
         return min(sms, tiles * (steps // config["WK"])), max(tiles // sms - 1, 0) * sms
-    return min(tiles, sms // config["PAIR"]) * config["PAIR"], tiles
+    return min(tiles, sms), tiles
 
 
 def _refuse(call: Call) -> str | None:
@@ -134,33 +131,33 @@ def _config_refuse(call: Call, config: Config) -> str | None:
         return "nothing to split"
     if config["SPLIT"] == SHARED_OUT and (uneven or tiles % multiprocessors() == 0):
         return "steps that blocks cannot share evenly, or nothing left to share"
+    if config["SPLIT"] == SHARED_OUT and tiles > 8 * multiprocessors():
+        return "so many rounds that an uneven last one costs less than sharing it out"
     if config["SPLIT"] == SHARED_OUT and tiles * steps // config["WK"] < multiprocessors():
         return "fewer steps than blocks"
     return None
 
 
 def estimate(call: Call, config: Config, sms: int) -> float:
-    """Microseconds of a call by a model fitted to 4-bit sweeps on an H100: its pick is within 1% of the best in geometric mean
-    of 24 cells, 9% at worst. A step of 128 k takes a smooth maximum of what its parts take: tensor cores, issue slots of
-    dequantising, loads of words and x, a warpgroup's latency; nothing beats reading the weights once."""
+    """Microseconds of a call by a model fitted to 870 timings on an H100 (8, 4 and 2 bits, 13 layers): its pick is within 1% of
+    the best in geometric mean of 148 cells, 11% at worst. A step of 128 k takes a smooth maximum of what its parts take: tensor
+    cores, issue slots of dequantising, loads of words and x, a warpgroup's latency; nothing beats reading the weights once."""
     WN, WK, NB, split, bits = config["WN"], config["WK"], config["NB"], config["SPLIT"], call.scheme.bits
-    parts = (2.43 * WN * NB, 216 * WN, (WN * 1024 * bits + 256 * NB) / 59, 21 / WK)  # cycles
-    step = sum(p**1.46 for p in parts) ** (1 / 1.46) / 1700
+    parts = (2.117 * WN * NB, 217.6 * WN, (WN * 1024 * bits + 256 * NB) / 49.95, 19.6 / WK)  # cycles
+    step = sum(p**1.501 for p in parts) ** (1 / 1.501) / 1700
     steps, tiles = math.ceil(call.K / 128), _tiles(call, config)
     size = WN * NB / 256
-    end = 2.29 * size + (1.8 if WK > 1 and split < 2 else 0)  # of a tile
+    end = 1.15 * size + (0.682 * WK**0.5 if WK > 1 and split < 2 else 0)  # of a tile
     if split == SHARED_OUT:
         whole = max(tiles // sms - 1, 0)
         run = (tiles - whole * sms) * steps / sms  # a block's share
-        us = (whole * steps + 1.04 * run) * step + end * (1 + whole + run / steps) + 1.5 + 0.76 * size * max(steps / run, 1)
+        us = (whole * steps + 1.04 * run) * step + end * (1 + whole + run / steps) + 2.33 + 1.045 * size * max(steps / run, 1)
     else:
-        at_once = max(CLUSTERS[split * config["PAIR"]] * sms // 132, 1)
-        us = math.ceil(tiles / at_once) * (math.ceil(steps / split) * step + end) + (3.4 if split > 1 else 0)
-    if (
-        WN * NB == 512 and WN == 4
-    ):  # of the two largest tiles the wider one is a hair slower; pairs pay where power is the limit
-        us *= 1.025 if config["PAIR"] == 1 else 1.03 if call.M < 2048 else 0.995
-    return ((us + 1.1) ** 8 + (call.N * call.K * (bits + 0.24) / 22e6) ** 8) ** 0.125
+        at_once = max(CLUSTERS[split] * sms // 132, 1)
+        us = math.ceil(tiles / at_once) * (math.ceil(steps / split) * step + end)
+        us += 3.73 + 0.154 * size * split if split > 1 else 0
+    us = (us + 1.61) * (1.066 if (WN, NB) == (4, 128) else 1.05 if (WK, NB) == (4, 32) else 1)
+    return (us**8 + (call.N * call.K * (bits + 0.24) / 19.65e6) ** 8) ** 0.125
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
@@ -173,7 +170,7 @@ def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...
     named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(bits, group, zeros, named)[1]
     instance = expression(bits, T, group, zeros, named)
-    cluster = max(named["SPLIT"], 1) * named["PAIR"]
+    cluster = max(named["SPLIT"], 1)
     return Kernel("tile_wgmma.cu", instance, device, threads(named), PARAMETERS, smem, cluster, serialize=True), smem
 
 
@@ -183,9 +180,9 @@ def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...
     devices=("cuda",),
     min_capability=(9, 0),
     preferred_m=(17, 1 << 62),
-    # before tile_mma from M = 17, but for narrow layers up to M = 32: 4096 x 4096 takes 9.7 us here and 7.4 there, 4096 x 14336
-    # 21.4 and 19.7, 8192 x 8192 20.4 and 21.0 (H100, 4 bits)
-    prefer=lambda call: call.M > 32 or call.N >= 8192,
+    # before tile_mma from M = 17, but for narrow layers up to M = 32 (H100, 4 bits; us here, there): 4096 x 4096 9.2, 7.5;
+    # 6144 x 4096 11.0, 10.0; 8192 x 8192 18.8, 19.1 and 21.8 at M = 32; 4096 x 14336 18.4, 17.3 at M = 17 and 19.5 at M = 32
+    prefer=lambda call: call.M > 32 or call.N >= 8192 or (call.M > 24 and call.K > 8192),
     rank=18,
     configs=CONFIGS,
     refuse=_refuse,
@@ -205,7 +202,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     tiles, K = 4 * config["WN"], x.shape[1]
     meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
-    call_tiles = math.ceil(T / tiles / config["PAIR"]) * math.ceil(M / config["NB"])
+    call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
     steps = _steps(p.K, bits, config)
     blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index))
     partials = flags = None
@@ -216,7 +213,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         blocks,
         1,
         smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"] // config["PAIR"]), True),
+        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"]), True),
         tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
         scales_map,
         scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),

@@ -18,7 +18,7 @@ from lowq_kernels import registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import BITS
+from lowq_packers.scheme import BITS, Scheme
 
 if shutil.which("g++") is None:
     pytest.skip("no g++", allow_module_level=True)
@@ -63,7 +63,7 @@ class Case:
 
 def drawn():
     """Every other config (g++ takes 3 s for one), the rest drawn with a seed: widths, groups of every kind, tails. Then tiles
-    whose steps are shared out, so that one meets up to seven blocks, and pairs of blocks."""
+    whose steps are shared out, so that one meets up to seven blocks."""
     rng = random.Random(7)
     for i in range(0, len(tile_wgmma.CONFIGS), 2):
         K = rng.choice((1152, 2304, 1024, 272))
@@ -71,11 +71,16 @@ def drawn():
         M, N = rng.choice((17, 33, 40, 70, 130)), rng.choice((65, 200, 136, 264, 321))
         dtype, zero = rng.choice(tuple(TOLERANCE)), rng.choice(("float", "none", "int"))
         yield Case(i, BITS[i // 2 % len(BITS)], dtype, group, zero, M, N, K, rng.choice((1, 2, 132)), rng.random() < 0.3)
+    shapes = ((70, 321, 1024, 5), (130, 264, 2048, 7), (33, 65, 2048, 7), (300, 130, 1024, 4))
     for i, c in enumerate(tile_wgmma.CONFIGS):
-        if c["SPLIT"] == tile_wgmma.SHARED_OUT or c["PAIR"] > 1:
-            M, N, K, sms = rng.choice(((70, 321, 1024, 5), (130, 264, 2048, 7), (33, 65, 2048, 7)))
-            bits = rng.choice(BITS)
-            yield Case(i, bits, rng.choice(tuple(TOLERANCE)), rng.choice((32, 128)), "float", M, N, K, sms, i % 2 == 0)
+        if c["SPLIT"] == tile_wgmma.SHARED_OUT:
+            dtype, group = rng.choice(tuple(TOLERANCE)), rng.choice((32, 128))
+            for bits, (M, N, K, sms) in rng.sample([(b, s) for b in BITS for s in shapes], 20):
+                call = Call(M, N, K, Scheme(bits, group), "tile", dtype, "cuda", (9, 0))
+                with mock.patch.object(tile_wgmma, "multiprocessors", return_value=sms):
+                    if tile_wgmma._config_refuse(call, c) is None:
+                        yield Case(i, bits, dtype, group, "float", M, N, K, sms, i % 2 == 0)
+                        break
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +133,7 @@ def test_right_numbers(case):
     ("good", "bad"),
     [
         ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
-        ("barrier_init(empty + 8 * i, 4 * WN * PAIR)", "barrier_init(empty + 8 * i, 1)"),
+        ("barrier_init(empty + 8 * i, 4 * WN)", "barrier_init(empty + 8 * i, 1)"),
         ("m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
         ("c * STEP + p * 64, m0,", "c * STEP, m0,"),
         ("other < team; other++", "other + 1 < team; other++"),
