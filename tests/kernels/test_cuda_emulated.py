@@ -242,14 +242,14 @@ def test_dequantised_slabs():
         ("copy_wait<UNROLL - 1>();", "copy_wait<UNROLL>();"),
         ("__syncwarp();  // everyone has read this slot", ""),
         ("x_row + i * AT_ONCE, rows - 1)", "x_row, rows - 1)"),
-        ("    __syncthreads();\n    constexpr int COLUMNS", "    constexpr int COLUMNS"),
-        ("if (column >= N) continue;", "if (column >= N - 1) continue;"),
+        ("    __syncthreads();\n    store<", "    store<"),
+        ("if (column >= width) continue;", "if (column >= width - 1) continue;"),
     ],
     ids=["late wait", "slot overwritten early", "wrong rows of x", "no barrier", "last column unwritten"],
 )
 def test_the_emulator_notices(good, bad, monkeypatch, tmp_path):
     """Defects put into the source of tile_mma fail, as an error text or as a wrong number."""
-    source = nvrtc.sources()["tile_mma.cu"]
+    source = nvrtc.sources()["tile_mma.cu"].replace('#include "fold.cuh"', nvrtc.sources()["fold.cuh"])
     assert good in source
     (Path(simt._folder().name) / "tile_mma_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
     monkeypatch.setattr(tile_mma, "Kernel", lambda file, *rest, **more: simt.Kernel("tile_mma_bad.cu", *rest, **more))
