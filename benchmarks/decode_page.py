@@ -1,7 +1,6 @@
 """The tables of docs/decode.md: every decode_*.json of results/h100."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ MODELS = {
 
 
 def page(table: Table) -> str:
-    """All tables: the steps that `lowq tune` saw, then one or two a model."""
-    parts = [tuned(table)]
+    """One or two tables a model."""
+    parts = []
     for model, title in MODELS.items():
         path = RESULTS / "h100" / f"decode_{model}.json"
         if not path.is_file():
@@ -33,16 +32,6 @@ def page(table: Table) -> str:
             parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
         parts.append("")
     return "\n".join(parts)
-
-
-def tuned(table: Table) -> str:
-    """Steps of an 8B model at 4 bits out of the log of a tuning run: kernels best alone, then best in place."""
-    log = (RESULTS / "h100" / "tune_8b.txt").read_text()
-    gpu = re.search(r"batch sizes on (.*?);", log)
-    rows = [(b, alone, best, f"{1e3 * int(b) / float(best):,.0f}") for b, alone, best in summary.tuned_steps()]
-    columns = (">batch", ">ms a step, each kernel the best alone", ">ms, the best in place", ">tokens/s, all sequences")
-    head = f"**8B, 4-bit g128, 16-bit head**, steps at 64 tokens of text as `lowq tune` measured them ({gpu and gpu[1]}):\n"
-    return f"{head}\n{table(columns, rows)}\n"
 
 
 def label(variant: str) -> str:

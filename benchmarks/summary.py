@@ -1,7 +1,6 @@
 """The README's part `measured`: one short table per question a newcomer asks, out of benchmarks/results/."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,23 +61,14 @@ def _accuracy(table: Table) -> str:
 def _decode(table: Table, name: str, batch: int) -> str:
     """Tokens per second of a whole model."""
     report = read(name)
-    found = {r["variant"]: r for r in report["rows"] if r["batch"] == batch}
+    found = {r["variant"]: r for r in report["rows"] if r.get("batch") == batch}
     rows = [
         (label, f"{found[v]['tokens_per_s']:.0f}", f"{found[v]['ms_per_step']:.2f}", f"{found[v]['roofline_pct']:.0f}%")
         for v, label in DECODERS.items()
         if v in found
     ]
     head = f"**Decoding** an 8B Llama-3.1-shaped model on one {report['device']}, batch {batch}, prompt {report['prompt']}:\n"
-    one = next(best for b, _, best in tuned_steps() if b == "1")
-    newer = f"{1e3 / float(one):.0f} tokens/s ({one} ms) at 4 bits with a 16-bit head, at 64 tokens of text"
-    later = f"\nNewer kernels, a step measured by `lowq tune`: {newer} ([docs/decode.md](docs/decode.md)).\n"
-    return f"{head}\n{table(('', '>tokens/s', '>ms per token', '>of the read roofline'), rows)}{later}"
-
-
-def tuned_steps() -> list[tuple[str, str, str]]:
-    """(batch, ms with each product's best kernel alone, ms with the best in place): an 8B at 4 bits, a log of `lowq tune`."""
-    log = (RESULTS / "h100" / "tune_8b.txt").read_text()
-    return list(dict.fromkeys(re.findall(r"batch (\d+): ([\d.]+) ms a step, ([\d.]+) with the winners in place", log)))
+    return f"{head}\n{table(('', '>tokens/s', '>ms per token', '>of the read roofline'), rows)}"
 
 
 def _products(table: Table) -> str:

@@ -7,7 +7,7 @@
 Further types (Q5_0, the K-quants, IQ4) are read dense, in fp16, by `decoders` from outside: as sources, no more.
 
 Byte j of a 4-bit block holds code j in its low half and code j + 16 in its high half. A group of 64 or 128 repeats d and m.
-The file around the blocks (metadata, tokenizer, names) is `lowq_cli.gguf_file`'s; here is only what the bytes mean.
+The file around the blocks (metadata, tokenizer, names) is `lowq_cli.interop.gguf_file`'s; here is only what the bytes mean.
 """
 
 from collections.abc import Callable, Mapping, Sequence
