@@ -26,8 +26,9 @@ def check_act(act: object) -> Act:
 def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) -> int8 (M, K), half to even, and fp32 scales (M, 1)."""
     amax = x.abs().amax(1, keepdim=True).float().clamp(min=fp8.LEAST)
-    q = (x.float() * (INT8_MAX / amax)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-    return q, amax / INT8_MAX
+    most = torch.full_like(amax, INT8_MAX)  # with a plain number torch would multiply by a rounded reciprocal
+    q = (x.float() * (most / amax)).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return q, amax / most
 
 
 @cache

@@ -55,6 +55,15 @@ def test_rows_are_those_of_the_definition(K):
     assert torch.equal(sums.t(), wanted.float().view(5, -1, 32).sum(-1))
 
 
+def test_rounding_is_by_quotients():
+    """torch turns `127.0 / x` into a rounded reciprocal times 127, and on GPUs `x / 127.0` into a product as well."""
+    x = torch.randn(64, 2048, device=DEVICE).half()
+    q, scales = int8_rows(x)
+    most = x.double().abs().amax(1, keepdim=True)
+    assert torch.equal(scales, (most / 127).float())
+    assert torch.equal(q, (x.float() * (127 / most).float()).round().to(torch.int8))
+
+
 @pytest.mark.parametrize(("bits", "zero"), list(itertools.product((8, 4, 2), ("float", "int", "none"))))
 def test_products(bits, zero):
     """Sums are whole numbers, so that only the scales and the output round: 3e-4 in fp16."""

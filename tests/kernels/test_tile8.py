@@ -130,7 +130,7 @@ def rows_to_round(K, dtype, device="cpu"):
 
 @emulated
 @pytest.mark.parametrize("act", ["int8", "fp8"])
-@pytest.mark.parametrize(("K", "dtype"), [(4096, torch.float16), (2053, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(("K", "dtype"), [(14336, torch.float16), (2053, torch.bfloat16)], ids=str)
 def test_rounding_emulated(act, K, dtype, monkeypatch):
     monkeypatch.setattr(act_rows, "Kernel", simt.Kernel)
     x = rows_to_round(K, dtype)
