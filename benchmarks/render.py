@@ -128,7 +128,11 @@ def calibrated() -> str:
     report, free = read("accuracy/calibrated.json"), read("accuracy/data_free.json")
     rows = [r for r in report["rows"] if r["calib"] == "bundled"]
     parts = [_measured(report), f"Calibration text: bundled, at most {max(r['calib_tokens'] for r in rows):,} tokens.\n"]
-    parts.append(calibrate_page.against(rows, "gptq", "gptqmodel") + "\n")
+    pairs = (("gptq", "gptqmodel"), ("awq", "gptqmodel"), ("learn", "gptq"), ("gptq --rotate", "gptq"))
+    parts.append("Over all cells (model, width, group size, text) that were measured of both:\n")
+    parts.append("\n".join(f"- {calibrate_page.against(rows, *pair)}" for pair in pairs) + "\n")
+    parts.append("### Group 64: ln(perplexity / unquantized) as a share of the hqq package's\n")
+    parts.append(calibrate_page.goals(free["rows"], rows, markdown))
     methods = sorted({(r["method"], r["stored"]) for r in rows}, key=lambda m: (m[0] != "gptq", m))
     for dense in (r for r in free["rows"] if "bits" not in r):
         for name, floor in dense["ppl"].items():
@@ -146,14 +150,8 @@ def calibrated() -> str:
             columns = ["", ">hqq package", *(f">{m}" for m in ours), *(f">{m} / hqq" for m in ours)]
             if lines:
                 parts.append(f"### {dense['model']}, {name}: unquantized {floor:.2f}\n\n{markdown(columns, lines)}")
-    others = [r for r in report["rows"] if r["calib"] != "bundled"]
-    if others:
-        lines = [
-            (r["model"], f"{r['bits']}-bit g{r['group']}", r["method"], r["calib"], f"{r['calib_tokens']:,}",
-             *(f"{p:,.2f}" for p in r["ppl"].values())) for r in others
-        ]  # fmt: skip
-        columns = ("model", "", "method", "calibrated on", ">tokens", *(f">{t}" for t in others[0]["ppl"]))
-        parts.append(f"### Another calibration text\n\n{markdown(columns, lines)}")
+    other = calibrate_page.other_texts(free["rows"], report["rows"], markdown)
+    parts.append(f"### Another calibration text\n\n{other}")
     return "\n".join(parts)
 
 
