@@ -11,7 +11,9 @@ import pkgutil
 import re
 import sys
 import traceback
-from typing import Annotated
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +22,7 @@ from lowq_packers.errors import LowqError
 
 EXIT_INTERRUPTED = 130
 EXIT_OUR_BUG = 1
+EXIT_USAGE = 2
 EXIT_NO_MEMORY = 4
 ORDER = ("quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench", "export", "serve", "push", "doctor")
 
@@ -60,7 +63,26 @@ def _add_commands() -> None:
         module = importlib.import_module(f"lowq_cli.commands.{name}")
         function = getattr(module, name)
         summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
-        app.command(name, short_help=summary, epilog=_lines(module.EXAMPLES))(function)
+        app.command(name, short_help=summary, epilog=_lines(module.EXAMPLES))(_guarded(function))
+
+
+class _Stopped(Exception):
+    """Ctrl-C, with what the command says about it: Typer ends the process without a word."""
+
+
+def _guarded(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose Ctrl-C and closed stdout come to `_run`, not to Typer."""
+
+    @wraps(function)
+    def command(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except KeyboardInterrupt as e:
+            raise _Stopped(*e.args) from None
+        except BrokenPipeError:  # `lowq ... | head`: the reader left, nothing to report
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return command
 
 
 def _lines(text: str) -> str:
@@ -100,22 +122,31 @@ def _leave_group() -> None:
 
 def _run() -> int:
     try:
-        app(prog_name="lowq")
+        return int(app(prog_name="lowq", standalone_mode=False) or 0)
     except LowqError as e:
         return _fail(" ".join(str(e).split()), e.exit_code)
-    except KeyboardInterrupt:
-        console.fail("interrupted")
+    except (KeyboardInterrupt, _Stopped) as e:
+        console.fail("; ".join(["interrupted", *map(str, e.args)]))
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `lowq ... | head`: the reader left, nothing to report
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except MemoryError:
         return _fail("out of memory; close other programs, or use fewer bits or a smaller model", EXIT_NO_MEMORY)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else EXIT_OUR_BUG
     except Exception as e:
+        if hasattr(e, "format_message"):  # Typer's own errors, or those of the click of older releases
+            return _mistyped(e)
         if type(e).__name__ == "OutOfMemoryError":  # torch's, named here so that torch need not be imported
             return _fail(f"the GPU is out of memory: {str(e).splitlines()[0]}; try --bits 2 or --device cpu", EXIT_NO_MEMORY)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
         return _fail(f"internal error, please report it: {what.splitlines()[0]} (details: LOWQ_DEBUG=1)", EXIT_OUR_BUG)
-    return 0
+
+
+def _mistyped(e: Any) -> int:
+    """A flag or command that does not exist or has no such value: the line, and where help is; all help for a bare `lowq`."""
+    if type(e).__name__ == "NoArgsIsHelpError":
+        console.say(e.format_message())
+        return EXIT_USAGE
+    text = " ".join(e.format_message().split()).rstrip(".")
+    path = e.ctx.command_path if getattr(e, "ctx", None) else "lowq"
+    way_out = f" See: {path} --help" if text.endswith("?") else f"; see: {path} --help"
+    return _fail(text[:1].lower() + text[1:] + way_out, EXIT_USAGE)

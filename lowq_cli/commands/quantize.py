@@ -154,8 +154,7 @@ def quantize(
     try:
         result = _run(events, planned)
     except KeyboardInterrupt:
-        console.say("interrupted; run the same command again to continue")
-        raise
+        raise KeyboardInterrupt("run the same command again to continue") from None
     state.remember(planned.out)
     if as_json:
         console.out_json({**result.to_json(), "parameters": planned.plan.params})

@@ -35,10 +35,48 @@ def test_help_and_typos_import_nothing_heavy(args):
     assert subprocess.run([sys.executable, "-c", code, *args], capture_output=True).returncode == 0
 
 
-def test_a_mistyped_command_is_answered_with_the_right_one():
-    done = run("quantise")
-    assert done.returncode == 2
-    assert "quantize" in done.stderr
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["quantise"], "no such command 'quantise'. Did you mean 'quantize'? See: lowq --help"),
+        (["quantize"], "missing argument"),
+        (["quantize", "demo", "--bits", "four"], "invalid value for '--bits'"),
+        (["eval", "--nope"], "no such option: --nope"),
+        (["generate", "--prompt"], "option '--prompt' requires an argument"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_what_is_mistyped_is_one_line_and_with_json_one_object(args, said):
+    done = run(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert said in done.stderr
+    assert "--help" in done.stderr
+    found = json.loads(run(args[0], "--json", *args[1:]).stdout)
+    assert found["exit_code"] == 2
+
+
+def test_a_bare_lowq_is_its_help():
+    done = run()
+    assert done.returncode in (0, 2)  # by Typer's release
+    assert "Commands:" in done.stdout + done.stderr
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    """In every command: Typer itself would end the process without a word."""
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowq_cli.files.inspection.inspect_model", stopped)
+    monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo"])
+    assert main._run() == 130
+    assert capsys.readouterr().err == "lowq: interrupted\n"
+
+
+def test_a_reader_that_left_is_no_error(tmp_path):
+    found = subprocess.run(f"{LOWQ} inspect demo --tensors | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash")
+    assert found.returncode == 0
 
 
 @pytest.mark.parametrize("command", [c.name for c in main.app.registered_commands])
