@@ -243,6 +243,8 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
             new = args.new if batch == 1 else min(args.new, args.new_batched)
 
             def decode(n: int, ids: torch.Tensor = ids, batch: int = batch) -> tuple[Generation, float]:
+                if isinstance(decoder, FusedDecoder):
+                    decoder.held = []  # the prompt is read anew, as a stranger's is
                 g = stream(model, TOKENIZER, ids[0].tolist(), max_new_tokens=n, decoder=decoder, batch=batch)
                 pieces, first = g.pieces(), 0.0
                 for _ in pieces:

@@ -14,6 +14,7 @@ from time import monotonic
 
 import torch
 
+from lowq_kernels import workspaces
 from lowq_kernels.registry import Config, kernels
 from lowq_packers.scheme import Scheme
 
@@ -84,6 +85,7 @@ def launch_all(work: Sequence[Callable[[], object]], done: Callable[[int, int], 
         for i, _ in enumerate(as_completed([pool.submit(launch, item) for item in work])):
             if monotonic() - started > SLOW:
                 done(i + 1, len(work))
+    workspaces.release()  # of threads that are gone: 0.27 GB for the eight of them
     return len(work)
 
 

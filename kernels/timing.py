@@ -14,7 +14,7 @@ from functools import cache, partial
 
 import torch
 
-from lowq_kernels import counters
+from lowq_kernels import counters, workspaces
 
 Thunk = Callable[[], object]
 ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100
@@ -69,6 +69,7 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
     graph = captured(rounds) if rounds > 1 else once
     graph.replay()
     times = [between(graph.replay) for _ in range(replays)]
+    workspaces.release()  # else every `side` so far keeps one
     return statistics.median(times) / (rounds * len(calls))
 
 

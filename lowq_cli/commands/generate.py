@@ -165,6 +165,7 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
 
     g = generation
     batch = len(g.prompts)
+    peak = memory.peak_bytes(model.device)  # first: the roofline may be measured, on a buffer of its own
     percent, how = explain.roofline(model, g.decoder, g.decode_tps, batch)
     several = {"texts": g.texts, "tokens_of_all": g.tokens} if batch > 1 else {}
     return {
@@ -175,7 +176,7 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
         "prefill_tps": round(g.prefill_tps, 2),
         "decode_tps": round(g.decode_tps, 2),
         "ttft_s": round(g.ttft_s, 4),
-        "peak_memory_bytes": memory.peak_bytes(model.device),
+        "peak_memory_bytes": peak,
         "roofline_pct": percent,
         "roofline": how,
         "decoder": g.decoder.name,

@@ -7,6 +7,7 @@ embedding are inside the graph: a token costs the host one launch and one asynch
 """
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowq_cli.engine.sampling import Sampling, penalise, restrict
 from lowq_kernels.decode import ops, reference
 
 SMALLEST_BUCKET = 512
-CHUNK = 2048  # prompt tokens per pass: bounds the memory of activations
+CHUNK = 2048  # prompt tokens per pass, of all sequences together: bounds the memory of activations
 KEPT_GRAPHS = 8
 
 
@@ -94,7 +95,7 @@ class FusedDecoder:
         while slots < length:
             slots *= 2
         self.captured.clear()  # graphs hold the old cache's addresses
-        self.held = []
+        self.run, self.held = None, []
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.slots, self.batch, self.seen = slots, batch, None
         for layer in self.blocks.layers:
@@ -120,23 +121,22 @@ class FusedDecoder:
         """
         B, T = ids.shape
         last = torch.empty(B, self.blocks.norm.weight.shape[0], dtype=self.dtype, device=self.device)
-        for start in range(known, T, CHUNK):
-            piece = ids[:, start : start + CHUNK]
-            t = piece.shape[1]
-            x = self.blocks.embed(piece).reshape(B * t, -1)
-
-            def attend(qkv: torch.Tensor, i: int, layer: Layer, t: int = t, start: int = start) -> torch.Tensor:
-                out = reference.attend_prompt(
-                    qkv.reshape(B, t, -1), *self.caches[i], start, *self.rope[layer.rope], layer.heads
-                )
-                return out.reshape(B * t, -1)
-
-            hidden = self._layers(x, attend).reshape(B, t, -1)
-            at = lengths - 1 - start
+        for some, tokens in passes(B, known, T):
+            piece = ids[some, tokens]
+            b, t = piece.shape
+            x = self.blocks.embed(piece).reshape(b * t, -1)
+            hidden = self._layers(x, partial(self._attend_prompt, some, tokens.start)).reshape(b, t, -1)
+            at = lengths[some] - 1 - tokens.start
             here = (at >= 0) & (at < t)
-            rows = hidden[torch.arange(B, device=self.device), at.clamp(0, t - 1)]
-            last = torch.where(here[:, None], rows, last)
+            rows = hidden[torch.arange(b, device=self.device), at.clamp(0, t - 1)]
+            last[some] = torch.where(here[:, None], rows, last[some])
         return last
+
+    def _attend_prompt(self, some: slice, start: int, qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
+        """Attention of a pass: of these sequences, from token `start` on."""
+        k, v = (cache[some] for cache in self.caches[i])
+        split = qkv.reshape(k.shape[0], -1, qkv.shape[-1])
+        return reference.attend_prompt(split, k, v, start, *self.rope[layer.rope], layer.heads).flatten(0, 1)
 
     def _layers(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
         """The residual stream x (M, H) through every layer and the last norm."""
@@ -246,6 +246,13 @@ class FusedDecoder:
                 return None
             self.captured[key] = found
         return self.captured[key]
+
+
+def passes(batch: int, known: int, longest: int) -> list[tuple[slice, slice]]:
+    """(sequences, tokens) of each pass over prompts, from token `known` on: at most CHUNK tokens, whole prompts if they fit."""
+    at_once = max(1, CHUNK // (longest - known))
+    groups = [slice(b, min(b + at_once, batch)) for b in range(0, batch, at_once)]
+    return [(g, slice(t, min(t + CHUNK, longest))) for g in groups for t in range(known, longest, CHUNK)]
 
 
 def _shared(held: list[int], prompt: list[int]) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from lowq_kernels import workspaces
+
 WARM_UP = 2  # kernels compile and libraries take their workspaces before anything is recorded
 
 
@@ -31,6 +33,6 @@ def capture(step: Callable[[], object]) -> Captured:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with workspaces.released(), torch.cuda.graph(graph):
         step()
     return Captured(graph)

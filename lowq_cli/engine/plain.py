@@ -12,7 +12,7 @@ import torch
 
 from lowq_cli.engine.sampling import Sampling, pick
 
-CHUNK = 2048  # prompt tokens per forward: bounds the memory of a long prompt's activations
+CHUNK = 2048  # prompt tokens per forward, of all sequences together: bounds the memory of activations
 CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
 
 
@@ -48,10 +48,11 @@ class PlainDecoder:
         self.cache_name: str | None = None
         self.generator = torch.Generator(self.device).manual_seed(sampling.seed)
         self.seen: torch.Tensor | None = None
-        for i in range(0, longest, CHUNK):
-            logits = self._forward(ids[:, i : i + CHUNK], i, last=i + CHUNK >= longest)
+        step = max(1, CHUNK // len(prompts))
+        for i in range(0, longest, step):
+            logits = self._forward(ids[:, i : i + step], i)
             if self.cache is None and self.cache_name is None:  # no cache: the one forward below must see everything
-                logits = self._forward(ids, 0, last=True)
+                logits = self._forward(ids, 0)
                 break
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -72,7 +73,7 @@ class PlainDecoder:
             token = self.all_ids
             if self.mask is not None:
                 self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        return self._pick(self._forward(token, None, last=True))
+        return self._pick(self._forward(token, None))
 
     def _pick(self, logits: torch.Tensor) -> torch.Tensor:
         self.last = pick(logits, self.sampling, self.generator, self.seen)
@@ -80,7 +81,7 @@ class PlainDecoder:
             self.seen.scatter_(1, self.last[:, None], True)
         return self.last
 
-    def _forward(self, ids: torch.Tensor, offset: int | None, last: bool) -> torch.Tensor:
+    def _forward(self, ids: torch.Tensor, offset: int | None) -> torch.Tensor:
         """Logits (B, V) at the last position of `ids`, which start at `offset` in the prompt (None while decoding)."""
         inputs: dict[str, Any] = {"input_ids": ids}
         if self.mask is not None:

@@ -13,7 +13,7 @@ import torch
 
 from lowq_cli.engine import explain
 from lowq_cli.engine.blocks import Mlp
-from lowq_cli.engine.fused import CHUNK, FusedDecoder
+from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.experts import FEW_TOKENS
 from lowq_kernels.linear import QuantLinear
@@ -31,7 +31,7 @@ def warm(model: Any, decoder: Any, prompts: list[list[int]], sampling: Sampling,
 
 def launches(model: Any, decoder: Any, batch: int, longest: int, sampling: Sampling) -> list[Callable[[], object]]:
     """One launch of each kernel that `batch` prompts of up to `longest` tokens and what follows them will take."""
-    rows = {batch, batch * min(longest, CHUNK), batch * (longest % CHUNK)} - {0}
+    rows = {batch} | {(some.stop - some.start) * (tokens.stop - tokens.start) for some, tokens in passes(batch, 0, longest)}
     work = [*_products(model, decoder, rows)]
     return work + _between(decoder, batch, rows, sampling) if isinstance(decoder, FusedDecoder) else work
 

@@ -1,0 +1,116 @@
+"""What a generation holds beyond weights and cache: a bounded pass over the prompts, and none of what it no longer needs."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowq_cli.commands import generate
+from lowq_cli.engine import explain, graph, memory, stream, warm
+from lowq_cli.engine.fused import FusedDecoder, passes
+from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.sampling import Sampling
+from lowq_kernels import precompile, workspaces
+
+TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
+PROMPTS = [[(7 * b + t) % 150 + 3 for t in range(11 - b)] for b in range(5)]
+MB = 1 << 20
+
+
+def model(**facts):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    small = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **small | heads | facts)).float().eval()
+
+
+@pytest.mark.parametrize("kind", [FusedDecoder, PlainDecoder])
+@pytest.mark.parametrize("most", [24, 11, 5], ids=["two prompts a pass", "one prompt", "parts of a prompt"])
+def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most, monkeypatch):
+    net = model()
+    wanted = stream(net, TOKENIZER, PROMPTS, max_new_tokens=6, decoder=kind(net))
+    list(wanted.pieces())
+    monkeypatch.setattr(f"{kind.__module__}.CHUNK", most)
+    decoder, rows = kind(net), []
+    for layer in explain.called(net, decoder).modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda m, x: rows.append(x[0].numel() // m.in_features))
+    g = stream(net, TOKENIZER, PROMPTS, max_new_tokens=6, decoder=decoder)
+    list(g.pieces())
+    assert g.tokens == wanted.tokens
+    assert max(rows) <= most  # 5 prompts of 11 tokens are 55
+
+
+def test_what_is_compiled_first_is_what_the_passes_take(monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.fused.CHUNK", 24)
+    assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11)] == [(2, 11), (2, 11), (1, 11)]
+    assert [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40)] == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
+    seen = set()
+    monkeypatch.setattr(warm, "_products", lambda model, decoder, rows: seen.update(rows) or ())
+    warm.launches(None, None, 5, 11, Sampling())
+    assert seen == {5, 22, 11}
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Which of torch.cuda's doings happen in which order, on a machine without."""
+    said = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(workspaces, "_clear", lambda: said.append("release"))
+    return said
+
+
+def test_a_recording_owns_its_scratch_memory(log, monkeypatch):
+    stream_of_work = SimpleNamespace(wait_stream=lambda other: None)
+
+    @contextlib.contextmanager
+    def recording(graph):
+        log.append("begin")
+        yield
+        log.append("end")
+
+    fakes = {"Stream": lambda: stream_of_work, "current_stream": lambda: stream_of_work, "synchronize": lambda: None}
+    fakes |= {"stream": lambda s: contextlib.nullcontext(), "CUDAGraph": SimpleNamespace, "graph": recording}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graph.capture(lambda: log.append("step"))
+    assert log == ["step", "step", "release", "begin", "step", "end", "release"]
+
+
+def test_threads_that_compiled_leave_no_scratch_memory(log):
+    precompile.launch_all([lambda: log.append("launch")] * 3, lambda n, of: None)
+    assert log == ["launch"] * 3 + ["release"]
+
+
+def test_measuring_the_roofline_is_not_the_models_peak(monkeypatch):
+    net, peak = model(), [100]
+    monkeypatch.setattr(memory, "peak_bytes", lambda device: peak[0])
+    monkeypatch.setattr(explain, "roofline", lambda *a: peak.append(peak.pop() + (1 << 30)) or (None, ""))
+    g = stream(net, TOKENIZER, PROMPTS[0], max_new_tokens=2)
+    list(g)
+    assert generate._numbers(net, g)["peak_memory_bytes"] == 100
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_recording_again_holds_no_more():
+    """A stream of its own for each recording, and so 32 MiB of cuBLAS's on an H100, used to stay behind."""
+    net = model(hidden_size=256, intermediate_size=512).half().cuda()
+    decoder = FusedDecoder(net)
+
+    def held():
+        decoder.captured.clear()
+        decoder.held = []
+        list(stream(net, TOKENIZER, PROMPTS[0], max_new_tokens=4, decoder=decoder))
+        assert decoder.reason == ""
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    first = held()
+    assert max(held() for _ in range(4)) <= first + MB
+    precompile.launch_all([lambda: net.lm_head(net.lm_head.weight)] * 8, lambda n, of: None)
+    list(stream(net, TOKENIZER, PROMPTS[0], max_new_tokens=4, decoder=decoder))  # its graph still has what it needs
+    assert held() <= first + MB
