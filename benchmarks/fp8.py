@@ -44,13 +44,17 @@ from lowq_packers.scheme import Act, Scheme
 DEVICE = torch.device("cuda")
 SIZES = (1024, 2048, 4096, 8192, 16384)
 COMPILED = (1024, 4096, 16384)  # sizes that torch.compile's is timed at: tracing takes seconds a size
-SHAPES = ((8192, 8192), (28672, 4096), (4096, 14336), (4096, 4096))
-SMALL_M, LARGE_M = (1, 16, 32, 64), (256, 1024, 2048, 4096, 8192)
+GEMMS = (  # N, K, M's
+    (8192, 8192, (1, 16, 32, 64, 256, 1024, 2048, 4096, 8192)),
+    (28672, 4096, (1, 64, 1024, 4096)),
+    (4096, 14336, (1, 64, 1024)),
+    (4096, 4096, (1, 64, 256, 1024)),
+)
 ACTS: tuple[Act, ...] = ("int8", "fp8")
 CODES = (  # N, K, bits, group, M's
     *((8192, 8192, bits, 128, (64, 128, 256, 1024, 4096)) for bits in (8, 4, 3, 2)),
     (8192, 8192, 4, 64, (64, 256, 1024, 4096)),
-    *((N, K, 4, 128, (64, 256, 1024)) for N, K in SHAPES[1:]),
+    *((N, K, 4, 128, (64, 256, 1024)) for N, K, _ in GEMMS[1:]),
 )
 WIDTHS = (8, 4, 2)  # whose perplexity is measured
 TOLERANCE = 5e-3
@@ -118,12 +122,12 @@ def fp8_weights(N: int, K: int) -> tuple[list[Fp8Matrix], list[Fp8Matrix], list[
     return found[0], found[1], found[2]
 
 
-def gemm_rows(shapes: Sequence[tuple[int, int]]) -> list[Row]:
-    """us per shape, M and kernel, and the error of each against fp32."""
+def gemm_rows(cells: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Row]:
+    """us per shape, M and kernel, and the error of each against fp32. cells: (N, K, M's)."""
     rows = []
-    for N, K in shapes:
+    for N, K, Ms in cells:
         w128, w256, rowwise = fp8_weights(N, K)
-        for M in (*SMALL_M, *(LARGE_M if SHAPES[0] == (N, K) else (1024, 4096))):
+        for M in Ms:
             x0 = torch.randn(M, K, device=DEVICE, dtype=torch.bfloat16)
             row: Row = {"N": N, "K": K, "M": M, "error": {}}
             calls: dict[str, list[Callable[[], object]]] = {}
@@ -139,8 +143,9 @@ def gemm_rows(shapes: Sequence[tuple[int, int]]) -> list[Row]:
                 row["error"][name] = check(f"{name} {row}", call(ws[0]), x.dequantize() @ ws[0].dequantize().T)
                 calls[name] = [partial(call, w) for w in ws]
 
-            x128, x256, xrow = (fp8_block_quant(x0, b) for b in ((1, 128), (256, 256), (1, K)))
-            for name, x, ws in (("128x128", x128, w128), ("256x256", x256, w256), ("per channel", xrow, rowwise)):
+            xs = [fp8_block_quant(x0, x_block) for _, x_block, _ in block_pairs(K)]
+            x128, xrow = xs[0], xs[2]
+            for (name, _, _), x, ws in zip(block_pairs(K), xs, (w128, w256, rowwise), strict=True):
                 config = gemm_wgmma.config_for(x, ws[0])
                 row.setdefault("config", {})[name] = config
                 timed(name, lambda w, x=x, c=config: gemm_wgmma.fp8_gemm(x, w, None, torch.bfloat16, c), ws, x)  # type: ignore[misc]
@@ -168,6 +173,17 @@ def gemm_rows(shapes: Sequence[tuple[int, int]]) -> list[Row]:
     return rows
 
 
+def block_pairs(K: int) -> list[tuple[str, fp8.Block, fp8.Block]]:
+    """The ways to scale a product: name, blocks of x, blocks of W."""
+    return [("128x128", (1, 128), (128, 128)), ("256x256", (256, 256), (256, 256)), ("per channel", (1, K), (1, K))]
+
+
+def meta_matrix(M: int, K: int, block: fp8.Block) -> Fp8Matrix:
+    """A matrix with a shape and no numbers."""
+    q = torch.empty(M, K, dtype=FP8, device="meta")
+    return Fp8Matrix(q, torch.empty(fp8.scale_shape(q.shape, block), device="meta"), block)
+
+
 def in_turn(calls: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
     """us of each name, the median of three: forwards, backwards and forwards again, with rests. Without them the clock falls
     from 1.98 to 1.5 GHz, by how much depends on what ran just before."""
@@ -181,7 +197,7 @@ def in_turn(calls: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
 
 def codes_rows(cells: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> list[Row]:
     """us over the `tile` layout: 8-bit activations (x's rounding included; the config that dispatch takes, and the best one),
-    what dispatch takes for 16-bit activations, and cuBLAS fp16. cells: (N, K, bits, group, M's)."""
+    what dispatch takes for 16-bit activations, the rounding of x alone, and cuBLAS fp16. cells: (N, K, bits, group, M's)."""
     rows = []
     for N, K, bits, group, Ms in cells:
         dense = [torch.randn(N, K, device=DEVICE).half() for _ in range(max(2, min(4, math.ceil(256e6 / (2 * N * K)))))]
@@ -197,6 +213,7 @@ def codes_rows(cells: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> l
             check(spec.name, spec.launch(x, copies[0], None, config), x.float() @ W.T)
             row["a16"] = graph_time([lambda p=p: spec.launch(x, p, None, config) for p in copies], 6)  # type: ignore[misc]  # noqa: B023
             row["a16_kernel"] = spec.name
+            row["rounding"] = {act: graph_time([partial(rounded, x, act)] * 4, 6) for act in ACTS}
             row["cublas"] = graph_time([lambda w=w: x @ w.T for w in dense], 6)  # type: ignore[misc]  # noqa: B023
             for act in ACTS:
                 spec8, call = kernels()[f"cuda/tile_{act}"], Call.of(x, copies[0], act)
@@ -310,31 +327,45 @@ def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> l
     return rows
 
 
-def compile_share(index: int, of: int) -> None:
-    """Compile one share of everything that will be timed, on rubbish."""
+def compile_share(index: int, of: int, parts: Sequence[str]) -> None:
+    """Compile one share of everything that these parts will time, on rubbish."""
     x = torch.randn(512, 512, device=DEVICE, dtype=torch.bfloat16)
-    w = fp8.quantize(torch.randn(512, 512, device=DEVICE), (128, 128))
-    work: list[Callable[[], object]] = []
-    plans = [*block_quant.TILE_PLANS, block_quant.STRIDE_PLANS[0], *(block_quant.plan_for(n, n, (256, 256)) for n in SIZES)]
-    work += [partial(fp8_block_quant, x, (256, 256), p) for p in plans]
-    work += [partial(fp8_block_quant, x, b) for b in ((128, 128), (1, 128), (1, 512))]
-    for N, K, bits, group, Ms in CODES:
-        for act, M in ((a, m) for a in ACTS for m in Ms):
-            spec = kernels()[f"cuda/tile_{act}"]
-            call = Call(M, N, K, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", (9, 0), act)
-            if spec.why_not(call) is None:
-                for c in spec.legal_configs(call):
-                    instance = tile_wgmma8.expression(bits, 0, act == "int8", group, True, c)
-                    work.append(partial(nvrtc.compiled, "tile_wgmma8.cu", instance, "sm_90a"))
-    xq = fp8_block_quant(x, (1, 128))
-    for M, (N, K) in ((m, s) for m in (*SMALL_M, *LARGE_M) for s in SHAPES):
-        work.append(partial(gemm_triton.fp8_gemm, xq, w, None, torch.bfloat16, gemm_triton.config_for(M, N, K)))
-    for c in gemm_wgmma.CONFIGS:
-        for modes in ((2, 1), (2, 2), (0, 0)) if c["SWAP"] else ((1, 2), (2, 2), (0, 0)):
-            if c["NB"] != 128 or not c["SWAP"]:
-                work.append(partial(nvrtc.compiled, "fp8_gemm.cu", gemm_wgmma.expression(c, 1, modes), "sm_90a"))
+    work: list[Callable[[], object]] = [partial(fp8_block_quant, x, b) for b in ((128, 128), (256, 256), (1, 128), (1, 512))]
+    if "quantizer" in parts:
+        plans = [*block_quant.TILE_PLANS, block_quant.STRIDE_PLANS[0], *(block_quant.plan_for(n, n, (256, 256)) for n in SIZES)]
+        work += [partial(fp8_block_quant, x, (256, 256), p) for p in plans]
+    if "codes" in parts:
+        for N, K, bits, group, Ms in CODES:
+            for act, M in ((a, m) for a in ACTS for m in Ms):
+                spec = kernels()[f"cuda/tile_{act}"]
+                call = Call(M, N, K, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", (9, 0), act)
+                if spec.why_not(call) is None:
+                    for c in spec.legal_configs(call):
+                        instance = tile_wgmma8.expression(bits, 0, act == "int8", group, True, c)
+                        work.append(partial(nvrtc.compiled, "tile_wgmma8.cu", instance, "sm_90a"))
+    if "gemm" in parts:
+        xq, w = fp8_block_quant(x, (1, 128)), fp8.quantize(torch.randn(512, 512, device=DEVICE), (128, 128))
+        wanted = set()
+        for N, K, Ms in GEMMS:
+            for M in Ms:
+                work.append(partial(gemm_triton.fp8_gemm, xq, w, None, torch.bfloat16, gemm_triton.config_for(M, N, K)))
+                for _, x_block, w_block in block_pairs(K):
+                    a, b = meta_matrix(M, K, x_block), meta_matrix(N, K, w_block)
+                    c = gemm_wgmma.config_for(a, b)
+                    modes = (gemm_wgmma.mode_of(a), gemm_wgmma.mode_of(b))
+                    wanted.add(gemm_wgmma.expression(c, 1, modes[::-1] if c["SWAP"] else modes))
+        work += [partial(nvrtc.compiled, "fp8_gemm.cu", instance, "sm_90a") for instance in sorted(wanted)]
     for thunk in work[index::of]:
         thunk()
+
+
+def as_json(report: dict[str, Any]) -> str:
+    """JSON with one line a row."""
+    parts = []
+    for name, value in report.items():
+        rows = ",\n".join("  " + json.dumps(r) for r in value) if isinstance(value, list) else ""
+        parts.append(f" {json.dumps(name)}: " + (f"[\n{rows}\n ]" if rows else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def main() -> None:
@@ -342,7 +373,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", default="demo")
     flags.add_argument("--text")
-    flags.add_argument("--out")
+    flags.add_argument("--out", help="JSON; parts that it holds already are kept, those measured anew replaced")
     flags.add_argument("--parts", help="some of gemm,quantizer,codes,error,perplexity; the last two run on a CPU too")
     flags.add_argument("--max-tokens", type=int, help="of the text, for perplexity")
     flags.add_argument("--compile", metavar="I/N")
@@ -350,7 +381,7 @@ def main() -> None:
     given = flags.parse_args()
     if given.compile:
         index, of = map(int, given.compile.split("/"))
-        return compile_share(index, of)
+        return compile_share(index, of, (given.parts or "gemm,codes,quantizer").split(","))
     if given.inductor:
         torch.compile(compile_quantizer, dynamic=False)(
             torch.randn(given.inductor, given.inductor, device=DEVICE, dtype=torch.bfloat16)
@@ -362,16 +393,10 @@ def main() -> None:
     text = read_text(given.text)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     here = Machine.here(torch.device(device))
-    report: dict[str, Any] = {
-        "gpu": here.gpu,
-        "torch": here.torch,
-        "triton": here.triton,
-        "date": datetime.date.today().isoformat(),
-        "model": Path(given.model).name,
-        "text": Path(given.text).name if given.text else "bundled sample",
-    }
+    out = Path(given.out) if given.out else None
+    report: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {"runs": {}}
     parts: dict[str, Callable[[], list[Row]]] = {
-        "gemm": partial(gemm_rows, SHAPES),
+        "gemm": partial(gemm_rows, GEMMS),
         "quantizer": quantizer_rows,
         "codes": partial(codes_rows, CODES),
         "error": partial(error_rows, given.model, text, device),
@@ -380,9 +405,17 @@ def main() -> None:
     for name in given.parts.split(",") if given.parts else parts:
         began = time.monotonic()
         report[name] = parts[name]()
+        report["runs"][name] = {
+            "gpu": here.gpu,
+            "torch": here.torch,
+            "triton": here.triton,
+            "date": datetime.date.today().isoformat(),
+            "model": Path(given.model).name if name in ("error", "perplexity") else "",
+            "text": Path(given.text).name if given.text else "bundled sample",
+        }
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-        if given.out:
-            Path(given.out).write_text(json.dumps(report, indent=1) + "\n")
+        if out:
+            out.write_text(as_json(report))
     return None
 
 

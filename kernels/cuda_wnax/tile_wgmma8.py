@@ -81,7 +81,10 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     def cost(c: Config) -> float:
         tiles = math.ceil(call.N / (128 * c["MH"])) * math.ceil(call.M / c["NB"])
         at_once = max(1, CLUSTERS[c["SPLIT"]] * multiprocessors() // 132)
-        tile = math.ceil(math.ceil(call.K / STEP) / c["SPLIT"]) * STEP_US[call.act][c["MH"], c["NB"]] + 1.5
+        step = STEP_US[call.act][c["MH"], c["NB"]]
+        if call.act == "int8" and call.scheme.bits <= 3 and c["MH"] * c["NB"] == 256:
+            step *= 1.1  # 2 bits, 8192 x 8192, M = 1024: 196 us, 169 in tiles half as large; 3 bits: 187 and 182
+        tile = math.ceil(math.ceil(call.K / STEP) / c["SPLIT"]) * step + 1.5
         return math.ceil(tiles / at_once) * tile + (2 + c["MH"] * c["NB"] / 32) * (c["SPLIT"] > 1)
 
     return min(legal, key=cost)
@@ -148,9 +151,9 @@ FACTS: dict[str, object] = {
     "layouts": ("tile",),
     "devices": ("cuda",),
     "min_capability": (9, 0),
-    # below, rounding x and multiplying in 16 bits is as fast: 26 and 27 us at M = 64, 35 and 35 at 128, 54 and 43 at 256
-    # (8192 x 8192, 4 bits). In groups of 64 int8 loses throughout: integer sums must be converted before they are scaled
-    "preferred_m": (129, 1 << 62),
+    # below, rounding x and multiplying in 16 bits is as fast: 27 and 27 us at M = 64, at 128 36 and 31 (fp8) or 34 (int8), at
+    # 256 56 and 43 (8192 x 8192, 4 bits). In groups of 64 int8 loses throughout: integer sums are converted twice as often
+    "preferred_m": (97, 1 << 62),
     "prefer": lambda call: call.act == "fp8" or call.scheme.group_size % 128 == 0 or call.scheme.group_size == call.K,
     "rank": 18,
     "configs": CONFIGS,
