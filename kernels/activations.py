@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from lowq_kernels.optional import optional
 from lowq_packers import fp8
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import ACTS, Act
@@ -36,11 +37,8 @@ def _launcher(act: Act, dtype: torch.dtype, device: torch.device) -> Callable[[t
     """The kernel that rounds whole tokens in one launch (torch takes 31 us at M = 64 and 870 at 4096), if there is one."""
     if torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
         return None
-    try:
-        from lowq_kernels.cuda_wnax import act_rows
-    except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] != "cuda":
-            raise
+    act_rows = optional("lowq_kernels.cuda_wnax.act_rows", "cuda")
+    if act_rows is None:
         return None
     return act_rows.rounded_rows if torch.cuda.get_device_capability(device) >= act_rows.LEAST_CAPABILITY[act] else None
 

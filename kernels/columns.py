@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from lowq_kernels.optional import optional
+
 
 class RoundBlock(Protocol):
     """What rounds a block: see `round_block`."""
@@ -36,13 +38,8 @@ def round_block(
 def _implementation(device: str) -> RoundBlock:
     if device != "cuda":
         return round_block_torch
-    try:
-        from lowq_kernels.columns_triton import round_block_triton
-    except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] != "triton":
-            raise
-        return round_block_torch
-    return round_block_triton
+    found = optional("lowq_kernels.columns_triton", "triton")
+    return found.round_block_triton if found else round_block_torch
 
 
 def round_block_torch(

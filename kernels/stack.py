@@ -1,10 +1,12 @@
 """Stack: the packed weights of a mixture's experts side by side, so that one kernel can find any of them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from lowq_kernels.optional import optional
 from lowq_kernels.registry import matmul
 from lowq_packers.layouts import PackedWeight, repack
 from lowq_packers.scheme import Scheme
@@ -50,3 +52,11 @@ class Stack:
         words, scales, zeros, aux = (None if f[0] is None else torch.stack(f) for f in fields)
         assert words is not None
         return replace(self, words=words, scales=scales, zeros=zeros, aux=aux, layout=layout)
+
+
+def fused(up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """The kernel that computes a mixture from the chosen experts alone, where there is one for this device and shape."""
+    if not up.words.is_cuda:
+        return None
+    found = optional("lowq_kernels.decode.experts", "cuda")
+    return None if found is None or found.why_not(up, down, top_k, act, dtype, up.words.device) else found.experts

@@ -15,6 +15,7 @@ from functools import cache, partial
 import torch
 
 from lowq_kernels import counters, workspaces
+from lowq_kernels.optional import optional
 
 Thunk = Callable[[], object]
 ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100
@@ -130,11 +131,8 @@ def roofline(device: torch.device) -> Roofline:
 
 def _readers(data: torch.Tensor) -> list[Thunk]:
     """Ways to read all of `data` (int32) as fast as the device allows; a copy, counted once, where triton is absent."""
-    try:
-        from lowq_kernels.triton_wnax.read import READ_CONFIGS, read_all
-    except ModuleNotFoundError as e:
-        if e.name != "triton":
-            raise
+    read = optional("lowq_kernels.triton_wnax.read", "triton")
+    if read is None:
         half = torch.empty(data.numel() // 2, dtype=data.dtype, device=data.device)
         return [lambda: half.copy_(data[: half.numel()])]  # moves data.nbytes in all
-    return [partial(read_all, data, c) for c in READ_CONFIGS]
+    return [partial(read.read_all, data, c) for c in read.READ_CONFIGS]

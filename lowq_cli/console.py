@@ -144,9 +144,3 @@ def _plain_progress(label: str, total: int) -> Callable[[int, str], None]:
             say(f"{label} {100 * done // max(total, 1):3d}%  {duration(spent)}, eta {eta}  {note}")
 
     return advance
-
-
-def error_style(rel_error: float, bits: int) -> str:
-    """Colour of a tensor's relative error: red from twice what evenly spaced codes give a normal weight at that width."""
-    expected = 2.0 ** (-bits) * 1.4
-    return "green" if rel_error < expected else "yellow" if rel_error < 2 * expected else "red"

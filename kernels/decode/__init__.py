@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lowq_kernels.decode import reference
+from lowq_kernels.optional import optional
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,11 @@ def ops(device_type: str) -> Ops:
     """The set for a kind of device; torch's where Triton is not installed."""
     if device_type != "cuda":
         return TORCH
-    try:
-        from lowq_kernels.decode import attention, elementwise, router, sample
-    except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] != "triton":
-            raise
+    attention = optional("lowq_kernels.decode.attention", "triton")
+    if attention is None:
         return TORCH
-    attend, folding = attention.attend, None
-    try:
-        from lowq_kernels.decode import attention_cuda, fold
+    from lowq_kernels.decode import elementwise, router, sample
 
-        attend, folding = attention_cuda.attend, fold
-    except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
-            raise
+    faster, folding = (optional(f"lowq_kernels.decode.{name}", "cuda") for name in ("attention_cuda", "fold"))
+    attend = (faster or attention).attend
     return Ops("triton", elementwise.add_norm, attend, elementwise.gated, router.route, sample.choose, folding)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowq_kernels.linear import best_layout
-from lowq_kernels.stack import Stack
+from lowq_kernels.stack import Stack, fused
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
@@ -124,15 +124,7 @@ class QuantExperts(nn.Module):
     def fused(self, dtype: torch.dtype, top_k: int) -> Callable[..., torch.Tensor] | None:
         """The kernel that computes the layer from the chosen experts alone, where there is one for this device and shape."""
         up, down = (self.stack(name) for name in STACKS)
-        if not up.words.is_cuda:
-            return None
-        try:
-            from lowq_kernels.decode.experts import experts, why_not
-        except ModuleNotFoundError as e:
-            if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
-                raise
-            return None
-        return None if why_not(up, down, top_k, self.act, dtype, up.words.device) else experts
+        return fused(up, down, top_k, self.act, dtype)
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""

@@ -215,8 +215,6 @@ def finish(model: PreTrainedModel) -> PreTrainedModel:
     for module in packed.values():
         for p in module.parameters(recurse=False):
             p.requires_grad_(False)
-        if isinstance(module, QuantLinear):
-            module._packed = None  # what it saw before the weights came
     offloaded = [name for name, m in packed.items() if next(m.parameters()).is_meta and not isinstance(m, TiedHead)]
     if offloaded:
         raise UnsupportedError(

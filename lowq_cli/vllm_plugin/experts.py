@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from lowq_cli.hf.experts import FEW_ROWS, FEW_TOKENS, experts_linear
 from lowq_cli.vllm_plugin.linear import Held, LowqLinearMethod, check_companions
 from lowq_kernels.linear import best_layout
-from lowq_kernels.stack import Stack
+from lowq_kernels.stack import Stack, fused
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
@@ -128,13 +128,7 @@ def _kernel(x: torch.Tensor, ids: torch.Tensor, up: Stack, down: Stack, act: str
     """The kernel for a few tokens, where it takes the call; None otherwise."""
     if not x.is_cuda or (x.shape[0] > FEW_TOKENS and not torch.cuda.is_current_stream_capturing()):
         return None
-    try:
-        from lowq_kernels.decode.experts import experts, why_not
-    except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] != "cuda":  # NVRTC or its finder
-            raise
-        return None
-    return None if why_not(up, down, ids.shape[-1], act, x.dtype, x.device) else experts
+    return fused(up, down, ids.shape[-1], act, x.dtype)
 
 
 def _product(x: torch.Tensor, experts: torch.Tensor, s: Stack) -> torch.Tensor:
