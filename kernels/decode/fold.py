@@ -12,6 +12,7 @@ A layer is then five launches instead of eight. One row only: every block of a `
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -28,7 +29,9 @@ FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
 SQUARES = 16  # features whose squares are summed together
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
 KERNEL = "cuda/tile_mma"
-# Gate and up need pairs of row tiles: where the chosen config has none, the first of these that is legal.
+# Gate and up need pairs of row tiles, and blocks that leave room for the next product's: the first of these that is legal,
+# instead of what the rule takes alone. (At 2 bits that is (4, 2, 128, 1, 7), alone 13.8 us for this one's 15.2; but it fills
+# every register of a multiprocessor, and an 8B step takes 1267 us with this one.) A table's choice was made in whole steps.
 PAIRS = tuple(
     dict(zip(tile_mma.CONFIGS[0], values, strict=True)) for values in ((4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1))
 )
@@ -67,6 +70,11 @@ def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str:
     if name != KERNEL:
         return f"{name} computes this product"
     return "" if _config(call, layer.kernel, fold) else "no config of it fits this shape"
+
+
+def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Config | None:
+    """The config that the product takes where it does what `fold` says."""
+    return _config(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), layer.kernel, fold)
 
 
 def normed(layer: QuantLinear, s: Stream) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +120,16 @@ def _launch(layer: QuantLinear, x: torch.Tensor, fold: int, folded: bytes) -> to
 def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
     """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None."""
     config = select(call, kernel)[1]
-    if not fold & GATED or config["NT"] % 2 == 0:
+    if not fold & GATED:
         return config
-    legal = kernels()[KERNEL].legal_configs(call)
-    return next((pairs for pairs in PAIRS if pairs in legal), None)
+    rule, pairs = _alone_and_paired(call)
+    even = config if config["NT"] % 2 == 0 else None
+    return even if even and even != rule else pairs or even
+
+
+@lru_cache(1024)
+def _alone_and_paired(call: Call) -> tuple[Config, Config | None]:
+    """(What the rule takes for a product of its own, the first of PAIRS that is legal.)"""
+    spec = kernels()[KERNEL]
+    legal = spec.legal_configs(call)
+    return spec.default_config(call, legal), next((pairs for pairs in PAIRS if pairs in legal), None)

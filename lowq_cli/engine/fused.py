@@ -8,7 +8,6 @@ embedding are inside the graph: a token costs the host one launch and one asynch
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -153,7 +152,12 @@ class FusedDecoder:
 
     def about(self, batch: int) -> str:
         """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`."""
-        return "norms, residual sums and activations are done by the products" if self._folds(batch) else ""
+        if not self._folds(batch):
+            return ""
+        fold, gate_up = self.ops.fold, self.blocks.layers[0].mlp.gate_up  # type: ignore[union-attr]
+        config = fold.config_of(gate_up, batch, self.dtype, fold.NORMED | fold.ACTS[self.blocks.act])
+        values = ",".join(map(str, config.values()))
+        return f"norms, residual sums and activations are done by the products, which takes config {values} for gate_up"
 
     def _folds(self, M: int) -> bool:
         """Whether products of M rows can do what lies between them, in every layer."""
@@ -177,16 +181,18 @@ class FusedDecoder:
         x, layers, act = x.contiguous(), blocks.layers, blocks.act
         first = layers[0].before_attention
         qkv, scale = layers[0].qkv(self.ops.add_norm(x, None, first.weight, first.eps)), self.ones
-        for i, (layer, following) in enumerate(pairwise(layers)):
-            mlp, inner, norm = layer.mlp, layer.before_mlp, following.before_attention
+        for i, layer in enumerate(layers):
+            mlp, inner = layer.mlp, layer.before_mlp
             assert isinstance(mlp, Mlp)
             stream = fold.added(layer.o, attend(qkv, i, layer), x, inner.weight, inner.eps, scale)
             h, scale = fold.gated(mlp.gate_up, stream, act)
-            stream = fold.added(mlp.down, h, x, norm.weight, norm.eps, scale)
-            qkv, scale = fold.normed(following.qkv, stream)
-        last = layers[-1]  # what follows it is the head, which may be of any kind
-        y = self.ops.add_norm(x, last.o(attend(qkv, len(layers) - 1, last)), last.before_mlp.weight, last.before_mlp.eps)
-        return self.ops.add_norm(x, self._mlp(y, last.mlp), blocks.norm.weight, blocks.norm.eps)
+            if i + 1 < len(layers):
+                norm = layers[i + 1].before_attention
+                stream = fold.added(mlp.down, h, x, norm.weight, norm.eps, scale)
+                qkv, scale = fold.normed(layers[i + 1].qkv, stream)
+            else:  # what follows is the head, which may be of any kind
+                delta = mlp.down(h)
+        return self.ops.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps)
 
     def _mlp(self, x: torch.Tensor, mlp: Mlp | Mixture) -> torch.Tensor:
         """What a layer's second half adds to the residual stream, from its normed input x (M, H)."""

@@ -12,6 +12,7 @@ import torch
 from lowq_kernels import registry
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
 
 if shutil.which("g++") is None:
     pytest.skip("no g++", allow_module_level=True)
@@ -127,3 +128,21 @@ def test_who_may_not(monkeypatch):
     assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == "takes packed layers on a GPU, activations in 16 bits"
     monkeypatch.setattr(fold, "enabled", False)
     assert fold.why_not(layer, 1, F16, fold.NORMED) == "switched off"
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
+def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
+    """Not what the rule takes alone, even where that has pairs of row tiles; but what a table, made in whole steps, says."""
+    call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
+    monkeypatch.setattr(registry, "TABLES", [])
+    registry.forget_choices()
+    alone = registry.select(call)[1]
+    assert fold._config(call, None, tile_mma.SILU) == fold.PAIRS[0] != alone
+    assert fold._config(call, None, tile_mma.NORMED) == alone
+    told = dict(zip(tile_mma.CONFIGS[0], (4, 2, 256, 2, 1), strict=True))
+    odd = dict(zip(tile_mma.CONFIGS[0], (8, 1, 256, 1, 1), strict=True))
+    for choice, wanted in ((told, told), (odd, fold.PAIRS[0])):
+        monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
+        registry.forget_choices()
+        assert fold._config(call, None, tile_mma.GELU_TANH) == wanted
+    registry.forget_choices()
