@@ -6,7 +6,8 @@ this GPU holds; where that has none, its autotuner measures, as its default mode
 those that win most often in that table, and some of its fast list (all of them take 3 s a cell, and there are 400 cells).
 --choices FILE keeps what the autotuner chose, as GemLite's own JSON; the next run reads it and tunes only what is not in it.
 Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width and
-the first of gemm_wide's by its model. Compiling is done before, in worker processes; no timing shares the GPU with anything.
+the first of gemm_wide's by its model. --open times only the cells of --known where GemLite was faster or within NEAR of us,
+then those that it lacks. Compiling is done before, in worker processes; no timing shares the GPU with anything.
 Outputs are checked against fp32. Rows of an existing FILE stay for cells that this run does not reach; `run` in a row says
 which run it is from.
 """
@@ -14,7 +15,6 @@ which run it is from.
 import argparse
 import copy
 import datetime
-import itertools
 import json
 import math
 import multiprocessing
@@ -48,9 +48,13 @@ CELL = 4096 * 28672  # the largest M * N timed
 LARGE_M, LARGE_COPIES = 1024, 4  # there products are bound by arithmetic: fewer copies of the weight will do
 QUICK = (3, 200.0)  # replays and us each, to rank candidates
 MOST, MOST_WIDE = 6, 3  # of the configs that won before, where those are all that is timed
+TOLERANCE = 2e-3  # of ours, relative: the gate's for fp16
+NEAR = 1.05  # GemLite's time over ours: a cell below is timed again by --open
 GEMLITE_CONFIGS = 8  # of each of its kernels
 RUN = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
 Cell = tuple[int, int, int, int, int]  # bits, group, N, K, M
+Place = tuple[int, int, int, int]  # bits, group, N, K
+Plan = list[tuple[Place, list[int]]]  # and the M's to time there
 Choice = tuple[KernelSpec, Config]
 Known = tuple[int, str, tuple[tuple[str, int], ...]]
 
@@ -132,7 +136,7 @@ def read_choices(path: Path | None) -> bool:
     return path is not None and path.exists() and bool(GemLiteLinear.load_config(str(path)))
 
 
-def warm_gemlite(place: tuple[int, int, int, int], choices: Path | None = None) -> None:
+def warm_gemlite(place: Place, rows: Sequence[int], choices: Path | None = None) -> None:
     """Compile GemLite's candidates for one scheme and shape (its kernels are compiled per N and K) into Triton's cache."""
     bits, group, N, K = place
     try:
@@ -140,9 +144,8 @@ def warm_gemlite(place: tuple[int, int, int, int], choices: Path | None = None) 
         quick_autotuner()
         read_choices(choices)
         layer = gemlite_layers(quantized(N, K, bits, group), 1)[0]
-        for M in BATCHES:
-            if M * N <= CELL:
-                layer(torch.randn(M, K, device=DEVICE, dtype=torch.float16))
+        for M in rows:
+            layer(torch.randn(M, K, device=DEVICE, dtype=torch.float16))
     except Exception as e:
         print("gemlite", place, repr(e)[:200], flush=True)
 
@@ -175,11 +178,16 @@ def winners(path: Path | None, bits: int) -> set[Known]:
     return {(r["M"], r["kernel"], tuple(sorted(r["config"].items()))) for r in rows if r["bits"] == bits and "kernel" in r}
 
 
-def best(found: list[Choice], x: torch.Tensor, weights: list[Any]) -> tuple[float, KernelSpec, Config] | None:
-    """The fastest of them, ranked quickly, then the first two by the full protocol."""
+def best(
+    found: list[Choice], x: torch.Tensor, weights: list[Any], ref: torch.Tensor
+) -> tuple[float, KernelSpec, Config] | None:
+    """The fastest of them that are right, ranked quickly, then the first two by the full protocol."""
     ranked = []
     for spec, config in found:
         try:
+            error = relative_error(spec.launch(x, weights[0], None, config), ref)
+            if not error < TOLERANCE:
+                raise AssertionError(f"relative error {error}")
             us = graph_time([lambda w=w, f=spec.launch, c=config: f(x, w, None, c) for w in weights], *QUICK)
             ranked.append((us, spec, config))
         except Exception as e:
@@ -193,16 +201,17 @@ def best(found: list[Choice], x: torch.Tensor, weights: list[Any]) -> tuple[floa
     return min(final, key=lambda t: t[0], default=None)
 
 
-def ours(schemes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int]], known: dict[int, set[Known]]) -> list[Work]:
-    """What to compile of ours. A split of k is no part of a binary, but whether there is one is."""
+def ours(plan: Plan, known: dict[int, set[Known]]) -> list[Work]:
+    """What to compile of ours. A split of k is no part of a binary, but whether there is one is; of sizes what divides them."""
     work = {}
-    for scheme, (N, K), M in itertools.product(schemes, shapes, BATCHES):
-        call = measure.call_for(Shape(N, K, Scheme(*scheme), torch.float16), M, "strided", DEVICE)
-        for spec, config in candidates(call, known[scheme[0]]):
-            free = spec.name in ("triton/gemm_wide", "triton/gemv_splitk")
-            alike = config | {"SPLIT_K": min(config["SPLIT_K"], 2)} if free else config
-            item = Work.of(spec.name, alike, call.scheme, "strided", torch.float16, M, *shapes[0])
-            work[item] = item
+    for (bits, group, N, K), rows in plan:
+        for M in rows:
+            call = measure.call_for(Shape(N, K, Scheme(bits, group), torch.float16), M, "strided", DEVICE)
+            for spec, config in candidates(call, known[bits]):
+                free = spec.name in ("triton/gemm_wide", "triton/gemv_splitk")
+                alike = config | {"SPLIT_K": min(config["SPLIT_K"], 2)} if free else config
+                item = Work.of(spec.name, alike, call.scheme, "strided", torch.float16, M, 4096, 4096)
+                work[item] = item
     return list(work)
 
 
@@ -214,10 +223,24 @@ def relative_error(y: torch.Tensor, ref: torch.Tensor) -> float:
     return ((y.float() - ref).norm() / ref.norm()).item()
 
 
+def all_cells(schemes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, int]]) -> Plan:
+    """Every cell, shape by shape."""
+    return [((*s, N, K), [M for M in BATCHES if M * N <= CELL]) for N, K in shapes for s in schemes]
+
+
+def open_cells(plan: Plan, rows: list[dict[str, Any]]) -> Plan:
+    """The cells of a plan in which we are behind in `rows` or hardly ahead, then those that are not in it."""
+    ratio = {place(r): r["gemlite_us"] / r["us"] if "us" in r and "gemlite_us" in r else 0.0 for r in rows}
+    behind = [(p, [M for M in ms if ratio.get((*p, M), NEAR) < NEAR]) for p, ms in plan]
+    lacking = [(p, [M for M in ms if (*p, M) not in ratio]) for p, ms in plan]
+    return [(p, ms) for p, ms in [*behind, *lacking] if ms]
+
+
 def cells(
-    scheme: tuple[int, int], N: int, K: int, known: set[Known], dense_us: dict[tuple[int, int, int], float], budget: Budget
+    where: Place, Ms: Sequence[int], known: set[Known], dense_us: dict[tuple[int, int, int], float], budget: Budget
 ) -> list[dict[str, Any]]:
     """A row per M, until the budget ends; cuBLAS times are kept in `dense_us` for the other schemes of the shape."""
+    scheme, (N, K) = where[:2], where[2:]
     q = quantized(N, K, *scheme)
     dense = q.dequantize()
     shape = Shape(N, K, Scheme(*scheme), torch.float16)
@@ -225,14 +248,14 @@ def cells(
     layers = gemlite_layers(q, len(weights))
     fp16 = [dense.half() for _ in range(min(LARGE_COPIES, rotation(2 * N * K)))]
     rows: list[dict[str, Any]] = []
-    for M in BATCHES:
-        if M * N > CELL or not budget.left:
+    for M in Ms:
+        if not budget.left:
             continue
         n = LARGE_COPIES if M >= LARGE_M else len(weights)
         x = torch.randn(M, K, device=DEVICE, dtype=torch.float16) / 8
         ref = x.float() @ dense.t()
         row: dict[str, Any] = {"bits": scheme[0], "group": scheme[1], "N": N, "K": K, "M": M, "run": RUN}
-        ours = best(candidates(measure.call_for(shape, M, "strided", DEVICE), known), x, weights[:n])
+        ours = best(candidates(measure.call_for(shape, M, "strided", DEVICE), known), x, weights[:n], ref)
         if ours is not None:
             us, spec, config = ours
             row |= {"kernel": spec.name, "config": config, "us": round(us, 2)}
@@ -290,20 +313,23 @@ def main() -> None:
     ap.add_argument("--shapes", default=SHAPES)
     ap.add_argument("--seconds", type=float, default=1e9)
     ap.add_argument("--workers", type=int, default=15)
+    ap.add_argument("--open", action="store_true", help="only cells of --known where GemLite is near, and those it lacks")
     ap.add_argument("--warm", action="store_true", help="all kernels are in Triton's cache already")
     ap.add_argument("--choices", type=Path, help="what GemLite's autotuner chose: read and added to")
     a = ap.parse_args()
     budget = Budget(a.seconds)
-    shapes = [parse_shape(s) for s in a.shapes.split(",")]
     schemes = [(int(b), int(g)) for b, g in (s.split(":") for s in a.schemes.split(","))]
     known = {bits: winners(a.known, bits) for bits, _ in schemes}
-    places = [(*s, *n) for s in schemes for n in shapes]
+    plan = all_cells(schemes, [parse_shape(s) for s in a.shapes.split(",")])
+    if a.open:
+        plan = open_cells(plan, json.loads(a.known.read_text())["rows"])
+    print(f"{sum(len(ms) for _, ms in plan)} cells", flush=True)
     if not a.warm:
         context = multiprocessing.get_context("spawn")
-        with context.Pool(min(a.workers, len(places))) as pool:
-            pool.map(partial(warm_gemlite, choices=a.choices), places, chunksize=1)
-        print(f"GemLite compiled after {budget.spent:.0f} s", flush=True)
-        compile_all(ours(schemes, shapes, known), workers=a.workers)
+        with context.Pool(min(a.workers, len(plan))) as pool:
+            theirs = pool.starmap_async(partial(warm_gemlite, choices=a.choices), plan, chunksize=1)
+            print(f"ours: {compile_all(ours(plan, known), workers=a.workers)} kernels after {budget.spent:.0f} s", flush=True)
+            theirs.get()
         print(f"compiled after {budget.spent:.0f} s", flush=True)
     from gemlite.core import GemLiteLinear
 
@@ -311,15 +337,14 @@ def main() -> None:
     quick_autotuner()
     read_choices(a.choices)
     dense_us: dict[tuple[int, int, int], float] = {}
-    for N, K in shapes:
-        for scheme in schemes:
-            if not budget.left:
-                continue
-            try:
-                write(a.out, cells(scheme, N, K, known[scheme[0]], dense_us, budget))
-            except torch.OutOfMemoryError as e:
-                print("memory", scheme, N, K, repr(e)[:100])
-            torch.cuda.empty_cache()
+    for where, ms in plan:
+        if not budget.left:
+            break
+        try:
+            write(a.out, cells(where, ms, known[where[0]], dense_us, budget))
+        except torch.OutOfMemoryError as e:
+            print("memory", where, repr(e)[:100])
+        torch.cuda.empty_cache()
         if a.choices:
             GemLiteLinear.cache_config(str(a.choices))
     print(json.dumps(summary(json.loads(a.out.read_text())["rows"])), f"{time.monotonic() - budget.started:.0f} s")
