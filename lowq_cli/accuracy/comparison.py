@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.accuracy.perplexity import WINDOW, evaluate, tokenize
+from lowq_cli.accuracy.perplexity import evaluate, tokenize, window_of
 
 PROMPT_TOKENS = 32  # of the text, to start the timed generation from
 
@@ -25,6 +25,7 @@ class Compared:
     top1_agreement: float | None
     decode_tps: float
     tokens: int
+    window: int
 
 
 def compare(
@@ -47,11 +48,11 @@ def compare(
         found = inspect_model(name)
         model, tokenizer = load(name, device=device)
         ids = tokenize(tokenizer, text)
-        window = min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
+        window = window_of(model)
         report = evaluate(model, ids, reference, window, max_tokens)
         speed = _decode_tps(model, tokenizer, ids, new_tokens)
         distance = (report.ppl_increase_pct, report.kl, report.top1_agreement)
-        yield Compared(name, found.bytes, found.bpw, report.ppl, *distance, speed, report.tokens)
+        yield Compared(name, found.bytes, found.bpw, report.ppl, *distance, speed, report.tokens, window)
         if reference is None:
             reference = model
         del model

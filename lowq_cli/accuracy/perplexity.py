@@ -147,7 +147,7 @@ def measure(
 
         set_activations(loaded, check_act(act))
     reference = load(against, device=device)[0] if against else None
-    return evaluate(loaded, tokenize(tokenizer, text), reference, _window(loaded), max_tokens, progress)
+    return evaluate(loaded, tokenize(tokenizer, text), reference, window_of(loaded), max_tokens, progress)
 
 
 def measure_modes(
@@ -162,7 +162,7 @@ def measure_modes(
     found: dict[str, Report] = {}
     for act in modes(loaded):
         set_activations(loaded, act)
-        found[act] = evaluate(loaded, ids, None, _window(loaded), max_tokens, progress)
+        found[act] = evaluate(loaded, ids, None, window_of(loaded), max_tokens, progress)
     return found
 
 
@@ -173,7 +173,7 @@ def perplexity(
     return vars(measure(model, text, against, device, max_tokens)).copy()
 
 
-def _window(model: Any) -> int:
+def window_of(model: Any) -> int:
     """WINDOW, or the model's longest context where that is shorter."""
     return min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
 

@@ -58,4 +58,5 @@ def compare(
         for r in rows
     ]
     columns = ("model", ">size", ">bits/weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
-    console.table(f"on {rows[0].tokens} tokens, against {models[0]}", columns, shown, on_stdout=True)
+    first = rows[0]
+    console.table(f"{first.tokens} tokens in windows of {first.window}, against {models[0]}", columns, shown, on_stdout=True)

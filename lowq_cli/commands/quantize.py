@@ -1,5 +1,6 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +11,10 @@ from lowq_cli import console, quantizers
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lowq_cli.accuracy.mixed import Mixed
-    from lowq_cli.run.pipeline import LayerDone, Planned, Result
+    from lowq_cli.run.pipeline import Event, LayerDone, Planned, Result
     from lowq_cli.run.recipe import Recipe
 
 METHODS = quantizers.methods()
@@ -251,16 +254,22 @@ def _show_mixed(mixed: "Mixed") -> None:
     console.say(f"{mixed.bpw:.3f} bits per weight over {len(mixed.shares)} groups; {expected if mixed.in_nats else by_weights}")
 
 
-def _run(events: object, planned: "Planned") -> "Result":
-    """Follow the run with a progress bar; the result."""
+def _run(events: "Iterator[Event]", planned: "Planned") -> "Result":
+    """Follow the run: a line per calibrated layer, then a progress bar; the result."""
+    from lowq_cli.accuracy.calibrate import is_calibrated
     from lowq_cli.run import pipeline
 
-    told: set[str] = set()
-    with console.progress("quantize", planned.plan.params) as advance:
-        for event in events:  # type: ignore[attr-defined]
-            if isinstance(event, pipeline.LayerDone):
+    if is_calibrated(planned.plan):
+        told: set[str] = set()
+        with console.status("calibrating layer by layer"):
+            for event in events:
+                if not isinstance(event, pipeline.LayerDone):
+                    events = chain([event], events)
+                    break
                 _show_layer(event, told)
-            elif isinstance(event, pipeline.TensorDone):
+    with console.progress("quantize", planned.plan.params) as advance:
+        for event in events:
+            if isinstance(event, pipeline.TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
                 advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
             elif isinstance(event, pipeline.Finished):
@@ -270,7 +279,12 @@ def _run(events: object, planned: "Planned") -> "Result":
 
 def _show_layer(layer: "LayerDone", told: set[str]) -> None:
     """A calibrated layer's error, and what could not be done to it; what `told` holds is said of another layer already."""
-    console.say(f"calibrated layer {layer.index} of {layer.total}: output error {layer.error:.4f}")
+    left = layer.total - layer.index
+    if layer.resumed:
+        console.say(f"layer {layer.index} of {layer.total} was calibrated before")
+    else:
+        eta = f", eta {console.duration(layer.seconds * left)}" if left else ""
+        console.say(f"calibrated layer {layer.index} of {layer.total}: output error {layer.error:.4f}{eta}")
     for name, note in layer.notes.items():
         console.say(f"note: {name}: {note}")
     for place in layer.unscaled:
