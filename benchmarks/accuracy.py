@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from accuracy_rows import Judge, Results, Row, folders, parser
+from accuracy_rows import Judge, Results, Row, parser, run
 
 from lowq_cli import quantizers
 from lowq_packers.scheme import BITS, Scheme
@@ -99,10 +99,7 @@ def flags() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Measure and write the file."""
-    args = flags().parse_args()
-    results = Results(args)
-    for folder in folders(args):
-        results.take(measure(folder, args, results))
+    run(flags().parse_args(), measure)
 
 
 if __name__ == "__main__":

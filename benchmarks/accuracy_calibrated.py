@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from accuracy_rows import Judge, Results, Row, folders, parser
+from accuracy_rows import Judge, Results, Row, parser, run
 from accuracy_rows import device as pick_device
 
 from lowq_cli.files.quant_config import expand
@@ -100,10 +100,7 @@ def flags() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Measure and write the file."""
-    args = flags().parse_args()
-    results = Results(args)
-    for folder in folders(args):
-        results.take(measure(folder, args, results))
+    run(flags().parse_args(), measure)
 
 
 if __name__ == "__main__":

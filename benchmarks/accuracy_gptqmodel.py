@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from accuracy_rows import Judge, Results, Row, folders, parser
+from accuracy_rows import Judge, Results, Row, parser, run
 from accuracy_rows import device as pick_device
 
 from lowq_cli.accuracy import calibrate
@@ -67,10 +67,7 @@ def flags() -> argparse.ArgumentParser:
 
 def main() -> None:
     """Measure and add to the file."""
-    args = flags().parse_args()
-    results = Results(args)
-    for folder in folders(args):
-        results.take(measure(folder, args, results))
+    run(flags().parse_args(), measure)
 
 
 if __name__ == "__main__":

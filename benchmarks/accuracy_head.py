@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from accuracy import linears, ours
-from accuracy_rows import Judge, Results, Row, folders, parser
+from accuracy_rows import Judge, Results, Row, parser, run
 
 from lowq_cli.quantizers import default_method
 from lowq_packers.scheme import Scheme
@@ -21,7 +21,7 @@ from lowq_packers.scheme import Scheme
 BODIES = (None, Scheme(4, 64), Scheme(2, 64))
 
 
-def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+def measure(folder: Path, args: argparse.Namespace, _: Results) -> Iterator[Row]:
     """One row per body and head."""
     judge = Judge(folder, args)
     head = judge.model.lm_head
@@ -49,10 +49,7 @@ def measure(folder: Path, args: argparse.Namespace) -> Iterator[Row]:
 
 def main() -> None:
     """Measure and write the file."""
-    args = parser(__doc__, "head.json", (8, 4, 3)).parse_args()
-    results = Results(args)
-    for folder in folders(args):
-        results.take(measure(folder, args))
+    run(parser(__doc__, "head.json", (8, 4, 3)).parse_args(), measure)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,13 @@ class Results:
         for row in rows:
             print(json.dumps(row), flush=True)
             merge(self.path, self.run, row)
+
+
+def run(args: argparse.Namespace, measure: Callable[[Path, argparse.Namespace, Results], Iterator[Row]]) -> None:
+    """Measure every model and put the rows into the result file as they come."""
+    results = Results(args)
+    for folder in folders(args):
+        results.take(measure(folder, args, results))
 
 
 def missing(cells: Iterable[Row], path: Path) -> list[Row]:

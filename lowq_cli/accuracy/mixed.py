@@ -23,7 +23,6 @@ from lowq_cli.accuracy import calibrate, sensitivity
 from lowq_cli.accuracy.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
-from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.run.planner import Candidate, free_candidates, make_plan, scale_dtype
 from lowq_cli.run.recipe import Override, Recipe
 from lowq_cli.run.writer import SENSITIVITY
@@ -127,12 +126,6 @@ def resolve(source: Source, recipe: Recipe, folder: Path, device: torch.device) 
         "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()},
     }
     return resolved, Mixed(shares, not why, why, (json.dumps(cache, indent=1) + "\n").encode())
-
-
-def resolve_path(model: str | Path, recipe: Recipe, folder: Path, device: str = "cpu") -> tuple[Recipe, Mixed]:
-    """`resolve` for a model by name."""
-    with open_decoded(model) as source:
-        return resolve(source, recipe, folder, torch.device(device))
 
 
 def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:

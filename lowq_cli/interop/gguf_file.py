@@ -84,12 +84,6 @@ def head(metadata: Iterable[tuple[str, Value]], tensors: Sequence[GgufTensor]) -
     return raw + bytes(padded(len(raw)) - len(raw))
 
 
-def write_tensor(file: BinaryIO, t: GgufTensor, content: memoryview | bytes) -> None:
-    """The bytes of one tensor and the padding behind it; tensors come in the order of `head`."""
-    file.write(content)
-    finish_tensor(file, t, len(content))
-
-
 def finish_tensor(file: BinaryIO, t: GgufTensor, written: int) -> None:
     """The padding behind a tensor of which `written` bytes, all of them, are in the file."""
     assert written == t.nbytes, t.name

@@ -50,6 +50,25 @@ SCHEMES = {
 MIXTURES = ("mixtral", "qwen3-moe")
 
 
+@pytest.fixture
+def small_calibration(monkeypatch):
+    """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
+    from lowq_cli.accuracy import calibrate
+
+    monkeypatch.setattr(calibrate, "WINDOW", 32)
+    monkeypatch.setattr(calibrate, "BATCH", 2)
+    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
+    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of about 950 bytes to calibrate on."""
+    path = tmp_path / "text.txt"
+    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 12)
+    return str(path)
+
+
 def needs_mixtures() -> None:
     """Skip where transformers cannot stack the scales of packed experts."""
     import transformers

@@ -9,7 +9,7 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.inspection import inspect_model
 from lowq_cli.interop.exporter import read_matrix
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
-from lowq_cli.interop.gguf_file import GgufTensor, f32, head, text, u32, write_tensor
+from lowq_cli.interop.gguf_file import GgufTensor, f32, finish_tensor, head, text, u32
 from lowq_cli.run import pipeline
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import gguf
@@ -46,7 +46,8 @@ def write_file(path, kind):
     with open(path, "wb") as f:
         f.write(head(metadata, rows))
         for r in rows:
-            write_tensor(f, r, raw[r.name].numpy().data)
+            f.write(raw[r.name].numpy().data)
+            finish_tensor(f, r, raw[r.name].numel())
     return raw
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowq_cli.accuracy import calibrate, mixed, sensitivity
+from lowq_cli.accuracy import mixed, sensitivity
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.sharding import fusion_problems
 from lowq_cli.main import app
@@ -22,13 +22,15 @@ FINE = {"group": 16, "dtype": "bfloat16"}  # 2 bits take 4 with their scales and
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
-    monkeypatch.setattr(calibrate, "WINDOW", 32)
-    monkeypatch.setattr(calibrate, "BATCH", 2)
+def small(small_calibration, monkeypatch):
+    """Few tokens to measure on, too."""
     monkeypatch.setattr(sensitivity, "TOKENS", 1024)
-    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
-    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
+
+
+def resolve(model, recipe, out):
+    """`mixed.resolve` of a folder, on the CPU."""
+    with open_source(model) as source:
+        return mixed.resolve(source, recipe, out, CPU)
 
 
 def schemes(plan):
@@ -40,7 +42,7 @@ def test_budgets_hold_and_fused_weights_agree(family, family_checkpoints, small,
     folder = family_checkpoints(family, schemes={}).dense
     sizes = []
     for bpw in (4.7, 6.5):
-        recipe, found = mixed.resolve_path(folder, make_recipe(bpw=bpw, **FINE), tmp_path)
+        recipe, found = resolve(folder, make_recipe(bpw=bpw, **FINE), tmp_path)
         assert found.in_nats
         assert bpw - 0.7 < found.bpw <= bpw
         with open_source(folder) as source:
@@ -119,7 +121,7 @@ def test_a_size_is_kept_to_the_byte(family_checkpoints, small, tmp_path):
 def test_what_is_named_takes_no_part(family_checkpoints, small, tmp_path):
     folder = family_checkpoints("llama").dense
     recipe = make_recipe(bpw=4.7, **FINE, lm_head="keep", overrides=["layers.0.mlp.down_proj=8:16"], skip=["layers.1.mlp"])
-    resolved, found = mixed.resolve_path(folder, recipe, tmp_path)
+    resolved, found = resolve(folder, recipe, tmp_path)
     names = {s.group for s in found.shares}
     assert names == {"model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_up_proj",
                      "model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn.o_proj"}  # fmt: skip
@@ -130,7 +132,7 @@ def test_what_is_named_takes_no_part(family_checkpoints, small, tmp_path):
 
 
 def test_without_a_tokenizer_weights_are_compared(family_checkpoints, tmp_path):
-    _, found = mixed.resolve_path(family_checkpoints("llama").dense, make_recipe(bpw=4.7, **FINE), tmp_path)
+    _, found = resolve(family_checkpoints("llama").dense, make_recipe(bpw=4.7, **FINE), tmp_path)
     assert not found.in_nats
     assert "tokenizer" in found.why_not_nats
     assert found.bpw <= 4.7

@@ -38,20 +38,7 @@ FOLDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """As in test_calibrate.py."""
-    monkeypatch.setattr(calibrate, "WINDOW", 32)
-    monkeypatch.setattr(calibrate, "BATCH", 2)
-    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
-    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
-
-
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 12)
-    return str(path)
+pytestmark = pytest.mark.usefixtures("small_calibration")
 
 
 class Walked:
