@@ -33,8 +33,10 @@ def chat(
 ) -> None:
     """Talk to a checkpoint, turn by turn."""
     from lowq_cli import state
+    from lowq_cli.files.source import check_there
 
     folder = state.checkpoint_or_last(checkpoint)
+    check_there(folder)
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.conversation import Conversation

@@ -22,12 +22,14 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Compare models by size, quality and speed: bits per weight, perplexity, KL divergence, agreement, tokens/s."""
+    from lowq_cli.files.source import check_there
     from lowq_packers.errors import UsageError
 
     if len(models) < 2:
         raise UsageError("compare takes two or more models; for one there is: lowq eval")
     if plot and not Path(plot).absolute().parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no folder {Path(plot).absolute().parent}")
+    check_there(*models)
 
     from lowq_cli.accuracy import comparison
     from lowq_cli.accuracy.perplexity import read_text

@@ -38,6 +38,7 @@ def eval(
 ) -> None:
     """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement."""
     from lowq_cli import state
+    from lowq_cli.files.source import check_there
     from lowq_packers.errors import QualityError, UsageError
 
     if max_ppl_increase is not None and against is None:
@@ -47,6 +48,7 @@ def eval(
     if act == "all" and against is not None:
         raise UsageError("--act all compares modes with each other; leave --against out")
     name = state.checkpoint_or_last(ckpt)
+    check_there(name, against)
 
     with console.status("starting"):
         from lowq_cli.accuracy.perplexity import measure, measure_modes, read_text

@@ -49,6 +49,7 @@ def generate(
 ) -> None:
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
     from lowq_cli import state
+    from lowq_cli.files.source import check_there
 
     if (prompt is None) == (prompts is None):
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
@@ -57,6 +58,7 @@ def generate(
     if prompt == "-" and not text:
         raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
     folder = state.checkpoint_or_last(checkpoint)
+    check_there(folder)
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.ready import ready

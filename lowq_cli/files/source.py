@@ -151,6 +151,17 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
     return _hub_headers(name) if headers_only else _open_folder(name, _download(name))
 
 
+def check_there(*models: str | os.PathLike[str] | None) -> None:
+    """Raise now what opening these models would raise, while nothing heavy is imported: folders only, the hub is not asked."""
+    for model in models:
+        if model is None:
+            continue
+        path = Path(model).expanduser()
+        other_kind = path.suffix in (".gguf", ".pt") or (path / "qmodel.pt").is_file()  # interop.foreign opens those
+        if not other_kind and (path.exists() or not HUB_ID.fullmatch(str(model))):
+            open_source(model, headers_only=True).close()
+
+
 def _folder_of(path: Path) -> Path:
     """The folder of a weight file that was named itself. Raises UnsupportedError for files that lowq does not open."""
     if path.suffix == ".safetensors":

@@ -74,6 +74,20 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "lowq: interrupted\n"
 
 
+NAMING_A_MODEL = [
+    "quantize {}", "quantize {} --format fp8", "generate {} --prompt x", "chat {}", "eval demo --against {}", "compare demo {}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", NAMING_A_MODEL)
+def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
+    code = "import sys, lowq_cli.main as m; code = m._run(); sys.exit(99 if 'torch' in sys.modules else code)"
+    line = args.format(tmp_path / "nothing").split()
+    done = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "nothing" in done.stderr
+
+
 def test_a_reader_that_left_is_no_error(tmp_path):
     found = subprocess.run(f"{LOWQ} inspect demo --tensors | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash")
     assert found.returncode == 0
