@@ -88,9 +88,12 @@ class Mixed:
         return {"bpw": self.bpw, "expected_kl": self.error if self.in_nats else None, "groups": rows}
 
 
-def resolve(source: Source, recipe: Recipe, folder: Path, device: torch.device) -> tuple[Recipe, Mixed]:
+def resolve(
+    source: Source, recipe: Recipe, folder: Path, device: torch.device, watch: sensitivity.Watch | None = None
+) -> tuple[Recipe, Mixed]:
     """The recipe with an override for each group, within its budget; reads weights, writes nothing.
 
+    watch: told how many layers of how many are measured.
     Raises UsageError for a budget that nothing fits, and as `make_plan`.
     """
     text = calibrate.read_text(recipe.calib)
@@ -103,7 +106,7 @@ def resolve(source: Source, recipe: Recipe, folder: Path, device: torch.device) 
         raise UsageError("--bpw and --size find no weight that the recipe leaves open; leave --override and --skip out")
     schemes = {c.name: options[name] for name, members in groups.items() for c in members}
     candidates = [c for members in groups.values() for c in members]
-    key, errors, why = _measured(source, plain, text, candidates, schemes, folder, device)
+    key, errors, why = _measured(source, plain, text, candidates, schemes, folder, device, watch)
     choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
     params = {name: sum(c.shape[0] * c.shape[1] for c in members) for name, members in groups.items()}
     budget = _budget(source, plain, recipe, choices, sum(params.values()))
@@ -197,6 +200,7 @@ def _measured(
     schemes: dict[str, list[Scheme]],
     folder: Path,
     device: torch.device,
+    watch: sensitivity.Watch | None,
 ) -> tuple[str, sensitivity.Errors, str]:
     """(key, errors, why they are no nats): what the folder holds for the same question, or measured now."""
     dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
@@ -221,7 +225,7 @@ def _measured(
 
         ids = calibrate.choose_windows(load_tokenizer(source), text, sensitivity.TOKENS)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
-        return key, walk.measure(ids, calibrate.BATCH), ""
+        return key, walk.measure(ids, calibrate.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         return key, sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
 

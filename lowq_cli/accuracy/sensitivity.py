@@ -28,6 +28,7 @@ from lowq_packers.scheme import Scheme
 TOKENS = 8192  # of the calibration text
 ROWS = 2048  # of a matrix whose errors are computed: those with the largest gradients stand for all
 Errors = dict[str, dict[Scheme, float]]  # checkpoint name -> scheme -> nats per token
+Watch = Callable[[int, int], None]  # done, of how many
 
 
 @dataclass
@@ -81,14 +82,16 @@ class Sensitivities:
         self.blocks = Blocks(source, device)
         self.candidates = {c.name: c for c in candidates}
 
-    def measure(self, ids: torch.Tensor, batch: int) -> Errors:
-        """Nats per token that each scheme of each candidate costs."""
+    def measure(self, ids: torch.Tensor, batch: int, watch: Watch | None = None) -> Errors:
+        """Nats per token that each scheme of each candidate costs. watch: told how many layers of how many are done."""
         hidden, others = self.blocks.start(ids, batch)
         entered = [hidden]
         for number in range(len(self.blocks)):
             with torch.no_grad(), self.blocks.layer(number) as module:
                 entered.append([run(module, h, others[number]) for h in entered[-1]])
         errors, grads = self._head(ids, batch, entered.pop())
+        if watch:
+            watch(0, len(self.blocks))
         tokens = ids.numel()
         for number in reversed(range(len(self.blocks))):
             spots = {n: s for n, s in self.blocks.linears(number).items() if n in self.candidates}
@@ -101,6 +104,8 @@ class Sensitivities:
                     ]
                 for name, spot in spots.items():
                     errors[name] = self._linear(name, spot, places[spot.module], tokens)
+            if watch:
+                watch(len(self.blocks) - number, len(self.blocks))
         for name, c in self.candidates.items():
             if c.kind == "embedding":
                 table = self._table(name, ids, grads, tokens)

@@ -29,6 +29,7 @@ Methods:
 """ + "\n".join(fill(summary, 76, initial_indent=f"  {name:6}", subsequent_indent=" " * 8) for name, summary in METHODS.items())
 FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
 BAR = "#"
+STEPS = 1000  # of the bar that is shown before the number of layers is known
 
 
 def quantize(
@@ -127,15 +128,16 @@ def quantize(
     if plot and not (budgeted and Path(plot).absolute().parent.is_dir()):
         raise UsageError(f"--plot {plot} needs --bpw or --size, and a folder that is there")
 
-    from lowq_cli.files.source import check_there
-
-    check_there(model)
-    with console.status(f"measuring {model} for its budget" if budgeted else f"reading {model}"):
+    with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
         from lowq_cli.run import pipeline
+
+        def watch(done: int, total: int) -> None:
+            assert advance  # only a budget is measured
+            advance(STEPS * done // total, f"{done} of {total} layers")
 
         faults = []
         for one in asked:
-            events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run)
+            events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run, watch=watch)
             planned = next(events)
             assert isinstance(planned, pipeline.Planned)  # the first event of every run
             fault = None if engine is None else targets.problem(engine, planned.plan)
@@ -178,9 +180,6 @@ def _fp8(
         raise UsageError(f"--{given.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
     if asked["lm_head"] not in (None, "keep", "fp8", "8"):
         raise UsageError(f"--lm-head {asked['lm_head']} with --format fp8: write --lm-head fp8, or keep")
-    from lowq_cli.files.source import check_there
-
-    check_there(model)
     with console.status(f"reading {model}"):
         from lowq_cli.devices import pick_device
         from lowq_cli.interop import fp8_checkpoint as fp8

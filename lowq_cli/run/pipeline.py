@@ -10,7 +10,7 @@ import os
 import time
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
@@ -149,12 +149,14 @@ def run(
     shard_size: int = SHARD_SIZE,
     fresh: bool = False,
     dry_run: bool = False,
+    watch: Callable[[int, int], None] | None = None,
 ) -> Iterator[Event]:
     """Quantize `model` by `recipe` into `out`, yielding Planned, then TensorDone and ShardDone, then Finished.
 
     dry_run: stop after Planned; nothing is written, and but for a budget of bits no weight is read or downloaded. fresh: start
     over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. device: one, or several as
-    "cuda:0,cuda:1", which take a tensor each; the bytes are the same. Raises LowqError.
+    "cuda:0,cuda:1", which take a tensor each; the bytes are the same. watch: before Planned, how many layers of how many are
+    measured for a budget of bits. Raises LowqError.
     """
     start = time.monotonic()
     devices = pick_devices(device)
@@ -167,7 +169,7 @@ def run(
         if budgeted:
             from lowq_cli.accuracy import mixed  # builds a model with transformers
 
-            recipe, found = mixed.resolve(source, recipe, folder, on)
+            recipe, found = mixed.resolve(source, recipe, folder, on, watch)
         plan = make_plan(source, recipe, shard_size)
         independent = _independent(source, plan)
         lanes = worker_devices(devices, independent)
