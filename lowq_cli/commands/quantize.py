@@ -128,6 +128,9 @@ def quantize(
     if plot and not (budgeted and Path(plot).absolute().parent.is_dir()):
         raise UsageError(f"--plot {plot} needs --bpw or --size, and a folder that is there")
 
+    from lowq_cli.files.source import check_there
+
+    check_there(model)
     with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
         from lowq_cli.run import pipeline
 
@@ -180,6 +183,9 @@ def _fp8(
         raise UsageError(f"--{given.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
     if asked["lm_head"] not in (None, "keep", "fp8", "8"):
         raise UsageError(f"--lm-head {asked['lm_head']} with --format fp8: write --lm-head fp8, or keep")
+    from lowq_cli.files.source import check_there
+
+    check_there(model)
     with console.status(f"reading {model}"):
         from lowq_cli.devices import pick_device
         from lowq_cli.interop import fp8_checkpoint as fp8
