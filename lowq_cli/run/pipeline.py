@@ -180,6 +180,7 @@ def run(
                 "read, or the method is calibrated); name one device"
             )
         budget = make_budget(plan, folder, on, len(lanes), _bytes_in(folder, plan), source.held_bytes)
+        calibrate.identity(plan)  # a calibration text that is missing or empty is told with the plan
         yield Planned(plan, folder, ", ".join(map(str, devices)), budget, found)
         if dry_run:
             return

@@ -245,6 +245,12 @@ def test_heads_and_embeddings_fall_back_to_the_default(family_checkpoints, text,
     assert methods["model.layers.0.mlp.up_proj"] == "gptq"
 
 
+def test_a_dry_run_tells_of_a_text_that_is_missing(family_checkpoints, tmp_path):
+    recipe = make_recipe(method="gptq", calib=str(tmp_path / "none.txt"))
+    with pytest.raises(NotFoundError, match="cannot read the calibration text"):
+        next(pipeline.run(family_checkpoints("llama").dense, recipe, tmp_path / "out", dry_run=True))
+
+
 def test_text_errors(tmp_path):
     with pytest.raises(NotFoundError, match="cannot read the calibration text"):
         calibrate.read_text(str(tmp_path / "none.txt"))
