@@ -30,6 +30,9 @@ def page(table: Table) -> str:
         parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
         if batched := _batched(rows):
             parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
+        if spent := _spent(rows, report["read_gbs"]):
+            about = "Microseconds of a step, in brackets the share of the read roofline (`--profile`; at 140 tokens of text):"
+            parts += [f"\n{about}\n", table(*spent)]
         parts.append("")
     return "\n".join(parts)
 
@@ -62,6 +65,23 @@ def _one(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[objec
             tail = ("" if first is None else f"{1e3 * first:.0f}", "" if peak is None else f"{peak:.2f}")
             found.append((label(r["variant"]), *cells, f"{r['roofline_pct']:.0f}%", *tail))
     return columns, found
+
+
+def _spent(rows: list[dict[str, Any]], gbs: float) -> tuple[Sequence[str], list[Sequence[object]]] | None:
+    """What the parts of a step take, for the variants that were profiled."""
+    profiled = {r["variant"]: {p["what"]: p for p in r["parts"]} for r in rows if "parts" in r}
+    if not profiled:
+        return None
+
+    def cell(p: dict[str, Any] | None) -> str:
+        if p is None:
+            return ""
+        return f"{p['us']:,.0f}" + (f" ({p['bytes'] / p['us'] / gbs / 10:.0f}%)" if p["bytes"] else "")
+
+    names = dict.fromkeys(name for parts in profiled.values() for name in parts)
+    names = [*(n for n in names if not n.startswith("(")), *(n for n in names if n.startswith("("))]
+    lines = [(name, *(cell(parts.get(name)) for parts in profiled.values())) for name in names]
+    return ("", *(f">{label(v)}" for v in profiled)), lines
 
 
 def _batched(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[object]]] | None:

@@ -7,8 +7,8 @@ first, in parallel. A variant is `transformers` (model.generate), `transformers-
 it compiles), `transformers-static` (its forward over a static cache as one CUDA graph of ours), `16` (the lowq engine,
 weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the device from random
 codes. A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of weights a step reads,
-percent of the time that the measured read bandwidth allows, time to first token; with --profile also the microseconds that
-each kernel takes in a step.
+percent of the time that the measured read bandwidth allows, time to first token; with --profile also where a step's
+microseconds go.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -30,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowq_cli.engine import Generation, explain, search, stream, warm
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.experts import STACKS, QuantExperts
@@ -209,16 +211,13 @@ def memory(model: Any, decoder: Any) -> dict[str, float]:
     return {k: round(v / 1e9, 3) for k, v in found.items()}
 
 
-def kernel_times(decoder: Any, steps: int = 8) -> list[tuple[str, float, float]]:
-    """(kernel, microseconds a step, launches a step), the most first."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
-        for _ in range(steps):
-            decoder.step()
-        torch.cuda.synchronize()
-    rows = [(e.key[:90], e.device_time_total / steps, e.count / steps) for e in found.key_averages()]
-    return sorted((r for r in rows if r[1] > 0), key=lambda r: -r[1])[:24]
+def parts(model: Any, decoder: Any, prompt: list[int]) -> list[dict[str, Any]]:
+    """What a step consists of, as `lowq generate --profile` shows it: microseconds, launches, bytes of weights read."""
+    products = [r.layers for r in explain.kernels_of(explain.called(model, decoder), 1, model.dtype)]
+    read = explain.bytes_by_layer(model, decoder) | {WHOLE: explain.bytes_per_token(model, decoder)}
+    with tempfile.TemporaryDirectory() as folder:
+        found = profile_steps(decoder, [prompt], Sampling(), Path(folder) / "steps.json", list(dict.fromkeys(products)))
+    return [{"what": r.what[:90], "us": round(r.us, 1), "calls": r.calls, "bytes": round(read.get(r.what, 0))} for r in found]
 
 
 def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespace, gbs: float) -> list[dict[str, Any]]:
@@ -270,11 +269,11 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
             row["cpu_ms_per_step"] = round(1e3 * cpu_s, 2)  # of all threads together: what a busy machine leaves unchanged
         row["roofline_pct"] = round(100 * nbytes * tps / batch / (gbs * 1e9), 1)
         if args.profile and device == "cuda" and not variant.startswith("transformers") and batch == 1:
-            row["kernel_us"] = kernel_times(decoder)
+            row["parts"] = parts(model, decoder, ids[0].tolist())
         rows.append(row)
-        print({k: v for k, v in row.items() if k not in ("kernel_us", "kernels")}, flush=True)
-        for name, us, count in row.get("kernel_us", ()):
-            print(f"    {us:9.1f} us {count:7.1f} x  {name}", flush=True)
+        print({k: v for k, v in row.items() if k not in ("parts", "kernels")}, flush=True)
+        for part in row.get("parts", ()):
+            print(f"    {part['us']:9.1f} us {part['calls']:7.1f} x  {part['what']}", flush=True)
     return rows
 
 

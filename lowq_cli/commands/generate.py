@@ -22,7 +22,7 @@ EXAMPLES = """Examples:
   echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8
   lowq generate --prompts questions.jsonl --batch 8"""
 EXIT_INTERRUPTED = 130
-PROFILE_ROWS = 12
+PROFILE_ROWS = 12  # that took the most time
 NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
@@ -80,7 +80,7 @@ def generate(
     else:
         _show_numbers(numbers, generation)
     if profile is not None and not interrupted:
-        _show_profile(generation, Path(profile))
+        _show_profile(model, generation, Path(profile))
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -198,13 +198,26 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}")
 
 
-def _show_profile(generation: "Generation", timeline: Path) -> None:
-    """--profile: the timeline into a file, what took longest on stderr."""
+def _show_profile(model: Any, generation: "Generation", timeline: Path) -> None:
+    """--profile: the timeline into a file, where a step's time goes on stderr."""
+    from lowq_cli.engine import explain
     from lowq_cli.engine.profiling import profile_steps
 
-    rows = profile_steps(generation.decoder, generation.prompts, generation.sampling, timeline)
-    shown = [*rows[:-1][:PROFILE_ROWS], rows[-1]]
-    console.table("one step", ("", ">us", ">calls"), [(name[:80], f"{us:.1f}", f"{calls:g}") for name, us, calls in shown])
+    g, batch = generation, len(generation.prompts)
+    products = [r.layers for r in explain.kernels_of(explain.called(model, g.decoder), batch, model.dtype)]
+    rows = profile_steps(g.decoder, g.prompts, g.sampling, timeline, list(dict.fromkeys(products)))
+    total = explain.bytes_per_token(model, g.decoder, batch)
+    speed, _ = explain.memory_speed(model.device, total)
+    read = explain.bytes_by_layer(model, g.decoder, batch) | {rows[-1].what: total}
+    most = sorted((r.us for r in rows[:-1]), reverse=True)[:PROFILE_ROWS]
+    cells = []
+    for r in [r for r in rows if r.us >= most[-1]]:
+        percent = f"{100 * read[r.what] / r.us / speed * 1e6:.0f}%" if speed and r.what in read and r.us else ""
+        each = f"{r.us / r.calls:.1f}" if r.calls else ""
+        cells.append((r.what[:60], f"{r.us:.1f}", f"{r.calls:g}", each, f"{100 * r.us / rows[-1].us:.0f}%", percent))
+    columns = ("one step", ">us", ">calls", ">us each", ">of the step", ">of the read roofline")
+    told = None if any(row[-1] for row in cells) else -1
+    console.table("", columns[:told], [row[:told] for row in cells])
     console.say(f"timeline: {timeline} (open it in ui.perfetto.dev)")
 
 

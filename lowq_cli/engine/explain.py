@@ -17,6 +17,7 @@ from lowq_kernels.registry import Call, Config, capability, refusals, select
 from lowq_kernels.tuning import chosen_by
 
 DENSE = "torch"  # what an unquantized layer takes
+EXPERT = re.compile(r"\bexperts\b")  # in the names of a mixture's experts
 EXPERTS = "cuda/experts"  # what the packed experts of a few tokens take on a GPU, where their shape allows it
 
 
@@ -43,7 +44,7 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
     """One row per distinct linear layer of `model`, for M rows of `dtype` at a time, in the model's order."""
     found: dict[tuple[Any, ...], int] = {}
     for name, count, what in _products(model, dtype):
-        key = (re.sub(r"\.\d+(?=\.|$)", ".*", name), *what)
+        key = (_pattern(name), *what)
         found[key] = found.get(key, 0) + count
     rows = []
     for (pattern, N, K, scheme, layout, forced, device), count in found.items():
@@ -58,6 +59,11 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
         rows.append(LayerKernel(pattern, count, N, K, str(scheme), layout, kernel, config, chosen, refused))
     return rows
+
+
+def _pattern(name: str) -> str:
+    """A module's name with its numbers as "*": layers.*.qkv."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _products(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
@@ -88,16 +94,14 @@ def bytes_per_token(model: Any, decoder: Any, batch: int = 1) -> int:
     Every weight once: quantized ones as packed in memory, embeddings one row per sequence (all of them where the head
     is tied to them), experts of a mixture only the share that `batch` tokens can choose. The cache is not counted.
     """
-    config = model.config.get_text_config()
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
-    chosen = min(1.0, batch * (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts else 1.0
+    chosen = _chosen(model, batch)
     embedding = model.get_input_embeddings()
     total, seen = 0.0, set()
     for name, m in (*called(model, decoder).named_modules(), *model.named_modules()):
         if m is embedding:
             continue
-        share = chosen if re.search(r"\bexperts\b", name) else 1.0
-        for t in _read(m):
+        share = chosen if EXPERT.search(name) else 1.0
+        for t in (t for held in _read(m).values() for t in held):
             place = t.untyped_storage().data_ptr()  # parts of a joined weight are views of it
             if place not in seen:
                 seen.add(place)
@@ -108,37 +112,64 @@ def bytes_per_token(model: Any, decoder: Any, batch: int = 1) -> int:
     return round(total)
 
 
+def bytes_by_layer(model: Any, decoder: Any, batch: int = 1) -> dict[str, float]:
+    """Bytes of weights that one decode step of `batch` sequences reads in the layers of each pattern (`LayerKernel.layers`)."""
+    chosen, found = _chosen(model, batch), dict[str, float]()
+    for name, m in called(model, decoder).named_modules():
+        share = chosen if EXPERT.search(name) else 1.0
+        for leaf, tensors in _read(m).items():
+            pattern = _pattern(f"{name}.{leaf}" if leaf else name)
+            found[pattern] = found.get(pattern, 0.0) + share * sum(t.nbytes for t in tensors)
+    return found
+
+
+def _chosen(model: Any, batch: int) -> float:
+    """The share of a mixture's experts that `batch` tokens can choose; 1 for other models."""
+    config = model.config.get_text_config()
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+    return min(1.0, batch * (getattr(config, "num_experts_per_tok", None) or 1) / experts) if experts else 1.0
+
+
 def _own(t: torch.Tensor) -> torch.Tensor:
     """What this process holds of a tensor that is spread over several."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def _read(m: nn.Module) -> list[torch.Tensor]:
-    """The tensors of one module, without its children, that its product reads."""
+def _read(m: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """The tensors of one module, without its children, that its products read; "" is the module's own product."""
     if not isinstance(m, QuantLinear | QuantExperts):
-        return [_own(p) for p in m.parameters(recurse=False)]
-    held: list[Any] = [m.packed] if isinstance(m, QuantLinear) else [m.stack(name) for name in m.shapes]
-    found = [m.bias] if isinstance(m, QuantLinear) else []
-    for p in held:
+        own = [_own(p) for p in m.parameters(recurse=False)]
+        return {"": own} if own else {}
+    held: dict[str, Any] = {"": m.packed} if isinstance(m, QuantLinear) else {name: m.stack(name) for name in m.shapes}
+    found = {}
+    for leaf, p in held.items():
         # torch's CPU kernel has the scales and zeros once more, in aux, and reads them there
-        found += [p.words, p.aux] if p.layout == "cpu_int4" else [p.words, p.scales, p.zeros, p.aux]
-    return [t for t in found if t is not None]
+        tensors = [p.words, p.aux] if p.layout == "cpu_int4" else [p.words, p.scales, p.zeros, p.aux]
+        tensors += [m.bias] if isinstance(m, QuantLinear) else []
+        found[leaf] = [t for t in tensors if t is not None]
+    return found
 
 
-def roofline(model: Any, decoder: Any, decode_tps: float, batch: int) -> tuple[float | None, str]:
-    """(percent of what reading the weights at this machine's measured bandwidth would allow, or None; how, or why not)."""
-    if not decode_tps:
-        return None, "no token was decoded after the first"
-    device = model.device
-    n = bytes_per_token(model, decoder, batch)
+def memory_speed(device: torch.device, n: int) -> tuple[float | None, str]:
+    """(bytes per second that memory gives a step that reads n of them, or None; why not)."""
     cache = bandwidth.last_level_cache(device)
     if cache is None:
         return None, "the size of this processor's last cache is not known"
     if n < 2 * cache:
         return None, f"a step reads {n / 1e6:.1f} MB, which stays in the {cache / 1e6:.0f} MB cache: memory is not the limit"
     try:
-        speed = bandwidth.measured(device)
+        return bandwidth.measured(device), ""
     except torch.OutOfMemoryError:
         return None, "too little free memory to measure how fast it is"
+
+
+def roofline(model: Any, decoder: Any, decode_tps: float, batch: int) -> tuple[float | None, str]:
+    """(percent of what reading the weights at this machine's measured bandwidth would allow, or None; how, or why not)."""
+    if not decode_tps:
+        return None, "no token was decoded after the first"
+    n = bytes_per_token(model, decoder, batch)
+    speed, why_not = memory_speed(model.device, n)
+    if speed is None:
+        return None, why_not
     percent = 100 * n * decode_tps / batch / speed
     return round(percent, 1), f"a step reads {n / 1e9:.2f} GB of weights, memory gives {speed / 1e9:.0f} GB/s here"

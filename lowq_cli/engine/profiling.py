@@ -1,26 +1,35 @@
-"""Where the time of a decode step goes: microseconds per kernel, and a timeline that Perfetto (ui.perfetto.dev) shows."""
+"""A few steps under torch's profiler: what each part of a step takes, and a timeline that Perfetto (ui.perfetto.dev) shows."""
 
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowq_cli.engine import timeline as lines
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.timeline import Part
 from lowq_packers.errors import UsageError
 
 STEPS = 8  # profiled, after as many to warm up
+WHOLE, BETWEEN = "(a step)", "(between operators)"
+QUIET = "99"  # the profiler's library tells of its starts and stops on stderr up to level 5
 
 
-def profile_steps(decoder: Any, prompts: list[list[int]], sampling: Sampling, timeline: Path) -> list[tuple[str, float, float]]:
-    """(kernel or operator, microseconds a step, calls a step), the most first; the last row is what none of them covers.
+def profile_steps(
+    decoder: Any, prompts: list[list[int]], sampling: Sampling, timeline: Path, products: Sequence[str] = ()
+) -> list[Part]:
+    """What a step consists of; the last row is the whole of it. The timeline is written to `timeline`.
 
-    Reads the prompts again and decodes a few tokens. On a GPU the rows are its kernels; with dependent launch they overlap,
-    and a kernel's time holds its wait for the one before it. On the CPU they are torch's operators. The timeline is written
-    to `timeline`. Raises UsageError where that cannot be written.
+    Reads the prompts again and decodes a few tokens. On a GPU the rows are a step's work in its order, as `timeline.parts`
+    gives it for these `products`, and add up to the step. On the CPU they are torch's operators and what lies between them,
+    mostly Python, the most first; the whole is by the clock. Raises UsageError where the timeline cannot be written.
     """
     from torch.profiler import ProfilerActivity, profile
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     on_gpu = decoder.device.type == "cuda"
     decoder.start(prompts, sampling, 2 * STEPS + 2)
     for _ in range(STEPS):
@@ -38,7 +47,10 @@ def profile_steps(decoder: Any, prompts: list[list[int]], sampling: Sampling, ti
         found.export_chrome_trace(str(timeline))
     except (OSError, RuntimeError) as e:
         raise UsageError(f"the timeline {timeline} cannot be written: {e}") from None
-    field = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    rows = [(e.key, getattr(e, field) / STEPS, e.count / STEPS) for e in found.key_averages() if getattr(e, field) > 0]
-    rows.sort(key=lambda row: -row[1])
-    return [*rows, ("(a step, by the clock)", wall_us, 1.0)]
+    if on_gpu:
+        rows = lines.parts(lines.spans(timeline), STEPS, products)
+        return [*rows, Part(WHOLE, sum(r.us for r in rows), 1.0)]
+    averages = [e for e in found.key_averages() if e.self_cpu_time_total > 0]
+    rows = [Part(e.key, e.self_cpu_time_total / STEPS, e.count / STEPS) for e in averages]
+    rows.append(Part(BETWEEN, max(0.0, wall_us - sum(r.us for r in rows)), 0.0))
+    return [*sorted(rows, key=lambda r: -r.us), Part(WHOLE, wall_us, 1.0)]
