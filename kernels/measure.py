@@ -7,17 +7,19 @@ the rest, the full protocol of timing.py decides among the first few.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 
 import torch
 
+from lowq_kernels.activations import rounded
 from lowq_kernels.registry import Call, Config, KernelSpec, capability, kernels
 from lowq_kernels.sources import source_hash
 from lowq_kernels.timing import graph_time, rotation, wall_time
 from lowq_kernels.tuning import Entry, Shape
 from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Act
 
 NEVER_TUNED = {"cpu": ("reference",), "cuda": ("reference", "dequant")}  # truth, and a fallback that triton's outruns
 COARSE_REPLAYS, COARSE_US = 3, 200.0  # the first look at a config; the best few are then timed by the full protocol
@@ -52,9 +54,9 @@ def copies(p: PackedWeight) -> list[PackedWeight]:
     return found
 
 
-def call_for(shape: Shape, M: int, layout: str, device: torch.device) -> Call:
-    """The dispatch question for M rows of this shape."""
-    return Call(M, shape.N, shape.K, shape.scheme, layout, shape.dtype, device.type, capability(device))
+def call_for(shape: Shape, M: int, layout: str, device: torch.device, act: Act = "none") -> Call:
+    """The dispatch question for M rows of this shape, rounded as `act` says by the kernel itself."""
+    return Call(M, shape.N, shape.K, shape.scheme, layout, shape.dtype, device.type, capability(device), act)
 
 
 def layouts_for(shape: Shape, device: torch.device) -> list[str]:
@@ -155,6 +157,8 @@ def measure(
             if entry := best(shape, M, weights[layout], device, exhaustive):
                 times[layout] = entry.us
                 yield entry
+                if shape.act != "none" and (entry := rounding(shape, entry, weights[layout], device, exhaustive)):
+                    yield entry
         if i == 0 and device.type == "cuda" and not exhaustive:
             racing = [name for name in racing if times.get(name, math.inf) <= RACE * min(times.values(), default=0)]
             weights = {name: weights[name] for name in racing}
@@ -163,7 +167,28 @@ def measure(
 def best(shape: Shape, M: int, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False) -> Entry | None:
     """The fastest kernel and config for M rows of these copies of one weight; None where none runs."""
     call = call_for(shape, M, weights[0].layout, device)
-    x = torch.randn(M, shape.K, device=device).to(shape.dtype)
+    return _entry(shape, call, _fastest(call, torch.randn(M, shape.K, device=device).to(shape.dtype), weights, exhaustive))
+
+
+def rounding(
+    shape: Shape, plain: Entry, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False
+) -> Entry | None:
+    """What layers take that round their inputs (`shape.act`): a kernel of 8-bit products, or the entry `plain` behind a
+    rounding of x where that is faster. None where no kernel multiplies 8 bits: then there is nothing to choose."""
+    call = call_for(shape, plain.M, weights[0].layout, device, shape.act)
+    x = torch.randn(plain.M, shape.K, device=device).to(shape.dtype)
+    found = _entry(shape, call, _fastest(call, x, weights, exhaustive))
+    if found is None:
+        return None
+    alone = [partial(rounded, x, shape.act)] * 4
+    us = round(plain.us + (graph_time(alone) if x.is_cuda else wall_time(alone)), 2)
+    return found if found.us <= us else replace(plain, act=shape.act, us=us, runners_up=())
+
+
+def _fastest(
+    call: Call, x: torch.Tensor, weights: list[PackedWeight], exhaustive: bool
+) -> list[tuple[float, KernelSpec, Config]]:
+    """The candidates of a call that came in first, each with its microseconds."""
     coarse = []
     for spec, config in candidates(call, exhaustive):
         us = _time(spec, config, x, weights, COARSE_REPLAYS, COARSE_US)
@@ -172,17 +197,20 @@ def best(shape: Shape, M: int, weights: list[PackedWeight], device: torch.device
     coarse.sort(key=lambda t: t[0])
     final = []
     for us, spec, config in coarse[:FINALISTS]:
-        precise = _time(spec, config, x, weights, 12, 1500.0) if device.type == "cuda" else us
+        precise = _time(spec, config, x, weights, 12, 1500.0) if x.is_cuda else us
         if precise is not None:
             final.append((precise, spec, config))
+    return sorted(final, key=lambda t: t[0])
+
+
+def _entry(shape: Shape, call: Call, final: list[tuple[float, KernelSpec, Config]]) -> Entry | None:
     if not final:
         return None
-    final.sort(key=lambda t: t[0])
     (us, spec, config), s = final[0], shape.scheme
     others = tuple({"kernel": k.name, "config": c, "us": round(t, 2)} for t, k, c in final[1 : 1 + RUNNERS_UP])
     dtype = str(shape.dtype).removeprefix("torch.")
-    place = (s.bits, s.group_size, s.zero, dtype, weights[0].layout, shape.N, shape.K, M)
-    return Entry(*place, spec.name, config, round(us, 2), source_hash(spec.name), others)
+    place = (s.bits, s.group_size, s.zero, dtype, call.layout, shape.N, shape.K, call.M)
+    return Entry(*place, spec.name, config, round(us, 2), source_hash(spec.name), others, call.act)
 
 
 def _time(

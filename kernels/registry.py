@@ -172,6 +172,7 @@ def select(call: Call, kernel: str | None = None) -> Choice:
 def forget_choices() -> None:
     """Drop cached choices; call after `TABLES` or a table's contents changed."""
     _choices.clear()
+    _rounds_itself.cache_clear()
 
 
 def _choose(call: Call) -> Choice:
@@ -192,7 +193,12 @@ def _choose(call: Call) -> Choice:
 
 @lru_cache(4096)
 def _rounds_itself(call: Call, kernel: str | None) -> bool:
-    """Whether a kernel takes activations as this call has them: the forced one, or any that the rule counts as made for it."""
+    """Whether a kernel takes activations as this call has them: the forced one, a table's, or any that the rule counts as made
+    for it."""
+    load_kernels()  # tuning.py, which fills TABLES, is found by it
+    for table in TABLES if kernel is None else ():
+        if (entry := table(call)) and (spec := kernels().get(entry[0])):
+            return spec.why_not(call) is None
     return any(
         s.why_not(call) is None
         for name, s in kernels().items()

@@ -24,7 +24,7 @@ from lowq_kernels.registry import Call, Config, capability, kernels
 from lowq_kernels.sources import source_hash
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import LAYOUTS
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import Act, Scheme
 
 FILE = "lowq_tune.json"
 Device = torch.device  # by another name in Machine, which has a field called torch
@@ -42,6 +42,7 @@ class Shape:
     scheme: Scheme
     dtype: torch.dtype
     count: int = 1
+    act: Act = "none"  # how its layers round their inputs
 
     @property
     def weights(self) -> int:
@@ -51,7 +52,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Entry:
-    """The winner of one call and its runners-up."""
+    """The winner of one call and its runners-up.
+
+    Under an `act` either a kernel that multiplies 8 bits, or one that does not, to which x comes rounded.
+    """
 
     bits: int
     group: int
@@ -66,11 +70,12 @@ class Entry:
     us: float
     source: str  # hash of the kernel's sources
     runners_up: tuple[dict[str, Any], ...] = ()
+    act: Act = "none"
 
     @property
     def place(self) -> tuple[Any, ...]:
         """What an entry answers for, M aside."""
-        return self.bits, self.group, self.zero, self.dtype, self.layout, self.N, self.K
+        return self.bits, self.group, self.zero, self.dtype, self.layout, self.N, self.K, self.act
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,10 @@ class Table:
         return e.kernel, e.config
 
     def _nearest(self, call: Call) -> dict[int, Entry] | None:
-        bits, _, zero, dtype, layout, N, K = place_of(call)
+        bits, _, zero, dtype, layout, N, K, act = place_of(call)
         best, found = REACH, None
         for place, by_m in self.entries.items():
-            if (place[0], place[4]) != (bits, layout):
+            if (place[0], place[4], place[7]) != (bits, layout, act):
                 continue
             ratio = max(N * K / (place[5] * place[6]), place[5] * place[6] / (N * K))
             skew = max(N * place[6] / (K * place[5]), K * place[5] / (N * place[6])) ** 0.25
@@ -151,7 +156,7 @@ class Table:
 def place_of(call: Call) -> tuple[Any, ...]:
     """The `Entry.place` that answers a call."""
     s, dtype = call.scheme, str(call.dtype).removeprefix("torch.")
-    return s.bits, s.group_size, s.zero, dtype, call.layout, call.N, call.K
+    return s.bits, s.group_size, s.zero, dtype, call.layout, call.N, call.K, call.act
 
 
 def preferred_layout(table: Table, shape: Shape, layouts: Iterable[str]) -> str | None:
@@ -163,7 +168,7 @@ def preferred_layout(table: Table, shape: Shape, layouts: Iterable[str]) -> str 
     s = shape.scheme
     times: dict[str, dict[int, float]] = {}
     for layout in layouts:
-        by_m = table.entries.get((s.bits, s.group_size, s.zero, dtype, layout, shape.N, shape.K))
+        by_m = table.entries.get((s.bits, s.group_size, s.zero, dtype, layout, shape.N, shape.K, "none"))
         if by_m:
             times[layout] = {m: e.us for m, e in by_m.items()}
     most = max((len(t) for t in times.values()), default=0)

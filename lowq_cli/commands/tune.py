@@ -77,8 +77,9 @@ def tune(
         if why:
             console.say(f"kernels were timed alone, not all in whole decode steps: {why}")
         path = tuner.save(opened.folder, where, entries)
-    _report(entries, as_json)
-    for line in tuner.crossovers(entries):
+    kept, lost = tuner.taken(entries)
+    _report(kept, as_json)
+    for line in [*lost, *tuner.crossovers(entries)]:
         console.say(line)
     for name, why in sorted(measure.failed.items()):
         console.say(f"passed over: {name}: {why.splitlines()[0][:160]}")
@@ -91,11 +92,12 @@ def tune(
 
 
 def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
-    """The winners of each shape, layouts side by side."""
+    """The winners of each shape."""
     rows = []
-    for e in sorted(entries, key=lambda e: (-e.N * e.K, e.layout, e.M)):
+    for e in sorted(entries, key=lambda e: (-e.N * e.K, e.N, e.layout, e.act, e.M)):
         second = e.runners_up[0] if e.runners_up else None
         behind = f"{second['kernel']} {100 * (second['us'] / e.us - 1):+.0f}%" if second else ""
-        rows.append((f"{e.N}x{e.K}", f"{e.bits}-bit g{e.group}", e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
+        scheme = f"{e.bits}-bit g{e.group}" + (f", {e.act} x" if e.act != "none" else "")
+        rows.append((f"{e.N}x{e.K}", scheme, e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
     columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
     console.table("", columns, rows, on_stdout=not as_json)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from lowq_kernels.measure import Budget
 from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.tuning import Entry, Machine, Shape
 from lowq_packers.errors import UsageError
+from lowq_packers.scheme import Scheme
 
 IN_PLACE_TOKENS = 64  # of the text that steps are timed at, and of the room after it
 
@@ -46,8 +47,8 @@ def compile_candidates(
     work = []
     for shape in shapes:
         for layout in measure.layouts_for(shape, device):
-            for M in batches:
-                for spec, config in measure.candidates(measure.call_for(shape, M, layout, device), exhaustive):
+            for M, act in product(batches, dict.fromkeys(("none", shape.act))):
+                for spec, config in measure.candidates(measure.call_for(shape, M, layout, device, act), exhaustive):
                     work.append(Work.of(spec.name, config, shape.scheme, layout, shape.dtype, M, shape.N, shape.K))
     distinct = _same_binary(work)
     return compile_all(distinct, lambda n: done(n, len(distinct)))
@@ -130,14 +131,30 @@ def _reordered(e: Entry, winner: tuple[str, dict[str, int]]) -> Entry:
     return replace(e, kernel=best["kernel"], config=best["config"], us=best["us"], source=source, runners_up=others)
 
 
+def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
+    """The entries of the layout that each shape will have, and a line for each layout that lost."""
+    table, kept, behind = tuning.Table(entries), list[Entry](), dict[str, list[float]]()
+    us = {(*e.place, e.M): e.us for e in entries}
+    layouts = list(dict.fromkeys(e.layout for e in entries))
+    for e in entries:
+        scheme = Scheme(e.bits, e.group, e.zero)  # type: ignore[arg-type]
+        best = tuning.preferred_layout(table, Shape(e.N, e.K, scheme, getattr(torch, e.dtype)), layouts) or e.layout
+        if e.layout == best:
+            kept.append(e)
+        elif theirs := us.get((*replace(e, layout=best).place, e.M)):
+            behind.setdefault(e.layout, []).append(e.us / theirs)
+    lost = [f"layout {name}: {min(r):.1f} to {max(r):.1f} times as long, so no shape takes it" for name, r in behind.items()]
+    return kept, lost
+
+
 def crossovers(entries: Sequence[Entry]) -> list[str]:
     """Where another layout becomes the faster one as M grows, one line a shape that has such a point."""
     places: dict[tuple[object, ...], dict[int, list[Entry]]] = {}
     for e in entries:
-        key = (e.bits, e.group, e.zero, e.dtype, e.N, e.K)
+        key = (e.bits, e.group, e.zero, e.dtype, e.N, e.K, e.act)
         places.setdefault(key, {}).setdefault(e.M, []).append(e)
     lines = []
-    for (bits, group, _, _, N, K), by_m in places.items():
+    for (bits, group, _, _, N, K, _), by_m in places.items():
         best = [(M, min(found, key=lambda e: e.us)) for M, found in sorted(by_m.items())]
         for (_, before), (M, after) in pairwise(best):
             if before.layout != after.layout:

@@ -28,5 +28,6 @@ def shapes_of(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Shape]:
             taken.update(f"{parent}.{n}" for n in names)
             N = sum(n for n, _, _ in parts)
         counts[N, K, scheme] = counts.get((N, K, scheme), 0) + 1
-    shapes = [Shape(N, K, scheme, dtype, count) for (N, K, scheme), count in counts.items()]
+    act = checkpoint.config["quantization_config"].get("activations", "none")
+    shapes = [Shape(N, K, scheme, dtype, count, act) for (N, K, scheme), count in counts.items()]
     return sorted(shapes, key=lambda s: (-s.weights, s.N, s.K))

@@ -201,3 +201,63 @@ def test_work_is_the_same_where_the_binary_is():
     rows = {kernel: [Work.of(kernel, {}, Scheme(4, 64), "tile", torch.float16, M, 64, 64).M for M in (1, 8, 9, 64, 5000)]
             for kernel in ("triton/gemm", "cuda/tile_mma")}  # fmt: skip
     assert rows == {"triton/gemm": [1, 1, 1, 1, 1], "cuda/tile_mma": [8, 8, 16, 64, MOST_ROWS]}
+
+
+def test_a_table_says_where_x_is_rounded_inside_the_product(monkeypatch):
+    """The rule has 8-bit kernels begin at 97 rows; an entry for the call decides otherwise, either way."""
+    monkeypatch.setattr(registry, "TABLES", [lambda c: Table(found).lookup(c)])
+    eight, sixteen = "cuda/tile_int8", "cuda/tile_wgmma"
+    if eight not in registry.kernels():
+        pytest.skip("NVRTC is not installed")
+    place = {"dtype": "float16", "layout": "tile", "group": 128}
+    asked = {M: Call(M, 256, 512, Scheme(4, 128), "tile", torch.float16, "cuda", (9, 0), "int8") for M in (16, 200)}
+    config = registry.kernels()[eight].configs[0]
+    for found, rounds in (
+        ([], {16: False, 200: True}),
+        (
+            [entry(16, eight, act="int8", **place, config=config), entry(200, sixteen, act="int8", **place)],
+            {16: True, 200: False},
+        ),
+        ([entry(16, eight, **place, config=config), entry(200, sixteen, **place)], {16: False, 200: True}),  # of 16-bit calls
+    ):
+        registry.forget_choices()
+        assert {M: registry._rounds_itself(c, None) for M, c in asked.items()} == rounds
+        if found and found[0].act == "int8":
+            assert select(asked[16])[0].name == eight
+    assert not registry._rounds_itself(asked[16], sixteen)
+
+
+@pytest.mark.parametrize(("eight_bits", "sixteen", "alone", "taken"), [(9.0, 8.0, 4.0, True), (9.0, 8.0, 0.5, False)])
+def test_eight_bit_products_are_measured_against_rounding_and_sixteen(monkeypatch, eight_bits, sixteen, alone, taken):
+    shape = Shape(256, 512, Scheme(4, 128), torch.float16, act="int8")
+    kernel = dataclasses.replace(registry.kernels()["reference"], name="eight", acts=("int8",), configs=({"A": 1},))
+    monkeypatch.setattr(measure, "candidates", lambda call, exhaustive: [(kernel, {"A": 1})] if call.act == "int8" else [])
+    monkeypatch.setattr(measure, "_time", lambda *args: eight_bits)
+    monkeypatch.setattr(measure, "wall_time", lambda calls: alone)
+    monkeypatch.setattr(measure, "source_hash", lambda kernel: "0")
+    weights = measure.copies(measure.random_weight(shape, "rowstream", CPU))
+    plain = entry(8, us=sixteen, group=128, dtype="float16")
+    found = measure.rounding(shape, plain, weights, CPU)
+    assert found.act == "int8"
+    assert (found.kernel, found.us) == (("eight", 9.0) if taken else ("dequant", 8.5))
+    monkeypatch.setattr(measure, "candidates", lambda call, exhaustive: [])
+    assert measure.rounding(shape, plain, weights, CPU) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+def test_activations_are_tuned_on_the_gpu(tmp_path, monkeypatch):
+    """Times of both ways, an entry each, and dispatch that follows them. Of each kernel one config."""
+    device, all_of = torch.device("cuda"), measure.candidates
+    monkeypatch.setattr(measure, "layouts_for", lambda shape, device: ["tile"])
+    monkeypatch.setattr(measure, "candidates", lambda *a: list({s.name: (s, c) for s, c in all_of(*a)}.values()))
+    shape = Shape(2048, 2048, Scheme(4, 128), torch.float16, act="fp8")
+    entries = list(measure.measure(shape, (1, 512), device, Budget(60)))
+    by_act = {(e.act, e.M): e for e in entries}
+    assert set(by_act) == {(act, M) for act in ("none", "fp8") for M in (1, 512)}
+    assert all(by_act["fp8", M].us > 0 for M in (1, 512))
+    tuning.write_file(tmp_path / tuning.FILE, Machine.here(device), entries)
+    assert tuning.use(tmp_path, device) == 4
+    for M in (1, 512):
+        asked = measure.call_for(shape, M, "tile", device, "fp8")
+        assert registry._rounds_itself(asked, None) == ("fp8" in by_act["fp8", M].kernel)
