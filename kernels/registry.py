@@ -10,7 +10,7 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 import torch
@@ -204,6 +204,12 @@ def _rounds_itself(call: Call, kernel: str | None) -> bool:
         for name, s in kernels().items()
         if name == kernel or (kernel is None and s.rank < LAST_RESORT and s.prefers(call))
     )
+
+
+def multiplied(call: Call, kernel: str | None = None) -> Call:
+    """The call as its kernel meets it: without an `act` where x is rounded before."""
+    inside = call.act == "none" or _rounds_itself(call, kernel or os.environ.get("LOWQ_KERNEL"))
+    return call if inside else replace(call, act="none")
 
 
 def matmul(

@@ -13,7 +13,7 @@ from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.fp8.linear import Fp8Linear
 from lowq_kernels.linear import QuantLinear
-from lowq_kernels.registry import Call, Config, capability, refusals, select
+from lowq_kernels.registry import Call, Config, capability, multiplied, refusals, select
 from lowq_kernels.tuning import chosen_by
 
 DENSE = "torch"  # what an unquantized layer takes
@@ -47,17 +47,18 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
         key = (_pattern(name), *what)
         found[key] = found.get(key, 0) + count
     rows = []
-    for (pattern, N, K, scheme, layout, forced, device), count in found.items():
+    for (pattern, N, K, scheme, layout, forced, device, act), count in found.items():
         kernel, chosen = DENSE if layout == "dense" else EXPERTS, ""
         config, refused = Config(), dict[str, str]()
         if layout == "fp8":
             kernel = forced
         elif layout != "dense" and forced != EXPERTS:
-            call = Call(M, N, K, scheme, layout, dtype, device.type, capability(device))
+            call = multiplied(Call(M, N, K, scheme, layout, dtype, device.type, capability(device), act), forced)
             spec, config = select(call, forced)
             config = {k: config[k] for k in spec.configs[0]}  # a table's file has its own order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
-        rows.append(LayerKernel(pattern, count, N, K, str(scheme), layout, kernel, config, chosen, refused))
+        weight = str(scheme) if act == "none" else f"{scheme}, activations {act}"
+        rows.append(LayerKernel(pattern, count, N, K, weight, layout, kernel, config, chosen, refused))
     return rows
 
 
@@ -67,20 +68,21 @@ def _pattern(name: str) -> str:
 
 
 def _products(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
-    """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device)) of every weight that multiplies."""
+    """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device, act)) of every weight that multiplies."""
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear):
-            yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device)
+            yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device, m.act)
         elif isinstance(m, Fp8Linear):
-            scheme = f"fp8 {m.block[0]}x{m.block[1]}, activations {m.act}"
-            yield name, 1, (m.out_features, m.in_features, scheme, "fp8", m.kernel, m.weight.device)
+            scheme = f"fp8 {m.block[0]}x{m.block[1]}"
+            yield name, 1, (m.out_features, m.in_features, scheme, "fp8", m.kernel, m.weight.device, m.act)
         elif isinstance(m, nn.Linear):
-            yield name, 1, (*m.weight.shape, str(m.weight.dtype).removeprefix("torch."), "dense", None, m.weight.device)
+            dense = str(m.weight.dtype).removeprefix("torch.")
+            yield name, 1, (*m.weight.shape, dense, "dense", None, m.weight.device, "none")
         elif isinstance(m, QuantExperts):
             fused = EXPERTS if m.fused(dtype, 1) else None
             for leaf in m.schemes:
                 s = m.stack(leaf)
-                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device)
+                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device, "none")
 
 
 def called(model: Any, decoder: Any) -> nn.Module:
