@@ -37,6 +37,35 @@ def page(table: Table) -> str:
     return "\n".join(parts)
 
 
+def same_tokens(table: Table) -> str:
+    """Greedy tokens of a packed model beside the dequantized one's, and every place where they are not its likeliest."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/same_tokens_*.json")):
+        report = json.loads(path.read_text())
+        rows = report["rows"]
+        tokens, missed = sum(r["tokens"] for r in rows), [tie for r in rows for tie in r["not_the_argmax_of_fp32"]]
+        ties = ", ".join(f"{t['gap']:.3f} below {t['logit']:.1f}" for t in missed)
+        theirs = sum(r["same_as_generate_until"] == r["tokens"] for r in rows)
+        what = f"{report['device'].upper()}, {report['dtype']}, {report['bits']}-bit g{report['group']}"
+        lines.append((what, f"{tokens - len(missed):,} of {tokens:,}", ties or "none", f"{theirs} of {len(rows)}"))
+    columns = ("", ">the likeliest token in fp32", "the others: logits apart", ">prompts with `generate`'s very tokens")
+    return table(columns, lines)
+
+
+def first_token(table: Table) -> str:
+    """Seconds of fresh processes from the checkpoint's files to the first token."""
+    path = RESULTS / "h100" / "first_token.json"
+    if not path.is_file():
+        return ""
+    report = json.loads(path.read_text())
+    what = f"{report['model'].upper()}, `{report['variant']}`, {report['checkpoint_gb']:.1f} GB in the page cache"
+    stages = {"import_s": "imports", "load_s": "load", "join_s": "join", "compile_s": "compile", "prompt_s": "prompt"}
+    columns = ("fresh process", *(f">{name}" for name in stages.values()), ">load to first token", ">whole process")
+    totals = ("load_to_first_token_s", "process_s")
+    lines = [(i, *(f"{r[s]:.2f}" for s in (*stages, *totals))) for i, r in enumerate(report["runs"], 1)]
+    return f"{what}, prompt {report['prompt']}, {report['device']}, {report['date'][:10]}; seconds:\n\n{table(columns, lines)}"
+
+
 def label(variant: str) -> str:
     """A variant of e2e_decode.py as a reader would name it."""
     if variant in summary.DECODERS:

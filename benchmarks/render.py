@@ -97,6 +97,16 @@ def decode() -> str:
     return decode_page.page(markdown)
 
 
+def same_tokens() -> str:
+    """Tokens of packed models beside those of the dequantized ones."""
+    return decode_page.same_tokens(markdown)
+
+
+def first_token() -> str:
+    """Seconds to the first token of a fresh process."""
+    return decode_page.first_token(markdown)
+
+
 def accuracy() -> str:
     """Perplexity of the data-free methods beside the hqq package, one table per model and text."""
     from lowq_cli import quantizers
@@ -208,6 +218,8 @@ PARTS: dict[str, Callable[[], str]] = {
         kernels,
         measured,
         decode,
+        same_tokens,
+        first_token,
         accuracy,
         calibrated,
         calibrate_time,
