@@ -5,15 +5,19 @@
 // Block   WARPS warps take the steps (STEP k, of all NT tiles) in turn and add up through shared memory at the end.
 // Warp    weights, scales and zeros go from global memory into registers, UNROLL steps ahead: before anything else, and in
 //         front of the wait for the kernel before. x goes through the warp's own ring in shared memory and ldmatrix.
-// EXACT   (fp16) a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
-//         (code - zero) / 1024, whose error is 2^-14 of a code. Else the magic numbers of tile.cuh go into the mma, and a
+// FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
+//         (code - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a
 //         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
-//         bf16 has no such numbers, so there the first way is closed.
+//         bf16 has no such numbers, so there the first way is closed. PLANES: planes.cuh, 1 and 2 bits, MT one or two rows of
+//         x: these lie in shared memory whole, as planes of bits, before the first step.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "fold.cuh"
+#include "planes.cuh"
+
+enum { MAGIC = 0, EXACT = 1, PLANES = 2 };
 
 // 16, 8 and 4 bytes of this lane, read once (weights) or by neighbours too (scales, zeros).
 __device__ __forceinline__ void load16_once(u32& a, u32& b, u32& c, u32& d, const u32* p) {
@@ -40,7 +44,7 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, bool EXACT, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0>
+template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
@@ -54,7 +58,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;                            // flushes that share a group
     constexpr bool STRIDES = GROUP && STEP % (GROUP ? GROUP : 1) == 0;                    // a warp's next groups lie equally far on
     constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
-    constexpr int E = NT * MT * 128;      // fp32 sums of a warp: [t][m][register][lane]
+    constexpr int SUMS = FORM == PLANES ? 2 : 4, E = NT * MT * SUMS * 32;  // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
     __shared__ float factor[MT * 8];
     __shared__ u32 mask[C::PLACES];
@@ -80,19 +84,22 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     auto load_weights = [&](int u, int s) {  // and step on
 #pragma unroll
         for (int t = 0; t < NT; t++) {
+            const int p = FORM == PLANES ? 0 : t;  // the pointers of one tile serve all: 18 registers less at NT = 4
+            const size_t away = FORM == PLANES ? tile(t) - tile(0) : 0;
+            const bool last = FORM != PLANES || t == NT - 1;  // who used these
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
-                if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], w_at[t] + i * L::WORDS, lane);
-            w_at[t] += WARPS * CHUNKS * L::WORDS;
+                if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], w_at[p] + (away * chunks + i) * L::WORDS, lane);
+            if (last) w_at[p] += WARPS * CHUNKS * L::WORDS;
 #pragma unroll
             for (int i = 0; i < METAS; i++) {
                 int g = 0;  // relative to the pointer; past the last group: the last one
                 if (STRIDES) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
                 else if (GROUP) g = smaller((u32)(s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
-                scale[u][t][i] = load4(scale_at[t] + g * 16);
-                if (ZEROS) zero[u][t][i] = load4(zero_at[t] + g * 16);
+                scale[u][t][i] = load4(scale_at[p] + away * groups * 16 + g * 16);
+                if (ZEROS) zero[u][t][i] = load4(zero_at[p] + away * groups * 16 + g * 16);
             }
-            if (STRIDES) scale_at[t] += WARPS * METAS * 16, zero_at[t] += WARPS * METAS * 16;
+            if (STRIDES && last) scale_at[p] += WARPS * METAS * 16, zero_at[p] += WARPS * METAS * 16;
         }
     };
     constexpr int GRANULES = STEP / 8, AT_ONCE = 32 / GRANULES;  // 16-byte pieces of a row; rows that one copy of a warp takes
@@ -119,7 +126,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         if (warp + u * WARPS < steps) load_weights(u, warp + u * WARPS);
     typename C::Masks masks;
     u32 minus[C::PLACES], one = 0;  // halves of the constant A fragment: rows 0-7 yield -magic * x, rows 8-15 x
-    if constexpr (!EXACT) {
+    if constexpr (FORM == MAGIC) {
         if (threadIdx.x == 0) {
             C::Masks::store(mask);
 #pragma unroll
@@ -136,24 +143,50 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
     for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
     previous_grid_wait();
-    constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16, SQUARES_AT = WARPS * (UNROLL * SLOT > E * 4 ? UNROLL * SLOT : E * 4);
-    const u32 squares = shared_address(shared) + SQUARES_AT;
+    constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16;
+    using P = Planes<BITS, T, GROUP, MT, WARPS * 32>;
+    const P planes((char*)shared, steps * CHUNKS);
+    const int x_bytes = FORM == PLANES ? planes.bytes() : WARPS * UNROLL * SLOT;
+    const u32 squares = shared_address(shared) + (x_bytes > WARPS * E * 4 ? x_bytes : WARPS * E * 4);
     const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
+    if constexpr (FORM == PLANES) {
+        copy_commit();
+        planes.prepare(x, K);
+        copy_wait<0>();
+        __syncthreads();
+    }
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
+    for (int u = 0; u < (FORM == PLANES ? 0 : UNROLL); u++) {
         if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
         copy_commit();
     }
 
     // ------------------------------------------------------------------------------------------------- one step
-    float acc[NT][MT][4] = {};
+    float acc[NT][MT][SUMS] = {};
+    auto compute_planes = [&](int u, int s) {
+#pragma unroll
+        for (int n = 0; n < (FORM == PLANES ? CHUNKS * P::SPANS : 0); n++) {
+            const int i = n / P::SPANS, meta = n * METAS / (CHUNKS * P::SPANS);
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                const typename P::Span span = planes.span(m, s * CHUNKS + i, n % P::SPANS);
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    const float2 v = P::product(span, w[u][t][i]), a = to_floats<T>(scale[u][t][meta]);
+                    const float2 z = ZEROS ? to_floats<T>(zero[u][t][meta]) : make_float2(mid<BITS>(), mid<BITS>());
+                    acc[t][m][0] = __fmaf_rn(a.x * span.unit, __fmaf_rn(-z.x, span.sum, v.x), acc[t][m][0]);
+                    acc[t][m][1] = __fmaf_rn(a.y * span.unit, __fmaf_rn(-z.y, span.sum, v.y), acc[t][m][1]);
+                }
+            }
+        }
+    };
     auto compute = [&](int u) {
 #pragma unroll
         for (int i = 0; i < FLUSHES; i++) {
             if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top
             u32 minus_zero[NT][2];
 #pragma unroll
-            for (int t = 0; t < (EXACT ? NT : 0); t++) {
+            for (int t = 0; t < (FORM == EXACT ? NT : 0); t++) {
                 minus_zero[t][0] = minus_zero[t][1] = from_floats<T>(-mid<BITS>() / 1024, -mid<BITS>() / 1024);
                 if constexpr (ZEROS) {
                     const u32 both = fma2<T>(zero[u][t][i / PER], Half<T>::power(-10) | 0x80008000u, 0u);
@@ -168,7 +201,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
                     if (f == 0 || half == 0) load_matrix4(b[m], x_at[m] + u * SLOT + (at >> 1) * 64);
-                    if constexpr (!EXACT) {
+                    if constexpr (FORM != EXACT) {
                         const u32 a[4] = {minus[place / C::FIELD], one, minus[place / C::FIELD], one};
                         if (f == 0) mma<T>(sums[m], a, b[m][half], b[m][half + 1], 0.f, 0.f, 0.f, 0.f);
                         else mma<T>(sums[m], a, b[m][half], b[m][half + 1], sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
@@ -177,9 +210,9 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
                 for (int t = 0; t < NT; t++) {
                     u32 a[4];
-                    C::template fragment<EXACT>(w[u][t][at / L::FRAGS], at % L::FRAGS, masks, a);
+                    C::template fragment<FORM == EXACT>(w[u][t][at / L::FRAGS], at % L::FRAGS, masks, a);
 #pragma unroll
-                    for (int j = 0; j < (EXACT ? 4 : 0); j++) a[j] = fma2<T>(a[j], Half<T>::power(14 - place), minus_zero[t][j % 2]);
+                    for (int j = 0; j < (FORM == EXACT ? 4 : 0); j++) a[j] = fma2<T>(a[j], Half<T>::power(14 - place), minus_zero[t][j % 2]);
 #pragma unroll
                     for (int m = 0; m < MT; m++) {
                         float(&d)[4] = sum[t][m];
@@ -192,13 +225,13 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             for (int t = 0; t < NT; t++) {
                 const float2 s = to_floats<T>(scale[u][t][i / PER]);
                 float2 z = make_float2(mid<BITS>(), mid<BITS>());
-                if (ZEROS && !EXACT) z = to_floats<T>(zero[u][t][i / PER]);
+                if (ZEROS && FORM != EXACT) z = to_floats<T>(zero[u][t][i / PER]);
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float v = sum[t][m][j];
-                        if (!EXACT) v += __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], sums[m][j % 2]);
+                        if (FORM != EXACT) v += __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], sums[m][j % 2]);
                         acc[t][m][j] = __fmaf_rn(j < 2 ? s.x : s.y, v, acc[t][m][j]);
                     }
             }
@@ -209,12 +242,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         for (int u = 0; u < UNROLL; u++) {
             const int now = s + u * WARPS;
             if (now < steps) {
-                copy_wait<UNROLL - 1>();
-                __syncwarp();
-                compute(u);
-                __syncwarp();  // everyone has read this slot
-                if (now + UNROLL * WARPS < steps) load_weights(u, now + UNROLL * WARPS), load_x(u, now + UNROLL * WARPS);
-                copy_commit();
+                const int next = now + UNROLL * WARPS;
+                if constexpr (FORM == PLANES) {
+                    compute_planes(u, now);
+                    if (next < steps) load_weights(u, next);
+                } else {
+                    copy_wait<UNROLL - 1>();
+                    __syncwarp();
+                    compute(u);
+                    __syncwarp();  // everyone has read this slot
+                    if (next < steps) load_weights(u, next), load_x(u, next);
+                    copy_commit();
+                }
                 if ((FOLD & NORMED) && now == warp) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
             }
         }
@@ -228,20 +267,35 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     }
     __syncthreads();
     float* sums_at = (float*)shared;
+    const float weight = FORM == PLANES ? (float)(1 << lane % 4 * 2) : 1.f;  // of this lane's bits of x
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) sums_at[warp * E + ((t * MT + m) * 4 + i) * 32 + lane] = acc[t][m][i];
+            for (int i = 0; i < SUMS; i++) sums_at[warp * E + ((t * MT + m) * SUMS + i) * 32 + lane] = acc[t][m][i] * weight;
     __syncthreads();
     store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](int row, int c) {
-        const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
-        const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
         float v = 0.f;
+        if constexpr (FORM == PLANES) {  // of four lanes
+            const float* from = sums_at + ((c / 16 * MT + row) * 2 + c % 16 / 8) * 32 + c % 8 * 4;
 #pragma unroll
-        for (int k = 0; k < WARPS; k++) v += from[k * E];
-        if (EXACT) v *= 1024.f;
+            for (int k = 0; k < WARPS; k++) {
+                const float4 four = *(const float4*)(from + k * E);
+                v += four.x + four.y + (four.z + four.w);
+            }
+            if (!(v * 0.f == 0.f)) {  // inf or nan
+                const size_t at = tile(c / 16), meta = at * groups * 16;
+                const u16* none = nullptr;
+                v = P::plainly(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, x + (size_t)row * K, c % 16, K);
+            }
+        } else {
+            const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
+            const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
+#pragma unroll
+            for (int k = 0; k < WARPS; k++) v += from[k * E];
+        }
+        if (FORM == EXACT) v *= 1024.f;
         if (FOLD & NORMED) v *= factor[row];
         if (bias) v += to_floats<T>(bias[tile(c / 16) * 16 + c % 16]).x;
         return v;

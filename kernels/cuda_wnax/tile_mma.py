@@ -1,13 +1,15 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
 A config: WARPS of a block share K, NT row tiles of 16 a block, STEP k that a warp takes at once, UNROLL such steps it has
-in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M.
+in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M. PLANES:
+x as planes of bits, for a row or two at 1 and 2 bits (planes.cuh); MT is rows of x there.
 """
 
 import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 
 import torch
 
@@ -18,7 +20,7 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
-CONFIGS: tuple[Config, ...] = tuple(
+HALVES: tuple[Config, ...] = tuple(
     {"WARPS": w, "NT": nt, "STEP": k, "UNROLL": u, "BLOCKS": b}
     for w, nt, k, u, b in (
         (16, 1, 128, 1, 2),
@@ -56,15 +58,41 @@ CONFIGS: tuple[Config, ...] = tuple(
         (2, 4, 256, 1, 1),
     )
 )
+BITPLANES: tuple[Config, ...] = tuple(
+    {"WARPS": w, "NT": nt, "STEP": k, "UNROLL": u, "BLOCKS": b, "PLANES": 1}
+    for w, nt, k, u, b in (
+        (16, 1, 256, 1, 2),
+        (16, 2, 256, 1, 1),
+        (16, 2, 128, 1, 2),
+        (16, 4, 128, 1, 1),
+        (16, 4, 256, 1, 1),
+        (8, 1, 256, 1, 4),
+        (8, 1, 256, 2, 3),
+        (8, 2, 128, 1, 4),
+        (8, 2, 256, 1, 3),
+        (8, 2, 256, 1, 4),
+        (8, 2, 256, 2, 2),
+        (8, 4, 128, 1, 2),
+        (8, 4, 128, 1, 3),
+        (8, 4, 256, 1, 2),
+        (4, 2, 256, 1, 7),
+        (4, 4, 128, 1, 6),
+        (4, 4, 256, 1, 4),
+    )
+)
+CONFIGS = HALVES + BITPLANES
+KEYS = tuple(BITPLANES[0])
+_numbers = itemgetter(*CONFIGS[0])  # in this order, whatever order a config has its keys in
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
 NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
 GATED = SILU | GELU_TANH
 MOST_ROWS = 32  # of x a block: MT = 4
+MOST_PLANES_ROWS = 2  # four times the counting at four rows: slower than halves
 
 
-def exact(dtype: torch.dtype) -> bool:
-    """The device code's EXACT: 4 half2 operations a fragment, but no sums of x and fewer registers than magic numbers."""
-    return dtype == torch.float16
+def form(dtype: torch.dtype, config: Config) -> str:
+    """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
+    return "PLANES" if config.get("PLANES") else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
 def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
@@ -72,16 +100,27 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
     bits, group = scheme.bits, scheme.group_size
     groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
     words = bits * config["STEP"] // 64
+    if config.get("PLANES"):
+        loads = config["UNROLL"] * config["NT"] * (words + 2 * groups)
+        extra = max(12, 5 * config["NT"]) + 2 * groups + (4 if group == K else 0)
+        return 31 + loads + (8 * config["NT"] + 4) * (MT - 1) + extra
     loads = config["UNROLL"] * config["NT"] * (words + groups * (1 if scheme.zero == "none" else 2))
     extra = (10 * config["NT"] * config["UNROLL"] if groups > 1 else 0) + ((6 if config["NT"] < 4 else 48) if bits == 3 else 0)
-    extra += 0 if exact(dtype) else 24 if bits > 2 else 66
+    extra += 0 if form(dtype, config) == "EXACT" else 24 if bits > 2 else 66
     extra += 5 if config["NT"] == 2 and config["BLOCKS"] > 2 else 0
     return 26 + loads + 10 * config["NT"] * MT + 12 * (MT - 1) + 2 * copies + extra
 
 
+def span(scheme: Scheme, K: int) -> int:
+    """PLANES: the k whose x share a power of two, planes.cuh's SPAN."""
+    chunk = CHUNK[scheme.bits]
+    return chunk if scheme.groups(K) == 1 else math.gcd(scheme.group_size, chunk)
+
+
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: MT tiles of 8 rows, `rows` of x a block, copies of x a lane and step, grid, shared memory bytes."""
+    """How a call is cut: MT tiles of 8 rows (PLANES: rows), `rows` of x a block, copies of x a lane and step, grid, shared
+    memory bytes."""
 
     MT: int
     rows: int
@@ -94,12 +133,18 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
     warps, nt = config["WARPS"], config["NT"]
     at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
+    squares = call.K // 4 if fold & NORMED else 0  # bytes a row of x
+    if config.get("PLANES"):
+        spans = math.ceil(call.K / config["STEP"]) * config["STEP"] // span(call.scheme, call.K)
+        smem = max((call.M * spans * 516 + 15) // 16 * 16, warps * nt * call.M * 256) + call.M * squares
+        fits = smem <= shared_memory_limit(call.capability) - 1024
+        return Plan(call.M, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
         copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
         ring = config["UNROLL"] * copies * at_once * (2 * config["STEP"] + 16)
-        smem = warps * max(ring, nt * MT * 512) + (rows * call.K // 4 if fold & NORMED else 0)
+        smem = warps * max(ring, nt * MT * 512) + rows * squares
         if smem <= shared_memory_limit(call.capability) - 1024:
             return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
         if rows == 1:
@@ -111,15 +156,27 @@ def expression(
     bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, fold: int = 0
 ) -> str:
     """The template instance of tile_mma.cu; group 0: one group."""
-    flags = ", ".join("true" if flag else "false" for flag in (zeros, exact(dtype)))
+    flags = f"{'true' if zeros else 'false'}, {form(dtype, config)}"
     c = config
     tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}" + (f", {fold}" if fold else "")
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
+def _planes_refuse(call: Call) -> str | None:
+    if call.scheme.bits > 2:
+        return "planes are for 1 and 2 bits"
+    if call.M > MOST_PLANES_ROWS:
+        return f"planes are for up to {MOST_PLANES_ROWS} rows"
+    if call.capability >= (10, 0):
+        return "this GPU counts bits by 8-bit products"
+    return "planes take whole groups of 64" if span(call.scheme, call.K) < 64 else None
+
+
 def _config_refuse(call: Call, config: Config) -> str | None:
     if config["STEP"] % CHUNK[call.scheme.bits]:
         return "STEP is not whole chunks of the layout"
+    if config.get("PLANES") and (why := _planes_refuse(call)):
+        return why
     cut = plan(call, config)
     if cut is None:
         return "too much shared memory"
@@ -199,8 +256,12 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     tiles, rows = _tiles(call), math.ceil(call.M / fewest)
     for kinds, names, most, values in RULES:
         if kind in kinds and tiles in names.split() and rows <= most and values in good:
-            return dict(zip(CONFIGS[0], values, strict=True))
-    return dict(zip(CONFIGS[0], good[0], strict=True))
+            return _named(values)
+    return _named(good[0])
+
+
+def _named(values: tuple[int, ...]) -> Config:
+    return {key: value for key, value in zip(KEYS, values, strict=False) if key != "PLANES" or value}
 
 
 @cache
@@ -208,7 +269,7 @@ def _prepared(
     M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, fold: int, *config: int
 ) -> tuple[Kernel, Plan]:
     """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
-    named: Config = dict(zip(CONFIGS[0], config, strict=True))
+    named = _named(config)
     scheme = Scheme(bits, group, zero)
     cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named, fold)
     assert cut is not None  # config_refuse has asked
@@ -261,7 +322,7 @@ def launch(
     scales, zeros, bias = companions(p, bias, x.dtype)
     s = p.scheme
     facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)
-    kernel, cut = _prepared(*facts, *config.values())
+    kernel, cut = _prepared(*facts, *_numbers(config), config.get("PLANES", 0))
     kernel(
         *cut.grid,
         cut.smem,

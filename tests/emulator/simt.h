@@ -295,6 +295,10 @@ inline void cp_async_bulk_prefetch_L2_global(const void* from, int bytes) {
 }
 inline void createpolicy_fractional_L2__evict_first_b64(unsigned long long& policy, double) { policy = 0; }
 inline void st_shared_u32(u32 at, u32 v) { memcpy(shared(at, 4), &v, 4); }
+inline void st_shared_v2_u32(u32 at, u32 a, u32 b) {
+    const u32 v[2] = {a, b};
+    memcpy(shared(at, 8), v, 8);
+}
 template <class T>
 inline void ld_shared_u32(T& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
 inline void ld_shared_f32(float& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
@@ -334,6 +338,7 @@ inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
 }
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
 inline void ld_global_cg_f32(float& v, const void* at) { v = *(const float*)at; }
+inline void ld_global_cg_u32(u32& v, const u16* p) { memcpy(&v, p, 4); }
 inline void ld_global_cg_u64(unsigned long long& v, const void* at) { v = *(const unsigned long long*)at; }
 inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
 inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const void* at) {
@@ -427,6 +432,20 @@ inline void fma_rn_bf16x2(u32& d, u32 a, u32 b, u32 c) {
     auto one = [&](int s) { return (u32)to_bf16((double)bf16(a >> s) * bf16(b >> s) + bf16(c >> s)) << s; };
     d = one(0) | one(16);
 }
+template <class N>
+inline u32 larger2(u32 a, u32 b, N number) {
+    auto one = [&](int s) {
+        const u16 x = (u16)(a >> s), y = (u16)(b >> s);
+        return (u32)(std::isnan(number(x)) || std::isnan(number(y)) ? 0x7fff : number(x) > number(y) ? x : y) << s;
+    };
+    return one(0) | one(16);
+}
+inline void max_NaN_f16x2(u32& d, u32 a, u32 b) { d = larger2(a, b, f16); }
+inline void max_NaN_bf16x2(u32& d, u32 a, u32 b) { d = larger2(a, b, bf16); }
+inline void lop3_b32(u32& d, u32 a, u32 b, u32 c, u32 table) {
+    d = 0;
+    for (int i = 0; i < 32; i++) d |= (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i;
+}
 inline void add_rn_f16x2(u32& d, u32 a, u32 b) { fma_rn_f16x2(d, a, 0x3c003c00u, b); }
 inline void cvt_rn_f16x2_f32(u32& d, float hi, float lo) { d = (u32)to_f16(hi) << 16 | to_f16(lo); }
 inline void cvt_rn_bf16x2_f32(u32& d, float hi, float lo) { d = (u32)to_bf16(hi) << 16 | to_bf16(lo); }
@@ -495,6 +514,21 @@ inline void mma16816(float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[2],
 MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, f16)
 MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, bf16)
 #undef MMA
+// 16 x 256 bits by 256 x 8: counts of ones of the AND.
+inline void mma_sync_aligned_m16n8k256_row_col_s32_b1_b1_s32_and_popc(u32& d0, u32& d1, u32& d2, u32& d3, u32 a0, u32 a1, u32 a2,
+                                                                      u32 a3, u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
+    struct Mine { u32* d[4]; u32 a[4], b[2]; int c[4]; } mine{{&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};
+    collective("mma of bits", mine, [](Mine** lane) {
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++) {
+                int count = lane[l]->c[i];
+                for (int q = 0; q < 4; q++)      // lanes of a row, of a column: bits 32 q .. 32 q + 31
+                    for (int w = 0; w < 2; w++)  // and 128 further on
+                        count += __builtin_popcount(lane[l / 4 * 4 + q]->a[i / 2 + 2 * w] & lane[(2 * (l % 4) + i % 2) * 4 + q]->b[w]);
+                *lane[l]->d[i] = (u32)count;
+            }
+    });
+}
 
 // wgmma with A in registers and B (NB rows of 16 k, 128-byte swizzled) in shared memory. It reads both, and writes d, as early
 // as it may (order 1: at its issue) or as late (-1: at the wait_group that covers it).

@@ -168,7 +168,7 @@ def tails():
 
 def warps():
     """Each config of tile_mma: warps with more steps than they hold in flight, with one, with none."""
-    count = len(tile_mma.CONFIGS)
+    count = len(tile_mma.HALVES)
     for i in range(count):
         bits, dtype = BITS[i % 5], (F16, BF16)[i // 5 % 2]
         M, K = ((1, 2304), (8, 1152), (16, 640), (27, 1280))[i % 4]

@@ -30,8 +30,9 @@ F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 1.5e-3, BF16: 8e-3}
 EPS = 1e-5
 K, N = 640, 256
-CASES = [  # bits, dtype, rows, activation, (WARPS, NT, STEP, UNROLL, BLOCKS)
+CASES = [  # bits, dtype, rows, activation, tile_mma.KEYS
     pytest.param(4, F16, 1, "silu", (8, 2, 256, 1, 2), id="4-bit"),
+    pytest.param(2, F16, 1, "silu", (8, 2, 128, 1, 4, 1), id="2-bit-planes"),
     pytest.param(2, F16, 8, "gelu_tanh", (4, 2, 128, 2, 1), id="2-bit-8-rows"),
     pytest.param(3, BF16, 5, "silu", (16, 2, 256, 1, 1), id="3-bit-bf16-5-rows"),
     pytest.param(8, F16, 3, "silu", (2, 4, 256, 1, 1), id="8-bit-3-rows-4-tiles"),
@@ -69,7 +70,7 @@ def layer_of(bits, dtype, bias=True):
 @pytest.fixture
 def config(monkeypatch, request):
     """Every product takes the case's config."""
-    chosen = dict(zip(tile_mma.CONFIGS[0], request.node.callspec.params["values"], strict=True))
+    chosen = tile_mma._named(request.node.callspec.params["values"])
     monkeypatch.setattr(fold, "_config", lambda *args: chosen)
 
 
