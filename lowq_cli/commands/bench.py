@@ -32,8 +32,6 @@ def bench(
 
     from lowq_cli import state
     from lowq_cli.devices import pick_device
-    from lowq_cli.files.checkpoint import open_checkpoint
-    from lowq_cli.interop.importer import runnable
     from lowq_cli.tuning import benching, tuner, tuning_plan
     from lowq_kernels import tuning
     from lowq_kernels.timing import roofline
@@ -50,7 +48,7 @@ def bench(
     else:
         if bits:
             raise UsageError("--bits goes with --shape; a checkpoint has its own")
-        opened = open_checkpoint(runnable(state.checkpoint_or_last(checkpoint)))
+        opened = tuning_plan.open_packed(state.checkpoint_or_last(checkpoint))
         shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
         tuned = tuning.use(opened.folder, where, console.warn)
         console.say(f"{opened.folder}: {len(shapes)} shapes, {tuned or 'no'} tuned entries for this machine")

@@ -30,8 +30,6 @@ def tune(
     """Time all kernels on this checkpoint's shapes; the winners go into its lowq_tune.json. Ctrl-C keeps those found."""
     from lowq_cli import state
     from lowq_cli.devices import pick_device
-    from lowq_cli.files.checkpoint import open_checkpoint
-    from lowq_cli.interop.importer import runnable
     from lowq_cli.tuning import tuner, tuning_plan
     from lowq_kernels import measure, tuning
     from lowq_packers.errors import UsageError
@@ -39,7 +37,7 @@ def tune(
     batches = tuner.parse_batches(batch)
     if budget <= 0:
         raise UsageError(f"--budget {budget:g} is not a positive number of seconds")
-    opened = open_checkpoint(runnable(state.checkpoint_or_last(checkpoint)))
+    opened = tuning_plan.open_packed(state.checkpoint_or_last(checkpoint))
     where = pick_device(device)
     shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
     if not shapes:

@@ -2,12 +2,25 @@
 
 import torch
 
-from lowq_cli.files.checkpoint import Checkpoint
+from lowq_cli.files.checkpoint import Checkpoint, open_checkpoint
+from lowq_cli.files.source import open_source
+from lowq_cli.interop.importer import runnable
 from lowq_kernels.tuning import Shape
+from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 
 # The fused decoder multiplies these side by side, as one weight (engine/blocks.py); prefill may use them one by one.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def open_packed(name: str) -> Checkpoint:
+    """The checkpoint whose packed weights can be timed. Raises UsageError where they are fp8."""
+    folder = runnable(name)
+    with open_source(folder) as source:
+        method = (source.config.get("quantization_config") or {}).get("quant_method")
+    if method == "fp8":
+        raise UsageError(f"{name} holds weights in fp8 blocks, whose kernel chooses by a rule: there is nothing to tune")
+    return open_checkpoint(folder)
 
 
 def shapes_of(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Shape]:

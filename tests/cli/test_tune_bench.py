@@ -97,6 +97,25 @@ def test_the_crossover_between_layouts_is_named():
     assert tuner.crossovers(found[:2]) == []
 
 
+def test_the_layout_that_lost_is_one_line():
+    def entry(M, layout, kernel, us):
+        return tuning.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, tuning.source_hash(kernel))
+
+    found = [entry(1, "cpu_int4", "cpu/int4", 5.0), entry(1, "rowstream", "dequant", 10.0)]
+    found += [entry(16, "cpu_int4", "cpu/int4", 10.0), entry(16, "rowstream", "dequant", 50.0)]
+    kept, lost = tuner.taken(found)
+    assert [(e.M, e.layout) for e in kept] == [(1, "cpu_int4"), (16, "cpu_int4")]
+    assert lost == ["layout rowstream: 2.0 to 5.0 times as long, so no shape takes it"]
+    assert tuner.taken(found[:1]) == (found[:1], [])
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_fp8_blocks_are_refused_in_one_line(command, tmp_path):
+    lowq("quantize", "demo", "--format", "fp8", "--out", tmp_path / "fp8")
+    with pytest.raises(LowqError, match="nothing to tune"):
+        lowq(command, tmp_path / "fp8")
+
+
 def test_bench_gives_a_row_per_shape_and_batch(tmp_path):
     picture = tmp_path / "speed.png"
     shape = ("--shape", "64x128", "--shape", "32x64", "--bits", "4", "--bits", "2", "--group", "32")
