@@ -7,7 +7,8 @@ those that win most often in that table, and some of its fast list (all of them 
 --choices FILE keeps what the autotuner chose, as GemLite's own JSON; the next run reads it and tunes only what is not in it.
 Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width and
 the first of gemm_wide's by its model. --open times only the cells of --known where GemLite was faster or within NEAR of us,
-then those that it lacks. Compiling is done before, in worker processes; no timing shares the GPU with anything.
+those of many rows where cuBLAS was FAR ahead, then those that it lacks. Compiling is done before, in worker processes; no
+timing shares the GPU with anything.
 Outputs are checked against fp32. Rows of an existing FILE stay for cells that this run does not reach; `run` in a row says
 which run it is from.
 """
@@ -49,7 +50,8 @@ LARGE_M, LARGE_COPIES = 1024, 4  # there products are bound by arithmetic: fewer
 QUICK = (3, 200.0)  # replays and us each, to rank candidates
 MOST, MOST_WIDE = 6, 3  # of the configs that won before, where those are all that is timed
 TOLERANCE = 2e-3  # of ours, relative: the gate's for fp16
-NEAR = 1.05  # GemLite's time over ours: a cell below is timed again by --open
+NEAR, FAR = 1.05, 1.1  # --open times cells again below this of GemLite's time over ours, or above this of ours over cuBLAS's
+REST = 0.05  # seconds before a timing of many rows: the clock falls under the board's power limit
 GEMLITE_CONFIGS = 8  # of each of its kernels
 RUN = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
 Cell = tuple[int, int, int, int, int]  # bits, group, N, K, M
@@ -178,6 +180,14 @@ def winners(path: Path | None, bits: int) -> set[Known]:
     return {(r["M"], r["kernel"], tuple(sorted(r["config"].items()))) for r in rows if r["bits"] == bits and "kernel" in r}
 
 
+def rested(calls: Sequence[Callable[[], object]], M: int) -> float:
+    """us by the full protocol, behind a rest where there are many rows."""
+    if M >= LARGE_M:
+        torch.cuda.synchronize()
+        time.sleep(REST)
+    return graph_time(calls)
+
+
 def best(
     found: list[Choice], x: torch.Tensor, weights: list[Any], ref: torch.Tensor
 ) -> tuple[float, KernelSpec, Config] | None:
@@ -194,7 +204,7 @@ def best(
             print("FAILED", spec.name, config, repr(e)[:160], flush=True)
     ranked.sort(key=lambda t: t[0])
     final = [
-        (graph_time([lambda w=w, f=spec.launch, c=config: f(x, w, None, c) for w in weights]), spec, config)
+        (rested([lambda w=w, f=spec.launch, c=config: f(x, w, None, c) for w in weights], x.shape[0]), spec, config)
         for us, spec, config in ranked[:2]
         if us <= 1.1 * ranked[0][0]
     ]
@@ -229,11 +239,18 @@ def all_cells(schemes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, in
 
 
 def open_cells(plan: Plan, rows: list[dict[str, Any]]) -> Plan:
-    """The cells of a plan in which we are behind in `rows` or hardly ahead, then those that are not in it."""
-    ratio = {place(r): r["gemlite_us"] / r["us"] if "us" in r and "gemlite_us" in r else 0.0 for r in rows}
-    behind = [(p, [M for M in ms if ratio.get((*p, M), NEAR) < NEAR]) for p, ms in plan]
-    lacking = [(p, [M for M in ms if (*p, M) not in ratio]) for p, ms in plan]
-    return [(p, ms) for p, ms in [*behind, *lacking] if ms]
+    """The cells of a plan in which GemLite is near, those of many rows where cuBLAS is far ahead, and those not in `rows`.
+
+    In this order of their places, each of which is set up once.
+    """
+    known = {place(r): r for r in rows if "us" in r and "gemlite_us" in r}
+    near = {c for c, r in known.items() if r["gemlite_us"] < NEAR * r["us"]}
+    far = {c for c, r in known.items() if r["M"] >= LARGE_M and r["us"] > FAR * r["cublas_us"]}
+    found: dict[Place, list[int]] = {}
+    for kind in (near, far, {(*p, M) for p, ms in plan for M in ms} - set(known)):
+        for where in [p for p, ms in plan if any((*p, M) in kind for M in ms)]:
+            found.setdefault(where, [])
+    return [(p, [M for M in dict(plan)[p] if (*p, M) not in set(known) - near - far]) for p in found]
 
 
 def cells(
@@ -262,11 +279,11 @@ def cells(
             row["rel_err"] = relative_error(spec.launch(x, weights[0], None, config), ref)
         try:
             row["gemlite_rel_err"] = relative_error(layers[0](x), ref)
-            row["gemlite_us"] = round(graph_time([lambda w=w, x=x: w(x) for w in layers[:n]]), 2)
+            row["gemlite_us"] = round(rested([lambda w=w, x=x: w(x) for w in layers[:n]], M), 2)
         except Exception as e:
             row["gemlite_failed"] = repr(e)[:200]
         if (N, K, M) not in dense_us:
-            dense_us[N, K, M] = round(graph_time([lambda w=w, x=x: x @ w.t() for w in fp16]), 2)
+            dense_us[N, K, M] = round(rested([lambda w=w, x=x: x @ w.t() for w in fp16], M), 2)
         row["cublas_us"] = dense_us[N, K, M]
         rows.append(row)
         print(f"{budget.spent:.1f} s", json.dumps(row), flush=True)
