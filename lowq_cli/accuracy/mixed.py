@@ -194,7 +194,10 @@ def _too_small(recipe: Recipe, least: int, budget: int, params: int) -> str:
         return (
             f"--bpw {recipe.bpw:g} is too little: the smallest widths take {8 * least / params:.3f}; --widths may allow smaller"
         )
-    return f"--size {recipe.size} bytes is too little: the smallest widths take {recipe.size - budget + least}"
+    return (
+        f"--size {recipe.size} bytes is too little: the smallest widths take {recipe.size - budget + least} bytes; "
+        "--widths may allow smaller"
+    )
 
 
 def _overrides(members: Sequence[Candidate], scheme: Scheme) -> list[Override]:
