@@ -34,15 +34,17 @@ LAYERS = "4096x4096,28672x4096,4096x14336,8192x8192,57344x8192"
 QWEN_7B = "4608x3584,3584x3584,37888x3584,3584x18944"
 MISTRAL_7B = "6144x4096,4096x4096,28672x4096,4096x14336"
 LLAMA_1B = "3072x2048,2048x2048,16384x2048,2048x8192"
-PLAN = (  # shapes, bits, group sizes (0: per channel), rows of x
+PLAN = (  # shapes, bits, group sizes (0: per channel), rows of x; what matters most first, as --seconds may cut it short
     (LAYERS, "4", "128", ALL),
-    (LAYERS, "8", "128", ALL),
-    (LAYERS, "3,2,1", "128", SMALL + ",64,256"),
+    (LAYERS, "2,1,3", "128", SMALL + ",64,256"),
+    (LAYERS, "8", "128", SMALL),
     ("4096x4096,28672x4096", "2", "128", "4096"),
     ("4096x4096,28672x4096", "4", "32,64,0", "1,8,16,64,256,1024"),
     (QWEN_7B, "4", "128", "1,3,7,16,17,33,100,1000"),
     (MISTRAL_7B, "4", "128", "1,3,7,17,33,100,1000"),
     (LLAMA_1B, "4", "128", "1,3,7,16,17,33,100,1000"),
+    ("4096x4096,28672x4096", "2,1", "64", "1,2"),
+    (LAYERS, "8", "128", "32,64,128,256,1024,4096"),
 )
 LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # relative Frobenius error
 CHECKED = 2048  # rows of W at most that truth is computed for, in blocks spread over all of them
@@ -124,16 +126,17 @@ Cell = tuple[int, int, Scheme]
 def cells(args: argparse.Namespace) -> Iterator[tuple[Cell, list[int]]]:
     """((N, K, scheme), rows of x) of every weight to measure, in the plan's order; what several lines ask for comes once."""
     plan = [(args.shapes, args.bits, args.group, args.m)] if args.shapes else PLAN
-    found: dict[Cell, dict[int, None]] = {}
+    done: set[tuple[Cell, int]] = set()
     for shapes, widths, groups, rows in plan:
         for shape in shapes.split(","):
             N, K = map(int, shape.split("x"))
             for bits in map(int, widths.split(",")):
                 for group in map(int, groups.split(",")):
-                    some = found.setdefault((N, K, Scheme(bits, group or K, args.zero)), {})
-                    some.update(dict.fromkeys(m for m in map(int, rows.split(",")) if N * m <= LARGEST))
-    for cell in found:
-        yield cell, sorted(found[cell])
+                    cell = (N, K, Scheme(bits, group or K, args.zero))
+                    some = [m for m in map(int, rows.split(",")) if N * m <= LARGEST and (cell, m) not in done]
+                    done.update((cell, m) for m in some)
+                    if some:
+                        yield cell, some
 
 
 def candidates(call: Call, args: argparse.Namespace) -> list[tuple[KernelSpec, Config]]:
@@ -142,7 +145,7 @@ def candidates(call: Call, args: argparse.Namespace) -> list[tuple[KernelSpec, C
     if not args.sweep:
         return [chosen]
     specs = [s for k, s in registry.kernels().items() if k.startswith("cuda/") and args.kernel in k and s.why_not(call) is None]
-    every = [(s, c) for s in specs for c in s.legal_configs(call)]
+    every = [(s, c) for s in specs for c in s.legal_configs(call) if not args.having or args.having in c]
     return [chosen, *(e for e in every if (e[0].name, e[1]) != (chosen[0].name, chosen[1]))]
 
 
@@ -155,6 +158,7 @@ def main() -> None:
     parser.add_argument("--zero", default="float")
     parser.add_argument("--m", default=ALL)
     parser.add_argument("--kernel", default="", help="with --sweep: only kernels whose name contains this")
+    parser.add_argument("--having", default="", help="with --sweep: only configs with this key, e.g. PLANES")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--sweep", action="store_true", help="every legal config, not only the chosen one")
     parser.add_argument("--chain", action="store_true", help="an 8B model's layers in turn; with --kernel: by that kernel")
@@ -176,33 +180,30 @@ def main() -> None:
                 print(rows[-1], flush=True)
         out.write_text(json.dumps(stamp | {"rows": rows}, indent=0))
         return
-    weights = {cell: random_weight(*cell, dtype, 0) for cell, _ in cells(args)}
+    visits = list(cells(args))
+    weights = {cell: random_weight(*cell, dtype, 0) for cell, _ in visits}
 
     def inputs(M: int, K: int) -> torch.Tensor:
         return torch.randn(M, K, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(7)) / 8
 
-    todo = {
-        cell: [(M, *c) for M in Ms for c in candidates(Call.of(inputs(M, cell[1]), weights[cell]), args)]
-        for cell, Ms in cells(args)
-    }
-    flat = [(cell, *w) for cell, work in todo.items() for w in work]
+    todo = {(cell, M): candidates(Call.of(inputs(M, cell[1]), weights[cell]), args) for cell, Ms in visits for M in Ms}
+    flat = [(cell, M, *choice) for (cell, M), choices in todo.items() for choice in choices]
     with ThreadPoolExecutor(16) as pool:  # everything is compiled before anything is timed, side by side
         list(pool.map(lambda w: w[2].launch(inputs(w[1], w[0][1]), weights[w[0]], None, w[3]), flat))
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
-    for (N, K, scheme), Ms in cells(args):
-        first = weights.pop((N, K, scheme))
+    for cell, Ms in visits:
+        (N, K, scheme), first = cell, weights[cell]
         copies = [first] + [random_weight(N, K, scheme, dtype, i) for i in range(1, rotation(first.nbytes))]
         some, truth = sample(first)
         read_us = read_time(copies)
         xs = {M: inputs(M, K) for M in Ms}
-        work = todo[N, K, scheme]
         for M in Ms:
             if (N, K, M) not in anchors:
                 dense = [torch.randn(N, K, device="cuda", dtype=dtype) for _ in range(rotation(N * K * 2))]
                 anchors[N, K, M] = timed(M, [lambda w=w, x=xs[M]: x @ w.t() for w in dense])
                 del dense
             ref, best = xs[M].float() @ truth, None
-            for i, (spec, config) in enumerate(w[1:] for w in work if w[0] == M):
+            for i, (spec, config) in enumerate(todo[cell, M]):
                 y = spec.launch(xs[M], first, None, config)
                 err = float((y[:, some].float() - ref).norm() / ref.norm())
                 row = {"N": N, "K": K, "M": M, "bits": scheme.bits, "group": scheme.group_size, "zero": scheme.zero}
@@ -217,10 +218,10 @@ def main() -> None:
                 best = row if best is None or row["us"] < best["us"] else best
             if best:
                 picked = next((f"{r['us']:.2f}" for r in rows[::-1] if r["chosen"] and "us" in r), "-")
-                cell = f"{scheme.bits}b g{scheme.group_size} {N}x{K} M={M}"
+                what = f"{scheme.bits}b g{scheme.group_size} {N}x{K} M={M}"
                 how = f"{best['kernel']} {list(best['config'].values())} err {best['error']:.1e}"
                 floor = f"read {read_us:.2f}, cublas {best['cublas_us']:.2f}"
-                print(f"{cell}: chosen {picked} best {best['us']:.2f} us, {floor}; {how}", flush=True)
+                print(f"{what}: chosen {picked} best {best['us']:.2f} us, {floor}; {how}", flush=True)
         out.write_text(json.dumps(stamp | {"rows": rows}, indent=0))
         if time.monotonic() - start > args.seconds:
             print(f"stopped after {args.seconds:.0f} s")
