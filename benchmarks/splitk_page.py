@@ -16,6 +16,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from triton_vs_gemlite import SCHEMES, SHAPES, all_cells
 
 from lowq_cli.tuning import benching
 from lowq_kernels.timing import Roofline
@@ -25,7 +26,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "h100"
 IMAGES = ROOT / "docs" / "img"
 LARGE_M = 1024
 RUNS = {"": "2026-11-21 about 04:30", "first": "a run before that"}  # of rows from before the script noted the time
-CELL = 4096 * 28672  # the largest M * N of triton_vs_gemlite.py
 COUNTERS = (  # ncu's names, and the section where a name occurs twice
     ("Duration", "us"),
     ("Grid Size", ""),
@@ -112,8 +112,8 @@ def gemlite_table(rows: list[dict[str, Any]]) -> str:
 
 def runs(rows: list[dict[str, Any]]) -> str:
     """Which run the cells are from, and how many are missing, counted."""
-    shapes, schemes, batches = {(r["N"], r["K"]) for r in rows}, {(r["bits"], r["group"]) for r in rows}, {r["M"] for r in rows}
-    wanted = sum(n * m <= CELL for n, _ in shapes for m in batches) * len(schemes)
+    schemes, shapes = SCHEMES.split(","), [benching.parse_shape(s) for s in SHAPES.split(",")]
+    wanted = sum(len(ms) for _, ms in all_cells([(0, 0)] * len(schemes), shapes))
     by_run = Counter(RUNS.get(r.get("run", ""), r.get("run")) for r in rows)
     missing = f" ({wanted - len(rows)} are not: device time ended)" if wanted > len(rows) else ""
     if len(by_run) == 1:
