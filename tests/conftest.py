@@ -1,8 +1,14 @@
-"""Where no GPU is, Triton kernels run in Triton's interpreter, which must be switched on before triton is imported."""
+"""Where no GPU is, Triton kernels run in Triton's interpreter, which must be switched on before triton is imported.
+
+Commands under test remember their last checkpoint in a folder of their own, not as yours.
+"""
 
 import os
+import tempfile
 
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+_state = tempfile.TemporaryDirectory(prefix="lowq-tests-")
+os.environ["XDG_STATE_HOME"] = _state.name

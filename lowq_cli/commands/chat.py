@@ -1,6 +1,7 @@
 """lowq chat: talk to a checkpoint; the cache is kept between turns, so an answer never waits for the whole conversation."""
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,6 +44,10 @@ def chat(
         from lowq_cli.engine.ready import ready
 
         model, tokenizer = ready(folder, device, console.warn)
+    if sys.stdin.isatty():
+        with suppress(ModuleNotFoundError):  # Windows: no history, nothing else
+            import readline  # noqa: F401  # arrow keys and history for `input`
+        console.say("/new starts over, /quit or Ctrl-D leaves, Ctrl-C stops an answer")
     talk = Conversation(tokenizer, system)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     turn = 0

@@ -69,6 +69,8 @@ def generate(
     if many is not None:
         _answer_all(model, tokenizer, many, batch, settings)
         return
+    if batch > 1 and not temperature:
+        console.say(f"all {batch} texts will be the same; --temperature 1 draws them")
     generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
     _compile(model, generation)
     if explain:
@@ -139,7 +141,8 @@ def _answer_all(model: Any, tokenizer: Any, prompts: list[str], batch: int, sett
             line = {"prompt": text, "text": g.texts[i], "tokens": g.tokens[i], "finish_reason": g.finish_reasons[i]}
             console.out_json(line)
         tokens, seconds = tokens + sum(map(len, g.tokens)), seconds + g.ttft_s + g.decode_s
-    console.say(f"{len(prompts)} prompts, {int(tokens)} new tokens at {tokens / max(seconds, 1e-9):.1f}/s, prefill included")
+    made = f"{_count(len(prompts), 'prompt')}, {_count(int(tokens), 'new token')}"
+    console.say(f"{made} at {tokens / max(seconds, 1e-9):.1f}/s, prefill included")
 
 
 def _write_text(generation: "Generation", live: bool, batch: int) -> bool:
@@ -188,11 +191,16 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
     }
 
 
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" + "s" * (n != 1)
+
+
 def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     n = numbers
     made = sum(map(len, generation.tokens))
-    line = f"{n['prompt_tokens']} prompt tokens at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s; "
-    line += f"{made} new tokens at {n['decode_tps']:.1f}/s ({n['finish_reason']})"
+    line = f"{_count(n['prompt_tokens'], 'prompt token')} at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s; "
+    speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
+    line += f"{_count(made, 'new token')}{speed} ({n['finish_reason']})"
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}")

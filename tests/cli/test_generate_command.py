@@ -60,6 +60,7 @@ def test_json_is_one_object_with_the_promised_keys(run):
     assert found.keys() >= KEYS
     assert len(found["tokens"]) == 8
     assert found["texts"][0] == found["texts"][1] == found["text"]
+    assert "all 2 texts will be the same" in done.stderr
     assert found["peak_memory_bytes"] > 1e8
     assert found["roofline_pct"] is None or found["roofline_pct"] > 0
     assert sum(k["count"] for k in found["kernels"]) == 6 * 4 + 1
