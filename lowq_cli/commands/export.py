@@ -9,11 +9,14 @@ from lowq_cli import console
 EXAMPLES = """Examples:
   lowq export --to compressed-tensors
   lowq export my-lowq --to gguf --out my.gguf
+  lowq export my-model-gptq --to mlx
   lowq export my-lowq --to compressed-tensors --check-tp 8"""
 
 
 def export(
-    ckpt: Annotated[str | None, typer.Argument(help="Checkpoint folder. Default: the last one written.")] = None,
+    ckpt: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder, also another tool's. Default: the last one written.")
+    ] = None,
     to: Annotated[str, typer.Option(help="compressed-tensors, gptq, awq, humming, mlx, hqq or gguf.")] = "compressed-tensors",
     out: Annotated[str | None, typer.Option(help="Folder (gguf: file) to write.  [default: ./CKPT-FORMAT]")] = None,
     check_tp: Annotated[int | None, typer.Option(help="Refuse what N tensor-parallel ranks could not share.")] = None,

@@ -134,7 +134,9 @@ def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
 def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, str]]:
     """Schemes and layouts by key and the `tensors` table, after checking every field."""
     if config.get("quant_method") != METHOD:
-        raise UnsupportedError(f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}: not a lowq checkpoint")
+        raise UnsupportedError(
+            f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}; make a lowq checkpoint of it: lowq quantize"
+        )
     if config.get("version") != VERSION:
         raise UnsupportedError(f"checkpoint version {config.get('version')!r}; this lowq reads {VERSION}: upgrade lowq")
     if config.get("activations", "none") not in ACTS:

@@ -135,7 +135,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     except Exception as e:
         if source.folder is not None and not _has_tokenizer(source):
             raise NotFoundError(
-                f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json beside it"
+                f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json into {source.folder}"
             ) from e
         raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
 

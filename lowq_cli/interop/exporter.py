@@ -19,6 +19,7 @@ from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpo
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.shards import NAMES, ShardWriter, new_folder, to_json
 from lowq_cli.interop.foreign import DTYPES, foreign_matrices, open_foreign, slabs
+from lowq_cli.interop.importer import runnable
 from lowq_cli.interop.older_config import spelled_out
 from lowq_cli.interop.sharding import fusion_problems, shard_problems
 from lowq_cli.run.writer import writing
@@ -64,6 +65,7 @@ def export(
     """Write `checkpoint` in the format `to` into the folder `out` (by default ./NAME-FORMAT; for gguf a file).
 
     Args:
+        checkpoint: a folder that lowq wrote, or another tool's, which is imported into the cache first.
         to: one of TARGETS.
         check_tp: refuse what this many tensor-parallel ranks could not share.
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
@@ -74,7 +76,8 @@ def export(
     """
     if to not in TARGETS:
         raise UsageError(f"--to {to} does not exist; use one of {', '.join(TARGETS)}")
-    found = open_checkpoint(checkpoint)
+    there = Path(checkpoint).expanduser().exists()
+    found = open_checkpoint(runnable(checkpoint) if there else checkpoint)
     with found.source:
         fmt = formats.get(to)
         check(found, fmt)

@@ -117,7 +117,7 @@ def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> S
     if folder.suffix == ".gguf" and folder.is_file():
         from lowq_cli.interop.gguf_source import open_gguf
 
-        return open_gguf(os.fspath(model), folder)
+        return open_gguf(os.fspath(model), folder, headers_only)
     if folder.name == QMODEL and folder.is_file():
         folder = folder.parent
     if (folder / QMODEL).is_file() and not list(folder.glob("*.safetensors")):

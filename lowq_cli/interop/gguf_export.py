@@ -4,33 +4,27 @@ Names and metadata are llama.cpp's. Its Llama graph rotates adjacent pairs where
 and k are permuted for it (whole rows: codes, scales and zeros move together). Norms and biases are written in fp32.
 """
 
-import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
-from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.interop.exporter import Exported, Progress, check_same, read_matrix, read_plain, run_name
 from lowq_cli.interop.gguf_file import (
-    BOOL,
-    INT32,
-    STRING,
     GgufTensor,
     Value,
-    array,
     f32,
-    flag,
     head,
     text,
     u32,
 )
+from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import GgufWriter
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
+from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.formats import gguf
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -58,9 +52,6 @@ STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
     **dict.fromkeys(("up_proj", "w3"), "ffn_up_exps"),
     **dict.fromkeys(("down_proj", "w2"), "ffn_down_exps"),
 }
-_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name of it
-NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5
 
 
 def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress | None) -> Exported:
@@ -80,7 +71,7 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
         raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
     facts = _model_metadata(found, arch, out.stem)
     entries = _entries(found)
-    metadata = [*facts, *_tokenizer_metadata(found)]
+    metadata = [*facts, *tokenizer_metadata(found.folder, found.config, _int(found, "vocab_size"))]
     factors = _rope_factors(found.config)
     extra = [] if factors is None else [GgufTensor("rope_freqs.weight", tuple(factors.shape), "F32")]
     heads = {"attn_q": _int(found, "num_attention_heads"), "attn_k": _int(found, "num_key_value_heads", "num_attention_heads")}
@@ -242,89 +233,3 @@ def _rope_factors(config: Mapping[str, Any]) -> torch.Tensor | None:
             smooth = (context / wave - low) / (high - low)
             out.append(1 / ((1 - smooth) / factor + smooth))
     return torch.tensor(out, dtype=torch.float32)
-
-
-def _tokenizer_metadata(found: Checkpoint) -> list[tuple[str, Value]]:
-    """Vocabulary, merges and special tokens from tokenizer.json. Raises UnsupportedError for anything but byte-level BPE."""
-    path = found.folder / "tokenizer.json"
-    if not path.is_file():
-        raise NotFoundError(f"{found.folder} has no tokenizer.json, which a GGUF file must contain")
-    content = read_json(path)
-    model = content.get("model") or {}
-    if model.get("type") != "BPE" or model.get("byte_fallback") or not isinstance(model.get("vocab"), dict):
-        raise UnsupportedError(
-            f"its tokenizer is {model.get('type')} and no byte-level BPE; convert it with llama.cpp's own script"
-        )
-    size = _int(found, "vocab_size")
-    tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
-    known = {**model["vocab"], **{t["content"]: t["id"] for t in content.get("added_tokens") or ()}}
-    for token, i in known.items():
-        if not 0 <= i < size:
-            raise DamagedError(f"{path}: token {token!r} has the number {i}; the model has {size}")
-        tokens[i], kinds[i] = token, NORMAL
-    for t in content.get("added_tokens") or ():
-        kinds[t["id"]] = CONTROL if t.get("special") else USER
-    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges") or ()]
-    settings = read_json(found.folder / "tokenizer_config.json") if (found.folder / "tokenizer_config.json").is_file() else {}
-    values = [
-        ("tokenizer.ggml.model", text("gpt2")),
-        ("tokenizer.ggml.pre", text(_pre_tokenizer(content))),
-        ("tokenizer.ggml.tokens", array(tokens, STRING)),
-        ("tokenizer.ggml.token_type", array(kinds, INT32)),
-        ("tokenizer.ggml.merges", array(merges, STRING)),
-        ("tokenizer.ggml.add_bos_token", Value(BOOL, _adds_bos(content, settings))),
-        ("tokenizer.ggml.add_eos_token", flag(False)),
-    ]
-    for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        i = found.config.get(key)
-        i = i[0] if isinstance(i, list) and i else i
-        if type(i) is int and 0 <= i < size:
-            values.append((f"tokenizer.ggml.{name}_token_id", u32(i)))
-    template = settings.get("chat_template")
-    if isinstance(template, str):
-        values.append(("tokenizer.chat_template", text(template)))
-    elif (found.folder / "chat_template.jinja").is_file():
-        values.append(("tokenizer.chat_template", text((found.folder / "chat_template.jinja").read_text(encoding="utf-8"))))
-    return values
-
-
-def _walk(node: object, visit: Callable[[Mapping[str, Any]], None]) -> None:
-    if isinstance(node, Mapping):
-        visit(node)
-        for child in node.values():
-            _walk(child, visit)
-    elif isinstance(node, list):
-        for child in node:
-            _walk(child, visit)
-
-
-def _pre_tokenizer(content: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how text is split before merging. Raises UnsupportedError for a rule that it does not have."""
-    patterns: list[str] = []
-    byte_level: list[bool] = []
-
-    def visit(node: Mapping[str, Any]) -> None:
-        if node.get("type") == "Split":
-            patterns.append(str((node.get("pattern") or {}).get("Regex")))
-        if node.get("type") == "ByteLevel":
-            byte_level.append(bool(node.get("use_regex", True)))
-
-    _walk(content.get("pre_tokenizer"), visit)
-    if byte_level and not patterns and byte_level[0]:
-        return "gpt-2"
-    if byte_level and len(patterns) == 1 and patterns[0] in PRE_TOKENIZERS:
-        return PRE_TOKENIZERS[patterns[0]]
-    raise UnsupportedError(
-        f"its tokenizer splits text by {json.dumps(patterns)[:80]}, a rule that llama.cpp has no name for here"
-    )
-
-
-def _adds_bos(content: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a text gets the beginning-of-text token in front."""
-    said = settings.get("add_bos_token")
-    if isinstance(said, bool):
-        return said
-    found: list[bool] = []
-    template = (content.get("post_processor") or {}).get("single")
-    _walk(template, lambda node: found.append("SpecialToken" in node))
-    return any(found[:1]) or (isinstance(template, list) and bool(template) and "SpecialToken" in template[0])

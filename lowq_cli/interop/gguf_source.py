@@ -13,10 +13,12 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli import state
 from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.gguf_export import ARCHITECTURES, LAYER, PERMUTED, TOP
 from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
+from lowq_cli.interop.gguf_tokenizer import tokenizer_folder
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
 
@@ -138,8 +140,11 @@ def _row(r: _Reader) -> tuple[str, tuple[int, ...], str, int]:
     return name, shape, kind.name, at
 
 
-def open_gguf(name: str, path: Path) -> Source:
-    """The source of a GGUF file. Raises as `read_gguf`, and UnsupportedError for architectures that it does not know."""
+def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
+    """The source of a GGUF file; its `folder` is where its tokenizer is, which is written there unless `headers_only`.
+
+    Raises as `read_gguf`, and UnsupportedError for architectures that it does not know.
+    """
     metadata, tensors, crc = read_gguf(path)
     arch = str(metadata.get("general.architecture"))
     if arch not in ARCHITECTURES.values():
@@ -165,7 +170,9 @@ def open_gguf(name: str, path: Path) -> Source:
         else:
             headers[ours] = TensorHeader(t.shape, t.kind, t.offset)
     files = {path.name: FileHeader(path, headers, path.stat().st_size, crc)}
-    return Source(name, path.parent, config | {"gguf": stored}, headers, files, dict.fromkeys(headers, path.name))
+    cache = state.cache_dir() / "tokenizers" / f"{path.stem}-{crc:08x}"
+    folder = path.parent if headers_only else tokenizer_folder(path, metadata, cache)
+    return Source(name, folder, config | {"gguf": stored}, headers, files, dict.fromkeys(headers, path.name))
 
 
 def _name(theirs: str) -> str | None:

@@ -41,7 +41,9 @@ def runnable(model: str | os.PathLike[str]) -> str:
         if fmt.name == "fp8" and _runs_in_fp8(source):
             return name
         target = cached(source)
-        if not _is_whole(target):
+        if _is_whole(target):
+            _copy_new(source, target)
+        else:
             console.say(f"{name} is {fmt.title}; importing it into {target}")
             import_checkpoint(source, matrices, target)
     return str(target)
@@ -86,6 +88,14 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> N
     except UsageError:
         if not _is_whole(target):  # else another process was quicker
             raise
+
+
+def _copy_new(source: Source, target: Path) -> None:
+    """Tokenizer files that were put beside the model after it had been imported."""
+    with writing(target):
+        for path in source.companions():
+            if not (target / path.name).exists():
+                shutil.copyfile(path, target / path.name)
 
 
 def _is_whole(folder: Path) -> bool:

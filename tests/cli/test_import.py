@@ -14,6 +14,7 @@ from lowq_cli import main, state
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.interop import importer
 from lowq_cli.interop.exporter import export
+from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.importer import runnable
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.scheme import Scheme
@@ -170,3 +171,14 @@ def test_tune_measures_a_foreign_checkpoint_into_its_import(foreign, monkeypatch
     assert json.loads(capsys.readouterr().out)["entries"]
     assert (Path(runnable(folder)) / "lowq_tune.json").is_file()
     assert not (folder / "lowq_tune.json").exists()
+
+
+def test_another_tools_checkpoint_is_exported_to_a_third(foreign, tmp_path, monkeypatch, capsys):
+    folder, _ = foreign("gptq", INT4)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lowq", "export", str(folder), "--to", "awq", "--json"])
+    assert main._run() == 0
+    assert json.loads(capsys.readouterr().out)["out"] == "model-awq", "named after the model, not after its import"
+    with open_decoded(folder) as ours, open_decoded(tmp_path / "model-awq") as theirs:
+        assert ours.headers.keys() == theirs.headers.keys()
+        assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.headers)
