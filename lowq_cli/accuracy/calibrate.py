@@ -39,6 +39,9 @@ WINDOW = 512
 BATCH = 8  # windows at a time
 DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
 FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
+# `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
+# story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 73.3 / 67.9, without them 89.6 / 69.8.
+UNSEEN = 8
 
 
 @dataclass(frozen=True)
@@ -83,10 +86,12 @@ def working_bytes(plan: Plan) -> int:
     hidden = min(i.shape[1] for i in items)
     inputs = 8 * BATCH * WINDOW * widest
     copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
-    streams = copies * plan.recipe.calib_tokens * hidden
-    if any(quantizers.needs_learning(str(i.method)) for i in items):
+    learns = any(quantizers.needs_learning(str(i.method)) for i in items)
+    tokens = plan.recipe.calib_tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.calib_tokens
+    streams = copies * tokens * hidden
+    if learns:
         # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back; outputs
-        inputs += 8 * max(layers.values()) + BATCH * WINDOW * (16 * widest + 24 * hidden) + plan.recipe.calib_tokens * hidden
+        inputs += 8 * max(layers.values()) + BATCH * WINDOW * (16 * widest + 24 * hidden) + tokens * hidden
     return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
 
 
@@ -131,6 +136,15 @@ def choose_windows(tokenizer: Any, text: str, tokens: int) -> torch.Tensor:
     return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
 
 
+def unseen_windows(tokenizer: Any, count: int, rows: int) -> torch.Tensor:
+    """(count, WINDOW) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
+
+    rows: of the embedding; tokens beyond are left out.
+    """
+    words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
+    return words[torch.randint(len(words), (count, WINDOW), generator=torch.Generator().manual_seed(0))]
+
+
 class Calibration:
     """The calibrated part of one run. `run` does the work; `quantizer` then hands its results to the pipeline.
 
@@ -147,8 +161,12 @@ class Calibration:
         self.device, self.source = device, source
         self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
         self.blocks = Blocks(source, device)
-        self.ids = choose_windows(load_tokenizer(source), read_text(plan.recipe.calib), plan.recipe.calib_tokens)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
+        tokenizer = load_tokenizer(source)
+        self.ids = choose_windows(tokenizer, read_text(plan.recipe.calib), plan.recipe.calib_tokens)
+        if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
+            rows = self.blocks.model.get_input_embeddings().weight.shape[0]
+            self.ids = torch.cat([self.ids, unseen_windows(tokenizer, len(self.ids) // UNSEEN // BATCH * BATCH, rows)])
         kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
         self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)

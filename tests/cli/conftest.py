@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -57,8 +57,19 @@ def small_calibration(monkeypatch):
 
     monkeypatch.setattr(calibrate, "WINDOW", 32)
     monkeypatch.setattr(calibrate, "BATCH", 2)
-    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
-    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
+    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: Bytes())
+
+
+class Bytes:
+    """A tokenizer: a text's bytes, up to 160; three of them are special."""
+
+    all_special_ids: ClassVar = [0, 1, 159]
+
+    def __call__(self, text, **_):
+        return {"input_ids": [b % 160 for b in text.encode()]}
+
+    def get_vocab(self):
+        return {f"<{i}>": i for i in range(160)}
 
 
 @pytest.fixture

@@ -4,19 +4,15 @@ import pytest
 import torch
 
 from lowq_cli.accuracy import calibrate, learn
+from lowq_cli.hf import load
 from lowq_cli.run import pipeline
 from lowq_cli.run.recipe import make_recipe
 from lowq_packers.qtensor import QuantizedTensor
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
-    """Windows of 32 tokens, two at a time, few epochs; a tokenizer whose tokens are the text's bytes."""
-    monkeypatch.setattr(calibrate, "WINDOW", 32)
-    monkeypatch.setattr(calibrate, "BATCH", 2)
+def small(small_calibration, monkeypatch):
     monkeypatch.setattr(learn, "EPOCHS", 6)
-    tokenizer = lambda text, **_: {"input_ids": [b % 160 for b in text.encode()]}  # noqa: E731
-    monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: tokenizer)
 
 
 @pytest.fixture
@@ -86,6 +82,33 @@ def test_nothing_is_taken_that_is_no_better(family_checkpoints, text, tmp_path, 
         list(pipeline.run(dense, make_recipe(bits=2, group=16, method=method, calib=text), tmp_path / method))
     first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("*.safetensors")} for n in ("gptq", "learn"))
     assert first == second
+
+
+def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path, monkeypatch):
+    """One window of random tokens to eight of text, for this method alone."""
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 32 * 4)  # 32 windows
+    seen = {}
+    made = calibrate.Calibration.__init__
+
+    def spy(self, source, plan, *args):
+        made(self, source, plan, *args)
+        seen[plan.recipe.method] = self.ids
+
+    monkeypatch.setattr(calibrate.Calibration, "__init__", spy)
+    dense = family_checkpoints("llama", schemes={}).dense
+    for method in ("gptq", "learn"):
+        recipe = make_recipe(bits=2, group=16, method=method, calib=str(text))
+        next(e for e in pipeline.run(dense, recipe, tmp_path / method) if isinstance(e, calibrate.LayerDone))
+    assert len(seen["gptq"]) == 32
+    assert torch.equal(seen["learn"][:32], seen["gptq"])
+    more = seen["learn"][32:]
+    assert more.shape == (4, 32)
+    assert len(more.unique()) > 60
+    tokenizer = load.load_tokenizer(None)
+    assert not set(more.unique().tolist()) & set(tokenizer.all_special_ids)
+    assert torch.equal(more, calibrate.unseen_windows(tokenizer, 4, 160))
+    assert calibrate.unseen_windows(tokenizer, 4, 100).max() < 100
 
 
 def test_gradients_reach_codes_scales_and_zeros():
