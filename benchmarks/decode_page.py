@@ -99,6 +99,7 @@ def _one(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[objec
 def _spent(rows: list[dict[str, Any]], gbs: float) -> tuple[Sequence[str], list[Sequence[object]]] | None:
     """What the parts of a step take, for the variants that were profiled."""
     profiled = {r["variant"]: {p["what"]: p for p in r["parts"]} for r in rows if "parts" in r}
+    profiled = {v: parts for v, parts in profiled.items() if "attention" in parts}  # others are by kernel: too long a story
     if not profiled:
         return None
 
