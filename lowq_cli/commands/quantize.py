@@ -247,6 +247,9 @@ def _show_plan(planned: "Planned") -> None:
     console.say(f"on {planned.device}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
     if planned.mixed:
         _show_mixed(planned.mixed)
+    if plan.recipe.act != "none":
+        but = ", experts take them as they are" if any(c.kind == "expert" for c in plan.classes) else ""
+        console.say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
     for note in plan.notes:
         console.say(f"note: {note}")
     for warning in plan.warnings:

@@ -157,6 +157,9 @@ def _lowq(folder: Path, name: str) -> Inspection:
     notes: tuple[str, ...] = () if known else (f"no {REPORT}: errors of the tensors are not known",)
     if tiled := sum(t.layout != DISK for t in found.tensors):
         notes += (f"{tiled} of {len(found.schemes)} packed matrices are stored in layout tile: as CUDA kernels read them",)
+    act = found.config["quantization_config"].get("activations", "none")
+    if act != "none":
+        notes += (f"linear layers round their inputs to {act} while running",)
     targets = exportable(found)
     engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export)" for t in targets))
     found.source.close()

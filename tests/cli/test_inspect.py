@@ -63,6 +63,15 @@ def test_a_lowq_folder(tmp_path, scheme):
     assert (row.shape, row.scheme, row.rel_error, row.kind) == ((48, 128), str(scheme), 0.125, "mlp")
 
 
+def test_rounded_activations_are_a_note(tmp_path):
+    folder = lowq_folder(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    assert inspect_model(str(folder)).notes == ()
+    config["quantization_config"]["activations"] = "int8"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert inspect_model(str(folder)).notes == ("linear layers round their inputs to int8 while running",)
+
+
 def test_json_has_the_promised_keys(tmp_path, monkeypatch, capsys):
     code, out, _ = cli(monkeypatch, capsys, lowq_folder(tmp_path / "m"), "--json")
     found = json.loads(out)
