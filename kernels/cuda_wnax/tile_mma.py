@@ -69,13 +69,17 @@ BITPLANES: tuple[Config, ...] = tuple(
         (8, 1, 256, 1, 4),
         (8, 1, 256, 2, 3),
         (8, 2, 128, 1, 4),
+        (8, 2, 128, 2, 3),
+        (8, 2, 256, 1, 2),
         (8, 2, 256, 1, 3),
         (8, 2, 256, 1, 4),
         (8, 2, 256, 2, 2),
         (8, 4, 128, 1, 2),
         (8, 4, 128, 1, 3),
         (8, 4, 256, 1, 2),
+        (4, 2, 128, 1, 8),
         (4, 2, 256, 1, 7),
+        (4, 2, 256, 1, 8),
         (4, 4, 128, 1, 6),
         (4, 4, 256, 1, 4),
     )
@@ -101,9 +105,10 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
     groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
     words = bits * config["STEP"] // 64
     if config.get("PLANES"):
-        loads = config["UNROLL"] * config["NT"] * (words + 2 * groups)
-        extra = max(12, 5 * config["NT"]) + 2 * groups + (4 if group == K else 0)
-        return 31 + loads + (8 * config["NT"] + 4) * (MT - 1) + extra
+        nt = config["NT"]
+        extra = max(12, 5 * nt) + (2 if nt > 1 else 4) * groups + (4 if group == K else 0)
+        second = (8 * nt + 4 if nt > 1 else 16) + 3 * groups  # row of x
+        return 31 + config["UNROLL"] * nt * (words + 2 * groups) + second * (MT - 1) + extra
     loads = config["UNROLL"] * config["NT"] * (words + groups * (1 if scheme.zero == "none" else 2))
     extra = (10 * config["NT"] * config["UNROLL"] if groups > 1 else 0) + ((6 if config["NT"] < 4 else 48) if bits == 3 else 0)
     extra += 0 if form(dtype, config) == "EXACT" else 24 if bits > 2 else 66
