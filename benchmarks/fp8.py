@@ -344,19 +344,35 @@ def compile_share(index: int, of: int, parts: Sequence[str]) -> None:
                         instance = tile_wgmma8.expression(bits, 0, act == "int8", group, True, c)
                         work.append(partial(nvrtc.compiled, "tile_wgmma8.cu", instance, "sm_90a"))
     if "gemm" in parts:
-        xq, w = fp8_block_quant(x, (1, 128)), fp8.quantize(torch.randn(512, 512, device=DEVICE), (128, 128))
-        wanted = set()
-        for N, K, Ms in GEMMS:
-            for M in Ms:
-                work.append(partial(gemm_triton.fp8_gemm, xq, w, None, torch.bfloat16, gemm_triton.config_for(M, N, K)))
-                for _, x_block, w_block in block_pairs(K):
-                    a, b = meta_matrix(M, K, x_block), meta_matrix(N, K, w_block)
-                    c = gemm_wgmma.config_for(a, b)
-                    modes = (gemm_wgmma.mode_of(a), gemm_wgmma.mode_of(b))
-                    wanted.add(gemm_wgmma.expression(c, 1, modes[::-1] if c["SWAP"] else modes))
-        work += [partial(nvrtc.compiled, "fp8_gemm.cu", instance, "sm_90a") for instance in sorted(wanted)]
+        work += gemm_compilations()
     for thunk in work[index::of]:
         thunk()
+
+
+def gemm_compilations() -> list[Callable[[], object]]:
+    """Launches and NVRTC's work, one for each binary that `gemm_rows` needs, on matrices of those sizes."""
+    launches: dict[str, Callable[[], object]] = {}
+    instances = set()
+
+    def quantize(M: int, K: int, block: fp8.Block) -> Fp8Matrix:
+        return fp8_block_quant(torch.ones(M, K, device=DEVICE, dtype=torch.bfloat16), block)
+
+    def multiply_once(M: int, N: int, K: int, config: dict[str, int]) -> torch.Tensor:
+        w = Fp8Matrix(torch.zeros(N, K, device=DEVICE, dtype=FP8), torch.ones(N // 128, K // 128, device=DEVICE), (128, 128))
+        return gemm_triton.fp8_gemm(quantize(M, K, (1, 128)), w, None, torch.bfloat16, config)
+
+    for N, K, Ms in GEMMS:
+        for M in Ms:
+            config = gemm_triton.config_for(M, N, K)
+            launches.setdefault(f"{config} {M == 1}", partial(multiply_once, M, N, K, config))
+            for name, x_block, w_block in block_pairs(K):
+                a, b = meta_matrix(M, K, x_block), meta_matrix(N, K, w_block)
+                plan = f"{name} {block_quant.plan_for(M, K, x_block)} {M == 1} {K // 256 % 16} {min(x_block[1], 4096)}"
+                launches.setdefault(plan, partial(quantize, M, K, x_block))
+                c = gemm_wgmma.config_for(a, b)
+                modes = (gemm_wgmma.mode_of(a), gemm_wgmma.mode_of(b))
+                instances.add(gemm_wgmma.expression(c, 1, modes[::-1] if c["SWAP"] else modes))
+    return [*launches.values(), *(partial(nvrtc.compiled, "fp8_gemm.cu", i, "sm_90a") for i in sorted(instances))]
 
 
 def as_json(report: dict[str, Any]) -> str:
