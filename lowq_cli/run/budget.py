@@ -14,6 +14,7 @@ import torch
 
 from lowq_cli import quantizers
 from lowq_cli.accuracy.calibrate import working_bytes
+from lowq_cli.console import size
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
 from lowq_cli.run.plan import Item, Plan
@@ -46,12 +47,12 @@ class Budget:
         """Raise DoesNotFitError if memory or disk are too small."""
         if self.available_bytes is not None and self.peak_bytes - current_rss() > self.available_bytes:
             raise DoesNotFitError(
-                f"needs {self.peak_bytes / 1e9:.1f} GB of memory, {self.available_bytes / 1e9:.1f} GB are available; "
+                f"needs {size(self.peak_bytes)} of memory, {size(self.available_bytes)} are available; "
                 f"close other programs, or use a machine with more"
             )
         if self.disk_bytes > self.disk_free_bytes:
             raise DoesNotFitError(
-                f"needs {self.disk_bytes / 1e9:.2f} GB of disk, {out} has {self.disk_free_bytes / 1e9:.2f} GB free; "
+                f"needs {size(self.disk_bytes)} of disk, {out} has {size(self.disk_free_bytes)} free; "
                 f"make room, use fewer bits, or another --out"
             )
 

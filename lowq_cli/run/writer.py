@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lowq_cli import state
 from lowq_cli.files.safetensors_io import read_bytes, read_header
 from lowq_cli.files.source import INDEX
 from lowq_cli.run.plan import Item, Plan, Shard
@@ -291,7 +292,9 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as e:
         if e.errno in FULL:
             raise DoesNotFitError(f"the disk is full ({path}); make room and run the same command again: it continues") from e
-        raise UsageError(f"cannot write to {path}: {e.strerror}; use another --out") from e
+        cached = path.absolute().is_relative_to(state.cache_dir().absolute())
+        way_out = "name another cache folder: XDG_CACHE_HOME=DIR" if cached else "use another --out"
+        raise UsageError(f"cannot write to {path}: {e.strerror}; {way_out}") from e
 
 
 def output_names(plan: Plan, companions: list[str]) -> list[str]:

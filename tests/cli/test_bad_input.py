@@ -202,5 +202,5 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(model, monkeypa
         usage = namedtuple("usage", "total used free")(1, 1, 1000)
         monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     error = refused(model, {})
-    assert (error.exit_code, f"GB of {what}" in str(error)) == (4, True)
+    assert (error.exit_code, f"B of {what}, " in str(error)) == (4, True)
     assert not (model.parent / "out").exists()

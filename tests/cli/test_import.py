@@ -16,7 +16,7 @@ from lowq_cli.interop import importer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.importer import runnable
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 
 INT4 = {"attention": Scheme(4, 32, "int"), "mlp": Scheme(4, 32, "int"), "expert": Scheme(4, 16, "int")}
@@ -132,6 +132,13 @@ def test_a_killed_import_leaves_nothing_whole_looking(foreign, cache, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         runnable(folder)
     assert not list((cache / "lowq" / "imports").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_says_how_to_name_another(foreign, cache):
+    folder, _ = foreign("awq", INT4)
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(UsageError, match="XDG_CACHE_HOME=DIR"):
+        runnable(folder)
 
 
 def test_bad_scales_and_unknown_formats_are_one_error(foreign):

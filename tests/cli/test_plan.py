@@ -203,7 +203,7 @@ def test_scales_have_one_dtype(family_checkpoints, tmp_path):
 def test_memory_and_disk_that_do_not_suffice_are_refused(tmp_path, plan_of):
     enough = Budget(1 << 30, 8 << 30, 1 << 20, 1 << 30, 1.0)
     enough.check(tmp_path)
-    with pytest.raises(DoesNotFitError, match=r"needs .* GB of memory, 0\.0 GB are available"):
+    with pytest.raises(DoesNotFitError, match=r"needs .* GB of memory, 1\.0 MB are available"):
         Budget(1 << 50, 1 << 20, 0, 1, None).check(tmp_path)
     with pytest.raises(DoesNotFitError, match="GB of disk"):
         Budget(1, 1 << 30, 1 << 40, 1 << 30, None).check(tmp_path)
