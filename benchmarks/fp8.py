@@ -18,7 +18,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,9 +84,8 @@ def same_bits(a: Fp8Matrix, b: Fp8Matrix) -> bool:
     return torch.equal(a.q.view(torch.uint8), b.q.view(torch.uint8)) and torch.equal(a.scales, b.scales)
 
 
-def quantizer_rows() -> list[Row]:
+def quantizer_rows() -> Iterator[Row]:
     """us per size and plan."""
-    rows = []
     for n in SIZES:
         xs = [torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(rotation(2 * n * n))]
         plans = {f"tile, {p['num_warps']} warps": p for p in block_quant.TILE_PLANS}
@@ -105,10 +104,8 @@ def quantizer_rows() -> list[Row]:
             torch._dynamo.reset()
             compiled = torch.compile(compile_quantizer, dynamic=False)
             row["compile"] = graph_time([partial(compiled, x) for x in xs], 8)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+        yield row
         del xs
-    return rows
 
 
 def fp8_weights(N: int, K: int) -> tuple[list[Fp8Matrix], list[Fp8Matrix], list[Fp8Matrix]]:
@@ -122,9 +119,8 @@ def fp8_weights(N: int, K: int) -> tuple[list[Fp8Matrix], list[Fp8Matrix], list[
     return found[0], found[1], found[2]
 
 
-def gemm_rows(cells: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Row]:
+def gemm_rows(cells: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iterator[Row]:
     """us per shape, M and kernel, and the error of each against fp32. cells: (N, K, M's)."""
-    rows = []
     for N, K, Ms in cells:
         w128, w256, rowwise = fp8_weights(N, K)
         for M in Ms:
@@ -168,9 +164,7 @@ def gemm_rows(cells: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Row]:
                     x128,
                 )
             row["us"] = in_turn(calls)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    return rows
+            yield row
 
 
 def block_pairs(K: int) -> list[tuple[str, fp8.Block, fp8.Block]]:
@@ -195,10 +189,9 @@ def in_turn(calls: dict[str, list[Callable[[], object]]]) -> dict[str, float]:
     return {name: round(statistics.median(times), 2) for name, times in found.items()}
 
 
-def codes_rows(cells: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> list[Row]:
+def codes_rows(cells: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> Iterator[Row]:
     """us over the `tile` layout: 8-bit activations (x's rounding included; the config that dispatch takes, and the best one),
     what dispatch takes for 16-bit activations, the rounding of x alone, and cuBLAS fp16. cells: (N, K, bits, group, M's)."""
-    rows = []
     for N, K, bits, group, Ms in cells:
         dense = [torch.randn(N, K, device=DEVICE).half() for _ in range(max(2, min(4, math.ceil(256e6 / (2 * N * K)))))]
         gen = torch.Generator(DEVICE).manual_seed(bits)
@@ -227,9 +220,7 @@ def codes_rows(cells: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> l
                 row[act] = times[json.dumps(spec8.default_config(call, legal))]
                 row["config"][act] = min(times, key=lambda c: times[c])
                 row[f"{act}_best"] = times[row["config"][act]]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    return rows
+            yield row
 
 
 def repeated(p: PackedWeight, n: int) -> list[PackedWeight]:
@@ -248,7 +239,7 @@ def nearest_codes(W: torch.Tensor, bits: int, group: int) -> QuantizedTensor:
 
 
 @torch.inference_mode()
-def error_rows(model: str, text: str, device: str) -> list[Row]:
+def error_rows(model: str, text: str, device: str) -> Iterator[Row]:
     """Relative error against fp64 of a layer's product on the activations it really gets, per way of rounding.
 
     Operands are rounded by the definition and multiplied in fp64. On a GPU also by kernels: "kernel" is the first way as
@@ -269,7 +260,6 @@ def error_rows(model: str, text: str, device: str) -> list[Row]:
     loaded(input_ids=windows(tokenize(tokenizer, text), 512, 2048).to(device))
     for h in hooks:
         h.remove()
-    rows = []
     for name, module in layers.items():
         x, W = captured[name].to(torch.bfloat16), module.weight.data.to(torch.bfloat16)
         K = W.shape[1]
@@ -294,12 +284,10 @@ def error_rows(model: str, text: str, device: str) -> list[Row]:
             for act in ("none", *ACTS):
                 y = matmul(x, packed, act=act)
                 row[f"4 bits, {act}"] = ((y - truth).norm() / truth.norm()).item()
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    return rows
+        yield row
 
 
-def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> list[Row]:
+def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> Iterator[Row]:
     """Perplexity per format and activation mode."""
     from lowq_cli.accuracy.perplexity import measure, measure_modes
     from lowq_cli.interop import fp8_checkpoint
@@ -307,24 +295,17 @@ def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> l
     from lowq_cli.run.pipeline import quantize
 
     plain = measure(model, text, device=device, max_tokens=tokens)
-    rows = [{"format": "unquantized", "none": plain.ppl, "tokens": plain.tokens}]
+    yield {"format": "unquantized", "none": plain.ppl, "tokens": plain.tokens}
     with tempfile.TemporaryDirectory() as folder:
         for name, block in fp8_checkpoint.BLOCKS.items():
             out = Path(folder) / name
             with open_decoded(model) as source:
                 fp8_checkpoint.write(source, fp8_checkpoint.make_plan(source, block), out, torch.device(device))
-            rows.append(
-                {"format": f"fp8 {name}"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
-            )
+            yield {"format": f"fp8 {name}"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
         for bits in WIDTHS:
             out = Path(folder) / str(bits)
             quantize(model, out, bits=bits, lm_head="keep", device=device)
-            rows.append(
-                {"format": f"{bits}-bit g64"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
-            )
-    for row in rows:
-        print(json.dumps(row), flush=True)
-    return rows
+            yield {"format": f"{bits}-bit g64"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
 
 
 def compile_share(index: int, of: int, parts: Sequence[str]) -> None:
@@ -375,6 +356,11 @@ def gemm_compilations() -> list[Callable[[], object]]:
     return [*launches.values(), *(partial(nvrtc.compiled, "fp8_gemm.cu", i, "sm_90a") for i in sorted(instances))]
 
 
+def about(row: Row) -> tuple[Any, ...]:
+    """What a row tells of."""
+    return tuple(row.get(name) for name in ("n", "bits", "group", "N", "K", "M", "layer", "format"))
+
+
 def as_json(report: dict[str, Any]) -> str:
     """JSON with one line a row."""
     parts = []
@@ -389,7 +375,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", default="demo")
     flags.add_argument("--text")
-    flags.add_argument("--out", help="JSON; parts that it holds already are kept, those measured anew replaced")
+    flags.add_argument("--out", help="JSON; rows that it holds already are kept, those measured anew replaced")
     flags.add_argument("--parts", help="some of gemm,quantizer,codes,error,perplexity; the last two run on a CPU too")
     flags.add_argument("--max-tokens", type=int, help="of the text, for perplexity")
     flags.add_argument("--compile", metavar="I/N")
@@ -411,7 +397,7 @@ def main() -> None:
     here = Machine.here(torch.device(device))
     out = Path(given.out) if given.out else None
     report: dict[str, Any] = json.loads(out.read_text()) if out and out.exists() else {"runs": {}}
-    parts: dict[str, Callable[[], list[Row]]] = {
+    parts: dict[str, Callable[[], Iterator[Row]]] = {
         "gemm": partial(gemm_rows, GEMMS),
         "quantizer": quantizer_rows,
         "codes": partial(codes_rows, CODES),
@@ -420,7 +406,6 @@ def main() -> None:
     }
     for name in given.parts.split(",") if given.parts else parts:
         began = time.monotonic()
-        report[name] = parts[name]()
         report["runs"][name] = {
             "gpu": here.gpu,
             "torch": here.torch,
@@ -429,9 +414,12 @@ def main() -> None:
             "model": Path(given.model).name if name in ("error", "perplexity") else "",
             "text": Path(given.text).name if given.text else "bundled sample",
         }
+        for row in parts[name]():
+            print(json.dumps(row), flush=True)
+            report[name] = [*(r for r in report.get(name, []) if about(r) != about(row)), row]
+            if out:
+                out.write_text(as_json(report))
         print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
-        if out:
-            out.write_text(as_json(report))
     return None
 
 

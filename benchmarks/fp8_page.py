@@ -42,7 +42,7 @@ def quantizer(markdown: Markdown) -> str:
         "tile, 8 warps": "tile, 8 warps",
         "walk, 32x32": "walk, 32x32",
     }
-    rows = _report()["quantizer"]
+    rows = sorted(_report()["quantizer"], key=lambda r: r["n"])
     lines = []
     for r in rows:
         n, ours = r["n"], r["ours"]
@@ -56,7 +56,7 @@ def quantizer(markdown: Markdown) -> str:
 
 def gemm(markdown: Markdown) -> str:
     """us per shape and M."""
-    rows = _report()["gemm"]
+    rows = sorted(_report()["gemm"], key=lambda r: (-r["N"] * r["K"], -r["N"], r["M"]))
     names = ("128x128", "256x256", "per channel", "triton", "torch, 128x128", "torch, per channel")
     lines = []
     for r in rows:
@@ -122,13 +122,14 @@ def perplexity(markdown: Markdown) -> str:
     """Perplexity per format and mode."""
     report = _report()
     rows, run = report["perplexity"], report["runs"]["perplexity"]
-    base = rows[0]["none"]
+    tokens = next(r["tokens"] for r in rows if "tokens" in r)
+    base = next(r["none"] for r in rows if r["format"] == "unquantized")
     lines = []
     for r in rows:
         cells = [f"{r[m]:.3f} ({100 * (r[m] / base - 1):+.2f}%)" if m in r else "" for m in ("none", "int8", "fp8")]
         lines.append((r["format"], *cells))
     table = markdown(("weights", ">activations 16 bits", ">int8", ">fp8"), lines)
-    return table + f"\nAll {rows[0]['tokens']:,} tokens of {run['text']}, on the {run['gpu']}.\n"
+    return table + f"\nAll {tokens:,} tokens of {run['text']}, on the {run['gpu']}.\n"
 
 
 PARTS: dict[str, Callable[[Markdown], str]] = {f.__name__: f for f in (head, quantizer, gemm, codes, error, perplexity)}
