@@ -42,13 +42,13 @@ struct Planes {
     using L = Tile<BITS>;
     static constexpr int SPAN = GROUP == 0 || GROUP % L::CHUNK == 0 ? L::CHUNK : gcd(GROUP, L::CHUNK);
     static constexpr int SPANS = L::CHUNK / SPAN, PER_SPAN = 16 / SPANS;  // of a chunk; bits of half a word that are of a span
-    static constexpr int BYTES = 512;                                    // of a span's planes: [lane][p / 8][register]
+    static constexpr int BYTES = 544;  // of a span's planes: [lane][p / 8][register], and 32 that halve the bank conflicts of stores
     static constexpr int HEAD = 15 - BITS;                               // unit is 2^-HEAD of the largest |x|'s power of two
     static constexpr float ROUND = 12582912.f;                           // 1.5 * 2^23: its last bits become the nearest integer
     static constexpr u32 LOW = BITS == 1 ? ~0u : 0x55555555u;            // where A has low bits of codes
 
     const int chunks;
-    const u32 planes;     // in shared memory: [row][chunk][span]
+    const u32 planes;    // in shared memory: [row][chunk][span]
     float* const units;  // behind them, in the same order
 
     __device__ __forceinline__ Planes(char* shared, int chunks)
@@ -91,12 +91,13 @@ struct Planes {
             }
 #pragma unroll
             for (int s = 8; s > 0; s /= 2) {  // transposes both halves' 16 x 16 bits
-                const u32 low = (s == 8 ? 0xffu : s == 4 ? 0xf0fu : s == 2 ? 0x3333u : 0x5555u) * 0x10001u;
+                const u32 low = s == 4 ? 0x0f0f0f0fu : s == 2 ? 0x33333333u : 0x55555555u;
 #pragma unroll
                 for (int p = 0; p < 16; p++)
                     if (!(p & s)) {
                         const u32 a = v[p], b = v[p + s];
-                        v[p] = pick(a, b << s, low), v[p + s] = pick(a >> s, b, low);
+                        if (s == 8) v[p] = __byte_perm(a, b, 0x6240), v[p + s] = __byte_perm(a, b, 0x7351);
+                        else v[p] = pick(a, b << s, low), v[p + s] = pick(a >> s, b, low);
                     }
             }
             if (mine < tasks)

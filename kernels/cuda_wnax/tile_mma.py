@@ -141,7 +141,7 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     squares = call.K // 4 if fold & NORMED else 0  # bytes a row of x
     if config.get("PLANES"):
         spans = math.ceil(call.K / config["STEP"]) * config["STEP"] // span(call.scheme, call.K)
-        smem = max((call.M * spans * 516 + 15) // 16 * 16, warps * nt * call.M * 256) + call.M * squares
+        smem = max((call.M * spans * 548 + 15) // 16 * 16, warps * nt * call.M * 256) + call.M * squares
         fits = smem <= shared_memory_limit(call.capability) - 1024
         return Plan(call.M, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
