@@ -87,7 +87,7 @@ def gemm(markdown: Markdown) -> str:
     columns = (
         "N x K",
         ">M",
-        *(f">{n}" for n in ("128x128", "256x256", "per channel", "triton SplitK", *names[4:])),
+        *(f">{n}" for n in ("128x128", "256x256", "per channel", "triton", *names[4:])),
         ">TFLOP/s",
     )
     return markdown(columns, lines) + "\n" + told
