@@ -126,8 +126,7 @@ def _run() -> int:
     except LowqError as e:
         return _fail(" ".join(str(e).split()), e.exit_code)
     except (KeyboardInterrupt, _Stopped) as e:
-        console.fail("; ".join(["interrupted", *map(str, e.args)]))
-        return EXIT_INTERRUPTED
+        return _fail("; ".join(["interrupted", *map(str, e.args)]), EXIT_INTERRUPTED)
     except MemoryError:
         return _fail("out of memory; close other programs, or use fewer bits or a smaller model", EXIT_NO_MEMORY)
     except SystemExit as e:

@@ -15,7 +15,7 @@ from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.files.safetensors_io import TensorHeader, read_json
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import Source, open_source
-from lowq_cli.run.writer import JOURNAL, REPORT
+from lowq_cli.run.writer import REPORT
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import Scheme
@@ -122,8 +122,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise NotFoundError(f"no folder {folder}; make a checkpoint with: lowq quantize MODEL --out {folder}")
-    if not (folder / "config.json").is_file() and (folder / JOURNAL).is_file():
-        raise NotFoundError(f"the run that writes {folder} has not finished; run the same `lowq quantize` again, it continues")
     source = open_source(str(folder.absolute()))
     q = source.config.get("quantization_config")
     if q is None:

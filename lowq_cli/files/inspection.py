@@ -14,7 +14,7 @@ from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader, read_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.exporter import exportable
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
-from lowq_cli.run.writer import JOURNAL, REPORT
+from lowq_cli.run.writer import REPORT
 from lowq_packers.layouts import DISK
 
 TUNED = "lowq_tune.json"
@@ -136,7 +136,7 @@ def inspect_model(model: str) -> Inspection:
     Raises NotFoundError, DamagedError (headers, index or config at odds with each other), UnsupportedError (pickles).
     """
     folder = Path(model).expanduser()
-    if is_checkpoint(folder) or ((folder / JOURNAL).is_file() and not (folder / "config.json").is_file()):
+    if is_checkpoint(folder):
         return _lowq(folder, model)
     with open_foreign(model, headers_only=True) as source:
         return _foreign_or_dense(source)

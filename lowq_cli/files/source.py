@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+JOURNAL = "lowq-journal.jsonl"  # of a run of ours that has not finished
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -183,6 +184,8 @@ def _pickle_message(path: Path) -> str:
 def _open_folder(name: str, folder: Path) -> Source:
     """A source in a folder on this machine, config, index and headers checked."""
     config_path = folder / "config.json"
+    if (folder / JOURNAL).is_file() and not config_path.is_file():
+        raise NotFoundError(f"the run that writes {folder} has not finished; run the same `lowq quantize` again, it continues")
     files = _weight_files(folder)
     if not config_path.is_file():
         raise NotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")

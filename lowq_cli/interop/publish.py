@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.source import JOURNAL
 from lowq_cli.interop.card import CARD, model_card
-from lowq_cli.run.writer import JOURNAL, LOG
+from lowq_cli.run.writer import LOG
 from lowq_packers.errors import NotFoundError, UsageError
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")

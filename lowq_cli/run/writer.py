@@ -24,11 +24,11 @@ from typing import Any
 
 from lowq_cli import state
 from lowq_cli.files.safetensors_io import read_bytes, read_header
-from lowq_cli.files.source import INDEX
+from lowq_cli.files.source import INDEX, JOURNAL
 from lowq_cli.run.plan import Item, Plan, Shard
 from lowq_packers.errors import DoesNotFitError, LowqError, UsageError
 
-JOURNAL, REPORT, LOG, CONFIG = "lowq-journal.jsonl", "lowq_report.json", "lowq.log", "config.json"
+REPORT, LOG, CONFIG = "lowq_report.json", "lowq.log", "config.json"
 PARTIAL = ".partial"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

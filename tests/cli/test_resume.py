@@ -17,6 +17,7 @@ import torch
 
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.safetensors_io import read_header
+from lowq_cli.files.source import JOURNAL
 from lowq_cli.run import writer
 from lowq_cli.run.pipeline import Finished, TensorDone, quantize, run
 from lowq_cli.run.recipe import make_recipe
@@ -215,7 +216,7 @@ def test_the_command_exits_with_130_on_ctrl_c_and_survives_kill_9(tmp_path, undi
     out = tmp_path / "out"
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
         for _ in range(10):  # a run may end before the signal reaches it: on a busy machine this test sleeps too long
-            returned = signalled(command, environment, out / writer.JOURNAL, number)
+            returned = signalled(command, environment, out / JOURNAL, number)
             if returned != 0:
                 break
             shutil.rmtree(out)
@@ -262,7 +263,7 @@ def test_bytes_lost_after_their_journal_line_are_written_again(half, undisturbed
 )
 def test_a_damaged_folder_heals(half, undisturbed, how):
     partial = sorted(half.glob("*.safetensors.partial"))[0]  # workers have begun the files behind it
-    journal, final = half / writer.JOURNAL, sorted(half.glob("*.safetensors"))[0]
+    journal, final = half / JOURNAL, sorted(half.glob("*.safetensors"))[0]
     if how == "torn line":
         journal.write_bytes(journal.read_bytes()[:-9])
     elif how == "no partial":
@@ -316,10 +317,10 @@ def test_another_recipe_or_anothers_files_are_left_alone(half, tmp_path, undistu
 
 def test_fresh_stays_inside_its_folder(half, tmp_path):
     (tmp_path / "precious").write_text("mine")
-    lines = (half / writer.JOURNAL).read_bytes().splitlines(keepends=True)
+    lines = (half / JOURNAL).read_bytes().splitlines(keepends=True)
     header = json.loads(lines[0])
     header["files"].append("../precious")
-    (half / writer.JOURNAL).write_bytes(json.dumps(header).encode() + b"\n" + b"".join(lines[1:]))
+    (half / JOURNAL).write_bytes(json.dumps(header).encode() + b"\n" + b"".join(lines[1:]))
     quantize("demo", half, bits=8, method="rtn", fresh=True)
     assert (tmp_path / "precious").read_text() == "mine"
 
