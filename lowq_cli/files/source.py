@@ -36,7 +36,7 @@ COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "*.tiktoken", "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")
 _WANTED = ["*.safetensors", "*.json", *COMPANIONS]
 _UNWANTED = ["*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
 SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`

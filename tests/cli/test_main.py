@@ -88,6 +88,13 @@ def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
     assert "nothing" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["none.gguf", "none.safetensors"])
+def test_the_name_of_a_file_is_no_hub_id(name):
+    done = run("inspect", name)
+    assert done.returncode == 3
+    assert f"no folder {name}, and that is no hub id either" in done.stderr
+
+
 def test_a_reader_that_left_is_no_error(tmp_path):
     found = subprocess.run(f"{LOWQ} inspect demo --tensors | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash")
     assert found.returncode == 0
