@@ -24,7 +24,7 @@ from safetensors.torch import save
 from lowq_cli import quantizers
 from lowq_cli.accuracy import scaling
 from lowq_cli.accuracy.learn import learn
-from lowq_cli.accuracy.perplexity import tokenize, windows
+from lowq_cli.accuracy.perplexity import read_utf8, tokenize, windows
 from lowq_cli.accuracy.walk import Hidden, Layer
 from lowq_cli.files.safetensors_io import TORCH_NAMES
 from lowq_cli.files.source import Source
@@ -106,12 +106,7 @@ def read_text(path: str | None) -> str:
         if not files:
             raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
         return "\n\n".join(read_text(str(p)) for p in files)
-    try:
-        text = root.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise UsageError(f"{root} is not UTF-8 text ({e.reason} at byte {e.start})") from None
-    except OSError as e:
-        raise NotFoundError(f"cannot read the calibration text {root}: {e.strerror}") from None
+    text = read_utf8(root, "calibration text")
     if root.suffix == ".jsonl":
         try:
             text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())

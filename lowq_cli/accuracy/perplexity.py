@@ -110,15 +110,20 @@ def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
 def read_text(path: Path | str | None) -> str:
     """The text file's contents (UTF-8), or the bundled sample for None. Raises NotFoundError, or UsageError if empty."""
     file = SAMPLE if path is None else Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise UsageError(f"{file} is not UTF-8 text ({e.reason} at byte {e.start})") from None
-    except OSError as e:
-        raise NotFoundError(f"cannot read the text {file}: {e.strerror}") from None
+    text = read_utf8(file, "text")
     if not text.strip():
         raise UsageError(f"the text {file} is empty")
     return text
+
+
+def read_utf8(file: Path, what: str) -> str:
+    """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None
+    except OSError as e:
+        raise NotFoundError(f"cannot read the {what} {file}: {e.strerror}") from None
 
 
 def measure(
