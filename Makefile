@@ -13,6 +13,7 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.
 
 # torch alone first: a range asked for by another package would fetch the newest build with all of CUDA
 $(VENV)/runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("lowq needs Python 3.11 or newer: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep ^torch== constraints.txt)"
 	$(PIP) "setuptools>=77" wheel

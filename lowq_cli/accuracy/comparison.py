@@ -44,8 +44,8 @@ def compare(
     from lowq_cli.hf.load import load
 
     reference: Any = None
-    for name in models:
-        found = inspect_model(name)
+    inspected = [inspect_model(name) for name in models]  # what is missing is told before any is measured
+    for name, found in zip(models, inspected, strict=True):
         model, tokenizer = load(name, device=device)
         ids = tokenize(tokenizer, text)
         window = window_of(model)
