@@ -42,7 +42,9 @@ def chat(
         from lowq_cli.engine import stream
         from lowq_cli.engine.conversation import Conversation
         from lowq_cli.engine.ready import ready
+        from lowq_cli.engine.sampling import Sampling
 
+        Sampling(temperature, top_k, top_p, seed=seed)  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
     if sys.stdin.isatty():
         with suppress(ModuleNotFoundError):  # Windows: no history, nothing else

@@ -62,7 +62,9 @@ def generate(
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.ready import ready
+        from lowq_cli.engine.sampling import Sampling
 
+        Sampling(temperature, top_k, top_p, repetition_penalty, seed)  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
     settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens}

@@ -88,6 +88,14 @@ def test_a_missing_model_is_told_before_torch_is_imported(tmp_path, args):
     assert "nothing" in done.stderr
 
 
+@pytest.mark.parametrize("command", [["generate", "demo", "--prompt", "x"], ["chat", "demo"]], ids=lambda c: c[0])
+def test_sampling_out_of_range_is_told_before_the_model_is_loaded(command, monkeypatch, capsys):
+    monkeypatch.setattr("lowq_cli.engine.ready.ready", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "argv", ["lowq", *command, "--top-p", "2"])
+    assert main._run() == 2
+    assert "top_p=2.0 must be" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["none.gguf", "none.safetensors"])
 def test_the_name_of_a_file_is_no_hub_id(name):
     done = run("inspect", name)
