@@ -38,17 +38,6 @@ def allocate(groups: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, C
     return {name: cs[p] for (name, cs), p in zip(useful.items(), picks, strict=True)}
 
 
-def uniform(groups: Mapping[str, Sequence[Choice]], budget: int) -> dict[str, Choice] | None:
-    """The one choice that all groups share, within the budget, with the least sum of errors; None where there is none."""
-    by_what = {name: {c.what: c for c in choices} for name, choices in groups.items()}
-    found = []
-    for what in next(iter(by_what.values())):
-        row = {name: choices[what] for name, choices in by_what.items() if what in choices}
-        if len(row) == len(groups) and (nbytes := sum(c.nbytes for c in row.values())) <= budget:
-            found.append((sum(c.error for c in row.values()), nbytes, row))
-    return min(found, key=lambda f: f[:2])[2] if found else None
-
-
 def _front(choices: Sequence[Choice]) -> list[Choice]:
     """The choices that no other beats in both bytes and error, by bytes."""
     front: list[Choice] = []

@@ -20,7 +20,7 @@ import torch
 
 from lowq_cli import quantizers
 from lowq_cli.accuracy import calibrate, sensitivity
-from lowq_cli.accuracy.allocation import Choice, allocate, uniform
+from lowq_cli.accuracy.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
 from lowq_cli.run.planner import Candidate, free_candidates, make_plan, scale_dtype
@@ -33,9 +33,6 @@ from lowq_packers.scheme import Scheme, fit_group
 
 GROUPS = (32, 64, 128)
 KEPT = "kept"
-# A mixture is taken where its expected error is so much below that of one scheme for all. At 4.5 bits mixtures were to be
-# 1% below 4-bit g64, their KL measured 0.98 to 1.05 of that scheme's, and perplexity's increase 0.78 to 1.17.
-WORTH = 0.03
 LABELLED = 48  # layers of a plot whose cells have room for a number
 
 
@@ -116,9 +113,6 @@ def resolve(
     while True:
         try:
             found = allocate(choices, budget)
-            one = uniform(choices, budget)
-            if one and _sum(found) > (1 - WORTH) * _sum(one):
-                found = one
         except UsageError:
             least = sum(min(c.nbytes for c in cs) for cs in choices.values())
             raise UsageError(_too_small(recipe, least, budget, sum(params.values()))) from None
@@ -183,10 +177,6 @@ def _budget(source: Source, plain: Recipe, recipe: Recipe, choices: dict[str, li
 def _group_of(name: str) -> str:
     stem, dot, leaf = re.sub(r"\.experts\.\d+\.", ".experts.", name).rpartition(".")
     return f"{stem}{dot}{FUSED.get(leaf, leaf)}"
-
-
-def _sum(found: dict[str, Choice]) -> float:
-    return sum(c.error for c in found.values())
 
 
 def _too_small(recipe: Recipe, least: int, budget: int, params: int) -> str:

@@ -262,10 +262,7 @@ def _show_mixed(mixed: "Mixed") -> None:
     """How many groups and weights got which scheme, and what it is expected to cost."""
     params = sum(s.params for s in mixed.shares)
     rows = [(scheme, groups, f"{100 * n / params:.1f}%", BAR * round(40 * n / params)) for scheme, groups, n in mixed.histogram]
-    if len(rows) == 1:
-        console.say(f"{rows[0][0]} for all: no mixture of so many bits is expected to do better by a margin that counts")
-    else:
-        console.table("bits where they matter most", ("scheme", ">groups", ">weights", ""), rows)
+    console.table("bits where they matter most", ("scheme", ">groups", ">weights", ""), rows)
     expected = f"expected KL divergence from the original {mixed.error:.4f} nats per token"
     by_weights = f"by the errors of the weights alone, because {mixed.why_not_nats}"
     console.say(f"{mixed.bpw:.3f} bits per weight over {len(mixed.shares)} groups; {expected if mixed.in_nats else by_weights}")

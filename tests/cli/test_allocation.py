@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lowq_cli.accuracy.allocation import Choice, allocate, uniform
+from lowq_cli.accuracy.allocation import Choice, allocate
 from lowq_packers.errors import UsageError
 
 
@@ -33,22 +33,6 @@ def test_nothing_is_better(seed, coarse):
         every = (p for p in itertools.product(*groups.values()) if sum(c.nbytes for c in p) <= budget)
         best = min(sum(c.error for c in p) for p in every)
         assert sum(c.error for c in found.values()) == pytest.approx(best, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_choice_for_all(seed):
-    groups = tables(seed, 5, 6)
-    groups["g3"] = groups["g3"][1:]  # not every group has choice 0
-    for budget in (0, 5000, 9000, 10**9):
-        rows = [[cs[i] for cs in ({c.what: c for c in g} for g in groups.values())] for i in range(1, 6)]
-        fitting = [row for row in rows if sum(c.nbytes for c in row) <= budget]
-        found = uniform(groups, budget)
-        if not fitting:
-            assert found is None
-            continue
-        assert sum(c.error for c in found.values()) == min(sum(c.error for c in row) for row in fitting)
-        assert len({c.what for c in found.values()}) == 1
-        assert list(found) == list(groups)
 
 
 def test_a_large_model_takes_seconds():

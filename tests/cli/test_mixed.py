@@ -58,18 +58,6 @@ def test_budgets_hold_and_fused_weights_agree(family, family_checkpoints, small,
     assert sizes[0] > sizes[1] > 0
 
 
-def test_a_mixture_that_gains_nothing_is_not_made(small, family_checkpoints, tmp_path, monkeypatch):
-    """Just above what one scheme for all takes: that scheme; where the least gain counts: a mixture with less error."""
-    folder = family_checkpoints("llama").dense
-    recipe = make_recipe(bpw=6.01, **FINE)  # 4 bits, and 16 + 16 for every 16 weights
-    _, plain = resolve(folder, recipe, tmp_path)
-    assert [s for s, *_ in plain.histogram] == ["4-bit g16"]
-    monkeypatch.setattr(mixed, "WORTH", 0.0)
-    _, found = resolve(folder, recipe, tmp_path)
-    assert len(found.histogram) > 1
-    assert found.error < plain.error
-
-
 def test_the_forecast_is_what_one_group_costs(small, family_checkpoints):
     """Each group alone: the KL divergence of the logits is within a factor of two of the estimate."""
     from transformers import AutoModelForCausalLM
