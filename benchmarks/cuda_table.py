@@ -2,60 +2,54 @@
 
 python benchmarks/cuda_table.py [--write]      # --write replaces what follows the marker in docs/cuda.md
 
-Reads results/h100/: cuda_tile.json (cuda_tile.py, the run of PLAN) where it is there, the sweeps cuda_tile_mma.json and
-cuda_tile_wgmma.json, cuda_tile_wgmma_early.json (earlier builds, for cells that no later run reached: marked "~"), and
-peers.jsonl (Marlin, Machete, Humming, tinygemm, GemLite on the same kind of GPU, same protocol, another run).
+Reads results/h100/: cuda_tile.json (cuda_tile.py, the run of PLAN) and peers.jsonl (Marlin, Machete, Humming, tinygemm,
+GemLite on the same kind of GPU, same protocol, another run).
 """
 
 import argparse
 import json
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results" / "h100"
 MARKER = "<!-- table: python benchmarks/cuda_table.py -->\n"
-RUNS = ("cuda_tile.json", "cuda_tile_mma.json", "cuda_tile_wgmma.json")
-EARLY = "cuda_tile_wgmma_early.json"
+LAYERS = ((4096, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (57344, 8192))  # the peers'
 NOT_PEERS = ("cublas_fp16", "read", "roofline", "fastgemv")  # fastgemv has one scale a tensor
+GROUPS = {64: "groups of 64", 32: "groups of 32", 0: "one group a row"}
 Key = tuple[int, int, int]  # N, K, M
 
 
-class Best(NamedTuple):
-    """The fastest row of a cell: microseconds, kernel, cuBLAS of the same run (0: not measured), of an earlier build."""
+class Cell(NamedTuple):
+    """One row of the run: microseconds, the kernel that dispatch chose, cuBLAS and the mere reading of W beside it."""
 
     us: float
     kernel: str
     cublas: float
-    early: bool
+    read: float
 
     def __str__(self) -> str:
-        return f"{'~' if self.early else ''}{self.us:.1f}"
+        return f"{self.us:.1f}"
 
 
-def rows(name: str) -> list[dict[str, Any]]:
-    """The rows of one result file; none where it is not there."""
-    path = RESULTS / name
-    return json.loads(path.read_text())["rows"] if path.is_file() else []
-
-
-def measured(bits: int) -> dict[Key, Best]:
-    """(N, K, M) -> the fastest row at this width, fp16, group 128, float zeros; earlier builds only where nothing else is."""
-    found: dict[Key, Best] = {}
-    for name in (*RUNS, EARLY):
-        late = set(found)
-        for r in rows(name):
-            key = r["N"], r["K"], r["M"]
-            if r["bits"] != bits or r["group"] != 128 or r["dtype"] != "float16" or "us" not in r:
-                continue
-            if name == EARLY and key in late:
-                continue
+@cache
+def measured(bits: int, group: int = 128) -> dict[Key, Cell]:
+    """(N, K, M) -> the cell at this width and group size (0: a row is one group), fp16, float zeros."""
+    found: dict[Key, Cell] = {}
+    for r in json.loads((RESULTS / "cuda_tile.json").read_text())["rows"]:
+        size = 0 if r["group"] == r["K"] else r["group"]
+        if (r["bits"], size, r["dtype"]) == (bits, group, "float16") and "us" in r:
             kernel = r["kernel"].removeprefix("cuda/tile_")
-            one = Best(r["us"], kernel, r.get("cublas_us") or 0.0, name == EARLY)
-            found[key] = min(found.get(key, one), one)
+            found[r["N"], r["K"], r["M"]] = Cell(r["us"], kernel, r["cublas_us"], r["read_us"])
     return found
+
+
+def of_peers(cells: dict[Key, Cell]) -> dict[Key, Cell]:
+    """Those at the layers and rows of x that peers were measured at."""
+    return {k: c for k, c in cells.items() if k[:2] in LAYERS and k[2].bit_count() == 1}
 
 
 def best_peers(bits: int) -> dict[Key, tuple[float, str]]:
@@ -82,37 +76,58 @@ def grid(cells: dict[Key, str]) -> str:
     return table(["N x K", *(f"M={m}" for m in Ms)], [[f"{N}x{K}", *(cells.get((N, K, m), "") for m in Ms)] for N, K in layers])
 
 
+def mean(ratios: Sequence[float]) -> float:
+    """Geometric mean."""
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
 def against_peers(bits: int) -> str:
     """One width: microseconds, kernel, times the best peer's; then how many are at or under it, and which are not."""
-    mine, best = measured(bits), best_peers(bits)
-    ratios = {k: b.us / best[k][0] for k, b in mine.items() if k in best}
-    cells = {k: f"{b} {b.kernel}" + (f" {ratios[k]:.2f}" if k in ratios else "") for k, b in mine.items()}
-    few = [math.log(r) for (_, _, m), r in ratios.items() if m <= 16]
-    said = f"At or under the best peer in {sum(r <= 1 for r in ratios.values())} of {len(ratios)} cells measured"
-    if few:
-        said += f"; at M <= 16 {math.exp(-sum(few) / len(few)):.2f} times as fast as the best peer in geometric mean"
+    mine, best = of_peers(measured(bits)), best_peers(bits)
+    ratios = {k: c.us / best[k][0] for k, c in mine.items() if k in best}
+    cells = {k: f"{c} {c.kernel}" + (f" {ratios[k]:.2f}" if k in ratios else "") for k, c in mine.items()}
+    few = [r for (_, _, m), r in ratios.items() if m <= 16]
+    said = f"At or under the best peer in {sum(r <= 1 for r in ratios.values())} of {len(ratios)} cells"
+    said += f"; at M <= 16 {1 / mean(few):.2f} times as fast as the best peer in geometric mean."
     over = [f"{n}x{k} M={m} ({r:.2f}, {best[n, k, m][1]})" for (n, k, m), r in ratios.items() if r > 1]
-    missing = [k for k in best if k not in mine]
-    said += "." + (f" Behind: {', '.join(over)}." if over else "")
-    if missing:
-        said += f" Not measured: the other {len(missing)} cells that have a peer."
+    missing = [f"{n}x{k} M={m}" for n, k, m in best if (n, k, m) not in mine]
+    said += (f" Behind: {', '.join(over)}." if over else "") + (f" Not measured: {', '.join(missing)}." if missing else "")
     return f"{grid(cells)}\n\n{said}"
+
+
+def against_reading() -> str:
+    """4 bits: times what the mere reading of the words, scales and zeros takes."""
+    cells = {k: c.us / c.read for k, c in of_peers(measured(4)).items() if k[2] <= 16}
+    means = ", ".join(f"M = {m} {mean([r for k, r in cells.items() if k[2] == m]):.2f}" for m in sorted({k[2] for k in cells}))
+    return f"{grid({k: f'{r:.2f}' for k, r in cells.items()})}\n\nGeometric means: {means}."
 
 
 def against_own(bits: int) -> str:
     """A narrower width: microseconds, and times as fast as 4 bits."""
-    mine, wide = measured(bits), measured(4)
-    return grid({k: f"{b}" + (f" ({wide[k].us / b.us:.2f})" if k in wide else "") for k, b in mine.items()})
+    mine, wide = of_peers(measured(bits)), measured(4)
+    return grid({k: f"{c}" + (f" ({wide[k].us / c.us:.2f})" if k in wide else "") for k, c in mine.items() if k[2] <= 256})
 
 
-def against_cublas() -> str:
-    """4 bits: microseconds, and times cuBLAS fp16's of the same run."""
-    return grid({k: f"{b} ({b.us / b.cublas:.2f})" for k, b in measured(4).items() if b.cublas and k[2] >= 256})
+def against_wide_groups(group: int) -> str:
+    """4 bits in another group size: microseconds, and times what groups of 128 take."""
+    wide = measured(4)
+    return grid({k: f"{c} ({c.us / wide[k].us:.2f})" for k, c in measured(4, group).items() if k in wide})
 
 
-ABOUT = """One H100 (SXM, 80 GB), torch 2.11.0+cu130; fp16, float zeros. A cell: microseconds of the best shipped config, its
-kernel, and that time over the best peer's (under 1 is faster). ~: by an earlier build of the kernel; the one that ships was
-not timed there."""
+def against_cublas(bits: int) -> str:
+    """Microseconds, and times cuBLAS fp16's of the same run."""
+    return grid({k: f"{c} ({c.us / c.cublas:.2f})" for k, c in of_peers(measured(bits)).items() if k[2] >= 256})
+
+
+def elsewhere() -> str:
+    """4 bits: layers and rows of x that nothing was tuned to, and times as fast as cuBLAS fp16."""
+    there = of_peers(measured(4))
+    return grid({k: f"{c} ({c.cublas / c.us:.2f})" for k, c in measured(4).items() if k not in there})
+
+
+ABOUT = """One H100 (SXM, 80 GB), torch 2.11.0+cu130; fp16, float zeros, what dispatch picks without a table, all in one run.
+A cell: microseconds, the kernel, and that time over the best peer's (under 1 is faster). The 4-bit cells of M = 256 followed
+cuBLAS's without a rest, on a GPU at its power limit: groups of 64, more work, take less there (benchmarks/NOTES.md)."""
 
 
 def text() -> str:
@@ -120,9 +135,12 @@ def text() -> str:
     parts = [
         ABOUT,
         "### 4 bits, group 128\n\n" + against_peers(4),
+        "### 4 bits, times what reading the weight takes\n\n" + against_reading(),
         "### 8 bits, group 128\n\n" + against_peers(8),
         *(f"### {b} bit{'s' * (b > 1)}, group 128 (times as fast as 4 bits)\n\n" + against_own(b) for b in (3, 2, 1)),
-        "### Many rows against cuBLAS fp16 (4 bits; times cuBLAS's)\n\n" + against_cublas(),
+        *(f"### 4 bits, {name} (times what groups of 128 take)\n\n" + against_wide_groups(g) for g, name in GROUPS.items()),
+        *(f"### {b} bits, many rows (times what cuBLAS fp16 takes)\n\n" + against_cublas(b) for b in (4, 8)),
+        "### Layers of Qwen2.5-7B, Mistral-7B and Llama-3.2-1B, 4 bits (times as fast as cuBLAS fp16)\n\n" + elsewhere(),
     ]
     return "\n\n".join(parts) + "\n"
 

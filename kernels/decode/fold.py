@@ -118,11 +118,16 @@ def _launch(layer: QuantLinear, x: torch.Tensor, fold: int, folded: bytes) -> to
 
 
 def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
-    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None."""
+    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None. Never planes of bits: those have
+    run on a GPU unfolded only."""
     config = select(call, kernel)[1]
-    if not fold & GATED:
+    planes = "PLANES" in config
+    if not planes and not fold & GATED:
         return config
     rule, pairs = _alone_and_paired(call)
+    config = rule if planes else config
+    if not fold & GATED:
+        return config
     even = config if config["NT"] % 2 == 0 else None
     return even if even and even != rule else pairs or even
 
@@ -131,5 +136,5 @@ def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
 def _alone_and_paired(call: Call) -> tuple[Config, Config | None]:
     """(What the rule takes for a product of its own, the first of PAIRS that is legal.)"""
     spec = kernels()[KERNEL]
-    legal = spec.legal_configs(call)
+    legal = [config for config in spec.legal_configs(call) if "PLANES" not in config]
     return spec.default_config(call, legal), next((pairs for pairs in PAIRS if pairs in legal), None)

@@ -32,7 +32,7 @@ EPS = 1e-5
 K, N = 640, 256
 CASES = [  # bits, dtype, rows, activation, tile_mma.KEYS
     pytest.param(4, F16, 1, "silu", (8, 2, 256, 1, 2), id="4-bit"),
-    pytest.param(2, F16, 1, "silu", (8, 2, 128, 1, 4, 1), id="2-bit-planes"),
+    pytest.param(2, F16, 1, "silu", (8, 2, 256, 2, 2, 1), id="2-bit-planes"),
     pytest.param(2, F16, 8, "gelu_tanh", (4, 2, 128, 2, 1), id="2-bit-8-rows"),
     pytest.param(3, BF16, 5, "silu", (16, 2, 256, 1, 1), id="3-bit-bf16-5-rows"),
     pytest.param(8, F16, 3, "silu", (2, 4, 256, 1, 1), id="8-bit-3-rows-4-tiles"),
@@ -133,16 +133,20 @@ def test_who_may_not(monkeypatch):
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
-    """Not what the rule takes alone, even where that has pairs of row tiles; but what a table, made in whole steps, says."""
+    """Not what the rule takes alone, even where that has pairs of row tiles; but what a table, made in whole steps, says. Never
+    planes of bits."""
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
     monkeypatch.setattr(registry, "TABLES", [])
     registry.forget_choices()
     alone = registry.select(call)[1]
     assert fold._config(call, None, tile_mma.SILU) == fold.PAIRS[0] != alone
-    assert fold._config(call, None, tile_mma.NORMED) == alone
+    normed = fold._config(call, None, tile_mma.NORMED)
+    assert "PLANES" not in normed
+    assert normed == alone or "PLANES" in alone
+    planes = [(tile_mma.BITPLANES[0], fold.PAIRS[0])] if bits <= 2 else []
     told = dict(zip(tile_mma.CONFIGS[0], (4, 2, 256, 2, 1), strict=True))
     odd = dict(zip(tile_mma.CONFIGS[0], (8, 1, 256, 1, 1), strict=True))
-    for choice, wanted in ((told, told), (odd, fold.PAIRS[0])):
+    for choice, wanted in ((told, told), (odd, fold.PAIRS[0]), *planes):
         monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
         registry.forget_choices()
         assert fold._config(call, None, tile_mma.GELU_TANH) == wanted
