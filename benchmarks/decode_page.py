@@ -30,11 +30,24 @@ def page(table: Table) -> str:
         parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
         if batched := _batched(rows):
             parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
-        if spent := _spent(rows, report["read_gbs"]):
-            about = "Microseconds of a step, in brackets the share of the read roofline (`--profile`; at 140 tokens of text):"
-            parts += [f"\n{about}\n", table(*spent)]
+        later = RESULTS / "h100" / f"decode_{model}_later.json"
+        parts += _later(json.loads(later.read_text()), table) if later.is_file() else []
         parts.append("")
     return "\n".join(parts)
+
+
+def _later(report: dict[str, Any], table: Table) -> list[str]:
+    """A few variants run again, after the table's run, with what each part of a step takes."""
+    rows = sorted(report["rows"], key=lambda r: _order(r["variant"]))
+    about = (
+        f"Again at {report['date'][11:16]} UTC, since when cuBLAS's scratch memory is given back and the folded gate and up "
+        "of 2 bits leave room for the product after them:"
+    )
+    parts = [f"\n{about}\n", table(*_one(rows))]
+    if spent := _spent(rows, report["read_gbs"]):
+        about = "Microseconds of a step, in brackets the share of the read roofline (`--profile`; at 140 tokens of text):"
+        parts += [f"\n{about}\n", table(*spent)]
+    return parts
 
 
 def same_tokens(table: Table) -> str:

@@ -10,6 +10,7 @@ import cuda_table
 RESULTS = Path(__file__).parent / "results"
 Table = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
 PRODUCTS = ((4096, 4096), (4096, 14336), (28672, 4096))  # an 8B Llama's o, down, and gate with up
+ROWS = (1, 4, 16, 64, 256, 1024)  # of x
 DECODERS = {  # variants of benchmarks/e2e_decode.py, as a reader would name them
     "transformers": "transformers `generate`, 16-bit",
     "transformers-compile": "transformers `generate`, static cache, its own torch.compile, 16-bit",
@@ -75,7 +76,7 @@ def _products(table: Table) -> str:
     """One layer at 4 bits beside the best of the peers, from the rows of docs/cuda.md."""
     mine, peers = cuda_table.measured(4), cuda_table.best_peers(4)
     rows = []
-    for key in sorted(k for k in mine if k in peers and k[:2] in PRODUCTS):
+    for key in sorted(k for k in mine if k in peers and k[:2] in PRODUCTS and k[2] in ROWS):
         one, (us, name) = mine[key], peers[key]
         N, K, M = key
         rows.append(
