@@ -6,11 +6,13 @@ anything else                  widened once to 16 bits and multiplied as such: `
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 
 from lowq_kernels.activations import Act
 from lowq_kernels.dequant import SLAB_BYTES
+from lowq_kernels.optional import optional
 from lowq_kernels.registry import Config, capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix
@@ -31,17 +33,9 @@ def has_fp8(device: torch.device) -> bool:
 
 
 @cache
-def _wgmma(device: torch.device):  # type: ignore[no-untyped-def]
+def _wgmma(device: torch.device) -> Any:
     """gemm_wgmma where it can run, else None."""
-    if capability(device) != (9, 0):
-        return None
-    try:
-        from lowq_kernels.fp8 import gemm_wgmma
-    except ModuleNotFoundError as e:
-        if (e.name or "").split(".")[0] != "cuda":
-            raise
-        return None
-    return gemm_wgmma
+    return optional("lowq_kernels.fp8.gemm_wgmma", "cuda") if capability(device) == (9, 0) else None
 
 
 def activation_block(w: Fp8Matrix) -> Block:

@@ -14,9 +14,9 @@ import torch
 
 nvrtc = pytest.importorskip("lowq_kernels.cuda_wnax.nvrtc", reason="NVRTC is not installed")
 
-from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, tile_dequant, tile_mma, tile_wgmma  # noqa: E402
-from lowq_kernels.registry import Call  # noqa: E402
-from lowq_packers.scheme import BITS, Scheme  # noqa: E402
+from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, tile_dequant, tile_mma, tile_wgmma
+from lowq_kernels.registry import Call
+from lowq_packers.scheme import BITS, Scheme
 
 DTYPES = (torch.float16, torch.bfloat16)
 ARCHS = ("sm_80", "sm_89", "sm_90a")

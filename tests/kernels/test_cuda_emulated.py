@@ -2,39 +2,30 @@
 
 tests/emulator/simt.h says what is checked besides the numbers (barriers, bounds, alignment, missing cp.async waits). Every
 launch runs twice, with the threads in two orders: a race or a read of unwritten shared memory gives two results.
-tile_wgmma is not emulated.
 """
 
 import dataclasses
 import itertools
-import shutil
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import emulation
 from lowq_kernels import registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS
 
-if shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
-pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-if "cuda/tile_mma" not in registry.kernels():
-    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+emulation.require("cuda/tile_mma")
 import simt
-
 from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, nvrtc, tile_dequant, tile_mma
 
 MODULES = (tile_mma, tile_dequant, gemv_rows, gemv_warp32)
 F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 2e-3, BF16: 1.2e-2}
-EMPTY = torch.empty
 KERNELS = ("cuda/tile_mma", "cuda/tile_dequant", "cuda/gemv_rows", "cuda/gemv_warp32")
 GROUPS = (16, 32, 48, 64, 96, 128, 0)  # 0: a row is one group
 
@@ -64,29 +55,12 @@ class Case:
 @pytest.fixture(autouse=True, scope="module")
 def gpu():
     """Launchers see a GPU of capability 9.0 behind CPU tensors."""
-    patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in MODULES]
-    patches.append(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
-    patches.append(mock.patch.object(registry, "capability", return_value=(9, 0)))
-    patches.append(mock.patch("torch.empty", poisoned))
-    for p in patches:
-        p.start()
-    forget()
-    yield
-    for p in patches:
-        p.stop()
-    forget()
+    with emulation.hopper(*MODULES):
+        yield
 
 
 def forget():
-    for m in MODULES:
-        m._kernel.cache_clear()
-    tile_mma._prepared.cache_clear()
-
-
-def poisoned(*args, **kwargs):
-    """torch.empty, filled with NaN: an output that a kernel leaves unwritten shows."""
-    t = EMPTY(*args, **kwargs)
-    return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(0x5A)
+    emulation.forget(*MODULES)
 
 
 def weight(case):

@@ -4,8 +4,6 @@ On a GPU they run there; elsewhere emulated on the CPU thread by thread, every l
 """
 
 import shutil
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,9 +18,7 @@ try:
     from lowq_kernels.decode import experts as mixture
 except ModuleNotFoundError:
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
 import simt
-
 from lowq_kernels.decode import reference
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor

@@ -1,27 +1,19 @@
 """Products that add to the residual stream, take its norm, or multiply act(gate) by up (fold.cuh), emulated on the CPU."""
 
-import shutil
-import sys
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import emulation
 from lowq_kernels import registry
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-if shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
-pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-if "cuda/tile_mma" not in registry.kernels():
-    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+emulation.require("cuda/tile_mma")
 import simt
-
 from lowq_kernels.cuda_wnax import tile_mma
 from lowq_kernels.decode import fold, reference
 from lowq_kernels.linear import QuantLinear
@@ -41,20 +33,9 @@ CASES = [  # bits, dtype, rows, activation, tile_mma.KEYS
 
 @pytest.fixture(autouse=True, scope="module")
 def gpu():
-    """Launchers see a GPU of capability 9.0 behind CPU tensors, and empty tensors are NaN."""
-    empty = torch.empty
-    patches = [
-        mock.patch.object(tile_mma, "Kernel", simt.Kernel),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch("torch.empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan"))),
-    ]
-    for p in patches:
-        p.start()
-    yield
-    for p in patches:
-        p.stop()
-    tile_mma._kernel.cache_clear()
-    tile_mma._prepared.cache_clear()
+    """Launchers see a GPU of capability 9.0 behind CPU tensors."""
+    with emulation.hopper(tile_mma):
+        yield
 
 
 def layer_of(bits, dtype, bias=True):

@@ -2,8 +2,6 @@
 
 import itertools
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -167,9 +165,7 @@ def test_a_wrong_scale_is_seen():
 # ---- Hopper ----
 
 wgmma = pytest.importorskip("lowq_kernels.fp8.gemm_wgmma", reason="NVRTC is not installed")
-from lowq_kernels.cuda_wnax import nvrtc  # noqa: E402
-
-MODES = [(1, 2), (2, 2), (0, 0), (2, 1)]
+from lowq_kernels.cuda_wnax import nvrtc
 
 
 @pytest.mark.parametrize("config", wgmma.CONFIGS[::3], ids=str)
@@ -210,7 +206,6 @@ EMULATED = [  # M, N, K, blocks of x and of W, config, SMs
 @pytest.mark.parametrize("case", EMULATED, ids=str)
 def test_wgmma_emulated(case, monkeypatch):
     """The device code on the CPU, threads in two orders, wgmma as early and as late as it may read: the same bits."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
     import simt
 
     M, N, K, blocks, config, sms = case

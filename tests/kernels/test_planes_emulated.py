@@ -1,28 +1,20 @@
 """tile_mma's PLANES (planes.cuh) emulated on the CPU: codes of 1 and 2 bits against fp64 truth, and what no span of x fits."""
 
 import dataclasses
-import shutil
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import emulation
 from lowq_kernels import registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-if shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
-pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-if "cuda/tile_mma" not in registry.kernels():
-    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+emulation.require("cuda/tile_mma")
 import simt
-
 from lowq_kernels.cuda_wnax import tile_mma
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -41,31 +33,14 @@ CASES = [  # bits, dtype, group (0: a row is one), zero, M, N, K, config
 
 @pytest.fixture(autouse=True, scope="module")
 def gpu():
-    """Launchers see a GPU of capability 9.0 behind CPU tensors, and empty tensors are NaN."""
-    empty = torch.empty
-    patches = [
-        mock.patch.object(tile_mma, "Kernel", simt.Kernel),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch.object(registry, "capability", return_value=(9, 0)),
-        mock.patch("torch.empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan"))),
-    ]
-    for p in patches:
-        p.start()
-    forget()
-    simt.Kernel.recording = True
-    for case in [*CASES, *(special(dtype) for dtype in (F16, BF16))]:
-        product(case, torch.zeros(case[4], case[6], dtype=case[1]))
-    simt.Kernel.recording = False
-    simt.build_all(list(simt.Kernel.wanted))
-    yield
-    for p in patches:
-        p.stop()
-    forget()
-
-
-def forget():
-    tile_mma._kernel.cache_clear()
-    tile_mma._prepared.cache_clear()
+    """Launchers see a GPU of capability 9.0 behind CPU tensors; all cases are compiled first, together."""
+    with emulation.hopper(tile_mma):
+        simt.Kernel.recording = True
+        for case in [*CASES, *(special(dtype) for dtype in (F16, BF16))]:
+            product(case, torch.zeros(case[4], case[6], dtype=case[1]))
+        simt.Kernel.recording = False
+        simt.build_all(list(simt.Kernel.wanted))
+        yield
 
 
 def special(dtype):

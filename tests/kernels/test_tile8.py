@@ -2,25 +2,20 @@
 
 import dataclasses
 import shutil
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import emulation
 from lowq_kernels import activations, registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-if "cuda/tile_int8" not in registry.kernels():
-    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+emulation.require("cuda/tile_int8", compiler=False)
 import simt
-
 from lowq_kernels.cuda_wnax import act_rows, nvrtc, tile_wgmma8
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -93,29 +88,18 @@ CASES = [
 
 @emulated
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_emulated(case, monkeypatch):
+def test_emulated(case):
     """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""
     x, p, bias, ref = operands(case)
-    monkeypatch.setattr(tile_wgmma8, "Kernel", simt.Kernel)
-    monkeypatch.setattr(tile_wgmma8, "tensor_map", simt.tensor_map)
-    monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
-    empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan") if k["dtype"].is_floating_point else 0x5A)
-    )
     spec, config = registry.kernels()[f"cuda/tile_{case.act}"], dict(zip(("MH", "NB", "SPLIT"), case.config, strict=True))
-    call = dataclasses.replace(Call.of(x, p, case.act), device="cuda")
+    call = dataclasses.replace(Call.of(x, p, case.act), device="cuda", capability=(9, 0))
     assert spec.why_not(call) is None, spec.why_not(call)
     assert config in spec.legal_configs(call)
     found = []
-    tile_wgmma8._prepared.cache_clear()
-    for order in (1, -1):
-        with (
-            mock.patch.object(simt.Kernel, "order", order),
-            mock.patch.object(tile_wgmma8, "multiprocessors", return_value=case.sms),
-        ):
-            found.append(spec.launch(x, p, bias, config))
-    tile_wgmma8._prepared.cache_clear()
+    with emulation.hopper(tile_wgmma8), mock.patch.object(tile_wgmma8, "multiprocessors", return_value=case.sms):
+        for order in (1, -1):
+            with mock.patch.object(simt.Kernel, "order", order):
+                found.append(spec.launch(x, p, bias, config))
     assert torch.equal(*found), "the order of the threads changes the result"
     assert relative(found[0], ref) < TOLERANCE[case.dtype]
 

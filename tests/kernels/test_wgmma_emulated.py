@@ -6,38 +6,24 @@ that is handed back too early, or registers overwritten under a product, give tw
 
 import dataclasses
 import random
-import shutil
-import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import emulation
 from lowq_kernels import registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, Scheme
 
-if shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
-pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-if "cuda/tile_wgmma" not in registry.kernels():
-    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
-sys.path.insert(0, str(Path(__file__).parents[1] / "emulator"))
+emulation.require("cuda/tile_wgmma")
 import simt
-
 from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-EMPTY = torch.empty
-
-
-def poisoned(*args, **kwargs):
-    """torch.empty, filled with NaN: an output that a kernel leaves unwritten shows."""
-    t = EMPTY(*args, **kwargs)
-    return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(0x5A)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +70,10 @@ def drawn():
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch):
+def gpu():
     """The launcher sees a GPU of capability 9.0 behind CPU tensors."""
-    monkeypatch.setattr(tile_wgmma, "Kernel", simt.Kernel)
-    monkeypatch.setattr(tile_wgmma, "tensor_map", simt.tensor_map)
-    monkeypatch.setattr(registry, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch, "empty", poisoned)
-    tile_wgmma._prepared.cache_clear()
-    yield
-    tile_wgmma._prepared.cache_clear()
+    with emulation.hopper(tile_wgmma):
+        yield
 
 
 def check(case):
