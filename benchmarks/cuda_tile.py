@@ -146,7 +146,7 @@ def candidates(call: Call, args: argparse.Namespace) -> list[tuple[KernelSpec, C
     if not args.sweep:
         return [chosen]
     specs = [s for k, s in registry.kernels().items() if k.startswith("cuda/") and args.kernel in k and s.why_not(call) is None]
-    every = [(s, c) for s in specs for c in s.legal_configs(call) if not args.having or args.having in c]
+    every = [(s, c) for s in specs for c in s.legal_configs(call) if not args.having or c.get(args.having)]
     return [chosen, *(e for e in every if (e[0].name, e[1]) != (chosen[0].name, chosen[1]))]
 
 
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--zero", default="float")
     parser.add_argument("--m", default=ALL)
     parser.add_argument("--kernel", default="", help="with --sweep: only kernels whose name contains this")
-    parser.add_argument("--having", default="", help="with --sweep: only configs with this key, e.g. PLANES")
+    parser.add_argument("--having", default="", help="with --sweep: only configs where this is not 0, e.g. PLANES")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--sweep", action="store_true", help="every legal config, not only the chosen one")
     parser.add_argument("--chain", action="store_true", help="an 8B model's layers in turn; with --kernel: by that kernel")

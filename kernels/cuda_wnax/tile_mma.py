@@ -1,7 +1,7 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
 A config: WARPS of a block share K, NT row tiles of 16 a block, STEP k that a warp takes at once, UNROLL such steps it has
-in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M. PLANES:
+in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M. PLANES 1:
 x as planes of bits, for a row or two at 1 and 2 bits (planes.cuh); MT is rows of x there.
 """
 
@@ -20,9 +20,17 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
+KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "PLANES")
+
+
+def config_of(*values: int) -> Config:
+    """The config of these values, in the order of KEYS; PLANES, where it is left out, is 0."""
+    return dict(zip(KEYS, (*values, 0), strict=False))
+
+
 HALVES: tuple[Config, ...] = tuple(
-    {"WARPS": w, "NT": nt, "STEP": k, "UNROLL": u, "BLOCKS": b}
-    for w, nt, k, u, b in (
+    config_of(*values)
+    for values in (
         (16, 1, 128, 1, 2),
         (16, 1, 128, 1, 1),
         (16, 1, 256, 1, 2),
@@ -59,12 +67,11 @@ HALVES: tuple[Config, ...] = tuple(
     )
 )
 BITPLANES: tuple[Config, ...] = tuple(  # of 21 on an H100, those that were the fastest of a cell or within 10% of it
-    {"WARPS": w, "NT": nt, "STEP": k, "UNROLL": u, "BLOCKS": b, "PLANES": 1}
-    for w, nt, k, u, b in ((16, 2, 256, 1, 1), (16, 4, 256, 1, 1), (8, 2, 256, 2, 2), (8, 4, 256, 1, 2), (4, 4, 256, 1, 4))
+    config_of(*values, 1)
+    for values in ((16, 2, 256, 1, 1), (16, 4, 256, 1, 1), (8, 2, 256, 2, 2), (8, 4, 256, 1, 2), (4, 4, 256, 1, 4))
 )
 CONFIGS = HALVES + BITPLANES
-KEYS = tuple(BITPLANES[0])
-_numbers = itemgetter(*CONFIGS[0])  # in this order, whatever order a config has its keys in
+_numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
 NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
 GATED = SILU | GELU_TANH
@@ -74,7 +81,7 @@ MOST_PLANES_ROWS = 2  # four times the counting at four rows: slower than halves
 
 def form(dtype: torch.dtype, config: Config) -> str:
     """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
-    return "PLANES" if config.get("PLANES") else "EXACT" if dtype == torch.float16 else "MAGIC"
+    return "PLANES" if config["PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
 def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
@@ -82,7 +89,7 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
     bits, group = scheme.bits, scheme.group_size
     groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
     words = bits * config["STEP"] // 64
-    if config.get("PLANES"):
+    if config["PLANES"]:
         nt = config["NT"]
         extra = max(12, 5 * nt) + (2 if nt > 1 else 4) * groups + (4 if group == K else 0)
         second = (8 * nt + 4 if nt > 1 else 16) + 3 * groups  # row of x
@@ -117,7 +124,7 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     warps, nt = config["WARPS"], config["NT"]
     at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
     squares = call.K // 4 if fold & NORMED else 0  # bytes a row of x
-    if config.get("PLANES"):
+    if config["PLANES"]:
         spans = math.ceil(call.K / config["STEP"]) * config["STEP"] // span(call.scheme, call.K)
         smem = max((call.M * spans * 548 + 15) // 16 * 16, warps * nt * call.M * 256) + call.M * squares
         fits = smem <= shared_memory_limit(call.capability) - 1024
@@ -158,7 +165,7 @@ def _planes_refuse(call: Call) -> str | None:
 def _config_refuse(call: Call, config: Config) -> str | None:
     if config["STEP"] % CHUNK[call.scheme.bits]:
         return "STEP is not whole chunks of the layout"
-    if config.get("PLANES") and (why := _planes_refuse(call)):
+    if config["PLANES"] and (why := _planes_refuse(call)):
         return why
     cut = plan(call, config)
     if cut is None:
@@ -171,7 +178,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 # What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in 80 cells.
 # Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles` names
-# it), rows of x a block up to, (WARPS, NT, STEP, UNROLL, BLOCKS). The first line that matches and is legal holds.
+# it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
 RULES = (
     ("1", "many deep", 1, (8, 4, 256, 1, 2, 1)),
     ("1", "some", 1, (16, 4, 256, 1, 1, 1)),
@@ -236,19 +243,15 @@ def _tiles(call: Call) -> str:
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
     """By RULES, among the configs with the fewest blocks of x, hence passes over W."""
-    cuts = {tuple(c.values()): plan(call, c) for c in legal}
-    fewest = min(cut.grid[1] for cut in cuts.values() if cut)
-    good = [values for values, cut in cuts.items() if cut and cut.grid[1] == fewest]
+    cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
+    fewest = min(cut.grid[1] for _, cut in cuts)
+    good = [c for c, cut in cuts if cut.grid[1] == fewest]
     kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
     tiles, rows = _tiles(call), math.ceil(call.M / fewest)
     for kinds, names, most, values in RULES:
-        if kind in kinds and tiles in names.split() and rows <= most and values in good:
-            return _named(values)
-    return _named(good[0])
-
-
-def _named(values: tuple[int, ...]) -> Config:
-    return {key: value for key, value in zip(KEYS, values, strict=False) if key != "PLANES" or value}
+        if kind in kinds and tiles in names.split() and rows <= most and (config := config_of(*values)) in good:
+            return config
+    return good[0]
 
 
 @cache
@@ -256,7 +259,7 @@ def _prepared(
     M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, fold: int, *config: int
 ) -> tuple[Kernel, Plan]:
     """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
-    named = _named(config)
+    named = config_of(*config)
     scheme = Scheme(bits, group, zero)
     cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named, fold)
     assert cut is not None  # config_refuse has asked
@@ -309,7 +312,7 @@ def launch(
     scales, zeros, bias = companions(p, bias, x.dtype)
     s = p.scheme
     facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)
-    kernel, cut = _prepared(*facts, *_numbers(config), config.get("PLANES", 0))
+    kernel, cut = _prepared(*facts, *_numbers(config))
     kernel(
         *cut.grid,
         cut.smem,

@@ -32,9 +32,7 @@ KERNEL = "cuda/tile_mma"
 # Gate and up need pairs of row tiles, and blocks that leave room for the next product's: the first of these that is legal,
 # instead of what the rule takes alone. (At 2 bits that is (4, 2, 128, 1, 7), alone 13.8 us for this one's 15.2; but it fills
 # every register of a multiprocessor, and an 8B step takes 1267 us with this one.) A table's choice was made in whole steps.
-PAIRS = tuple(
-    dict(zip(tile_mma.CONFIGS[0], values, strict=True)) for values in ((4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1))
-)
+PAIRS = tuple(tile_mma.config_of(*values) for values in ((4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1)))
 
 enabled = True  # benchmarks switch it off to see what it brings
 
@@ -121,20 +119,26 @@ def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
     """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None. Never planes of bits: those have
     run on a GPU unfolded only."""
     config = select(call, kernel)[1]
-    planes = "PLANES" in config
-    if not planes and not fold & GATED:
-        return config
-    rule, pairs = _alone_and_paired(call)
-    config = rule if planes else config
+    if config["PLANES"]:
+        config = _alone(call)
     if not fold & GATED:
         return config
     even = config if config["NT"] % 2 == 0 else None
-    return even if even and even != rule else pairs or even
+    return even if even and even != _alone(call) else _pairs(call) or even
 
 
 @lru_cache(1024)
-def _alone_and_paired(call: Call) -> tuple[Config, Config | None]:
-    """(What the rule takes for a product of its own, the first of PAIRS that is legal.)"""
-    spec = kernels()[KERNEL]
-    legal = [config for config in spec.legal_configs(call) if "PLANES" not in config]
-    return spec.default_config(call, legal), next((pairs for pairs in PAIRS if pairs in legal), None)
+def _alone(call: Call) -> Config:
+    """What the rule takes for a product of its own."""
+    return kernels()[KERNEL].default_config(call, _legal(call))
+
+
+@lru_cache(1024)
+def _pairs(call: Call) -> Config | None:
+    """The first of PAIRS that is legal."""
+    legal = _legal(call)
+    return next((pairs for pairs in PAIRS if pairs in legal), None)
+
+
+def _legal(call: Call) -> list[Config]:
+    return [config for config in kernels()[KERNEL].legal_configs(call) if not config["PLANES"]]

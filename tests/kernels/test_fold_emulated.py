@@ -51,7 +51,7 @@ def layer_of(bits, dtype, bias=True):
 @pytest.fixture
 def config(monkeypatch, request):
     """Every product takes the case's config."""
-    chosen = tile_mma._named(request.node.callspec.params["values"])
+    chosen = tile_mma.config_of(*request.node.callspec.params["values"])
     monkeypatch.setattr(fold, "_config", lambda *args: chosen)
 
 
@@ -122,11 +122,11 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     alone = registry.select(call)[1]
     assert fold._config(call, None, tile_mma.SILU) == fold.PAIRS[0] != alone
     normed = fold._config(call, None, tile_mma.NORMED)
-    assert "PLANES" not in normed
-    assert normed == alone or "PLANES" in alone
+    assert not normed["PLANES"]
+    assert normed == alone or alone["PLANES"]
     planes = [(tile_mma.BITPLANES[0], fold.PAIRS[0])] if bits <= 2 else []
-    told = dict(zip(tile_mma.CONFIGS[0], (4, 2, 256, 2, 1), strict=True))
-    odd = dict(zip(tile_mma.CONFIGS[0], (8, 1, 256, 1, 1), strict=True))
+    told = tile_mma.config_of(4, 2, 256, 2, 1)
+    odd = tile_mma.config_of(8, 1, 256, 1, 1)
     for choice, wanted in ((told, told), (odd, fold.PAIRS[0]), *planes):
         monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
         registry.forget_choices()

@@ -62,7 +62,7 @@ def product(case, x):
     """(y, x W^T in fp64) by the config of a case; the same bits with the threads in the other order."""
     q = weight(case)
     p = pack(q, "tile")
-    config = dict(zip(tile_mma.KEYS, (*case[7], 1), strict=True))
+    config = tile_mma.config_of(*case[7], 1)
     call = dataclasses.replace(Call.of(x, p), device="cuda")
     assert config in registry.kernels()["cuda/tile_mma"].legal_configs(call)
     y = tile_mma.tile_mma(x, p, None, config)
