@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from lowq_kernels.cuda_wnax.driver import Kernel
-from lowq_kernels.cuda_wnax.tile_operands import TYPES
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, aligned
 
 PARAMETERS = (ctypes.c_void_p,) * 2 + (ctypes.c_int32,)
 LEAST_CAPABILITY = {"int8": (8, 0), "fp8": (8, 9)}  # the instruction that converts to e4m3
@@ -19,8 +19,7 @@ def _prepared(T: int, int8: bool, device: int | None) -> Kernel:
 
 def rounded_rows(x: torch.Tensor, act: str) -> torch.Tensor:
     """x (M, K) fp16 or bf16 on a GPU, as `activations.rounded` makes it, to the last bit."""
-    x = x.contiguous()
-    x = x if x.data_ptr() % 16 == 0 else x.clone()
+    x = aligned(x.contiguous())
     y = torch.empty_like(x)
     if y.numel():
         _prepared(TYPES[x.dtype], act == "int8", x.device.index)(x.shape[0], 1, 0, x.data_ptr(), y.data_ptr(), x.shape[1])

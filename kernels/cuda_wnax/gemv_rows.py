@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from lowq_kernels.cuda_wnax.driver import Kernel
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, group_argument
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, aligned, companions, group_argument
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import SchemeError
@@ -49,7 +49,7 @@ def _launch(
     x: torch.Tensor, words: torch.Tensor, N: int, instance: str, config: Config, meta: tuple[int, int, int, int]
 ) -> torch.Tensor:
     y = torch.empty(x.shape[0], N, dtype=x.dtype, device=x.device)
-    x = x if x.data_ptr() % 16 == 0 else x.clone()
+    x = aligned(x)
     if x.shape[0]:
         kernel = _kernel(instance, x.device.index, config["P"] * config["ROWS"])
         row_words = words.shape[1] * words.element_size() // 4

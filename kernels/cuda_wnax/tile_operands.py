@@ -9,11 +9,14 @@ from lowq_packers.layouts import PackedWeight
 TYPES = {torch.float16: 0, torch.bfloat16: 1}  # the device code's template argument T
 
 
-def rows_of_x(x: torch.Tensor, step: int) -> torch.Tensor:
-    """x with K a multiple of `step` (padded with zeros) and a 16-byte aligned address; x itself where it is so already."""
-    if x.shape[1] % step:
-        return torch.nn.functional.pad(x, (0, -x.shape[1] % step))
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x at a 16-byte aligned address; x itself where it is so already."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def rows_of_x(x: torch.Tensor, step: int) -> torch.Tensor:
+    """`aligned` x with K a multiple of `step` (padded with zeros)."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % step)) if x.shape[1] % step else aligned(x)
 
 
 def companions(

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, group_argument, multiprocessors
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, aligned, companions, group_argument, multiprocessors
 from lowq_kernels.cuda_wnax.tile_wgmma import CLUSTERS
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
@@ -114,7 +114,7 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     rows, kernel, smem = _prepared(
         bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in CONFIGS[0]), device.index
     )
-    x = x if x.data_ptr() % 16 == 0 else x.clone()
+    x = aligned(x)
     steps, span = math.ceil(K / STEP), sum_span(group)
     x8 = torch.empty(M, steps * STEP, dtype=torch.uint8, device=device)
     columns = steps * STEP // span
