@@ -207,7 +207,7 @@ def _measured(
 ) -> tuple[str, sensitivity.Errors, str]:
     """(key, errors, why they are no nats): what the folder holds for the same question, or measured now."""
     dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
-    calibrated = recipe.method in ("gptq", "learn")  # errors are made up for by later columns
+    calibrated = recipe.method != "auto" and quantizers.carries_errors(recipe.method)
     facts = [calibrated, version("lowq"), source.identity, text, str(dtype), device.type, sensitivity.TOKENS, sensitivity.ROWS]
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

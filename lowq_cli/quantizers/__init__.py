@@ -52,12 +52,21 @@ def needs_text(name: str) -> bool:
 
 def needs_scales(name: str) -> bool:
     """Whether `calibrate` folds activation-aware scales into a layer before the method sees it: its file says SCALES."""
-    return bool(getattr(importlib.import_module(f"{__name__}.{check(name)}"), "SCALES", False))
+    return _says(name, "SCALES")
 
 
 def needs_learning(name: str) -> bool:
     """Whether `calibrate` lets a layer's results follow their gradient (accuracy/learn.py): its file says LEARN."""
-    return bool(getattr(importlib.import_module(f"{__name__}.{check(name)}"), "LEARN", False))
+    return _says(name, "LEARN")
+
+
+def carries_errors(name: str) -> bool:
+    """Whether later columns make up for what rounding earlier ones costs: its file says CARRIES."""
+    return _says(name, "CARRIES")
+
+
+def _says(name: str, fact: str) -> bool:
+    return bool(getattr(importlib.import_module(f"{__name__}.{check(name)}"), fact, False))
 
 
 def data_free() -> list[str]:

@@ -1,7 +1,7 @@
 """gptq, then each layer's codes, scales and zeros follow its error's gradient: slow, for few bits. Needs a calibration text."""
 
-from lowq_cli.quantizers.gptq import quantize
+from lowq_cli.quantizers.gptq import CARRIES, quantize
 
-__all__ = ["quantize"]
+__all__ = ["CARRIES", "quantize"]
 
 LEARN = True  # `calibrate` hands a layer's results to accuracy/learn.py
