@@ -22,8 +22,13 @@ import torch
 
 from lowq_kernels import registry
 from lowq_kernels.activations import rounded
+from lowq_kernels.cuda_wnax import nvrtc
+from lowq_kernels.cuda_wnax.tile_operands import TYPES
+from lowq_kernels.fp8 import gemm_wgmma
 from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.registry import Call, Config, KernelSpec
+from lowq_packers import fp8
+from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -79,8 +84,50 @@ def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.
                 )
 
 
+FP8 = "cuda/fp8_gemm"  # not in the registry: both operands are fp8
+
+
+def fp8_cases() -> Iterator[tuple[Fp8Matrix, Fp8Matrix, torch.dtype, list[Config]]]:
+    """(x, W, dtype of y, configs) of fp8_gemm: scales by blocks, by groups and by rows, tails in M, N and K."""
+    schemes = (((1, 128), (128, 128)), ((256, 256), (256, 256)), ((1, 0), (1, 0)))
+    for i, (M, (x_block, w_block)) in enumerate(product((1, 3, 16, 40, 70, 300), schemes)):
+        N, K = ((200, 1040), (328, 400), (72, 1152))[i % 3]
+        rng = torch.Generator().manual_seed(i)
+        x, w = (fp8.quantize(torch.randn(n, K, generator=rng), (b[0], b[1] or K)) for n, b in ((M, x_block), (N, w_block)))
+        legal = [c for c in gemm_wgmma.CONFIGS if gemm_wgmma.refuse(x, w, c) is None]
+        yield x, w, (torch.float16, torch.bfloat16)[i // 3 % 2], [legal[(i + 5 * j) % len(legal)] for j in range(3)]
+
+
+def fp8_child() -> None:
+    """As `child`, for fp8_gemm."""
+    launches = 0
+    for x, w, dtype, configs in fp8_cases():
+        ref = x.dequantize(torch.float32) @ w.dequantize(torch.float32).t()
+        there = [Fp8Matrix(m.q.cuda(), m.scales.cuda(), m.block) for m in (x, w)]
+        for config in configs:
+            y = gemm_wgmma.fp8_gemm(*there, None, dtype, config).cpu()
+            error = float((y.float() - ref).norm() / ref.norm())
+            assert error < LIMIT[dtype], (FP8, tuple(x.q.shape), w.q.shape, w.block, config, error)
+            launches += 1
+    print(f"launches {launches}", flush=True)
+
+
+def fp8_compile(workers: int) -> None:
+    """The instances of `fp8_cases`, side by side."""
+    instances = set()
+    for x, w, dtype, configs in fp8_cases():
+        for c in configs:
+            modes = tuple(gemm_wgmma.mode_of(m) for m in ((w, x) if c["SWAP"] else (x, w)))
+            instances.add(gemm_wgmma.expression(c, TYPES[dtype], modes))  # type: ignore[arg-type]
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(lambda instance: nvrtc.compiled("fp8_gemm.cu", instance, "sm_90a"), sorted(instances)))
+
+
 def child(name: str) -> None:
     """Launch one kernel's cases; print how many, raise for a wrong result."""
+    if name == FP8:
+        fp8_child()
+        return
     spec, launches = registry.kernels()[name], 0
     for x, p, ref, configs in cases(spec):
         for config in configs:
@@ -135,6 +182,9 @@ def main() -> None:
     ]
     rows: list[dict] = []
     compile_all([w for n in names for w in work(registry.kernels()[n])], workers=args.jobs)
+    if args.only in FP8:
+        fp8_compile(args.jobs)
+        names.append(FP8)
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda nt: run(*nt, args.timeout), [(n, t) for t in args.tools.split(",") for n in names]):
             rows.append(row)
