@@ -9,7 +9,6 @@ from typing import Any
 RESULT = Path(__file__).parent / "results" / "h100" / "fp8.json"
 Markdown = Callable[[Sequence[str], Iterable[Sequence[object]]], str]
 Row = dict[str, Any]
-OLDER = "†"  # beside a row that was timed on a form of the kernel before today's
 
 
 def _report() -> dict[str, Any]:
@@ -60,9 +59,8 @@ def gemm(markdown: Markdown) -> str:
     names = ("128x128", "256x256", "per channel", "triton", "torch, 128x128", "torch, per channel")
     lines = []
     for r in rows:
-        M = f"{r['M']} {OLDER}" if r.get("older") else r["M"]
         rate = f"{2 * r['M'] * r['N'] * r['K'] / r['us']['128x128'] / 1e6:,.0f}"
-        lines.append((f"{r['N']} x {r['K']}", M, *(_us(r["us"].get(n)) for n in names), rate))
+        lines.append((f"{r['N']} x {r['K']}", r["M"], *(_us(r["us"].get(n)) for n in names), rate))
 
     def ratio(theirs: str, ours: str, rows: list[Row]) -> str:
         return f"{_mean([r['us'][theirs] / r['us'][ours] for r in rows if theirs in r['us'] and ours in r['us']]):.2f}"
@@ -78,12 +76,6 @@ def gemm(markdown: Markdown) -> str:
     )
     worst = max(v for r in rows for k, v in r["error"].items() if k in names[:3])
     told += f" Largest relative error of ours against fp32: {worst:.1e} (bf16 output).\n"
-    if any(r.get("older") for r in rows):
-        told += (
-            f"\n{OLDER} timed before the kernel had its last form: at M <= 256 the first session's, today's takes 1 to 2% less "
-            "(8192x8192: 23.8, 24.0 and 25.3 us at M = 1, 16 and 64); at M = 1024 before W's scales were read two chunks "
-            "ahead, 1% less.\n"
-        )
     columns = (
         "N x K",
         ">M",
