@@ -7,7 +7,7 @@ those that win most often in that table, and some of its fast list (all of them 
 --choices FILE keeps what the autotuner chose, as GemLite's own JSON; the next run reads it and tunes only what is not in it.
 Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width and
 the first of gemm_wide's by its model. --open times only the cells of --known where GemLite was faster or within NEAR of us,
-those of many rows where cuBLAS was FAR ahead, then those that it lacks. Compiling is done before, in worker processes; no
+those of many rows where cuBLAS was FAR ahead, those whose config is no more, then those that it lacks. Compiling is done before, in worker processes; no
 timing shares the GPU with anything.
 Outputs are checked against fp32. Rows of an existing FILE stay for cells that this run does not reach; `run` in a row says
 which run it is from.
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from lowq_cli.tuning.benching import parse_shape
-from lowq_kernels import measure
+from lowq_kernels import measure, registry
 from lowq_kernels.measure import Budget
 from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.registry import Call, Config, KernelSpec
@@ -239,18 +239,20 @@ def all_cells(schemes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, in
 
 
 def open_cells(plan: Plan, rows: list[dict[str, Any]]) -> Plan:
-    """The cells of a plan in which GemLite is near, those of many rows where cuBLAS is far ahead, and those not in `rows`.
+    """The cells of a plan in which GemLite is near, those of many rows where cuBLAS is far ahead, those whose config is no more,
+    and those not in `rows`.
 
     In this order of their places, each of which is set up once.
     """
     known = {place(r): r for r in rows if "us" in r and "gemlite_us" in r}
     near = {c for c, r in known.items() if r["gemlite_us"] < NEAR * r["us"]}
     far = {c for c, r in known.items() if r["M"] >= LARGE_M and r["us"] > FAR * r["cublas_us"]}
+    gone = {c for c, r in known.items() if r["config"] not in registry.kernels()[r["kernel"]].configs}
     found: dict[Place, list[int]] = {}
-    for kind in (near, far, {(*p, M) for p, ms in plan for M in ms} - set(known)):
+    for kind in (near, far, gone, {(*p, M) for p, ms in plan for M in ms} - set(known)):
         for where in [p for p, ms in plan if any((*p, M) in kind for M in ms)]:
             found.setdefault(where, [])
-    return [(p, [M for M in dict(plan)[p] if (*p, M) not in set(known) - near - far]) for p in found]
+    return [(p, [M for M in dict(plan)[p] if (*p, M) not in set(known) - near - far - gone]) for p in found]
 
 
 def cells(
