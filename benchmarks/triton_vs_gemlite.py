@@ -7,8 +7,8 @@ those that win most often in that table, and some of its fast list (all of them 
 --choices FILE keeps what the autotuner chose, as GemLite's own JSON; the next run reads it and tunes only what is not in it.
 Ours are those that `measure.candidates` allows, with --known FILE only those that won somewhere in FILE at that width and
 the first of gemm_wide's by its model. --open times only the cells of --known where GemLite was faster or within NEAR of us,
-those of many rows where cuBLAS was FAR ahead, those whose config is no more, then those that it lacks. Compiling is done before, in worker processes; no
-timing shares the GPU with anything.
+those of many rows where cuBLAS was FAR ahead, those whose config is no more, then those that it lacks. Compiling is done
+before, in worker processes; no timing shares the GPU with anything.
 Outputs are checked against fp32. Rows of an existing FILE stay for cells that this run does not reach; `run` in a row says
 which run it is from.
 """
@@ -239,8 +239,7 @@ def all_cells(schemes: Sequence[tuple[int, int]], shapes: Sequence[tuple[int, in
 
 
 def open_cells(plan: Plan, rows: list[dict[str, Any]]) -> Plan:
-    """The cells of a plan in which GemLite is near, those of many rows where cuBLAS is far ahead, those whose config is no more,
-    and those not in `rows`.
+    """The cells of a plan to time: GemLite is near, rows are many and cuBLAS far ahead, the config is no more, not in `rows`.
 
     In this order of their places, each of which is set up once.
     """
