@@ -6,7 +6,9 @@ progress is a plain line every tenth of the way, and tables are drawn without co
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +32,10 @@ def stderr() -> "Console":
 
 
 def say(message: str) -> None:
-    """A line for the person, on stderr."""
+    """A line for the person, on stderr; on a terminal too narrow for it, broken between words."""
+    if sys.stderr.isatty():
+        width = max(40, shutil.get_terminal_size().columns)
+        message = textwrap.fill(message, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     print(message, file=sys.stderr, flush=True)
 
 
@@ -63,20 +68,45 @@ def out_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], on_stdout: bool = False) -> None:
-    """A table; a column whose title starts with '>' is right-aligned."""
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], on_stdout: bool = False, spare: Sequence[str] = ()
+) -> None:
+    """A table; a column whose title starts with '>' is right-aligned and never broken.
+
+    Where it is wider than the terminal, columns stand closer; if that is not enough, those of `spare` go, the first first.
+    """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    drawn = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip([name.lstrip(">") for name in columns], *cells, strict=True)]
+    console = _stdout() if on_stdout else stderr()
+    tight = sum(widths) + 3 * len(widths) > console.width  # a space at each end, three between two columns
+    shown = list(range(len(columns)))
+    for name in spare:
+        if sum(widths[i] for i in shown) + 2 * len(shown) + 1 > console.width:
+            shown.remove(columns.index(name))
+    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": tight}
+    drawn = Table(title=title or None, title_justify="left", title_style="bold", **look)
+    for name in (columns[i] for i in shown):
         right = name.startswith(">")
-        drawn.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(str(cell) for cell in row))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110) if on_stdout else stderr()
+        drawn.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
+    for row in cells:
+        drawn.add_row(*(row[i] for i in shown))
     console.print(drawn)
+
+
+def _stdout() -> "Console":
+    """The Rich console for results; at least 110 columns where no terminal says otherwise."""
+    from rich.console import Console
+
+    class Results(Console):
+        """Lets a reader that left be told like any other: by BrokenPipeError."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Results(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def size(n_bytes: float) -> str:

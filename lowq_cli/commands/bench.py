@@ -82,4 +82,4 @@ def bench(
         )
         for r in rows
     ]
-    console.table("", columns, table, on_stdout=True)
+    console.table("", columns, table, on_stdout=True, spare=(">dense us", ">TFLOP/s", ">GB/s"))

@@ -98,4 +98,4 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
         scheme = f"{e.bits}-bit g{e.group}" + (f", {e.act} x" if e.act != "none" else "")
         rows.append((f"{e.N}x{e.K}", scheme, e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
     columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
-    console.table("", columns, rows, on_stdout=not as_json)
+    console.table("", columns, rows, on_stdout=not as_json, spare=("layout",))
