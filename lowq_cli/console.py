@@ -86,8 +86,8 @@ def table(
     for name in spare:
         if sum(widths[i] for i in shown) + 2 * len(shown) + 1 > console.width:
             shown.remove(columns.index(name))
-    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": tight}
-    drawn = Table(title=title or None, title_justify="left", title_style="bold", **look)
+    drawn = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn.collapse_padding = tight
     for name in (columns[i] for i in shown):
         right = name.startswith(">")
         drawn.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)

@@ -157,3 +157,38 @@ def test_help_at_80_columns_is_whole():
     page = run("quantize", "--help", COLUMNS="80", TERMINAL_WIDTH="80").stdout
     assert max(map(len, page.splitlines())) <= 80
     assert "\n    lowq quantize demo\n" in page, "an example is a line of its own"
+
+
+def test_a_full_disk_behind_stdout_is_one_line():
+    for args in (["inspect", "demo"], ["inspect", "demo", "--json"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([LOWQ, *args], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 4
+        assert done.stderr == "lowq: the disk is full; make room and run the same command again\n"
+
+
+def test_a_command_ends_without_taking_torch_apart(tmp_path):
+    """What was printed is there, handlers registered with atexit run, and no module is destroyed."""
+    code = """import atexit, sys, lowq_cli.main as m
+class Left:
+    def __del__(self):
+        print("destroyed")
+sys.left = Left()
+atexit.register(lambda: print("handler"))
+sys.argv = ["lowq", "inspect", "demo", "--json"]
+m.run()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    result, handler = done.stdout.splitlines()
+    assert json.loads(result)["model_type"] == "llama"
+    assert handler == "handler"
+
+
+def test_transformers_does_not_import_hqq():
+    """Where it is installed: it brings all of inductor."""
+    code = """import atexit, sys, lowq_cli.main as m
+atexit.register(lambda: print("torch._inductor.lowering" in sys.modules))
+sys.argv = ["lowq", "eval", "demo", "--max-tokens", "600", "--json"]
+m.run()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == ["False"]
