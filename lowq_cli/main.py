@@ -21,9 +21,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from lowq_cli import commands, console, ranks
+from lowq_cli.commands import EXIT_INTERRUPTED
 from lowq_packers.errors import DISK_FULL, LowqError
 
-EXIT_INTERRUPTED = 130
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
 EXIT_NO_MEMORY = 4

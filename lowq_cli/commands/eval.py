@@ -20,7 +20,7 @@ BAR = "#"
 
 def eval(
     ckpt: Annotated[
-        str | None, typer.Argument(help="Checkpoint, model folder or hub id. Default: the last one written.")
+        str | None, typer.Argument(metavar="CKPT", help="Checkpoint, model folder or hub id. Default: the last one written.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")] = None,
     against: Annotated[str | None, typer.Option(help="Model to compare with, usually the original.")] = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console, quantizers
+from lowq_cli import console, drawing, quantizers
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ STEPS = 1000  # of the bar that is shown before the number of layers is known
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Model folder, hub id, or demo (the bundled model).")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, hub id, or demo (the bundled model).")],
     bits: Annotated[int | None, typer.Option(help="Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]")] = None,
     group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
     method: Annotated[
@@ -125,8 +125,10 @@ def quantize(
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.bpw or one.size for one in asked)
-    if plot and not (budgeted and Path(plot).absolute().parent.is_dir()):
-        raise UsageError(f"--plot {plot} needs --bpw or --size, and a folder that is there")
+    if plot and not budgeted:
+        raise UsageError(f"--plot {plot} needs --bpw or --size")
+    if plot:
+        drawing.check(Path(plot))
 
     from lowq_cli.files.source import check_there
 

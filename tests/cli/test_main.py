@@ -72,6 +72,10 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo"])
     assert main._run() == 130
     assert capsys.readouterr().err == "lowq: interrupted\n"
+    monkeypatch.setattr("lowq_cli.interop.exporter.export", stopped)
+    monkeypatch.setattr(sys, "argv", ["lowq", "export", "demo"])
+    assert main._run() == 130
+    assert capsys.readouterr().err == "lowq: interrupted; run the same command again to continue\n"
 
 
 NAMING_A_MODEL = [
