@@ -27,6 +27,7 @@ from lowq_packers.errors import DISK_FULL, LowqError
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
 EXIT_NO_MEMORY = 4
+UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: hqq, with inductor, takes 2.7 s
 ORDER = ("quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench", "export", "serve", "push", "doctor")
 
 app = typer.Typer(
@@ -109,7 +110,8 @@ def _fail(message: str, code: int) -> int:
 
 def run() -> None:
     """The console script."""
-    sys.modules.setdefault("hqq", None)  # type: ignore[arg-type]  # else transformers imports it, and with it inductor: 2.7 s
+    for name in UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
     if ranks.rank():
         console.only_errors()
     code = _run()

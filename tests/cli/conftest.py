@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -220,3 +220,27 @@ def pack_checkpoint() -> Callable[..., Checkpoints]:
 def dequantize_checkpoint() -> Callable[[Path, Path, Path], Path]:
     """`write_dequantized`: (dense folder, packed folder, output folder) -> output folder."""
     return write_dequantized
+
+
+@pytest.fixture(scope="session")
+def bf16_checkpoints(
+    family_checkpoints: Callable[..., Checkpoints], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Checkpoints]:
+    """`family_checkpoints` in bf16, with scales and zeros in bf16 too, as `lowq quantize` has them; not to be written into."""
+    from safetensors.torch import load_file, save_file
+
+    made: dict[tuple[str, str], Checkpoints] = {}
+
+    def make(family: str, schemes: dict[str, Scheme]) -> Checkpoints:
+        key = (family, str(schemes))
+        if key not in made:
+            found = family_checkpoints(family, "bfloat16", schemes)
+            packed = tmp_path_factory.mktemp(family) / "packed"
+            shutil.copytree(found.packed, packed)
+            tensors = load_file(packed / "model.safetensors")
+            tensors = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
+            save_file(tensors, packed / "model.safetensors")
+            made[key] = replace(found, packed=packed)
+        return made[key]
+
+    return make
