@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lowq_cli.accuracy.mixed import Mixed
-    from lowq_cli.run.pipeline import Event, LayerDone, Planned, Result
+    from lowq_cli.run.events import Event, LayerDone, Planned, Result
     from lowq_cli.run.recipe import Recipe
 
 METHODS = quantizers.methods()
@@ -135,6 +135,7 @@ def quantize(
     check_there(model)
     with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
         from lowq_cli.run import pipeline
+        from lowq_cli.run.events import Planned
 
         def watch(done: int, total: int) -> None:
             assert advance  # only a budget is measured
@@ -144,7 +145,7 @@ def quantize(
         for one in asked:
             events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run, watch=watch)
             planned = next(events)
-            assert isinstance(planned, pipeline.Planned)  # the first event of every run
+            assert isinstance(planned, Planned)  # the first event of every run
             fault = None if engine is None else targets.problem(engine, planned.plan)
             if fault is None:
                 break
@@ -273,22 +274,22 @@ def _show_mixed(mixed: "Mixed") -> None:
 def _run(events: "Iterator[Event]", planned: "Planned") -> "Result":
     """Follow the run: a line per calibrated layer, then a progress bar; the result."""
     from lowq_cli.accuracy.calibrate import is_calibrated
-    from lowq_cli.run import pipeline
+    from lowq_cli.run.events import Finished, LayerDone, TensorDone
 
     if is_calibrated(planned.plan):
         told: set[str] = set()
         with console.status("calibrating layer by layer"):
             for event in events:
-                if not isinstance(event, pipeline.LayerDone):
+                if not isinstance(event, LayerDone):
                     events = chain([event], events)
                     break
                 _show_layer(event, told)
     with console.progress("quantize", planned.plan.params) as advance:
         for event in events:
-            if isinstance(event, pipeline.TensorDone):
+            if isinstance(event, TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
                 advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
-            elif isinstance(event, pipeline.Finished):
+            elif isinstance(event, Finished):
                 return event.result
     raise AssertionError("a run ends with Finished")
 
