@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing, quantizers
-from lowq_cli.accuracy import calibrate, sensitivity
+from lowq_cli.accuracy import sensitivity, texts
 from lowq_cli.accuracy.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
@@ -96,7 +96,7 @@ def resolve(
     watch: told how many layers of how many are measured.
     Raises UsageError for a budget that nothing fits, and as `make_plan`.
     """
-    text = calibrate.read_text(recipe.calib)
+    text = texts.read_text(recipe.calib)
     calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
     plain = replace(recipe, bpw=None, size=None, calib=recipe.calib if calibrated else None)
     groups = grouped(free_candidates(source, plain))
@@ -226,9 +226,9 @@ def _measured(
     try:
         from lowq_cli.hf.load import load_tokenizer
 
-        ids = calibrate.choose_windows(load_tokenizer(source), text, sensitivity.TOKENS)
+        ids = texts.choose_windows(load_tokenizer(source), text, sensitivity.TOKENS)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
-        return key, walk.measure(ids, calibrate.BATCH, watch), ""
+        return key, walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         return key, sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
 

@@ -53,10 +53,10 @@ MIXTURES = ("mixtral", "qwen3-moe")
 @pytest.fixture
 def small_calibration(monkeypatch):
     """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
-    from lowq_cli.accuracy import calibrate
+    from lowq_cli.accuracy import texts
 
-    monkeypatch.setattr(calibrate, "WINDOW", 32)
-    monkeypatch.setattr(calibrate, "BATCH", 2)
+    monkeypatch.setattr(texts, "WINDOW", 32)
+    monkeypatch.setattr(texts, "BATCH", 2)
     monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: Bytes())
 
 
