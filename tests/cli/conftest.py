@@ -244,3 +244,29 @@ def bf16_checkpoints(
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def demo4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo at 4 bits without a zero (Q4_0), its down projections at 8 (Q8_0)."""
+    from lowq_cli.run.pipeline import quantize
+
+    out = tmp_path_factory.mktemp("demo") / "demo4"
+    quantize("demo", out=out, bits=4, group=32, method="rtn", zero="none", overrides=["down_proj=8:32"])
+    return out
+
+
+@pytest.fixture(scope="session")
+def demo_gguf(demo4: Path) -> Path:
+    """`demo4` as a GGUF file."""
+    from lowq_cli.interop.exporter import export
+
+    out = demo4.with_name("demo.gguf")
+    export(demo4, "gguf", out)
+    return out
