@@ -122,7 +122,8 @@ def run() -> None:
 
 def _end(code: int) -> NoReturn:
     """End the process; after torch at once, as taking its modules and CUDA's context apart takes 1.3 to 1.8 s."""
-    if "torch" not in sys.modules or threading.active_count() > 1:  # other threads end first, as ever
+    others = (t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon)
+    if "torch" not in sys.modules or any(others):  # other threads end first, as ever
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
