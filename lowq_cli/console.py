@@ -71,26 +71,31 @@ def out_json(value: dict[str, Any]) -> None:
 def table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], on_stdout: bool = False, spare: Sequence[str] = ()
 ) -> None:
-    """A table; a column whose title starts with '>' is right-aligned and never broken.
+    """A table; a column whose title starts with '>' is right-aligned, and its cells are never broken.
 
-    Where it is wider than the terminal, columns stand closer; if that is not enough, those of `spare` go, the first first.
+    Where it is wider than the terminal, columns stand closer and titles break between words; if that is not enough, the columns
+    of `spare` go, the first first.
     """
     from rich import box
     from rich.table import Table
 
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip([name.lstrip(">") for name in columns], *cells, strict=True)]
+    titles = [name.lstrip(">") for name in columns]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    needed = [max(map(len, ["", *title.split(), *column])) for title, *column in zip(titles, *cells, strict=True)]
     console = _stdout() if on_stdout else stderr()
     tight = sum(widths) + 3 * len(widths) > console.width  # a space at each end, three between two columns
     shown = list(range(len(columns)))
     for name in spare:
-        if sum(widths[i] for i in shown) + 2 * len(shown) + 1 > console.width:
+        if sum(needed[i] for i in shown) + 2 * len(shown) + 1 > console.width:
             shown.remove(columns.index(name))
     drawn = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.collapse_padding = tight
-    for name in (columns[i] for i in shown):
-        right = name.startswith(">")
-        drawn.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
+    for i in shown:
+        if columns[i].startswith(">"):
+            drawn.add_column(titles[i], justify="right", min_width=needed[i], max_width=needed[i] if tight else None)
+        else:
+            drawn.add_column(titles[i], overflow="fold")
     for row in cells:
         drawn.add_row(*(row[i] for i in shown))
     console.print(drawn)

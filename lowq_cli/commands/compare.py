@@ -62,6 +62,7 @@ def compare(
         )
         for r in rows
     ]
-    columns = ("model", ">size", ">bits/weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
+    columns = ("model", ">size", ">bits per weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
     first = rows[0]
-    console.table(f"{first.tokens} tokens in windows of {first.window}, against {models[0]}", columns, shown, on_stdout=True)
+    title = f"{first.tokens} tokens in windows of {first.window}, against {models[0]}"
+    console.table(title, columns, shown, on_stdout=True, spare=(">increase",))

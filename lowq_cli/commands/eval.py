@@ -93,7 +93,7 @@ def eval(
             for e in errors
         ]
         columns = ("layer", ">weights, relative", "largest of", ">output, squared relative", "")
-        console.table("errors by layer, those before it included", columns, table, on_stdout=True)
+        console.table("errors by layer, those before it included", columns, table, on_stdout=True, spare=("",))
     if increase is not None and max_ppl_increase is not None and not increase <= max_ppl_increase:
         raise QualityError(
             f"perplexity {report.ppl:.3f} is {increase:.2f}% above {against} ({report.base_ppl:.3f}); "
