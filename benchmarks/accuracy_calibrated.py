@@ -21,6 +21,7 @@ from accuracy_rows import device as pick_device
 from lowq_cli.files.quant_config import expand
 from lowq_cli.files.source import open_source
 from lowq_cli.run import pipeline
+from lowq_cli.run.events import LayerDone
 from lowq_cli.run.recipe import make_recipe
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.scheme import BITS, Scheme
@@ -81,7 +82,7 @@ def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterato
             )  # fmt: skip
             *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=pick_device())
             fill(judge.model, dequantized(Path(out) / "q"))
-        layers = [e for e in events if isinstance(e, pipeline.LayerDone)]
+        layers = [e for e in events if isinstance(e, LayerDone)]
         yield cell | {
             "ppl": judge.ppl(), "seconds": round(finished.result.seconds, 1),
             "output_error": round(sum(e.error for e in layers) / max(len(layers), 1), 5),

@@ -16,7 +16,7 @@ from pathlib import Path
 from accuracy_rows import Judge, Results, Row, parser, run
 from accuracy_rows import device as pick_device
 
-from lowq_cli.accuracy import calibrate
+from lowq_cli.accuracy import texts
 from lowq_cli.interop.foreign import open_decoded
 from lowq_packers.scheme import Scheme
 
@@ -40,14 +40,14 @@ def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterato
 
     judge = Judge(folder, args)
     parameters = dict(judge.model.named_parameters())
-    ids = calibrate.choose_windows(judge.tokenizer, calibrate.read_text(args.calib), args.calib_tokens)
+    ids = texts.choose_windows(judge.tokenizer, texts.read_text(args.calib), args.calib_tokens)
     samples = [{"input_ids": w.unsqueeze(0), "attention_mask": w.new_ones(1, len(w))} for w in ids]
     for cell in wanted:
         with tempfile.TemporaryDirectory() as out:
             start = time.monotonic()
             config = QuantizeConfig(bits=cell["bits"], group_size=cell["group"], sym=args.sym, device=pick_device())
             model = GPTQModel.load(str(folder), config)
-            model.quantize(samples, batch_size=calibrate.BATCH)
+            model.quantize(samples, batch_size=texts.BATCH)
             model.save(out)
             seconds = time.monotonic() - start
             with open_decoded(out) as source:

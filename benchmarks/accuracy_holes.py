@@ -15,18 +15,13 @@ import accuracy_gptqmodel
 from accuracy_rows import Row, missing
 
 MODELS = ("base", "story")
-LEARNT, ROTATED = ("--method", "learn"), ("--rotate", "--method", "gptq")
+LEARNT, ROTATED = ["--method", "learn", "--bits", "3,2,1"], ["--rotate", "--method", "gptq", "--bits", "4,3,2"]
 Cells = Callable[[str, argparse.Namespace], Iterator[Row]]
 SCRIPTS: tuple[tuple[str, argparse.ArgumentParser, Cells, list[str]], ...] = (
     ("accuracy.py", accuracy.flags(), accuracy.cells, []),
     ("accuracy_calibrated.py", accuracy_calibrated.flags(), accuracy_calibrated.cells, []),
-    (
-        "accuracy_calibrated.py",
-        accuracy_calibrated.flags(),
-        accuracy_calibrated.cells,
-        ["--method", "learn", "--bits", "3,2,1"],
-    ),
-    ("accuracy_calibrated.py", accuracy_calibrated.flags(), accuracy_calibrated.cells, [*ROTATED, "--bits", "4,3,2"]),
+    ("accuracy_calibrated.py", accuracy_calibrated.flags(), accuracy_calibrated.cells, LEARNT),
+    ("accuracy_calibrated.py", accuracy_calibrated.flags(), accuracy_calibrated.cells, ROTATED),
     ("accuracy_gptqmodel.py", accuracy_gptqmodel.flags(), accuracy_gptqmodel.cells, []),
     ("accuracy_bpw.py", accuracy_bpw.flags(), accuracy_bpw.cells, []),
 )

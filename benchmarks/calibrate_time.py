@@ -32,13 +32,14 @@ def measure(model: Path, options: dict[str, Any], device: str) -> dict[str, Any]
     import torch
 
     from lowq_cli.run import pipeline
+    from lowq_cli.run.events import LayerDone
 
     torch.backends.cuda.matmul.allow_tf32 = False
     baseline, began = status("VmRSS"), time.process_time()
     with tempfile.TemporaryDirectory() as out:
         *events, finished = pipeline.run(model, pipeline.make_recipe(**options), Path(out) / "q", device=device)
     busy = time.process_time() - began
-    layers = [e.seconds for e in events if isinstance(e, pipeline.LayerDone)]
+    layers = [e.seconds for e in events if isinstance(e, LayerDone)]
     params = sum(i.params for i in events[0].plan.items if i.scheme)
     cuda = device == "cuda"
     return options | {

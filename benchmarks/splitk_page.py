@@ -95,7 +95,7 @@ def draw_bench() -> None:
     """The pictures of `lowq bench --plot`, drawn again from its rows."""
     data = json.loads((RESULTS / "bench.json").read_text())
     rows = [benching.Row(**r) for r in data["rows"]]
-    benching.plot(rows, Roofline(data["gpu"], data["read_gbs"], data["tflops"]), str(IMAGES / "bench_h100.png"))
+    benching.plot(rows, Roofline(data["gpu"], data["read_gbs"], data["tflops"]), IMAGES / "bench_h100.png")
 
 
 def gemlite_table(rows: list[dict[str, Any]]) -> str:

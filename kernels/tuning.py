@@ -218,8 +218,11 @@ def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
     kept = [asdict(e) for _, e in sorted(mine.items(), key=lambda item: str(item[0]))]
     machine = {**asdict(here), "date": date, "entries": kept}
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(_dumps({"format": FORMAT, "machines": [*others, machine]}))
-    partial.replace(path)
+    try:
+        partial.write_text(_dumps({"format": FORMAT, "machines": [*others, machine]}))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # gone already where all went well
 
 
 def _dumps(data: dict[str, Any]) -> str:

@@ -6,7 +6,9 @@ progress is a plain line every tenth of the way, and tables are drawn without co
 
 import json
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +32,10 @@ def stderr() -> "Console":
 
 
 def say(message: str) -> None:
-    """A line for the person, on stderr."""
+    """A line for the person, on stderr; on a terminal too narrow for it, broken between words."""
+    if sys.stderr.isatty():
+        width = max(40, shutil.get_terminal_size().columns)
+        message = textwrap.fill(message, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     print(message, file=sys.stderr, flush=True)
 
 
@@ -63,20 +68,50 @@ def out_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], on_stdout: bool = False) -> None:
-    """A table; a column whose title starts with '>' is right-aligned."""
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], on_stdout: bool = False, spare: Sequence[str] = ()
+) -> None:
+    """A table; a column whose title starts with '>' is right-aligned, and its cells are never broken.
+
+    Where it is wider than the terminal, columns stand closer and titles break between words; if that is not enough, the columns
+    of `spare` go, the first first.
+    """
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
+    cells = [[str(cell) for cell in row] for row in rows]
+    titles = [name.lstrip(">") for name in columns]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    needed = [max(map(len, ["", *title.split(), *column])) for title, *column in zip(titles, *cells, strict=True)]
+    console = _stdout() if on_stdout else stderr()
+    tight = sum(widths) + 3 * len(widths) > console.width  # a space at each end, three between two columns
+    shown = list(range(len(columns)))
+    for name in spare:
+        if sum(needed[i] for i in shown) + 2 * len(shown) + 1 > console.width:
+            shown.remove(columns.index(name))
     drawn = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        right = name.startswith(">")
-        drawn.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*(str(cell) for cell in row))
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110) if on_stdout else stderr()
+    drawn.collapse_padding = tight
+    for i in shown:
+        if columns[i].startswith(">"):
+            drawn.add_column(titles[i], justify="right", min_width=needed[i], max_width=needed[i] if tight else None)
+        else:
+            drawn.add_column(titles[i], overflow="fold")
+    for row in cells:
+        drawn.add_row(*(row[i] for i in shown))
     console.print(drawn)
+
+
+def _stdout() -> "Console":
+    """The Rich console for results; at least 110 columns where no terminal says otherwise."""
+    from rich.console import Console
+
+    class Results(Console):
+        """Lets a reader that left be told like any other: by BrokenPipeError."""
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Results(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 def size(n_bytes: float) -> str:

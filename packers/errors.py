@@ -4,6 +4,10 @@ A message names what failed, the value, the limit and the way out, in one line. 
 exits with `exit_code`; library callers catch `LowqError`. An exception that is not a LowqError is a bug of ours (exit 1).
 """
 
+import errno
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says where nothing more can be written
+
 
 class LowqError(Exception):
     """Something the caller can mend. `exit_code` is what the command line returns for it."""

@@ -1,11 +1,15 @@
 """The generated parts of README.md and docs/ are what benchmarks/render.py makes of the results and of --help today."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
+
+from lowq_cli import main
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,3 +25,23 @@ def test_links_inside_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "cli.md"], ids=lambda p: p.name)
+def test_command_lines_are_those_that_lowq_takes(page):
+    commands = typer.main.get_command(main.app).commands
+    for line in re.findall(r"^(?: {4}|\$ )(lowq .*)$", page.read_text(), re.M):
+        line = re.sub(r"[][]|(?<=\w)\|\S+", "", line.partition("     ")[0])  # a synopsis: with its options, their first values
+        for one in re.split(r"&&| \| ", line):
+            _, verb, *rest = shlex.split(one)
+            commands[verb].make_context(verb, rest)
+
+
+def test_examples_in_help_are_those_that_lowq_takes():
+    commands = typer.main.get_command(main.app).commands
+    for name, command in commands.items():
+        examples = re.findall(r"^  (?:echo .* \| )?lowq (.*?)(?:   .*)?$", command.epilog.partition("Inside:")[0], re.M)
+        assert examples, name
+        for line in examples:
+            verb, *rest = shlex.split(line)
+            commands[verb].make_context(verb, rest)

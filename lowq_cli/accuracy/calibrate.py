@@ -12,19 +12,16 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from lowq_cli import quantizers
-from lowq_cli.accuracy import scaling
+from lowq_cli.accuracy import scaling, texts
+from lowq_cli.accuracy.layer_file import load_item, load_notes, load_tensor, save_item
 from lowq_cli.accuracy.learn import learn
-from lowq_cli.accuracy.perplexity import read_utf8, tokenize, windows
 from lowq_cli.accuracy.walk import Hidden, Layer
 from lowq_cli.files.safetensors_io import TORCH_NAMES
 from lowq_cli.files.source import Source
@@ -32,12 +29,8 @@ from lowq_cli.hf.structure import FLOATS
 from lowq_cli.quantizers.gptq import SLAB
 from lowq_cli.run.plan import Item, Plan
 from lowq_cli.run.writer import STAGED, writing
-from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
 
-WINDOW = 512
-BATCH = 8  # windows at a time
-DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
 FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
 # `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
 # story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
@@ -69,7 +62,7 @@ def identity(plan: Plan) -> str:
     """A hash of the text and the number of tokens, for the name of the run; "" where nothing is calibrated."""
     if not is_calibrated(plan):
         return ""
-    digest = hashlib.sha256(read_text(plan.recipe.calib).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(texts.read_text(plan.recipe.calib).encode()).hexdigest()[:16]
     return f"{digest} {plan.recipe.calib_tokens}"
 
 
@@ -84,60 +77,15 @@ def working_bytes(plan: Plan) -> int:
         layers[number[1] if number else ""] = layers.get(number[1] if number else "", 0) + i.params
     widest = max(i.shape[1] for i in items)
     hidden = min(i.shape[1] for i in items)
-    inputs = 8 * BATCH * WINDOW * widest
+    inputs = 8 * texts.BATCH * texts.WINDOW * widest
     copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
     learns = any(quantizers.needs_learning(str(i.method)) for i in items)
     tokens = plan.recipe.calib_tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.calib_tokens
     streams = copies * tokens * hidden
     if learns:
         # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back; outputs
-        inputs += 8 * max(layers.values()) + BATCH * WINDOW * (16 * widest + 24 * hidden) + tokens * hidden
+        inputs += 8 * max(layers.values()) + texts.BATCH * texts.WINDOW * (16 * widest + 24 * hidden) + tokens * hidden
     return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
-
-
-def read_text(path: str | None) -> str:
-    """The calibration text: a .txt file, a .jsonl file of {"text": ...}, all such files in a folder, or the bundled one.
-
-    Raises NotFoundError, UsageError.
-    """
-    root = DEFAULT_TEXT if path is None else Path(path).expanduser()
-    if root.is_dir():
-        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
-        if not files:
-            raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
-        return "\n\n".join(read_text(str(p)) for p in files)
-    text = read_utf8(root, "calibration text")
-    if root.suffix == ".jsonl":
-        try:
-            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
-    if not text.strip():
-        raise UsageError(f"the calibration text {root} is empty")
-    return text
-
-
-def choose_windows(tokenizer: Any, text: str, tokens: int) -> torch.Tensor:
-    """(n, WINDOW) token ids: `tokens` of them in windows spread evenly over the text, or all if it has fewer.
-
-    Raises UsageError for a text of fewer tokens than a batch.
-    """
-    cut = windows(tokenize(tokenizer, text), WINDOW)
-    count = min(len(cut), max(1, tokens // WINDOW)) // BATCH * BATCH
-    if cut.shape[1] < WINDOW or count == 0:
-        raise UsageError(
-            f"calibration needs {BATCH * WINDOW} tokens or more, the text has {cut.numel()}; give a longer --calib"
-        )
-    return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
-
-
-def unseen_windows(tokenizer: Any, count: int, rows: int) -> torch.Tensor:
-    """(count, WINDOW) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
-
-    rows: of the embedding; tokens beyond are left out.
-    """
-    words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
-    return words[torch.randint(len(words), (count, WINDOW), generator=torch.Generator().manual_seed(0))]
 
 
 class Calibration:
@@ -158,10 +106,11 @@ class Calibration:
         self.blocks = Blocks(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
         tokenizer = load_tokenizer(source)
-        self.ids = choose_windows(tokenizer, read_text(plan.recipe.calib), plan.recipe.calib_tokens)
+        self.ids = texts.choose_windows(tokenizer, texts.read_text(plan.recipe.calib), plan.recipe.calib_tokens)
         if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
             rows = self.blocks.model.get_input_embeddings().weight.shape[0]
-            self.ids = torch.cat([self.ids, unseen_windows(tokenizer, len(self.ids) // UNSEEN // BATCH * BATCH, rows)])
+            count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
+            self.ids = torch.cat([self.ids, texts.unseen_windows(tokenizer, count, rows)])
         kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
         self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)
@@ -176,9 +125,9 @@ class Calibration:
                 shutil.rmtree(old)
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
-        original, others = blocks.start(self.ids, BATCH)
+        original, others = blocks.start(self.ids, texts.BATCH)
         tables = self._tables()
-        behind = blocks.start(self.ids, BATCH, tables)[0] if tables else [x.clone() for x in original]
+        behind = blocks.start(self.ids, texts.BATCH, tables)[0] if tables else [x.clone() for x in original]
         for number in range(len(blocks)):
             began = time.monotonic()
             path = self.folder / f"layer-{number:05d}.safetensors"
@@ -192,12 +141,12 @@ class Calibration:
                 if done:
                     scaling.repeat(layer, self._scaled(path, list(mine), kept))
                     for name in mine:
-                        layer.set(name, _load(path, self.items[name]).dequantize().to(self.device))
+                        layer.set(name, load_item(path, self.items[name]).dequantize().to(self.device))
                 else:
                     error = self._quantize(layer, kept, original, behind, path)
                 if number + 1 < len(blocks):
                     layer.advance(original, behind)
-            notes, unscaled = _load_notes(path)
+            notes, unscaled = load_notes(path)
             self.notes |= notes
             yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
 
@@ -245,13 +194,13 @@ class Calibration:
                 for name, part in zip(names, parts, strict=True):
                     rows, at = slice(at, at + len(part)), at + len(part)
                     errors.append(_output_error(part, restored[rows], stage.moments.second))
-                    results |= _save(_rows(q, rows), name, dtype)
+                    results |= save_item(_rows(q, rows), name, dtype)
                     layer.set(name, restored[rows])
                     if quantizers.needs_learning(str(item.method)):
                         learning[name] = _rows(q, rows)
         dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
         for name, q in learn(layer, learning, dtypes, original, behind).items():
-            results |= _save(q, name, dtypes[name])
+            results |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
         partial = path.with_suffix(".partial")
         with writing(path):
@@ -280,7 +229,7 @@ class Calibration:
             (found.kept, "values", kept),
         ):
             for key, name in keys.items():
-                if (t := _load_tensor(path, f"{name}.{leaf}")) is not None:
+                if (t := load_tensor(path, f"{name}.{leaf}")) is not None:
                     tensors[key] = t.to(self.device, torch.float32)
         return found
 
@@ -288,7 +237,7 @@ class Calibration:
         """The quantizer of one item: rows of what `run` made, in order; a data-free method for what it did not see."""
         if item.name not in self.layer_of:
             return quantizers.get(str(item.method))
-        q = _load(self.layer_of[item.name], item)
+        q = load_item(self.layer_of[item.name], item)
         at = 0
 
         def next_rows(W: torch.Tensor, *_: object) -> QuantizedTensor:
@@ -303,11 +252,11 @@ class Calibration:
         if item.name not in self.layer_of:
             return None, None
         path = self.layer_of[item.name]
-        return _load_tensor(path, f"{item.name}.rows"), _load_tensor(path, f"{item.name}.columns")
+        return load_tensor(path, f"{item.name}.rows"), load_tensor(path, f"{item.name}.columns")
 
     def values(self, item: Item) -> torch.Tensor | None:
         """The new values of a kept tensor that scales were folded into; None for any other."""
-        return _load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
+        return load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
 
     def close(self) -> None:
         """Remove the finished layers; the checkpoint holds them now."""
@@ -326,43 +275,3 @@ def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor)
 def _rows(q: QuantizedTensor, rows: slice) -> QuantizedTensor:
     zeros = None if q.zeros is None else q.zeros[rows]
     return QuantizedTensor(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero)
-
-
-def _save(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors to set down: codes as bytes, scales and zeros in the checkpoint's dtype."""
-    found = {f"{name}.codes": q.W_q, f"{name}.scales": q.scales.to(dtype)}
-    if q.zeros is not None:
-        found[f"{name}.zeros"] = q.zeros.to(dtype)
-    return {k: t.to("cpu", copy=True).contiguous() for k, t in found.items()}
-
-
-def _load(path: Path, item: Item) -> QuantizedTensor:
-    """One item out of a finished layer. Raises DamagedError if the file is no longer what was written."""
-    scheme = item.scheme
-    assert scheme is not None
-    with _reading(path) as saved:
-        codes, scales = saved.get_tensor(f"{item.name}.codes"), saved.get_tensor(f"{item.name}.scales").float()
-        zeros = None if scheme.zero == "none" else saved.get_tensor(f"{item.name}.zeros").float()
-    return QuantizedTensor(codes, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
-
-
-def _load_tensor(path: Path, name: str) -> torch.Tensor | None:
-    """A tensor out of a finished layer; None if it holds none of that name."""
-    with _reading(path) as saved:
-        return saved.get_tensor(name) if name in saved.keys() else None  # noqa: SIM118  (not a dict)
-
-
-def _load_notes(path: Path) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The notes of a finished layer, and the inputs that could not be scaled."""
-    with _reading(path) as saved:
-        notes, unscaled = json.loads(saved.metadata()["notes"])
-        return notes, tuple(unscaled)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as saved:
-            yield saved
-    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
-        raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None

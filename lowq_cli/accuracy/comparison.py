@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lowq_cli import drawing
 from lowq_cli.accuracy.perplexity import evaluate, tokenize, window_of
 
 PROMPT_TOKENS = 32  # of the text, to start the timed generation from
@@ -70,21 +71,10 @@ def _decode_tps(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) 
     return float(generation.decode_tps)
 
 
-def figure(width: float, height: float) -> tuple[Any, Any]:
-    """An empty matplotlib figure of so many inches, and its axis. Raises UsageError where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        from lowq_packers.errors import UsageError
-
-        raise UsageError("--plot needs matplotlib; install it with: pip install 'lowq[plot]'") from None
-    made = Figure(figsize=(width, height))
-    return made, made.subplots()
-
-
 def plot(rows: Sequence[Compared], path: Path) -> None:
-    """Draw perplexity against size. Raises UsageError where matplotlib is not installed."""
-    drawn, axis = figure(6, 4)
+    """Draw perplexity against size. Raises what `drawing.save` raises."""
+    drawn = drawing.figure(6, 4)
+    axis = drawn.subplots()
     axis.plot([r.bytes / 1e6 for r in rows], [r.ppl for r in rows], "o")
     for r in rows:
         axis.annotate(Path(r.model).name, (r.bytes / 1e6, r.ppl), xytext=(4, 4), textcoords="offset points", fontsize=8)
@@ -101,4 +91,4 @@ def plot(rows: Sequence[Compared], path: Path) -> None:
         ticks.set_major_formatter(label)
         ticks.set_minor_formatter(label)
     drawn.tight_layout()
-    drawn.savefig(path)
+    drawing.save(drawn, path)

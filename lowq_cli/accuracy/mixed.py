@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from lowq_cli import quantizers
-from lowq_cli.accuracy import calibrate, sensitivity
+from lowq_cli import drawing, quantizers
+from lowq_cli.accuracy import sensitivity, texts
 from lowq_cli.accuracy.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
@@ -96,7 +96,7 @@ def resolve(
     watch: told how many layers of how many are measured.
     Raises UsageError for a budget that nothing fits, and as `make_plan`.
     """
-    text = calibrate.read_text(recipe.calib)
+    text = texts.read_text(recipe.calib)
     calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
     plain = replace(recipe, bpw=None, size=None, calib=recipe.calib if calibrated else None)
     groups = grouped(free_candidates(source, plain))
@@ -226,9 +226,9 @@ def _measured(
     try:
         from lowq_cli.hf.load import load_tokenizer
 
-        ids = calibrate.choose_windows(load_tokenizer(source), text, sensitivity.TOKENS)
+        ids = texts.choose_windows(load_tokenizer(source), text, sensitivity.TOKENS)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
-        return key, walk.measure(ids, calibrate.BATCH, watch), ""
+        return key, walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         return key, sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
 
@@ -240,10 +240,8 @@ def _spell(s: Scheme) -> str:
 def plot(mixed: Mixed, path: Path) -> None:
     """Draw the bits per weight of every group: a column per layer, and one for head and embedding.
 
-    Raises UsageError where matplotlib is not installed.
+    Raises what `drawing.save` raises.
     """
-    from lowq_cli.accuracy.comparison import figure
-
     cells: dict[str, dict[int, float]] = defaultdict(dict)
     others = {}
     for s in mixed.shares:
@@ -254,16 +252,17 @@ def plot(mixed: Mixed, path: Path) -> None:
             others[s.group.rpartition(".")[2]] = 8 * s.nbytes / s.params
     layers = 1 + max((i for row in cells.values() for i in row), default=0)
     table = [[row.get(i, float("nan")) for i in range(layers)] for row in cells.values()]
-    fig, axis = figure(max(6.0, min(24.0, 2.5 + 0.45 * layers)), 1.6 + 0.4 * len(cells))
+    fig = drawing.figure(max(6.0, min(24.0, 2.5 + 0.45 * layers)), 1.6 + 0.4 * len(cells))
+    axis = fig.subplots()
     low, high = (f([*(b for row in cells.values() for b in row.values()), *others.values()]) for f in (min, max))
     image = axis.imshow(table, aspect="auto", cmap="viridis", vmin=low, vmax=max(high, low + 0.5))
     for y, row in enumerate(table):
         for x, bits in enumerate(row if layers <= LABELLED else []):
             axis.text(x, y, f"{bits:.3g}", ha="center", va="center", fontsize=8, color="white" if bits < 4 else "black")
     axis.set_yticks(range(len(cells)), list(cells))
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # a MaxNLocator
     rest = ", ".join(f"{name} {bits:.3g}" for name, bits in others.items())
     axis.set(xlabel="layer", title=f"{mixed.bpw:.3f} bits per weight{f' ({rest})' if rest else ''}")
     fig.colorbar(image, label="bits per weight")
     fig.tight_layout()
-    fig.savefig(path)
+    drawing.save(fig, path)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import console, drawing
 
 EXAMPLES = """Examples:
   lowq bench
@@ -15,7 +15,9 @@ BATCHES = "1,2,4,8,16,32,64,128,256"
 
 
 def bench(
-    checkpoint: Annotated[str | None, typer.Argument(help="Checkpoint folder. Default: the one written last.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="CKPT", help="Checkpoint folder. Default: the one written last.")
+    ] = None,
     shape: Annotated[
         list[str] | None, typer.Option(metavar="NxK", help="A shape instead of a checkpoint's; repeatable.")
     ] = None,
@@ -38,8 +40,8 @@ def bench(
     from lowq_packers.errors import UsageError
 
     batches, where = tuner.parse_batches(batch), pick_device(device)
-    if plot and not Path(plot).absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: there is no folder {Path(plot).absolute().parent}")
+    if plot:
+        drawing.check(Path(plot))
     dtype = torch.bfloat16 if where.type == "cpu" else torch.float16
     if shape:
         if checkpoint is not None:
@@ -60,7 +62,7 @@ def bench(
             rows.append(row)
             advance(len({(r.N, r.K, r.bits, r.group, r.M) for r in rows}), f"{row.N}x{row.K} M={row.M}: {row.us:.1f} us")
     if plot:
-        benching.plot(rows, ceiling, plot)
+        benching.plot(rows, ceiling, Path(plot))
         console.say(f"drew {plot}")
     if as_json:
         facts = {"read_gbs": round(ceiling.read_gbs), "tflops": round(ceiling.tflops, 3)}
@@ -82,4 +84,4 @@ def bench(
         )
         for r in rows
     ]
-    console.table("", columns, table, on_stdout=True)
+    console.table("", columns, table, on_stdout=True, spare=(">dense us", ">TFLOP/s", ">GB/s"))

@@ -23,7 +23,7 @@ Inside:
 
 
 def chat(
-    checkpoint: Annotated[str | None, typer.Argument(metavar="[CKPT]", help="Folder or hub id; default: the last one.")] = None,
+    checkpoint: Annotated[str | None, typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.")] = None,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,

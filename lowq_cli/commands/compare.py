@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import console, drawing
 
 EXAMPLES = """Examples:
   lowq compare demo demo-lowq-4b-g64 demo-lowq-2b-g64
@@ -13,7 +13,10 @@ EXAMPLES = """Examples:
 
 
 def compare(
-    models: Annotated[list[str], typer.Argument(help="Two or more models; the first is what the others are held against.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL", help="Two or more models; the first is what the others are held against."),
+    ],
     text: Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for the speed.")] = 64,
@@ -27,8 +30,8 @@ def compare(
 
     if len(models) < 2:
         raise UsageError("compare takes two or more models; for one there is: lowq eval")
-    if plot and not Path(plot).absolute().parent.is_dir():
-        raise UsageError(f"--plot {plot}: there is no folder {Path(plot).absolute().parent}")
+    if plot:
+        drawing.check(Path(plot))
     check_there(*models)
 
     from lowq_cli.accuracy import comparison
@@ -59,6 +62,7 @@ def compare(
         )
         for r in rows
     ]
-    columns = ("model", ">size", ">bits/weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
+    columns = ("model", ">size", ">bits per weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
     first = rows[0]
-    console.table(f"{first.tokens} tokens in windows of {first.window}, against {models[0]}", columns, shown, on_stdout=True)
+    title = f"{first.tokens} tokens in windows of {first.window}, against {models[0]}"
+    console.table(title, columns, shown, on_stdout=True, spare=(">increase",))

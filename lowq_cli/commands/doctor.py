@@ -1,14 +1,19 @@
 """lowq doctor: what this machine has, what works on it, and what to install where something is missing."""
 
-from typing import Annotated, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lowq_cli import console
 
+if TYPE_CHECKING:
+    from lowq_cli.checkup import Check
+
 EXAMPLES = """Examples:
   lowq doctor
   lowq doctor --json"""
+MANY = 3  # kernels that are not for this machine for the same reason, from which they share a row
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
@@ -21,10 +26,17 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object
         rows: list[dict[str, Any]] = [{"name": c.name, "ok": c.ok, "found": c.found, "fix": c.fix} for c in checks]
         console.out_json({"ok": ok, "checks": rows})
     else:
-        marks = {True: "ok", False: "FAIL", None: "-"}
-        console.table("", ("", "check", "found"), [(marks[c.ok], c.name, c.found) for c in checks], on_stdout=True)
+        console.table("", ("", "check", "found"), _rows(checks), on_stdout=True)
         for c in checks:
             if c.fix:
                 console.out(f"{c.name}: {c.fix}")
     if not ok:
         raise typer.Exit(1)
+
+
+def _rows(checks: "list[Check]") -> list[tuple[str, str, str]]:
+    """The table's rows: one per check, but what is absent for one reason in many places takes one row, after the others."""
+    marks = {True: "ok", False: "FAIL", None: "-"}
+    reasons = Counter(c.found for c in checks if c.ok is None)
+    rows = [(marks[c.ok], c.name, c.found) for c in checks if c.ok is not None or reasons[c.found] < MANY]
+    return rows + [("-", f"{n} kernels", found) for found, n in reasons.items() if n >= MANY]

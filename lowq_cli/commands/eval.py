@@ -20,7 +20,7 @@ BAR = "#"
 
 def eval(
     ckpt: Annotated[
-        str | None, typer.Argument(help="Checkpoint, model folder or hub id. Default: the last one written.")
+        str | None, typer.Argument(metavar="CKPT", help="Checkpoint, model folder or hub id. Default: the last one written.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")] = None,
     against: Annotated[str | None, typer.Option(help="Model to compare with, usually the original.")] = None,
@@ -93,7 +93,7 @@ def eval(
             for e in errors
         ]
         columns = ("layer", ">weights, relative", "largest of", ">output, squared relative", "")
-        console.table("errors by layer, those before it included", columns, table, on_stdout=True)
+        console.table("errors by layer, those before it included", columns, table, on_stdout=True, spare=("",))
     if increase is not None and max_ppl_increase is not None and not increase <= max_ppl_increase:
         raise QualityError(
             f"perplexity {report.ppl:.3f} is {increase:.2f}% above {against} ({report.base_ppl:.3f}); "

@@ -15,7 +15,8 @@ EXAMPLES = """Examples:
 
 def export(
     ckpt: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder, also another tool's. Default: the last one written.")
+        str | None,
+        typer.Argument(metavar="CKPT", help="Checkpoint folder, also another tool's. Default: the last one written."),
     ] = None,
     to: Annotated[str, typer.Option(help="compressed-tensors, gptq, awq, humming, mlx, hqq or gguf.")] = "compressed-tensors",
     out: Annotated[str | None, typer.Option(help="Folder (gguf: file) to write.  [default: ./CKPT-FORMAT]")] = None,
@@ -32,8 +33,11 @@ def export(
 
     from lowq_cli.interop.exporter import export as run
 
-    with console.progress("export", 100) as advance:
-        found = run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name))
+    try:
+        with console.progress("export", 100) as advance:
+            found = run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from None
     if as_json:
         console.out_json(found.to_json())
         return

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import console
+from lowq_cli.commands import EXIT_INTERRUPTED
 from lowq_packers.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -21,13 +22,12 @@ EXAMPLES = """Examples:
   lowq generate ./my-model-lowq --prompt 'Hi!' --chat
   echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8
   lowq generate --prompts questions.jsonl --batch 8"""
-EXIT_INTERRUPTED = 130
 PROFILE_ROWS = 12  # that took the most time
 NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
 def generate(
-    checkpoint: Annotated[str | None, typer.Argument(metavar="[CKPT]", help="Folder or hub id; default: the last one.")] = None,
+    checkpoint: Annotated[str | None, typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to go on from; - reads it from stdin.")] = None,
     prompts: Annotated[
         str | None, typer.Option(help='Many: a JSONL file (- is stdin) of texts or {"prompt": text}; JSONL comes out.')

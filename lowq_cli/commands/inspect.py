@@ -14,7 +14,7 @@ EXAMPLES = """Examples:
 
 def inspect(
     path: Annotated[
-        str | None, typer.Argument(help="Model folder, hub id or demo. Default: the checkpoint written last.")
+        str | None, typer.Argument(metavar="MODEL", help="Model folder, hub id or demo. Default: the checkpoint written last.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,

@@ -12,7 +12,7 @@ EXAMPLES = """Examples:
 
 
 def push(
-    repo: Annotated[str, typer.Argument(help="Where to, as name/model.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Where to, as name/model.")],
     ckpt: Annotated[str | None, typer.Option(help="Checkpoint folder. Default: the last one written.")] = None,
     against: Annotated[
         str | None, typer.Option(help="The original: its perplexity and the difference are measured for the card.")

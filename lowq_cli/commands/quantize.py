@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console, quantizers
+from lowq_cli import console, drawing, quantizers
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lowq_cli.accuracy.mixed import Mixed
-    from lowq_cli.run.pipeline import Event, LayerDone, Planned, Result
+    from lowq_cli.run.events import Event, LayerDone, Planned, Result
     from lowq_cli.run.recipe import Recipe
 
 METHODS = quantizers.methods()
@@ -33,7 +33,7 @@ STEPS = 1000  # of the bar that is shown before the number of layers is known
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="Model folder, hub id, or demo (the bundled model).")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, hub id, or demo (the bundled model).")],
     bits: Annotated[int | None, typer.Option(help="Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]")] = None,
     group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
     method: Annotated[
@@ -125,14 +125,17 @@ def quantize(
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.bpw or one.size for one in asked)
-    if plot and not (budgeted and Path(plot).absolute().parent.is_dir()):
-        raise UsageError(f"--plot {plot} needs --bpw or --size, and a folder that is there")
+    if plot and not budgeted:
+        raise UsageError(f"--plot {plot} needs --bpw or --size")
+    if plot:
+        drawing.check(Path(plot))
 
     from lowq_cli.files.source import check_there
 
     check_there(model)
     with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
         from lowq_cli.run import pipeline
+        from lowq_cli.run.events import Planned
 
         def watch(done: int, total: int) -> None:
             assert advance  # only a budget is measured
@@ -142,7 +145,7 @@ def quantize(
         for one in asked:
             events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run, watch=watch)
             planned = next(events)
-            assert isinstance(planned, pipeline.Planned)  # the first event of every run
+            assert isinstance(planned, Planned)  # the first event of every run
             fault = None if engine is None else targets.problem(engine, planned.plan)
             if fault is None:
                 break
@@ -271,22 +274,22 @@ def _show_mixed(mixed: "Mixed") -> None:
 def _run(events: "Iterator[Event]", planned: "Planned") -> "Result":
     """Follow the run: a line per calibrated layer, then a progress bar; the result."""
     from lowq_cli.accuracy.calibrate import is_calibrated
-    from lowq_cli.run import pipeline
+    from lowq_cli.run.events import Finished, LayerDone, TensorDone
 
     if is_calibrated(planned.plan):
         told: set[str] = set()
         with console.status("calibrating layer by layer"):
             for event in events:
-                if not isinstance(event, pipeline.LayerDone):
+                if not isinstance(event, LayerDone):
                     events = chain([event], events)
                     break
                 _show_layer(event, told)
     with console.progress("quantize", planned.plan.params) as advance:
         for event in events:
-            if isinstance(event, pipeline.TensorDone):
+            if isinstance(event, TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
                 advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
-            elif isinstance(event, pipeline.Finished):
+            elif isinstance(event, Finished):
                 return event.result
     raise AssertionError("a run ends with Finished")
 

@@ -18,7 +18,7 @@ EXAMPLES = """Examples:
 
 def serve(
     ckpt: Annotated[
-        str | None, typer.Argument(help="Checkpoint, model folder or hub id. Default: the last one written.")
+        str | None, typer.Argument(metavar="CKPT", help="Checkpoint, model folder or hub id. Default: the last one written.")
     ] = None,
     tp: Annotated[int, typer.Option("--tp", help="GPUs to spread the weights over.")] = 1,
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import console
+from lowq_cli.commands import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from lowq_kernels.tuning import Entry
@@ -18,7 +19,9 @@ EXAMPLES = """Examples:
 
 
 def tune(
-    checkpoint: Annotated[str | None, typer.Argument(help="Checkpoint folder. Default: the one written last.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="CKPT", help="Checkpoint folder. Default: the one written last.")
+    ] = None,
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows per product: sequences decoded at once.")] = (
         "1,2,4,8,16,32,64"
     ),
@@ -61,6 +64,8 @@ def tune(
             stopped = f"the budget of {console.duration(budget)} ended"
     except KeyboardInterrupt:
         stopped = "interrupted"
+    if not entries and stopped == "interrupted":
+        raise KeyboardInterrupt("nothing was measured yet")
     if not entries:
         raise UsageError(f"nothing measured: {stopped or 'no kernel takes these shapes here'}; try --budget {2 * budget:g}")
     path = tuner.save(opened.folder, where, entries)
@@ -87,6 +92,8 @@ def tune(
     if as_json:
         result: dict[str, Any] = {"gpu": here.gpu, "entries": len(entries), "seconds": round(clock.spent, 1)}
         console.out_json(result | {"file": str(path), "complete": not stopped})
+    if stopped == "interrupted":
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
@@ -98,4 +105,4 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
         scheme = f"{e.bits}-bit g{e.group}" + (f", {e.act} x" if e.act != "none" else "")
         rows.append((f"{e.N}x{e.K}", scheme, e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
     columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
-    console.table("", columns, rows, on_stdout=not as_json)
+    console.table("", columns, rows, on_stdout=not as_json, spare=("layout",))

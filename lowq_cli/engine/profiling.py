@@ -1,6 +1,7 @@
 """A few steps under torch's profiler: what each part of a step takes, and a timeline that Perfetto (ui.perfetto.dev) shows."""
 
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,11 +43,7 @@ def profile_steps(
             decoder.step()
         wait()
         wall_us = (time.perf_counter() - start) * 1e6 / STEPS
-    try:
-        timeline.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(timeline))
-    except (OSError, RuntimeError) as e:
-        raise UsageError(f"the timeline {timeline} cannot be written: {e}") from None
+    _write(found, timeline)
     if on_gpu:
         rows = lines.parts(lines.spans(timeline), STEPS, products)
         return [*rows, Part(WHOLE, sum(r.us for r in rows), 1.0)]
@@ -54,3 +51,23 @@ def profile_steps(
     rows = [Part(e.key, e.self_cpu_time_total / STEPS, e.count / STEPS) for e in averages]
     rows.append(Part(BETWEEN, max(0.0, wall_us - sum(r.us for r in rows)), 0.0))
     return [*sorted(rows, key=lambda r: -r.us), Part(WHOLE, wall_us, 1.0)]
+
+
+def _write(found: Any, timeline: Path) -> None:
+    """The profiler's timeline, whole or not at all: on a full disk its library leaves a part of it and says nothing."""
+    with tempfile.TemporaryDirectory(dir=_made(timeline.parent), prefix=".lowq-") as folder:
+        try:
+            found.export_chrome_trace(f"{folder}/{timeline.name}")
+            os.replace(f"{folder}/{timeline.name}", timeline)
+        except (OSError, RuntimeError) as e:
+            why = "is the disk full?" if isinstance(e, FileNotFoundError) else e
+            raise UsageError(f"the timeline {timeline} cannot be written: {why}") from None
+
+
+def _made(folder: Path) -> Path:
+    """The folder, made where it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"the timeline's folder {folder} cannot be made: {e.strerror}") from None
+    return folder

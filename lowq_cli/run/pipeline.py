@@ -8,15 +8,14 @@ import hashlib
 import json
 import os
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,95 +25,20 @@ from lowq_cli.devices import pick_devices
 from lowq_cli.files.source import INDEX, Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.run import transform
-from lowq_cli.run.budget import Budget, make_budget, peak_rss
+from lowq_cli.run.budget import make_budget
+from lowq_cli.run.events import Event, Finished, Planned, Result, ShardDone, TensorDone
 from lowq_cli.run.plan import Item, Plan, Shard, default_out, index_json, output_config
 from lowq_cli.run.planner import SHARD_SIZE, make_plan
 from lowq_cli.run.recipe import Recipe, make_recipe
+from lowq_cli.run.report import known_result, make_report, result_of
 from lowq_cli.run.workers import in_order, spread, worker_devices
 from lowq_cli.run.writer import REPORT, SENSITIVITY, OutputFolder, ShardFile, output_names
-from lowq_packers.errors import DamagedError, LowqError, UsageError
+from lowq_packers.errors import LowqError, UsageError
 
-if TYPE_CHECKING:
-    from lowq_cli.accuracy.mixed import Mixed
-
-WORST = 5
 FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # that workers write into
 LARGE = 1 << 28  # weights of an item that one worker is long at, of those that are begun first
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The plan is made; nothing is written yet."""
-
-    plan: Plan
-    out: Path
-    device: str
-    budget: Budget
-    mixed: "Mixed | None" = None  # how a budget of bits was spent
-
-
-@dataclass(frozen=True)
-class TensorDone:
-    """One item is in its file. rel_error = ||W - dequantized|| / ||W||, None where it was kept.
-
-    `index` of `total` items; `params_done` of `params_total` weights (for an ETA). resumed: an earlier run did it.
-    """
-
-    name: str
-    kind: str
-    scheme: str | None
-    rel_error: float | None
-    seconds: float
-    bytes: int
-    index: int
-    total: int
-    params_done: int
-    params_total: int
-    resumed: bool
-
-
-@dataclass(frozen=True)
-class ShardDone:
-    """One output file is whole and has its final name."""
-
-    name: str
-    bytes: int
-    index: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run made. The first seven fields are the JSON that scripts rely on."""
-
-    out: str
-    bpw: float  # bits per weight over the whole model, kept tensors included
-    bytes: int  # of the weight files
-    source_bytes: int
-    quantized_fraction: float
-    seconds: float
-    peak_rss_bytes: int
-    quantized_bpw: float
-    already_done: bool
-    resumed: int  # items that an earlier run had done
-    worst: tuple[tuple[str, str, float], ...]  # (name, scheme, rel_error), largest error first
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, one key per field."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The checkpoint is whole."""
-
-    result: Result
-
-
-LayerDone = calibrate.LayerDone
 Task = tuple[Shard, Item, bool]  # an item, the file it goes into, and whether an earlier run did it
 Outcome = tuple[float | None, list[int]]  # relative error, CRC-32 of each tensor written
-Event = Planned | LayerDone | TensorDone | ShardDone | Finished
 
 
 def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, **options: Any) -> dict[str, Any]:
@@ -190,7 +114,7 @@ def run(
         calibration = calibrate.Calibration(source, plan, folder, name, on) if calibrate.is_calibrated(plan) else None
         with OutputFolder(folder, name, output_names(plan, companions), fresh) as output:
             if output.already_done:
-                yield Finished(_known_result(plan, output, time.monotonic() - start))
+                yield Finished(known_result(plan, output, time.monotonic() - start))
                 return
             if found:
                 output.replace(SENSITIVITY, found.cache)
@@ -293,7 +217,7 @@ def _write(
     output.finish(_json(output_config(source, plan)))
     if calibration:
         calibration.close()
-    result = _result(plan, output, report, time.monotonic() - start, resumed)
+    result = result_of(plan, output, report, time.monotonic() - start, resumed)
     output.log(f"finished: {result.bytes} bytes, {result.bpw:.3f} bits per weight, {result.seconds:.1f} s")
     return result
 
@@ -312,72 +236,3 @@ def in_turn(shards: Sequence[Shard], together: int) -> Iterator[tuple[Shard, Ite
 
 def _json(value: dict[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def make_report(
-    source: Source, plan: Plan, output: OutputFolder, device: torch.device, notes: Mapping[str, str]
-) -> dict[str, Any]:
-    """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. Holds no times."""
-    name = (
-        source.folder.resolve().name if source.folder and source.name != "demo" and Path(source.name).is_dir() else source.name
-    )
-    tensors = []
-    for i in plan.items:
-        record = output.finished[i.name]
-        line: dict[str, Any] = {
-            "name": i.name,
-            "kind": i.kind,
-            "shape": list(i.shape),
-            "bytes": i.nbytes,
-            "crc32": record["crc"],
-        }
-        if i.scheme:
-            line |= {"scheme": str(i.scheme), "method": i.method, "rel_error": record["rel_error"]}
-        if note := "; ".join(filter(None, (i.note, notes.get(i.name)))):
-            line["note"] = note
-        tensors.append(line)
-    return {
-        "lowq": version("lowq"),
-        "run": output.run,
-        "source": name,
-        "device": device.type,
-        "recipe": plan.recipe.to_json(),
-        "bpw": plan.bpw,
-        "quantized_bpw": plan.quantized_bpw,
-        "quantized_fraction": plan.coverage,
-        "source_bytes": plan.source_bytes,
-        "bytes": plan.nbytes,
-        "weights": {s.name: {"bytes": s.size, "header_crc32": zlib.crc32(s.header)} for s in plan.shards},
-        "files": output.files,
-        "tensors": tensors,
-    }
-
-
-def _result(
-    plan: Plan, output: OutputFolder, report: dict[str, Any], seconds: float, resumed: int, done: bool = False
-) -> Result:
-    quantized = [t for t in report["tensors"] if "rel_error" in t]
-    worst = sorted(quantized, key=lambda t: (-t["rel_error"], t["name"]))[:WORST]
-    return Result(
-        out=str(output.path),
-        bpw=plan.bpw,
-        bytes=plan.nbytes,
-        source_bytes=plan.source_bytes,
-        quantized_fraction=plan.coverage,
-        seconds=seconds,
-        peak_rss_bytes=peak_rss(),
-        quantized_bpw=plan.quantized_bpw,
-        already_done=done,
-        resumed=resumed,
-        worst=tuple((t["name"], t["scheme"], t["rel_error"]) for t in worst),
-    )
-
-
-def _known_result(plan: Plan, output: OutputFolder, seconds: float) -> Result:
-    """The result of a run that was finished before. Raises DamagedError if its weight files are no longer what it wrote."""
-    report = json.loads((output.path / REPORT).read_bytes())
-    output.finished = {t["name"]: {} for t in report["tensors"]}
-    for shard in plan.shards:
-        if not ShardFile.is_whole(output, shard):
-            raise DamagedError(f"{output.path / shard.name} is missing or not what lowq wrote; run again with --fresh")
-    return _result(plan, output, report, seconds, len(plan.items), done=True)

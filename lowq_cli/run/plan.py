@@ -107,7 +107,6 @@ class Plan:
     items: tuple[Item, ...]
     shards: tuple[Shard, ...]
     source_bytes: int
-    source_params: int
     scale_dtype: str  # safetensors name
     untie: bool  # a separate output head is written for a model whose head was its embedding
     notes: tuple[str, ...]  # fallbacks and policies worth a line

@@ -93,7 +93,6 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
         tuple(items),
         shards,
         source.nbytes,
-        source.params,
         scale_dtype(source, recipe),
         untie,
         tuple(notes),

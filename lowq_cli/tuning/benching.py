@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowq_cli import drawing
 from lowq_kernels.measure import call_for, copies, layouts_for, random_weight
 from lowq_kernels.registry import kernels, select
 from lowq_kernels.timing import Roofline, call_bytes, rotation, timed
@@ -122,19 +124,13 @@ def _dense_times(shape: Shape, batches: Sequence[int], device: torch.device) -> 
     return times
 
 
-def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
+def plot(rows: Sequence[Row], ceiling: Roofline, path: Path) -> None:
     """Two panels: speed-up over the dense 16-bit product against M, and the roofline with every row on it.
 
-    Raises UsageError where matplotlib is missing or the file cannot be written.
+    Raises what `drawing.save` raises.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib; install it with: pip install 'lowq[plot]'") from None
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), constrained_layout=True)
+    figure = drawing.figure(13, 5.2, layout="constrained")
+    left, right = figure.subplots(1, 2)
     series: dict[str, list[Row]] = {}
     for r in rows:
         series.setdefault(f"{r.N}x{r.K} {r.bits}-bit", []).append(r)
@@ -168,9 +164,4 @@ def plot(rows: Sequence[Row], ceiling: Roofline, path: str) -> None:
     right.set(xscale="log", yscale="log", xlabel="floating-point operations per byte moved", ylabel="TFLOP/s")
     right.grid(alpha=0.3)
     right.set_title("roofline, both ceilings measured")
-    try:
-        figure.savefig(path, dpi=140)
-    except (OSError, ValueError) as e:
-        raise UsageError(f"--plot {path} cannot be written: {e}") from None
-    finally:
-        plt.close(figure)
+    drawing.save(figure, path, dpi=140)

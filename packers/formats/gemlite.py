@@ -18,7 +18,6 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INT8 = 4
 WORDS = ("U8", "I16", "I32", "I64")
 META = 12
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,10 +53,10 @@ MIXTURES = ("mixtral", "qwen3-moe")
 @pytest.fixture
 def small_calibration(monkeypatch):
     """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
-    from lowq_cli.accuracy import calibrate
+    from lowq_cli.accuracy import texts
 
-    monkeypatch.setattr(calibrate, "WINDOW", 32)
-    monkeypatch.setattr(calibrate, "BATCH", 2)
+    monkeypatch.setattr(texts, "WINDOW", 32)
+    monkeypatch.setattr(texts, "BATCH", 2)
     monkeypatch.setattr("lowq_cli.hf.load.load_tokenizer", lambda source: Bytes())
 
 
@@ -220,3 +220,53 @@ def pack_checkpoint() -> Callable[..., Checkpoints]:
 def dequantize_checkpoint() -> Callable[[Path, Path, Path], Path]:
     """`write_dequantized`: (dense folder, packed folder, output folder) -> output folder."""
     return write_dequantized
+
+
+@pytest.fixture(scope="session")
+def bf16_checkpoints(
+    family_checkpoints: Callable[..., Checkpoints], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Checkpoints]:
+    """`family_checkpoints` in bf16, with scales and zeros in bf16 too, as `lowq quantize` has them; not to be written into."""
+    from safetensors.torch import load_file, save_file
+
+    made: dict[tuple[str, str], Checkpoints] = {}
+
+    def make(family: str, schemes: dict[str, Scheme]) -> Checkpoints:
+        key = (family, str(schemes))
+        if key not in made:
+            found = family_checkpoints(family, "bfloat16", schemes)
+            packed = tmp_path_factory.mktemp(family) / "packed"
+            shutil.copytree(found.packed, packed)
+            tensors = load_file(packed / "model.safetensors")
+            tensors = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
+            save_file(tensors, packed / "model.safetensors")
+            made[key] = replace(found, packed=packed)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def demo4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo at 4 bits without a zero (Q4_0), its down projections at 8 (Q8_0)."""
+    from lowq_cli.run.pipeline import quantize
+
+    out = tmp_path_factory.mktemp("demo") / "demo4"
+    quantize("demo", out=out, bits=4, group=32, method="rtn", zero="none", overrides=["down_proj=8:32"])
+    return out
+
+
+@pytest.fixture(scope="session")
+def demo_gguf(demo4: Path) -> Path:
+    """`demo4` as a GGUF file."""
+    from lowq_cli.interop.exporter import export
+
+    out = demo4.with_name("demo.gguf")
+    export(demo4, "gguf", out)
+    return out

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowq_cli import quantizers
-from lowq_cli.accuracy import calibrate
+from lowq_cli.accuracy import calibrate, texts
 from lowq_cli.accuracy.walk import Layer
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.blocks import Blocks, run
@@ -253,9 +253,9 @@ def test_a_dry_run_tells_of_a_text_that_is_missing(family_checkpoints, tmp_path)
 
 def test_text_errors(tmp_path):
     with pytest.raises(NotFoundError, match="cannot read the calibration text"):
-        calibrate.read_text(str(tmp_path / "none.txt"))
+        texts.read_text(str(tmp_path / "none.txt"))
     with pytest.raises(NotFoundError, match="holds no"):
-        calibrate.read_text(str(tmp_path))
+        texts.read_text(str(tmp_path))
     for name, content, why in (
         ("a.txt", b" ", "is empty"),
         ("b.txt", b"\xff", "not UTF-8"),
@@ -263,15 +263,15 @@ def test_text_errors(tmp_path):
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=why):
-            calibrate.read_text(str(tmp_path / name))
+            texts.read_text(str(tmp_path / name))
     with pytest.raises(UsageError, match="calibration needs 64 tokens"):
-        calibrate.choose_windows(lambda text, **_: {"input_ids": list(range(40))}, "x", 4096)
+        texts.choose_windows(lambda text, **_: {"input_ids": list(range(40))}, "x", 4096)
     with pytest.raises(UsageError, match="at least 4096"):
         make_recipe(method="gptq", calib_tokens=5)
     for method in ("rtn", "auto"):
         with pytest.raises(UsageError, match=f"{method} does not"):
             make_recipe(method=method, calib="x.txt")
-    assert len(calibrate.read_text(None)) > 200_000
+    assert len(texts.read_text(None)) > 200_000
 
 
 def test_fresh_removes_the_layers_of_a_calibration(family_checkpoints, text, tmp_path):
@@ -289,7 +289,7 @@ def test_a_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n\n{"text": "and a half"}\n')
     (tmp_path / "c.md").write_text("not a text file")
-    assert calibrate.read_text(str(tmp_path)) == "first\n\nand a half\n\nsecond"
+    assert texts.read_text(str(tmp_path)) == "first\n\nand a half\n\nsecond"
 
 
 def test_layers_are_calibrated_behind_a_quantized_embedding(family_checkpoints, text, tmp_path, monkeypatch):

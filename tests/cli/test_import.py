@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from exported import FLOAT, HEAD, INT4, SYM
 from safetensors.torch import load_file, save_file
 
 import lowq
@@ -17,12 +18,9 @@ from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.importer import runnable
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
-from lowq_packers.scheme import Scheme
 
-INT4 = {"attention": Scheme(4, 32, "int"), "mlp": Scheme(4, 32, "int"), "expert": Scheme(4, 16, "int")}
-SYM = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(8, 32, "none"), "head": Scheme(8, 64, "none")}
-FLOAT = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(2, 32, "float")}
-CASES = [("gptq", SYM), ("gptq", INT4), ("awq", INT4), ("compressed-tensors", SYM), ("hqq", FLOAT), ("mlx", SYM)]
+WHOLE = SYM | HEAD
+CASES = [("gptq", WHOLE), ("gptq", INT4), ("awq", INT4), ("compressed-tensors", WHOLE), ("hqq", FLOAT), ("mlx", WHOLE)]
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +97,7 @@ def test_a_changed_checkpoint_is_another_import(foreign):
 
 
 def test_what_is_ours_or_dense_is_taken_as_it_is(family_checkpoints):
-    made = family_checkpoints("llama", "float32", SYM)
+    made = family_checkpoints("llama", "float32", WHOLE)
     assert runnable(made.packed) == str(made.packed)
     assert runnable(made.dense) == str(made.dense)
     assert runnable("demo") == "demo"
@@ -107,7 +105,7 @@ def test_what_is_ours_or_dense_is_taken_as_it_is(family_checkpoints):
 
 
 def test_fp8_blocks_with_static_activations_become_dense(family_checkpoints, tmp_path):
-    made = family_checkpoints("llama", "bfloat16", SYM)
+    made = family_checkpoints("llama", "bfloat16", WHOLE)
     folder = tmp_path / "fp8"
     shutil.copytree(made.dequantized, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -163,7 +161,7 @@ def test_experts(foreign, family):
 
 
 def test_generate_takes_a_foreign_checkpoint(foreign, monkeypatch, capsys):
-    folder, _ = foreign("gptq", SYM)
+    folder, _ = foreign("gptq", WHOLE)
     args = ["lowq", "generate", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "4", "--device", "cpu", "--json"]
     monkeypatch.setattr(sys, "argv", args)
     assert main._run() == 0

@@ -72,6 +72,10 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo"])
     assert main._run() == 130
     assert capsys.readouterr().err == "lowq: interrupted\n"
+    monkeypatch.setattr("lowq_cli.interop.exporter.export", stopped)
+    monkeypatch.setattr(sys, "argv", ["lowq", "export", "demo"])
+    assert main._run() == 130
+    assert capsys.readouterr().err == "lowq: interrupted; run the same command again to continue\n"
 
 
 NAMING_A_MODEL = [
@@ -103,9 +107,10 @@ def test_the_name_of_a_file_is_no_hub_id(name):
     assert f"no folder {name}, and that is no hub id either" in done.stderr
 
 
-def test_a_reader_that_left_is_no_error(tmp_path):
-    found = subprocess.run(f"{LOWQ} inspect demo --tensors | true; exit ${{PIPESTATUS[0]}}", shell=True, executable="/bin/bash")
-    assert found.returncode == 0
+@pytest.mark.parametrize("reader", ["true", "head -1"])
+def test_a_reader_that_left_is_no_error(reader):
+    line = f"{LOWQ} inspect demo --tensors | {reader} > /dev/null; exit ${{PIPESTATUS[0]}}"
+    assert subprocess.run(line, shell=True, executable="/bin/bash").returncode == 0
 
 
 @pytest.mark.parametrize("command", [c.name for c in main.app.registered_commands])
@@ -156,3 +161,38 @@ def test_help_at_80_columns_is_whole():
     page = run("quantize", "--help", COLUMNS="80", TERMINAL_WIDTH="80").stdout
     assert max(map(len, page.splitlines())) <= 80
     assert "\n    lowq quantize demo\n" in page, "an example is a line of its own"
+
+
+def test_a_full_disk_behind_stdout_is_one_line():
+    for args in (["inspect", "demo"], ["inspect", "demo", "--json"], ["--version"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([LOWQ, *args], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 4
+        assert done.stderr == "lowq: the disk is full; make room and run the same command again\n"
+
+
+def test_a_command_ends_without_taking_torch_apart(tmp_path):
+    """What was printed is there, handlers registered with atexit run, and no module is destroyed."""
+    code = """import atexit, sys, lowq_cli.main as m
+class Left:
+    def __del__(self):
+        print("destroyed")
+sys.left = Left()
+atexit.register(lambda: print("handler"))
+sys.argv = ["lowq", "inspect", "demo", "--json"]
+m.run()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    result, handler = done.stdout.splitlines()
+    assert json.loads(result)["model_type"] == "llama"
+    assert handler == "handler"
+
+
+def test_transformers_does_not_import_hqq():
+    """Where it is installed: it brings all of inductor."""
+    code = """import atexit, sys, lowq_cli.main as m
+atexit.register(lambda: print("torch._inductor.lowering" in sys.modules))
+sys.argv = ["lowq", "eval", "demo", "--max-tokens", "600", "--json"]
+m.run()"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == ["False"]

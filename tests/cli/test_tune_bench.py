@@ -1,11 +1,13 @@
 """lowq tune and lowq bench on a small checkpoint, as a person runs them."""
 
 import json
+import sys
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from lowq_cli import main
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.main import app
 from lowq_cli.tuning import tuner, tuning_plan
@@ -70,6 +72,17 @@ def test_an_interruption_keeps_what_was_measured(folder, monkeypatch):
     assert not result["complete"]
     assert "interrupted" in said
     assert len(tuning.read_file(folder / tuning.FILE)[0]["entries"]) == 2
+    assert CliRunner().invoke(app, ["tune", str(folder), "--batch", "1", "--device", "cpu"]).exit_code == 130
+
+
+def test_an_interruption_before_anything_was_measured_is_no_usage_error(folder, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuner, "compile_candidates", interrupted)
+    monkeypatch.setattr(sys, "argv", ["lowq", "tune", str(folder)])
+    assert main._run() == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "lowq: interrupted; nothing was measured yet"
 
 
 @pytest.mark.parametrize(

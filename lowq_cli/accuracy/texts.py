@@ -1,0 +1,59 @@
+"""What calibrated methods read: a text's tokens, in windows of one length."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.accuracy.perplexity import read_utf8, tokenize, windows
+from lowq_packers.errors import NotFoundError, UsageError
+
+WINDOW = 512
+BATCH = 8  # windows at a time
+DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
+
+
+def read_text(path: str | None) -> str:
+    """The calibration text: a .txt file, a .jsonl file of {"text": ...}, all such files in a folder, or the bundled one.
+
+    Raises NotFoundError, UsageError.
+    """
+    root = DEFAULT_TEXT if path is None else Path(path).expanduser()
+    if root.is_dir():
+        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
+        if not files:
+            raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
+        return "\n\n".join(read_text(str(p)) for p in files)
+    text = read_utf8(root, "calibration text")
+    if root.suffix == ".jsonl":
+        try:
+            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
+    if not text.strip():
+        raise UsageError(f"the calibration text {root} is empty")
+    return text
+
+
+def choose_windows(tokenizer: Any, text: str, tokens: int) -> torch.Tensor:
+    """(n, WINDOW) token ids: `tokens` of them in windows spread evenly over the text, or all if it has fewer.
+
+    Raises UsageError for a text of fewer tokens than a batch.
+    """
+    cut = windows(tokenize(tokenizer, text), WINDOW)
+    count = min(len(cut), max(1, tokens // WINDOW)) // BATCH * BATCH
+    if cut.shape[1] < WINDOW or count == 0:
+        raise UsageError(
+            f"calibration needs {BATCH * WINDOW} tokens or more, the text has {cut.numel()}; give a longer --calib"
+        )
+    return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
+
+
+def unseen_windows(tokenizer: Any, count: int, rows: int) -> torch.Tensor:
+    """(count, WINDOW) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
+
+    rows: of the embedding; tokens beyond are left out.
+    """
+    words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
+    return words[torch.randint(len(words), (count, WINDOW), generator=torch.Generator().manual_seed(0))]

@@ -1,0 +1,42 @@
+"""Plots: a figure to draw on, and its file, which is refused before any work where it could not be written after it."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowq_packers.errors import DISK_FULL, DoesNotFitError, UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def check(path: Path) -> None:
+    """Raise UsageError where no plot can be written to `path`: no matplotlib, no such folder, or no such format."""
+    known = figure(1, 1).canvas.get_supported_filetypes()
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--plot {path}: there is no folder {path.absolute().parent}")
+    if path.suffix[1:].lower() not in known:
+        raise UsageError(f"--plot {path}: the name says no format that can be drawn; use .png, .svg or .pdf")
+
+
+def figure(width: float, height: float, **layout: Any) -> "Figure":
+    """An empty figure of so many inches. Raises UsageError where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise UsageError("--plot needs matplotlib; install it with: pip install 'lowq[plot]'") from None
+    return Figure(figsize=(width, height), **layout)
+
+
+def save(drawn: "Figure", path: Path, dpi: int | None = None) -> None:
+    """Write the figure, whole or not at all. Raises UsageError or DoesNotFitError where that fails."""
+    partial = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        drawn.savefig(partial, dpi="figure" if dpi is None else dpi)
+        os.replace(partial, path)
+    except OSError as e:
+        if e.errno in DISK_FULL:
+            raise DoesNotFitError(f"the disk is full ({path}); make room and run the same command again") from None
+        raise UsageError(f"--plot {path} cannot be written: {e.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)

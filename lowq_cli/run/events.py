@@ -1,0 +1,84 @@
+"""What a run tells as it goes: the plan, each tensor and file as they are finished, the result."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli.accuracy.calibrate import LayerDone
+from lowq_cli.run.budget import Budget
+from lowq_cli.run.plan import Plan
+
+if TYPE_CHECKING:
+    from lowq_cli.accuracy.mixed import Mixed
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan is made; nothing is written yet."""
+
+    plan: Plan
+    out: Path
+    device: str
+    budget: Budget
+    mixed: "Mixed | None" = None  # how a budget of bits was spent
+
+
+@dataclass(frozen=True)
+class TensorDone:
+    """One item is in its file. rel_error = ||W - dequantized|| / ||W||, None where it was kept.
+
+    `index` of `total` items; `params_done` of `params_total` weights (for an ETA). resumed: an earlier run did it.
+    """
+
+    name: str
+    kind: str
+    scheme: str | None
+    rel_error: float | None
+    seconds: float
+    bytes: int
+    index: int
+    total: int
+    params_done: int
+    params_total: int
+    resumed: bool
+
+
+@dataclass(frozen=True)
+class ShardDone:
+    """One output file is whole and has its final name."""
+
+    name: str
+    bytes: int
+    index: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run made. The first seven fields are the JSON that scripts rely on."""
+
+    out: str
+    bpw: float  # bits per weight over the whole model, kept tensors included
+    bytes: int  # of the weight files
+    source_bytes: int
+    quantized_fraction: float
+    seconds: float
+    peak_rss_bytes: int
+    quantized_bpw: float
+    already_done: bool
+    resumed: int  # items that an earlier run had done
+    worst: tuple[tuple[str, str, float], ...]  # (name, scheme, rel_error), largest error first
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, one key per field."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The checkpoint is whole."""
+
+    result: Result
+
+
+Event = Planned | LayerDone | TensorDone | ShardDone | Finished

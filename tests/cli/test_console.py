@@ -1,0 +1,66 @@
+"""What is printed fits the terminal: numbers stay whole, lines break between words, a reader may leave."""
+
+import io
+import re
+
+import pytest
+
+from lowq_cli import console
+from lowq_cli.checkup import Check
+from lowq_cli.commands.doctor import _rows
+
+COLUMNS = ("shape", "kernel", ">time", ">GB/s", ">dense us")
+ROWS = [("4096x14336", "triton/gemm_splitk", "1234.5", "3021", "1322.3"), ("64x64", "reference", "1.0", "5", "2.0")]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A function: stdout and stderr as terminals of so many columns; returns what is written to them."""
+
+    def make(columns):
+        screen = Terminal()
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr("sys.stdout", screen)
+        monkeypatch.setattr("sys.stderr", screen)
+        return screen
+
+    return make
+
+
+@pytest.mark.parametrize(("columns", "gone"), [(100, []), (57, []), (50, [">dense us"]), (44, [">dense us", ">GB/s"])])
+def test_a_table_gives_up_its_spare_columns_before_a_number_breaks(terminal, columns, gone):
+    screen = terminal(columns)
+    console.table("", COLUMNS, ROWS, on_stdout=True, spare=(">dense us", ">GB/s"))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue())
+    assert max(map(len, shown.splitlines())) <= columns
+    for i, name in enumerate(COLUMNS):
+        for whole in (*name.lstrip(">").split(), *(row[i] for row in ROWS)):
+            assert (whole in shown.split()) == (name not in gone), whole
+
+
+def test_a_line_breaks_between_words_on_a_terminal_and_nowhere_else(terminal, monkeypatch):
+    path = "/a/folder/whose-name/is-longer/than-the/terminal-is/wide"
+    line = f"wrote 8 entries to {path} in 1.4 s; 5 prompt tokens at 434/s"
+    screen = terminal(44)
+    console.say(line)
+    assert screen.getvalue() == f"wrote 8 entries to\n  {path}\n  in 1.4 s; 5 prompt tokens at 434/s\n"
+    log = io.StringIO()
+    monkeypatch.setattr("sys.stderr", log)
+    console.say(line)
+    assert log.getvalue() == line + "\n"
+
+
+def test_doctor_gives_kernels_of_another_machine_one_row():
+    absent = [Check(f"kernel cuda/{i}", None, "runs on cuda") for i in range(4)]
+    checks = [Check("torch", True, "2"), *absent, Check("gpu", None, "none"), Check("kernel x", False, "wrong")]
+    assert _rows(checks) == [
+        ("ok", "torch", "2"),
+        ("-", "gpu", "none"),
+        ("FAIL", "kernel x", "wrong"),
+        ("-", "4 kernels", "runs on cuda"),
+    ]

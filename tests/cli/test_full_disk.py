@@ -1,0 +1,120 @@
+"""A disk that fills up (here: a limit on the size of a file) ends a command in one line, and leaves nothing half-written."""
+
+import json
+import resource
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lowq_cli import drawing, main
+from lowq_kernels import tuning
+from lowq_packers.errors import DoesNotFitError, UsageError
+
+
+@contextmanager
+def files_of_at_most(limit):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """lowq with these arguments in this process, on a nearly full disk: its exit code and what it said."""
+
+    def run(*args, limit=1000):
+        monkeypatch.setattr(sys, "argv", ["lowq", *map(str, args)])
+        with files_of_at_most(limit):
+            code = main._run()
+        return code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    from lowq_cli.run.pipeline import quantize
+
+    folder = tmp_path_factory.mktemp("full") / "packed"
+    quantize("demo", folder, bits=4, group=32, method="rtn", device="cpu")
+    return folder
+
+
+def test_tune_leaves_the_table_that_was_there(run, packed):
+    before = b'{"format": 1, "machines": []}'
+    (packed / tuning.FILE).write_bytes(before)
+    files = sorted(p.name for p in packed.iterdir())
+    code, said = run("tune", packed, "--batch", "1", "--device", "cpu")
+    tuning.forget()
+    assert code == 4
+    assert f"lowq: the disk is full ({packed / tuning.FILE})" in said
+    assert (packed / tuning.FILE).read_bytes() == before
+    assert sorted(p.name for p in packed.iterdir()) == files
+
+
+def test_a_timeline_is_whole_or_not_there(run, tmp_path):
+    code, said = run(
+        "generate", "demo", "--device", "cpu", "--prompt", "x", "--max-new-tokens", "4", "--profile", tmp_path / "t.json"
+    )
+    assert code == 2
+    assert "cannot be written: is the disk full?" in said
+    assert "timeline:" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plot_is_whole_or_not_there(tmp_path):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    for name in ("plot.png", "plot.svg"):
+        with files_of_at_most(100), pytest.raises(DoesNotFitError, match=f"the disk is full .*{name}"):
+            drawing.save(drawing.figure(2, 2), tmp_path / name)
+        assert not list(tmp_path.iterdir())
+        drawing.save(drawing.figure(2, 2), tmp_path / name)
+        (tmp_path / name).unlink()
+
+
+def test_fp8_promises_no_continuation(run, tmp_path):
+    code, said = run("quantize", "demo", "--format", "fp8", "--out", tmp_path / "out", limit=2_000_000)
+    assert code == 4
+    assert said.endswith("make room and run the same command again\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["bench --shape 256x256", "compare demo demo", "quantize demo --bpw 4 --dry-run"],
+    ids=lambda c: c.split()[0],
+)
+def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(command, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+    monkeypatch.setattr("lowq_kernels.timing.roofline", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("lowq_cli.accuracy.comparison.compare", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("lowq_cli.run.pipeline.run", lambda *_, **__: pytest.fail("planned"))
+    for path, why in ((tmp_path / "x.xyz", "use .png, .svg or .pdf"), (tmp_path / "no" / "x.png", "there is no folder")):
+        monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(path)])
+        assert main._run() == 2
+        assert why in capsys.readouterr().err
+
+
+def test_a_plot_in_a_folder_of_another_person(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    drawn = drawing.figure(1, 1)
+    monkeypatch.setattr(drawn, "savefig", refused)
+    with pytest.raises(UsageError, match=r"p\.png cannot be written: Permission denied"):
+        drawing.save(drawn, Path(tmp_path / "p.png"))
+
+
+def test_the_report_of_a_table_that_could_be_written(run, packed, capsys):
+    """The limit is what the tests above fail by: without it the same command writes."""
+    code, said = run("tune", packed, "--batch", "1", "--device", "cpu", limit=10_000_000)
+    tuning.forget()
+    assert code == 0, said
+    assert json.loads((packed / tuning.FILE).read_text())["machines"]

@@ -1,0 +1,150 @@
+"""GGUF files as a source: their weights, the tokenizer that their metadata hold, and files that lie."""
+
+import contextlib
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import lowq
+from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.inspection import inspect_model
+from lowq_cli.interop import gguf_export, gguf_tokenizer
+from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.foreign import open_decoded
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
+
+DEMO = Path(gguf_export.__file__).parents[1] / "demo"
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def test_a_gguf_file_is_a_source(demo4, demo_gguf, tmp_path):
+    """Without a config.json beside it, and in Hugging Face's order of rows."""
+    alone = tmp_path / "alone.gguf"
+    shutil.copy(demo_gguf, alone)
+    found = open_checkpoint(demo4)
+    with open_decoded(alone) as source:
+        assert source.config["model_type"] == "llama"
+        assert source.config["num_key_value_heads"] == 4
+        assert source.config["tie_word_embeddings"]
+        for t in found.tensors:
+            name = f"{t.name}.weight" if t.scheme else t.name
+            wanted = read_matrix(found, t).dequantize() if t.scheme else found.source.read(t.name).reshape(t.shape)
+            assert torch.equal(
+                source.read(name).reshape(t.shape), wanted.to(torch.float16) if t.scheme else wanted.to(source.read(name).dtype)
+            ), name
+    shown = inspect_model(str(alone))
+    assert shown.format == "gguf"
+    assert {r.scheme for r in shown.rows if r.quantized} == {"Q4_0", "Q8_0"}
+    assert "llama.cpp" in shown.engines
+    lowq.quantize(alone, out=tmp_path / "again", bits=3, group=32, method="rtn")
+
+
+def test_a_gguf_file_runs_alone(demo_gguf, demo4):
+    """With the tokenizer that its metadata stand for."""
+    ours, tokenizer = lowq.load(demo4, device="cpu", dtype="float32")
+    theirs, made = lowq.load(demo_gguf, device="cpu", dtype="float32")
+    text = 'Once upon a time, in 1897, there was  a naïve <|endoftext|> 模型\n\n\tHe\'d said "yes".'
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    assert made(text).input_ids == ids[0].tolist()
+    assert made.decode(ids[0]) == tokenizer.decode(ids[0])
+    assert (made.bos_token, made.eos_token, made.pad_token) == (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    with torch.inference_mode():
+        a, b = ours(ids).logits, theirs(ids).logits
+    assert (a - b).norm() / a.norm() < 1e-4
+
+
+HEAD = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)
+ROW = struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "error", "message"),
+    [
+        (b"", DamagedError, "ends inside"),
+        (b"GGUF", DamagedError, "ends inside"),
+        (b"PK\x03\x04" + bytes(40), DamagedError, "no GGUF file"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), UnsupportedError, "version 1"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), DamagedError, "1152921504606846976 tensors"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 40), DamagedError, "characters"),
+        (
+            b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 99),
+            DamagedError,
+            "unknown type 99",
+        ),
+        (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 16, 0), UnsupportedError, "GGUF type 16"),
+        (HEAD + ROW + struct.pack("<QQIQ", 33, 1, 2, 0), DamagedError, "whole blocks"),
+        (HEAD + ROW + struct.pack("<QQIQ", 1 << 39, 1 << 39, 0, 0), DamagedError, "beyond the end"),
+        (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 0, 1 << 50), DamagedError, "beyond the end"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), UnsupportedError, "architecture None"),
+    ],
+)
+def test_hostile_gguf_files(tmp_path, raw, error, message):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(raw)
+    with pytest.raises(error, match=message):
+        open_decoded(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(at=st.integers(0, 3000), value=st.integers(0, 255))
+def test_any_flipped_byte_of_a_head_is_an_error_or_a_file(demo_gguf, tmp_path, at, value):
+    path = tmp_path / "m.gguf"
+    raw = bytearray(demo_gguf.read_bytes())
+    raw[at] = value
+    path.write_bytes(raw)
+    with contextlib.suppress(LowqError), open_decoded(path) as source:
+        source.read("model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("rule", ["llama-bpe", "qwen2", "gpt-2"])
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_tokenizer_there_and_back(rule, bos, tmp_path):
+    """tokenizer.json -> metadata -> tokenizer.json: the same tokens of any text, a bos in front where one belongs."""
+    from tokenizers import Tokenizer
+
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    split, byte_level = content["pre_tokenizer"]["pretokenizers"]
+    if rule == "gpt-2":
+        content["pre_tokenizer"] = {**byte_level, "use_regex": True}
+    else:
+        split["pattern"]["Regex"] = next(r for r, name in gguf_tokenizer.PRE_TOKENIZERS.items() if name == rule)
+    if bos:
+        content["post_processor"] = gguf_tokenizer._puts_in_front("<|endoftext|>", 0)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    values = gguf_tokenizer.tokenizer_metadata(tmp_path, {"eos_token_id": 0, "bos_token_id": 0}, 8200)
+    made = gguf_tokenizer.made_tokenizer({key: v.value for key, v in values})
+    assert made["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
+    assert made["tokenizer_config.json"]["eos_token"] == "<|endoftext|>"
+    ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    back = Tokenizer.from_str(json.dumps(made["tokenizer.json"]))
+    sample = (DEMO / "sample.txt").read_text()[:20000] + " 1234567 x2 <|endoftext|>\r\n  naïve 模型 don't DON'T"
+    assert back.encode(sample).ids == ours.encode(sample).ids
+    assert (back.encode("a").ids[0] == 0) == bos
+
+
+def test_a_tokenizer_that_it_does_not_know_may_be_put_beside_it(demo4, tmp_path, monkeypatch):
+    """Also later: the import that was made without it takes it up."""
+    monkeypatch.setattr("lowq_cli.interop.gguf_tokenizer.PRE_TOKENIZERS", {})
+    out = tmp_path / "m" / "demo.gguf"
+    monkeypatch.setattr("lowq_cli.interop.gguf_tokenizer._pre_tokenizer", lambda content: "deepseek-coder")
+    export(demo4, "gguf", out)
+    with pytest.raises(NotFoundError, match="has no tokenizer; copy"):
+        lowq.load(out, device="cpu")
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, out.with_name(path.name))
+    _, tokenizer = lowq.load(out, device="cpu")
+    assert tokenizer("Once").input_ids
+
+
+@pytest.mark.parametrize("broken", [{"tokens": 3}, {"token_type": [1]}, {"merges": None}, {"model": "llama"}, {"pre": []}])
+def test_metadata_that_are_no_tokenizer_make_none(broken):
+    sound = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b"], "token_type": [1, 1], "merges": []}
+    assert gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in sound.items()})
+    assert not gguf_tokenizer.made_tokenizer({f"tokenizer.ggml.{k}": v for k, v in (sound | broken).items()})
