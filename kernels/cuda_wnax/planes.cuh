@@ -146,19 +146,4 @@ struct Planes {
             sum[h] = (float)(int)(low[2 * h] + 2 * low[2 * h + 1] + 256 * (high[2 * h] + s.last * high[2 * h + 1]));
         return make_float2(sum[0], sum[1]);
     }
-
-    // sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan.
-    static __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const u16* x, int r, int K) {
-        float sum = 0.f;
-        for (int k = 0; k < K; k++) {
-            const int f = k % L::CHUNK / 16, i = k % 16 / 8, lane = r % 8 * 4 + k % 8 / 2, group = GROUP ? k / (GROUP ? GROUP : 1) : 0;
-            const int meta = group * 16 + r % 8 * 2 + r / 8;
-            const u32 word = tile[k / L::CHUNK * L::WORDS + lane * 4 + r / 8 + 2 * i];
-            const float code = (float)(word >> (f * BITS + k % 2 * 16) & ((1 << BITS) - 1));
-            const float zero = zeros ? to_floats<T>(zeros[meta]).x : mid<BITS>();
-            const u32 both = load4_written(x + k / 2 * 2);
-            sum += to_floats<T>(k % 2 ? both >> 16 : both).x * ((code - zero) * to_floats<T>(scales[meta]).x);
-        }
-        return sum;
-    }
 };

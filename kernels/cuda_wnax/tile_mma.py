@@ -20,12 +20,12 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
-KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "PLANES")
+KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "PLANES", "DIGITS")
 
 
 def config_of(*values: int) -> Config:
     """The config of these values, in the order of KEYS; PLANES, where it is left out, is 0."""
-    return dict(zip(KEYS, (*values, 0), strict=False))
+    return dict(zip(KEYS, (*values, 0, 0), strict=False))
 
 
 HALVES: tuple[Config, ...] = tuple(
@@ -70,17 +70,23 @@ BITPLANES: tuple[Config, ...] = tuple(  # of 21 on an H100, those that were the 
     config_of(*values, 1)
     for values in ((16, 2, 256, 1, 1), (16, 4, 256, 1, 1), (8, 2, 256, 2, 2), (8, 4, 256, 1, 2), (4, 4, 256, 1, 4))
 )
-CONFIGS = HALVES + BITPLANES
+BYTES: tuple[Config, ...] = tuple(
+    config_of(*values, 0, 1) for values in ((4, 2, 512, 1, 1), (8, 2, 512, 1, 1), (4, 2, 256, 1, 1), (4, 4, 512, 1, 1), (8, 1, 512, 1, 1))
+)
+CONFIGS = HALVES + BITPLANES + BYTES
 _numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
 NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
 GATED = SILU | GELU_TANH
 MOST_ROWS = 32  # of x a block: MT = 4
+MOST_DIGITS_ROWS = 4
 MOST_PLANES_ROWS = 2  # four times the counting at four rows: slower than halves
 
 
 def form(dtype: torch.dtype, config: Config) -> str:
     """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
+    if config["DIGITS"]:
+        return "DIGITS"
     return "PLANES" if config["PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
@@ -89,6 +95,9 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
     bits, group = scheme.bits, scheme.group_size
     groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
     words = bits * config["STEP"] // 64
+    if config["DIGITS"]:
+        rounds = math.ceil(config["STEP"] * MT / (4 * _digits_span(scheme, K)))
+        return 40 + config["NT"] * (config["UNROLL"] * (words + 2 * rounds) + 8)
     if config["PLANES"]:
         nt = config["NT"]
         extra = max(12, 5 * nt) + (2 if nt > 1 else 4) * groups + (4 if group == K else 0)
@@ -105,6 +114,11 @@ def span(scheme: Scheme, K: int) -> int:
     """PLANES: the k whose x share a power of two, planes.cuh's SPAN."""
     chunk = CHUNK[scheme.bits]
     return chunk if scheme.groups(K) == 1 else math.gcd(scheme.group_size, chunk)
+
+
+def _digits_span(scheme: Scheme, K: int) -> int:
+    """DIGITS: the k whose x share a power of two, digits.cuh's SPAN."""
+    return 128 if scheme.groups(K) == 1 else math.gcd(scheme.group_size, 128)
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,13 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
         smem = max((call.M * spans * 548 + 15) // 16 * 16, warps * nt * call.M * 256) + call.M * squares
         fits = smem <= shared_memory_limit(call.capability) - 1024
         return Plan(call.M, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
+    if config["DIGITS"]:
+        rows = 1 << (call.M - 1).bit_length()
+        spans = rows * config["STEP"] // _digits_span(call.scheme, call.K)
+        buffer = config["STEP"] // 32 * 288 + (spans + 2) // 2 * 16
+        smem = warps * max(buffer, nt * 256) + call.M * squares
+        fits = smem <= shared_memory_limit(call.capability) - 1024
+        return Plan(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
@@ -162,10 +183,21 @@ def _planes_refuse(call: Call) -> str | None:
     return "planes take whole groups of 64" if span(call.scheme, call.K) < 64 else None
 
 
+def _digits_refuse(call: Call) -> str | None:
+    rows, span = 1 << (call.M - 1).bit_length(), _digits_span(call.scheme, call.K)
+    if rows > MOST_DIGITS_ROWS:
+        return f"digits are for up to {MOST_DIGITS_ROWS} rows"
+    if span < 64:
+        return "digits take whole groups of 64"
+    return "a chunk has more spans than columns" if rows * CHUNK[call.scheme.bits] > 4 * max(span, CHUNK[call.scheme.bits]) else None
+
+
 def _config_refuse(call: Call, config: Config) -> str | None:
     if config["STEP"] % CHUNK[call.scheme.bits]:
         return "STEP is not whole chunks of the layout"
     if config["PLANES"] and (why := _planes_refuse(call)):
+        return why
+    if config["DIGITS"] and (why := _digits_refuse(call)):
         return why
     cut = plan(call, config)
     if cut is None:

@@ -1,0 +1,224 @@
+// Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM DIGITS, for one, two or four rows of x.
+//
+// x       In a span of k (a group, or 128 or 64 of one) x = x' * unit: x' an integer, unit a power of two, so that the span's
+//         largest x' fills 14 bits. Rounded there: by at most 2^-14 of that largest |x|, and no fp16 number within 1/8 of it is
+//         rounded at all. x' = 256 * high + low, two signed bytes: two columns of B for each row of x and span.
+// mma     16 x 32 bytes by 32 x 8 bytes. A: `word & mask` are four codes times 2^p, p the place of the codes in their bytes;
+//         nothing is shifted: sums of the highest place, taken first, are doubled on the way to the next. A word's bytes
+//         2 e + h are fragment (place + PLACES * h), k = 16 * fragment + 2 * quad + e: x is stored in that order.
+// rounds  Eight columns are four pairs: 4 / ROWS spans that share a flush; a lane has one pair, so one scale and zero and one
+//         fp32 sum of each row of W. Columns of other spans are zero for a chunk: they are cleared once and never written.
+// zeros   sum(x') of a span is known as x is stored, so sum(code * x') - zero * sum(x') cancels as it should.
+// Cost    16 x 128 weights: 16 LOP3, 4 mma and, shared by four groups, 6 to 8 instructions of scales; x: 26 for 128 k a warp.
+// Spans   that hold inf or nan, and sums past fp32, end as no finite number; such a y is computed once more, one by one.
+#pragma once
+#include "planes.cuh"
+
+// 8 bytes as load2 of fold.cuh has two, not by way of L1; zeros unless left > 0. (A branch in C++ is 8 moves for 4 loads.)
+__device__ __forceinline__ void load8_written(u32& a, u32& b, const u16* p, int left) {
+    asm volatile("{.reg .pred inside; setp.gt.s32 inside, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; @inside ld.global.cg.v2.u32 {%0,%1}, [%2];}"
+                 : "=&r"(a), "=&r"(b) : "l"(p), "r"(left) : "memory");
+}
+template <int T>
+__device__ __forceinline__ u32 absolute2(u32 v) {  // of two halves: the AND is a modifier of what takes it
+    u32 d;
+    if constexpr (T == FP16) asm("abs.f16x2 %0, %1;" : "=r"(d) : "r"(v));
+    else asm("abs.bf16x2 %0, %1;" : "=r"(d) : "r"(v));
+    return d;
+}
+__device__ __forceinline__ void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+}
+
+// sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan.
+template <int BITS, int T, int GROUP>
+__device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const u16* x, int r, int K) {
+    using L = Tile<BITS>;
+    float sum = 0.f;
+    for (int k = 0; k < K; k++) {
+        const int f = k % L::CHUNK / 16, j = r / 8 + k % 16 / 8 * 2, lane = r % 8 * 4 + k % 8 / 2, e = k % 2;
+        const int meta = (GROUP ? k / (GROUP ? GROUP : 1) : 0) * 16 + r % 8 * 2 + r / 8;
+        const u32* chunk = tile + (size_t)(k / L::CHUNK) * L::WORDS + (BITS == 8 ? f / 2 * 128 : 0);
+        const int low = BITS == 8 ? 16 * e + f % 2 * 8 : 16 * e + f * (BITS == 3 ? 2 : BITS);
+        u32 code = chunk[lane * 4 + j] >> low & (BITS == 3 ? 3 : (1 << BITS) - 1);
+        if (BITS == 3) code |= (chunk[128 + lane * 2 + j / 2] >> (16 * e + 2 * f + j % 2) & 1) << 2;
+        const float zero = zeros ? to_floats<T>(zeros[meta]).x : mid<BITS>();
+        const u32 both = load4_written(x + k / 2 * 2);
+        sum += to_floats<T>(k % 2 ? both >> 16 : both).x * (((float)code - zero) * to_floats<T>(scales[meta]).x);
+    }
+    return sum;
+}
+
+template <int BITS, int T, int GROUP, int ROWS, int STEP>
+struct Digits {
+    using L = Tile<BITS>;
+    static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = STEP / SPAN;  // of a step
+    static constexpr int CHUNKS = STEP / L::CHUNK, PLACES = L::FRAGS / 2;            // PLACES: mma of a chunk
+    static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;  // spans, chunks of a round
+    static constexpr bool SPLIT = SPAN < L::CHUNK;  // the two fragments of a byte pair lie in two spans
+    static constexpr int ROW = 288;                 // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
+    static constexpr int UNITS = CHUNKS * PLACES * ROW, BYTES = UNITS + (ROWS * SPANS + 2) / 2 * 16;
+    static constexpr int HEAD = 13;                  // unit is 2^-HEAD of the largest |x|'s power of two
+    static constexpr float ROUND = 12582912.f + 128;  // 1.5 * 2^23: the last bits become the nearest integer, and 128
+    static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = BITS == 8 ? 0 : 8 - FIELD;  // sums come times 2^SHIFT
+    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 64, "a chunk's spans are of one round");
+
+    static constexpr int fragment(int place, int h) { return BITS == 8 ? 2 * place + h : place + PLACES * h; }
+
+    // A warp's part of shared memory: [chunk][place][lane][register], then (unit, sum) of [row][span] and zeros. A lane's
+    // addresses, hidden from ptxas, which makes them anew for each step (40 of 195 instructions).
+    static constexpr int EVERY = STEP / 16, TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;  // tasks of a step, of a lane
+    u32 b_at, sums_at, write_at[AT_ONCE], unit_at[AT_ONCE];
+    const u16* from[AT_ONCE];
+    int left[AT_ONCE];  // of K from the lane's first k on
+
+    // x: (rows, K); what lies past `rows` is the last row again. The memory is cleared: a barrier of the warp must follow.
+    __device__ __forceinline__ Digits(bool here, u32 at, const u16* x, int rows, int K) {
+        if (!here) return;
+        const int lane = threadIdx.x & 31, span = lane % 4 % EACH;
+        b_at = at + lane * 8, sums_at = at + UNITS + (span < SPANS ? lane % 4 / EACH * SPANS + span : ROWS * SPANS) * 8;
+        asm volatile("" : "+r"(b_at), "+r"(sums_at));
+        for (int i = lane * 16; i < BYTES; i += 512) store4(at + i, {0, 0, 0, 0});
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int task = 32 * i + lane, mine = task % EVERY, row = ROWS == 1 ? 0 : smaller(task / EVERY, ROWS - 1);
+            const int chunk = mine / (2 * PLACES), part = mine % (2 * PLACES), span = mine * 16 / SPAN;
+            const int place = SPLIT ? part % PLACES : part / 2;
+            write_at[i] = at + (chunk * PLACES + place) * ROW + (row * EACH + span % EACH) * 64 + (SPLIT ? 0 : part % 2 * 16);
+            unit_at[i] = at + UNITS + (row * SPANS + span) * 8;
+            from[i] = x + (size_t)smaller(row, rows - 1) * K + first_k(mine), left[i] = K - first_k(mine);
+            asm volatile("" : "+r"(write_at[i]), "+r"(unit_at[i]), "+l"(from[i]));
+        }
+    }
+    // A lane takes 16 k: SPLIT a fragment, else half of two, so that it has whole words of B. The first of them:
+    static __device__ __forceinline__ int first_k(int mine) {
+        const int part = mine % (2 * PLACES);
+        return SPLIT ? mine * 16 : mine / (2 * PLACES) * L::CHUNK + 16 * fragment(part / 2, 0) + part % 2 * 4;
+    }
+
+    // x of the step at k0, zeros past K, by a warp; a barrier of it before and after.
+    __device__ __forceinline__ void store(int k0) const {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int task = 32 * n + (threadIdx.x & 31), mine = task % EVERY;
+            // [SPLIT: pair of two quads][register][pair], or [fragment][register][pair]; two halves each
+            u32 v[2][2][2];
+            auto offset = [](int a, int i) { return SPLIT ? 8 * i + 4 * a : 8 * i + 16 * (fragment(0, 1) * a); };
+            const u16* x = from[n] + k0;
+            asm volatile("" : "+l"(x));
+#pragma unroll
+            for (int a = 0; a < 2; a++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    load8_written(v[a][i][0], v[a][i][1], x + offset(a, i), left[n] - k0 - offset(a, i));
+            u32 top = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++) top = larger2<T>(top, absolute2<T>(v[i / 4][i / 2 % 2][i % 2]));
+            top = larger(top & 0xffffu, top >> 16);
+#pragma unroll
+            for (int d = 1; d < SPAN / 16; d *= 2) top = larger(top, __shfl_xor_sync(0xffffffffu, top, d));
+            const u32 e = larger(__float_as_uint(to_floats<T>(top).x) >> 23, HEAD + 2);
+            const float up = __uint_as_float((254 + HEAD - e) << 23);
+            u32 t[2][2][2][2], sum = 0;  // and [element]: 0x4b400080 + x'
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const float2 two = to_floats<T>(v[i / 4][i / 2 % 2][i % 2]);
+                u32(&to)[2] = t[i / 4][i / 2 % 2][i % 2];
+                to[0] = __float_as_uint(__fmaf_rn(two.x, up, ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, ROUND));
+                sum += to[0] + to[1];
+            }
+            sum -= 16 * 0x4b400080u;
+#pragma unroll
+            for (int d = 1; d < SPAN / 16; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+            if (task >= TASKS) continue;
+            if (mine % (SPAN / 16) == 0) {  // nan where an x is no finite number
+                const u32 unit = e == 255 ? 0x7fffffffu : (e - HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
+                asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(unit_at[n]), "r"(unit), "r"(total) : "memory");
+            }
+            if constexpr (SPLIT) {
+                const u32 here = mine / PLACES % 2 ? 0xff00ff00u : 0x00ff00ffu;
+#pragma unroll
+                for (int a = 0; a < 2; a++) {
+                    u32 low[4], high[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const u32(&two)[2] = t[a][i % 2][i / 2];
+                        low[i] = (__byte_perm(two[0], two[1], 0x4400) ^ 0x80808080u) & here;
+                        high[i] = __byte_perm(two[0], two[1], 0x5511) & here;
+                    }
+                    store4(write_at[n] + 16 * a, high), store4(write_at[n] + 16 * a + 32, low);
+                }
+            } else {
+                u32 low[4], high[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const u32 even = __byte_perm(t[0][i % 2][i / 2][0], t[1][i % 2][i / 2][0], 0x5140);
+                    const u32 odd = __byte_perm(t[0][i % 2][i / 2][1], t[1][i % 2][i / 2][1], 0x5140);
+                    low[i] = __byte_perm(even, odd, 0x5410) ^ 0x80808080u, high[i] = __byte_perm(even, odd, 0x7632);
+                }
+                store4(write_at[n], high), store4(write_at[n] + 32, low);
+            }
+        }
+    }
+    static __device__ __forceinline__ void store4(u32 to, const u32 (&v)[4]) {
+        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+    }
+
+    // The group of this lane's span of a round of the step at k0.
+    static __device__ __forceinline__ int group(int k0, int round, int groups) {
+        const int k = k0 + (round * EACH + (threadIdx.x & 3) % EACH) * SPAN;
+        return GROUP ? smaller((u32)k / (u32)(GROUP ? GROUP : 1), groups - 1) : 0;
+    }
+
+    // (unit, 2^SHIFT * sum(x')) of this lane's span of a round; zeros where there is none.
+    __device__ __forceinline__ float2 unit(int round) const {
+        float2 v;
+        asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                     : "=f"(v.x), "=f"(v.y) : "r"(sums_at + round * EACH * 8) : "memory");
+        return v;
+    }
+
+    // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile.
+    template <int NT>
+    __device__ __forceinline__ void products(const u32 (&w)[NT][CHUNKS][L::REGS], int round, float2 (&sums)[NT]) const {
+        int d[NT][4];
+#pragma unroll
+        for (int place = 0; place < PLACES; place++)
+#pragma unroll
+            for (int i = 0; i < PER; i++) {
+                const int chunk = round * PER + i;
+                u32 b0, b1;
+                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
+                             : "=r"(b0), "=r"(b1) : "r"(b_at + (chunk * PLACES + place) * ROW) : "memory");
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    u32 a[4];
+                    operand(w[t][chunk], place, a);
+                    if (place == 0 && i == 0) {
+                        mma_bytes(d[t], a, b0, b1, 0, 0, 0, 0);
+                        continue;
+                    }
+                    const int up = i == 0 && BITS < 8 && (BITS != 3 || place == 2) ? 1 << FIELD : 1;
+                    mma_bytes(d[t], a, b0, b1, d[t][0] * up, d[t][1] * up, d[t][2] * up, d[t][3] * up);
+                }
+            }
+#pragma unroll
+        for (int t = 0; t < NT; t++) sums[t] = make_float2((float)(256 * d[t][0] + d[t][1]), (float)(256 * d[t][2] + d[t][3]));
+    }
+    static __device__ __forceinline__ void operand(const u32 (&w)[L::REGS], int place, u32 (&a)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if constexpr (BITS == 8) {
+                a[j] = w[4 * place + j];
+            } else if constexpr (BITS == 3) {  // fields of four bits, those of even places or those of odd ones
+                const u32 h = w[4 + j / 2];
+                const u32 v = place % 2 ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
+                a[j] = v & 0x07070707u << place / 2 * 4;
+            } else {
+                a[j] = w[j] & ((1u << BITS) - 1) * 0x01010101u << place * BITS;
+            }
+        }
+    }
+};

@@ -1,0 +1,139 @@
+"""tile_mma's PLANES (planes.cuh) emulated on the CPU: codes of 1 and 2 bits against fp64 truth, and what no span of x fits."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+
+import emulation
+from lowq_kernels import registry
+from lowq_kernels.registry import Call
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+emulation.require("cuda/tile_mma")
+import simt
+from lowq_kernels.cuda_wnax import tile_mma
+
+F16, BF16 = torch.float16, torch.bfloat16
+CASES = [  # bits, dtype, group (0: a row is one), zero, M, N, K, config
+    (2, F16, 128, "float", 1, 72, 2304, (8, 2, 256, 2, 1)),
+    (2, F16, 128, "float", 1, 72, 4608, (4, 2, 512, 1, 1)),
+    (2, BF16, 128, "none", 2, 33, 1152, (8, 2, 512, 1, 1)),
+    (2, F16, 64, "int", 1, 17, 640, (4, 4, 512, 1, 1)),
+    (2, F16, 0, "float", 4, 33, 104, (4, 2, 256, 1, 1)),
+    (2, BF16, 192, "float", 2, 40, 1152, (4, 1, 512, 1, 1)),
+    (1, F16, 128, "float", 1, 72, 2304, (8, 1, 512, 1, 1)),
+    (1, F16, 64, "none", 1, 33, 1152, (4, 2, 256, 2, 1)),
+    (1, BF16, 0, "float", 1, 17, 208, (4, 2, 512, 1, 1)),
+    (1, F16, 256, "int", 2, 100, 1280, (4, 2, 512, 1, 1)),
+    (3, F16, 128, "float", 1, 72, 2304, (4, 2, 512, 1, 1)),
+    (3, BF16, 64, "int", 2, 33, 1152, (8, 1, 256, 1, 1)),
+    (4, F16, 128, "float", 1, 72, 2304, (4, 2, 512, 1, 1)),
+    (4, BF16, 64, "none", 3, 33, 1152, (8, 2, 256, 1, 1)),
+    (8, F16, 128, "float", 1, 72, 2304, (4, 1, 256, 1, 1)),
+    (8, F16, 64, "int", 3, 33, 1152, (4, 1, 256, 1, 1)),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    """Launchers see a GPU of capability 9.0 behind CPU tensors; all cases are compiled first, together."""
+    with emulation.hopper(tile_mma):
+        simt.Kernel.recording = True
+        for case in [*CASES, *(special(dtype) for dtype in (F16, BF16))]:
+            product(case, torch.zeros(case[4], case[6], dtype=case[1]))
+        simt.Kernel.recording = False
+        simt.build_all(list(simt.Kernel.wanted))
+        yield
+
+
+def special(dtype):
+    return (2 if dtype == F16 else 1, dtype, 128, "float", 1, 33, 768, (8, 2, 256, 2, 1))
+
+
+def weight(case):
+    bits, dtype, group, zero, _, N, K, _ = case
+    g = torch.Generator().manual_seed(bits)
+    group = group or K
+    codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
+    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
+    zeros = (torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)).to(dtype)
+    zeros = None if zero == "none" else zeros.round() if zero == "int" else zeros
+    return QuantizedTensor(codes, scales, zeros, bits, group, zero)
+
+
+def product(case, x):
+    """(y, x W^T in fp64) by the config of a case; the same bits with the threads in the other order."""
+    q = weight(case)
+    p = pack(q, "tile")
+    config = tile_mma.config_of(*case[7], 0, 1)
+    call = dataclasses.replace(Call.of(x, p), device="cuda")
+    assert tile_mma._config_refuse(call, config) is None
+    y = tile_mma.tile_mma(x, p, None, config)
+    with mock.patch.object(simt.Kernel, "order", -1):
+        again = tile_mma.tile_mma(x, p, None, config)
+    if not simt.Kernel.recording:
+        assert torch.equal(y.view(torch.int16), again.view(torch.int16)), "the order of the threads changes the result"
+    return y, x.double() @ q.dequantize().double().t()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"b{c[0]}-g{c[2]}-{c[3]}-{c[4]}x{c[5]}x{c[6]}")
+def test_right_numbers(case):
+    """No further off than rounding y alone makes it, by 5%."""
+    y, ref = product(case, torch.randn(case[4], case[6], generator=torch.Generator().manual_seed(1)).to(case[1]))
+    assert (y.double() - ref).norm() < 1.05 * (ref.to(case[1]).double() - ref).norm()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
+def test_numbers_of_every_size(dtype):
+    """Sums within 2^-13 of the largest |x| of each span of 128, in codes, and the rounding of y."""
+    case = special(dtype)
+    g = torch.Generator().manual_seed(2)
+    normal = torch.randn(1, 768, generator=g)
+    largest, least = (65504.0, 2**-24) if dtype == F16 else (1e37, 2**-120)
+    one = normal.clone()
+    one[0, 5] = largest
+    xs = (
+        normal.sign() * largest,
+        one,
+        normal * least * 5,
+        normal * torch.exp(2 * torch.randn(1, 768, generator=g)),
+        normal * 0,
+    )
+    q = weight(case)
+    for x in (v.to(dtype) for v in xs):
+        y, ref = product(case, x)
+        top = x.double().abs().reshape(6, 128).amax(1)
+        step = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # of the smallest y
+        allowed = 2**-13 * (q.scales.double() @ top) * 128**0.5 + ref.abs() * torch.finfo(dtype).eps + step
+        assert ((y.double() - ref).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=["fp16", "bf16"])
+def test_no_finite_numbers(dtype):
+    """Infinities, nan and sums past the largest number come out as the reference has them."""
+    case = special(dtype)
+    for values in ((float("inf"),), (-float("inf"),), (float("nan"),), (float("inf"), -float("inf"))):
+        x = torch.randn(1, 768, generator=torch.Generator().manual_seed(3)).to(dtype)
+        x[0, 700 : 700 + len(values)] = torch.tensor(values, dtype=dtype)
+        y, ref = product(case, x)
+        assert torch.equal(y.nan_to_num(7.0, 8.0, -8.0), ref.to(dtype).nan_to_num(7.0, 8.0, -8.0))
+    y, ref = product(case, torch.full((1, 768), torch.finfo(dtype).max, dtype=dtype))
+    assert torch.equal(y.isinf(), ref.to(dtype).isinf())
+    assert not y.isnan().any()
+
+
+def test_one_flipped_code_shows():
+    """The tests above can fail: one wrong code of 55,296 is past their limit."""
+    case = CASES[0]
+    x = torch.randn(1, case[6], generator=torch.Generator().manual_seed(1)).to(F16)
+    y, ref = product(case, x)
+    q = weight(case)
+    q.W_q[3, 5] ^= 1
+    wrong = x.double() @ q.dequantize().double().t()
+    assert (y.double() - wrong).norm() > 1.05 * (ref.to(F16).double() - ref).norm()
+
+
