@@ -14,10 +14,8 @@
 #pragma once
 #include "planes.cuh"
 
-// 8 bytes as load2 of fold.cuh has two, not by way of L1; zeros unless left > 0. (A branch in C++ is 8 moves for 4 loads.)
-__device__ __forceinline__ void load8_written(u32& a, u32& b, const u16* p, int left) {
-    asm volatile("{.reg .pred inside; setp.gt.s32 inside, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0; @inside ld.global.cg.v2.u32 {%0,%1}, [%2];}"
-                 : "=&r"(a), "=&r"(b) : "l"(p), "r"(left) : "memory");
+__device__ __forceinline__ void load8_written(u32& a, u32& b, const u16* p) {  // as load2 of fold.cuh: not by way of L1
+    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "l"(p) : "memory");
 }
 template <int T>
 __device__ __forceinline__ u32 absolute2(u32 v) {  // of two halves: the AND is a modifier of what takes it
@@ -99,12 +97,17 @@ struct Digits {
     }
 
     // x of the step at k0, zeros past K, by a warp; a barrier of it before and after.
+    __device__ __forceinline__ void store(int k0, int K) const {
+        if (k0 + STEP <= K) store<true>(k0);
+        else store<false>(k0);
+    }
+    template <bool INSIDE>
     __device__ __forceinline__ void store(int k0) const {
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             const int task = 32 * n + (threadIdx.x & 31), mine = task % EVERY;
             // [SPLIT: pair of two quads][register][pair], or [fragment][register][pair]; two halves each
-            u32 v[2][2][2];
+            u32 v[2][2][2] = {};
             auto offset = [](int a, int i) { return SPLIT ? 8 * i + 4 * a : 8 * i + 16 * (fragment(0, 1) * a); };
             const u16* x = from[n] + k0;
             asm volatile("" : "+l"(x));
@@ -112,7 +115,7 @@ struct Digits {
             for (int a = 0; a < 2; a++)
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    load8_written(v[a][i][0], v[a][i][1], x + offset(a, i), left[n] - k0 - offset(a, i));
+                    if (INSIDE || k0 + offset(a, i) < left[n]) load8_written(v[a][i][0], v[a][i][1], x + offset(a, i));
             u32 top = 0;
 #pragma unroll
             for (int i = 0; i < 8; i++) top = larger2<T>(top, absolute2<T>(v[i / 4][i / 2 % 2][i % 2]));

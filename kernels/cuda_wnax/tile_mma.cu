@@ -170,7 +170,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     float acc[NT][MS][SUMS] = {};
     auto compute_digits = [&](int u, int s) {
         __syncwarp();
-        digits.store(s * STEP);
+        digits.store(s * STEP, K);
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < D::ROUNDS; i++) {

@@ -460,8 +460,6 @@ inline void add_rn_f16x2(u32& d, u32 a, u32 b) { fma_rn_f16x2(d, a, 0x3c003c00u,
 inline void cvt_rn_f16x2_f32(u32& d, float hi, float lo) { d = (u32)to_f16(hi) << 16 | to_f16(lo); }
 inline void cvt_rn_bf16x2_f32(u32& d, float hi, float lo) { d = (u32)to_bf16(hi) << 16 | to_bf16(lo); }
 inline void mov_b32(u16& lo, u16& hi, u32 v) { lo = (u16)v, hi = (u16)(v >> 16); }
-inline void mov_u32(u32& d, u32 v) { d = v; }
-inline void setp_gt_s32(bool& p, int a, int b) { p = a > b; }
 inline void cvt_f32_f16(float& f, u16 v) { f = f16(v); }
 inline void ex2_approx_ftz_f32(float& e, float v) { e = std::exp2(v); }
 inline void rsqrt_approx_f32(float& r, float v) { r = 1 / std::sqrt(v); }

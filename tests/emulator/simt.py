@@ -72,10 +72,7 @@ def _instruction(text: str, operands: list[str]) -> str:
     """One PTX instruction as C++."""
     opcode, _, rest = text.strip().partition(" ")
     if opcode == ".reg":
-        kind, names = rest.split(" ", 1)
-        return ("bool " if kind == ".pred" else "simt::u16 ") + names
-    if opcode.startswith("@"):
-        return f"if ({opcode[1:]}) {_instruction(rest, operands)}"
+        return "simt::u16 " + rest.split(" ", 1)[1]
     arguments = [a.strip() for a in re.sub(r"[\[\]{}]", "", rest).split(",") if a.strip() not in ("", "_")]
     named = [operands[int(a[1:])] if a.startswith("%") else a for a in arguments]
     return f"simt::{re.sub(r'[.:]', '_', opcode)}({', '.join(named)})"
