@@ -14,9 +14,6 @@
 #pragma once
 #include "planes.cuh"
 
-__device__ __forceinline__ void load8_written(u32& a, u32& b, const u16* p) {  // as load2 of fold.cuh: not by way of L1
-    asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "l"(p) : "memory");
-}
 template <int T>
 __device__ __forceinline__ u32 absolute2(u32 v) {  // of two halves: the AND is a modifier of what takes it
     u32 d;
@@ -57,7 +54,7 @@ struct Digits {
     static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;  // spans, chunks of a round
     static constexpr bool SPLIT = SPAN < L::CHUNK;  // the two fragments of a byte pair lie in two spans
     static constexpr int ROW = 288;                 // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
-    static constexpr int UNITS = CHUNKS * PLACES * ROW, BYTES = UNITS + (ROWS * SPANS + 2) / 2 * 16;
+    static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * STEP * 2;
     static constexpr int HEAD = 13;                  // unit is 2^-HEAD of the largest |x|'s power of two
     static constexpr float ROUND = 12582912.f + 128;  // 1.5 * 2^23: the last bits become the nearest integer, and 128
     static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = BITS == 8 ? 0 : 8 - FIELD;  // sums come times 2^SHIFT
@@ -65,89 +62,92 @@ struct Digits {
 
     static constexpr int fragment(int place, int h) { return BITS == 8 ? 2 * place + h : place + PLACES * h; }
 
-    // A warp's part of shared memory: [chunk][place][lane][register], then (unit, sum) of [row][span] and zeros. A lane's
-    // addresses, hidden from ptxas, which makes them anew for each step (40 of 195 instructions).
-    static constexpr int EVERY = STEP / 16, TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;  // tasks of a step, of a lane
-    u32 b_at, sums_at, write_at[AT_ONCE], unit_at[AT_ONCE];
-    const u16* from[AT_ONCE];
-    int left[AT_ONCE];  // of K from the lane's first k on
+    // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
+    // turns 16 k at once, or 8 where that takes all lanes: SPLIT of one fragment, else of two, so that it has whole words of B.
+    static constexpr int VALUES = ROWS * STEP <= 256 ? 8 : 16, EVERY = STEP / VALUES, TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
+    static constexpr int PAIRS = SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
+    static constexpr int offset(int load) { return 8 * (load % 2) + (SPLIT ? 4 : 16 * fragment(0, 1)) * (load / 2); }  // in k
+    const u16* from;
+    int K;
+    u32 b_at, sums_at, x_at, read_at[AT_ONCE], write_at[AT_ONCE], unit_at[AT_ONCE];  // of this lane
 
-    // x: (rows, K); what lies past `rows` is the last row again. The memory is cleared: a barrier of the warp must follow.
-    __device__ __forceinline__ Digits(bool here, u32 at, const u16* x, int rows, int K) {
+    // x: (rows, K). The memory is cleared: a barrier of the warp must follow. ptxas is kept from making the addresses anew for
+    // each step (40 of 195 instructions).
+    __device__ __forceinline__ Digits(bool here, u32 at, const u16* x, int K) : from(x), K(K) {
         if (!here) return;
         const int lane = threadIdx.x & 31, span = lane % 4 % EACH;
-        b_at = at + lane * 8, sums_at = at + UNITS + (span < SPANS ? lane % 4 / EACH * SPANS + span : ROWS * SPANS) * 8;
-        asm volatile("" : "+r"(b_at), "+r"(sums_at));
-        for (int i = lane * 16; i < BYTES; i += 512) store4(at + i, {0, 0, 0, 0});
+        for (int i = lane * 16; i < X; i += 512) store4(at + i, {0, 0, 0, 0});
+        b_at = at + lane * 8, x_at = at + X + lane * 16;
+        sums_at = at + UNITS + (span < SPANS ? lane % 4 / EACH * SPANS + span : ROWS * SPANS) * 8;
+        asm volatile("" : "+r"(b_at), "+r"(sums_at), "+r"(x_at));
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
             const int task = 32 * i + lane, mine = task % EVERY, row = ROWS == 1 ? 0 : smaller(task / EVERY, ROWS - 1);
-            const int chunk = mine / (2 * PLACES), part = mine % (2 * PLACES), span = mine * 16 / SPAN;
-            const int place = SPLIT ? part % PLACES : part / 2;
-            write_at[i] = at + (chunk * PLACES + place) * ROW + (row * EACH + span % EACH) * 64 + (SPLIT ? 0 : part % 2 * 16);
+            const int fragments = mine * VALUES / 16, chunk = mine * VALUES / L::CHUNK, span = mine * VALUES / SPAN;
+            const int place = SPLIT ? fragments % PLACES : mine * VALUES % L::CHUNK / 32;
+            const int part = SPLIT ? mine * VALUES % 16 / 8 : mine * VALUES % 32 / VALUES * PAIRS;  // SPLIT: half; else quad
+            const int k = SPLIT ? fragments * 16 + part * 4 : chunk * L::CHUNK + 16 * fragment(place, 0) + part * 2;
+            read_at[i] = at + X + (row * STEP + k) * 2;
+            write_at[i] = at + (chunk * PLACES + place) * ROW + (row * EACH + span % EACH) * 64 + part * (SPLIT ? 16 : 8);
             unit_at[i] = at + UNITS + (row * SPANS + span) * 8;
-            from[i] = x + (size_t)smaller(row, rows - 1) * K + first_k(mine), left[i] = K - first_k(mine);
-            asm volatile("" : "+r"(write_at[i]), "+r"(unit_at[i]), "+l"(from[i]));
+            asm volatile("" : "+r"(read_at[i]), "+r"(write_at[i]), "+r"(unit_at[i]));
         }
     }
-    // A lane takes 16 k: SPLIT a fragment, else half of two, so that it has whole words of B. The first of them:
-    static __device__ __forceinline__ int first_k(int mine) {
-        const int part = mine % (2 * PLACES);
-        return SPLIT ? mine * 16 : mine / (2 * PLACES) * L::CHUNK + 16 * fragment(part / 2, 0) + part % 2 * 4;
+
+    // Ask for x of the step at k0, zeros past K, the last row again past `rows`.
+    __device__ __forceinline__ void fetch(int k0, int rows) const {
+        constexpr int GRANULES = STEP / 8;  // of 16 bytes
+#pragma unroll
+        for (int first = 0; first < ROWS * GRANULES; first += 32) {
+            const int n = first + (threadIdx.x & 31), k = k0 + n % GRANULES * 8, row = smaller(n / GRANULES, rows - 1);
+            if (ROWS * GRANULES % 32 == 0 || n < ROWS * GRANULES)
+                copy_async_or_zero(x_at + first * 16, from + (k < K ? (ROWS == 1 ? 0 : row * K) + k : 0), k < K ? 16 : 0);
+        }
+        copy_commit();
     }
 
-    // x of the step at k0, zeros past K, by a warp; a barrier of it before and after.
-    __device__ __forceinline__ void store(int k0, int K) const {
-        if (k0 + STEP <= K) store<true>(k0);
-        else store<false>(k0);
-    }
-    template <bool INSIDE>
-    __device__ __forceinline__ void store(int k0) const {
+    // The x that was asked for into digits, by a warp; a barrier of it before and after.
+    __device__ __forceinline__ void store() const {
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
             const int task = 32 * n + (threadIdx.x & 31), mine = task % EVERY;
-            // [SPLIT: pair of two quads][register][pair], or [fragment][register][pair]; two halves each
-            u32 v[2][2][2] = {};
-            auto offset = [](int a, int i) { return SPLIT ? 8 * i + 4 * a : 8 * i + 16 * (fragment(0, 1) * a); };
-            const u16* x = from[n] + k0;
-            asm volatile("" : "+l"(x));
+            u32 v[LOADS][PAIRS], top = 0;  // load: 2 * (SPLIT: quads, else fragment) + register of B
 #pragma unroll
-            for (int a = 0; a < 2; a++)
+            for (int i = 0; i < LOADS; i++) {
+                if constexpr (PAIRS == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[i][0]), "=r"(v[i][1]) : "r"(read_at[n] + 2 * offset(i)) : "memory");
+                else v[i][0] = read4(read_at[n] + 2 * offset(i));
+            }
 #pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (INSIDE || k0 + offset(a, i) < left[n]) load8_written(v[a][i][0], v[a][i][1], x + offset(a, i));
-            u32 top = 0;
-#pragma unroll
-            for (int i = 0; i < 8; i++) top = larger2<T>(top, absolute2<T>(v[i / 4][i / 2 % 2][i % 2]));
+            for (int i = 0; i < LOADS * PAIRS; i++) top = larger2<T>(top, absolute2<T>(v[i / PAIRS][i % PAIRS]));
             top = larger(top & 0xffffu, top >> 16);
 #pragma unroll
-            for (int d = 1; d < SPAN / 16; d *= 2) top = larger(top, __shfl_xor_sync(0xffffffffu, top, d));
+            for (int d = 1; d < SPAN / VALUES; d *= 2) top = larger(top, __shfl_xor_sync(0xffffffffu, top, d));
             const u32 e = larger(__float_as_uint(to_floats<T>(top).x) >> 23, HEAD + 2);
             const float up = __uint_as_float((254 + HEAD - e) << 23);
-            u32 t[2][2][2][2], sum = 0;  // and [element]: 0x4b400080 + x'
+            u32 t[LOADS][PAIRS][2], sum = 0;  // and [element]: 0x4b400080 + x'
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const float2 two = to_floats<T>(v[i / 4][i / 2 % 2][i % 2]);
-                u32(&to)[2] = t[i / 4][i / 2 % 2][i % 2];
+            for (int i = 0; i < LOADS * PAIRS; i++) {
+                const float2 two = to_floats<T>(v[i / PAIRS][i % PAIRS]);
+                u32(&to)[2] = t[i / PAIRS][i % PAIRS];
                 to[0] = __float_as_uint(__fmaf_rn(two.x, up, ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, ROUND));
                 sum += to[0] + to[1];
             }
-            sum -= 16 * 0x4b400080u;
+            sum -= VALUES * 0x4b400080u;
 #pragma unroll
-            for (int d = 1; d < SPAN / 16; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-            if (task >= TASKS) continue;
-            if (mine % (SPAN / 16) == 0) {  // nan where an x is no finite number
+            for (int d = 1; d < SPAN / VALUES; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+            if (TASKS % 32 && task >= TASKS) continue;
+            if (mine % (SPAN / VALUES) == 0) {  // nan where an x is no finite number
                 const u32 unit = e == 255 ? 0x7fffffffu : (e - HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
-                asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(unit_at[n]), "r"(unit), "r"(total) : "memory");
+                store2(unit_at[n], unit, total);
             }
             if constexpr (SPLIT) {
-                const u32 here = mine / PLACES % 2 ? 0xff00ff00u : 0x00ff00ffu;
+                const u32 here = mine * VALUES / 16 / PLACES % 2 ? 0xff00ff00u : 0x00ff00ffu;
 #pragma unroll
-                for (int a = 0; a < 2; a++) {
+                for (int a = 0; a < LOADS / 2; a++) {
                     u32 low[4], high[4];
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        const u32(&two)[2] = t[a][i % 2][i / 2];
+                        const u32(&two)[2] = t[2 * a + i % 2][i / 2];
                         low[i] = (__byte_perm(two[0], two[1], 0x4400) ^ 0x80808080u) & here;
                         high[i] = __byte_perm(two[0], two[1], 0x5511) & here;
                     }
@@ -156,14 +156,18 @@ struct Digits {
             } else {
                 u32 low[4], high[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const u32 even = __byte_perm(t[0][i % 2][i / 2][0], t[1][i % 2][i / 2][0], 0x5140);
-                    const u32 odd = __byte_perm(t[0][i % 2][i / 2][1], t[1][i % 2][i / 2][1], 0x5140);
+                for (int i = 0; i < 2 * PAIRS; i++) {
+                    const u32(&one)[2] = t[i % 2][i / 2], (&other)[2] = t[2 + i % 2][i / 2];
+                    const u32 even = __byte_perm(one[0], other[0], 0x5140), odd = __byte_perm(one[1], other[1], 0x5140);
                     low[i] = __byte_perm(even, odd, 0x5410) ^ 0x80808080u, high[i] = __byte_perm(even, odd, 0x7632);
                 }
-                store4(write_at[n], high), store4(write_at[n] + 32, low);
+                if constexpr (PAIRS == 2) store4(write_at[n], high), store4(write_at[n] + 32, low);
+                else store2(write_at[n], high[0], high[1]), store2(write_at[n] + 32, low[0], low[1]);
             }
         }
+    }
+    static __device__ __forceinline__ void store2(u32 to, u32 a, u32 b) {
+        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(a), "r"(b) : "memory");
     }
     static __device__ __forceinline__ void store4(u32 to, const u32 (&v)[4]) {
         asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");

@@ -146,7 +146,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     u32 x_at[MT];  // ldmatrix: this lane's row
 #pragma unroll
     for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
-    const D digits(FORM == DIGITS, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, rows, K);
+    const D digits(FORM == DIGITS, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
     previous_grid_wait();
     constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16;
     using P = Planes<BITS, T, GROUP, MT, WARPS * 32>;
@@ -166,12 +166,16 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         copy_commit();
     }
 
+    if (FORM == DIGITS && warp < steps) digits.fetch(warp * STEP, rows);
+
     // ------------------------------------------------------------------------------------------------- one step
     float acc[NT][MS][SUMS] = {};
     auto compute_digits = [&](int u, int s) {
+        copy_wait<0>();
         __syncwarp();
-        digits.store(s * STEP, K);
+        digits.store();
         __syncwarp();
+        if (s + WARPS < steps) digits.fetch((s + WARPS) * STEP, rows);
 #pragma unroll
         for (int i = 0; i < D::ROUNDS; i++) {
             float2 v[NT];
@@ -278,7 +282,6 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                     if (next < steps) load_weights(u, next), load_x(u, next);
                     copy_commit();
                 }
-                if ((FOLD & NORMED) && FORM == DIGITS && now == warp) copy_commit(), copy_wait<0>(), __syncwarp();
                 if ((FOLD & NORMED) && now == warp) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
             }
         }

@@ -146,7 +146,7 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     if config["DIGITS"]:
         rows = 1 << (call.M - 1).bit_length()
         spans = rows * config["STEP"] // _digits_span(call.scheme, call.K)
-        buffer = config["STEP"] // 32 * 288 + (spans + 2) // 2 * 16
+        buffer = config["STEP"] // 32 * 288 + (spans + 2) // 2 * 16 + rows * config["STEP"] * 2
         smem = warps * max(buffer, nt * 256) + call.M * squares
         fits = smem <= shared_memory_limit(call.capability) - 1024
         return Plan(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
@@ -189,7 +189,7 @@ def _digits_refuse(call: Call) -> str | None:
         return f"digits are for up to {MOST_DIGITS_ROWS} rows"
     if span < 64:
         return "digits take whole groups of 64"
-    return "a chunk has more spans than columns" if rows * CHUNK[call.scheme.bits] > 4 * max(span, CHUNK[call.scheme.bits]) else None
+    return "a chunk has more spans than B columns for them" if rows * CHUNK[call.scheme.bits] > 4 * span else None
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
