@@ -12,8 +12,26 @@
 // Cost    16 x 128 weights: 16 LOP3, 4 mma and, shared by four groups, 6 to 8 instructions of scales; x: 26 for 128 k a warp.
 // Spans   that hold inf or nan, and sums past fp32, end as no finite number; such a y is computed once more, one by one.
 #pragma once
-#include "planes.cuh"
+#include "tile.cuh"
 
+__device__ __forceinline__ u32 load4_written(const u16* p) {  // as load2 of fold.cuh: not by way of L1
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+template <int T>
+__device__ __forceinline__ u32 larger2(u32 a, u32 b) {  // of two halves each; NaN if one is
+    u32 d;
+    if constexpr (T == FP16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ u32 pick(u32 a, u32 b, u32 mask) {  // a where mask is set, else b: one LOP3, which C++ makes two of
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
+    return d;
+}
 template <int T>
 __device__ __forceinline__ u32 absolute2(u32 v) {  // of two halves: the AND is a modifier of what takes it
     u32 d;

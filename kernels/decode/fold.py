@@ -32,7 +32,9 @@ KERNEL = "cuda/tile_mma"
 # Gate and up need pairs of row tiles, and blocks that leave room for the next product's: the first of these that is legal,
 # instead of what the rule takes alone. (At 2 bits that is (4, 2, 128, 1, 7), alone 13.8 us for this one's 15.2; but it fills
 # every register of a multiprocessor, and an 8B step takes 1267 us with this one.) A table's choice was made in whole steps.
-PAIRS = tuple(tile_mma.config_of(*values) for values in ((4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1)))
+PAIRS = tuple(
+    tile_mma.config_of(*values) for values in ((8, 2, 256, 1, 1, 1), (4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1))
+)
 
 enabled = True  # benchmarks switch it off to see what it brings
 
@@ -116,11 +118,8 @@ def _launch(layer: QuantLinear, x: torch.Tensor, fold: int, folded: bytes) -> to
 
 
 def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
-    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None. Never planes of bits: those have
-    run on a GPU unfolded only."""
+    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None."""
     config = select(call, kernel)[1]
-    if config["PLANES"]:
-        config = _alone(call)
     if not fold & GATED:
         return config
     even = config if config["NT"] % 2 == 0 else None
@@ -130,15 +129,11 @@ def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
 @lru_cache(1024)
 def _alone(call: Call) -> Config:
     """What the rule takes for a product of its own."""
-    return kernels()[KERNEL].default_config(call, _legal(call))
+    return kernels()[KERNEL].default_config(call, kernels()[KERNEL].legal_configs(call))
 
 
 @lru_cache(1024)
 def _pairs(call: Call) -> Config | None:
     """The first of PAIRS that is legal."""
-    legal = _legal(call)
+    legal = kernels()[KERNEL].legal_configs(call)
     return next((pairs for pairs in PAIRS if pairs in legal), None)
-
-
-def _legal(call: Call) -> list[Config]:
-    return [config for config in kernels()[KERNEL].legal_configs(call) if not config["PLANES"]]
