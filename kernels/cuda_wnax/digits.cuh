@@ -1,4 +1,4 @@
-// Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM DIGITS, for one, two or four rows of x.
+// Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM DIGITS, up to 4 bits, one row of x or two.
 //
 // x       In a span of k (a group, or 128 or 64 of one) x = x' * unit: x' an integer, unit a power of two, so that the span's
 //         largest x' fills 14 bits. Rounded there: by at most 2^-14 of that largest |x|, and no fp16 number within 1/8 of it is
@@ -53,9 +53,8 @@ __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, c
     for (int k = 0; k < K; k++) {
         const int f = k % L::CHUNK / 16, j = r / 8 + k % 16 / 8 * 2, lane = r % 8 * 4 + k % 8 / 2, e = k % 2;
         const int meta = (GROUP ? k / (GROUP ? GROUP : 1) : 0) * 16 + r % 8 * 2 + r / 8;
-        const u32* chunk = tile + (size_t)(k / L::CHUNK) * L::WORDS + (BITS == 8 ? f / 2 * 128 : 0);
-        const int low = BITS == 8 ? 16 * e + f % 2 * 8 : 16 * e + f * (BITS == 3 ? 2 : BITS);
-        u32 code = chunk[lane * 4 + j] >> low & (BITS == 3 ? 3 : (1 << BITS) - 1);
+        const u32* chunk = tile + (size_t)(k / L::CHUNK) * L::WORDS;
+        u32 code = chunk[lane * 4 + j] >> (16 * e + f * (BITS == 3 ? 2 : BITS)) & (BITS == 3 ? 3 : (1 << BITS) - 1);
         if (BITS == 3) code |= (chunk[128 + lane * 2 + j / 2] >> (16 * e + 2 * f + j % 2) & 1) << 2;
         const float zero = zeros ? to_floats<T>(zeros[meta]).x : mid<BITS>();
         const u32 both = load4_written(x + k / 2 * 2);
@@ -75,16 +74,14 @@ struct Digits {
     static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * STEP * 2;
     static constexpr int HEAD = 13;                  // unit is 2^-HEAD of the largest |x|'s power of two
     static constexpr float ROUND = 12582912.f + 128;  // 1.5 * 2^23: the last bits become the nearest integer, and 128
-    static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = BITS == 8 ? 0 : 8 - FIELD;  // sums come times 2^SHIFT
+    static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = 8 - FIELD;  // sums come times 2^SHIFT
     static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 64, "a chunk's spans are of one round");
-
-    static constexpr int fragment(int place, int h) { return BITS == 8 ? 2 * place + h : place + PLACES * h; }
 
     // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
     // turns 16 k at once, or 8 where that takes all lanes: SPLIT of one fragment, else of two, so that it has whole words of B.
     static constexpr int VALUES = ROWS * STEP <= 256 ? 8 : 16, EVERY = STEP / VALUES, TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
     static constexpr int PAIRS = SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
-    static constexpr int offset(int load) { return 8 * (load % 2) + (SPLIT ? 4 : 16 * fragment(0, 1)) * (load / 2); }  // in k
+    static constexpr int offset(int load) { return 8 * (load % 2) + (SPLIT ? 4 : 16 * PLACES) * (load / 2); }  // in k
     const u16* from;
     int K;
     u32 b_at, sums_at, x_at, read_at[AT_ONCE], write_at[AT_ONCE], unit_at[AT_ONCE];  // of this lane
@@ -104,7 +101,7 @@ struct Digits {
             const int fragments = mine * VALUES / 16, chunk = mine * VALUES / L::CHUNK, span = mine * VALUES / SPAN;
             const int place = SPLIT ? fragments % PLACES : mine * VALUES % L::CHUNK / 32;
             const int part = SPLIT ? mine * VALUES % 16 / 8 : mine * VALUES % 32 / VALUES * PAIRS;  // SPLIT: half; else quad
-            const int k = SPLIT ? fragments * 16 + part * 4 : chunk * L::CHUNK + 16 * fragment(place, 0) + part * 2;
+            const int k = SPLIT ? fragments * 16 + part * 4 : chunk * L::CHUNK + 16 * place + part * 2;
             read_at[i] = at + X + (row * STEP + k) * 2;
             write_at[i] = at + (chunk * PLACES + place) * ROW + (row * EACH + span % EACH) * 64 + part * (SPLIT ? 16 : 8);
             unit_at[i] = at + UNITS + (row * SPANS + span) * 8;
@@ -225,7 +222,7 @@ struct Digits {
                         mma_bytes(d[t], a, b0, b1, 0, 0, 0, 0);
                         continue;
                     }
-                    const int up = i == 0 && BITS < 8 && (BITS != 3 || place == 2) ? 1 << FIELD : 1;
+                    const int up = i == 0 && (BITS != 3 || place == 2) ? 1 << FIELD : 1;
                     mma_bytes(d[t], a, b0, b1, d[t][0] * up, d[t][1] * up, d[t][2] * up, d[t][3] * up);
                 }
             }
@@ -235,9 +232,7 @@ struct Digits {
     static __device__ __forceinline__ void operand(const u32 (&w)[L::REGS], int place, u32 (&a)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if constexpr (BITS == 8) {
-                a[j] = w[4 * place + j];
-            } else if constexpr (BITS == 3) {  // fields of four bits, those of even places or those of odd ones
+            if constexpr (BITS == 3) {  // fields of four bits, those of even places or those of odd ones
                 const u32 h = w[4 + j / 2];
                 const u32 v = place % 2 ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
                 a[j] = v & 0x07070707u << place / 2 * 4;

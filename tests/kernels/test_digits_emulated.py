@@ -1,6 +1,7 @@
 """tile_mma's DIGITS (digits.cuh) emulated on the CPU: codes as bytes against fp64 truth, and what no span of x fits."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels import registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
@@ -162,10 +162,9 @@ def test_the_emulator_notices(name, good, bad, monkeypatch):
     (Path(simt._folder().name) / f"{name}.cu").write_text(simt.host_source(source.replace(good, bad).replace(*NAN_STAYS)))
     monkeypatch.setattr(tile_mma, "Kernel", lambda file, *rest, **more: simt.Kernel(f"{name}.cu", *rest, **more))
     emulation.forget(tile_mma)
+    fails = partial(test_no_finite_numbers, 2) if name == "nan" else partial(test_right_numbers, CASES[1])
     with pytest.raises(AssertionError):
-        if name == "nan":
-            test_no_finite_numbers(2)
-        test_right_numbers(CASES[1])
+        fails()
     emulation.forget(tile_mma)
 
 
