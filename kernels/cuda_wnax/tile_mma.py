@@ -197,28 +197,32 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 # What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in 80 cells.
-# Each line: kinds of weight (bits; g: 4 bits in groups under 128; h: any such groups), how many row tiles of 16 there are (as
-# `_tiles` names it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
+# Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles`
+# names it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
 RULES = (
-    ("h", "long", 1, (16, 2, 512, 1, 1, 1)),
     ("4g", "flat", 1, (4, 1, 256, 1, 1, 1)),
     ("2", "flat", 1, (4, 4, 512, 1, 1, 1)),
     ("4g21", "tall", 1, (16, 2, 512, 1, 1, 1)),
     ("4g2", "few", 1, (8, 4, 512, 1, 1, 1)),
-    ("4g21", "fit", 1, (8, 2, 512, 1, 1, 1)),
+    (
+        "4",
+        "fit",
+        1,
+        (8, 1, 256, 1, 3),
+    ),  # alone (8, 2, 512, 1, 1, 1) is faster, 4.7 for 5.4 us, but a step of 8B slower by 84 us
+    ("21", "fit", 1, (8, 2, 512, 1, 1, 1)),
     ("4g", "some deep", 1, (16, 1, 256, 1, 1, 1)),
     ("4g", "many", 1, (4, 1, 512, 1, 1, 1)),
-    ("4g", "long", 1, (16, 2, 512, 1, 1, 1)),
+    ("4g2", "long", 1, (16, 2, 512, 1, 1, 1)),
     ("21", "some", 1, (16, 2, 256, 1, 1, 1)),
     ("2", "deep", 1, (16, 2, 256, 1, 1, 1)),
     ("2", "many", 1, (8, 2, 256, 1, 1, 1)),
-    ("2", "long", 1, (16, 1, 512, 1, 1, 1)),
     ("1", "many", 1, (4, 4, 512, 1, 1, 1)),
     ("1", "deep", 1, (4, 2, 512, 1, 5, 1)),
-    ("3", "some", 2, (8, 2, 256, 1, 1, 1)),
+    ("3", "fit some", 2, (8, 2, 256, 1, 1, 1)),
     ("3", "deep", 2, (4, 1, 512, 1, 1, 1)),
-    ("3", "few long", 2, (8, 1, 512, 1, 1, 1)),
-    ("3", "fit", 2, (8, 1, 256, 1, 1, 1)),
+    ("3", "few", 2, (8, 1, 512, 1, 1, 1)),
+    ("3", "long", 2, (16, 2, 256, 1, 1, 1)),
     ("43", "many", 2, (4, 1, 256, 1, 1, 1)),
     ("4", "few some fit", 2, (8, 4, 512, 1, 1, 1)),
     ("4", "deep", 2, (8, 1, 512, 1, 1, 1)),
@@ -292,11 +296,10 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
     fewest = min(cut.grid[1] for _, cut in cuts)
     good = [c for c, cut in cuts if cut.grid[1] == fewest]
-    small, bits = call.scheme.group_size < 128, call.scheme.bits
-    kind = {"g" if small and bits == 4 else str(bits), "h" if small else ""}
+    kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
     tiles, rows = _tiles(call), math.ceil(call.M / fewest)
     for kinds, names, most, values in RULES:
-        if kind & set(kinds) and tiles & set(names.split()) and rows <= most and (config := config_of(*values)) in good:
+        if kind in kinds and tiles & set(names.split()) and rows <= most and (config := config_of(*values)) in good:
             return config
     return good[0]
 

@@ -29,12 +29,19 @@ FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
 SQUARES = 16  # features whose squares are summed together
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
 KERNEL = "cuda/tile_mma"
-# Gate and up need pairs of row tiles, and blocks that leave room for the next product's: the first of these that is legal,
-# instead of what the rule takes alone. (At 2 bits that is (4, 2, 128, 1, 7), alone 13.8 us for this one's 15.2; but it fills
-# every register of a multiprocessor, and an 8B step takes 1267 us with this one.) A table's choice was made in whole steps.
-PAIRS = tuple(
-    tile_mma.config_of(*values) for values in ((8, 2, 256, 1, 1, 1), (4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1))
-)
+# Gate and up need pairs of row tiles, and blocks that leave room for the next product's: by bits, first what whole steps of an
+# 8B model were fastest with, instead of what the rule takes alone (us a step with pairs of [8, 2, 256, 1, 1, 1] and with these:
+# 4 bits 1930, 1897; 3 bits 1788, 1747; 2 bits 1582, 1432; 1 bit 1438, 1240). A table's choice was made in whole steps.
+PAIRS = {
+    bits: tuple(tile_mma.config_of(*values) for values in (*first, (4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1)))
+    for bits, first in (
+        (8, ()),
+        (4, ((4, 4, 512, 1, 1, 1),)),
+        (3, ((4, 2, 256, 1, 1, 1),)),
+        (2, ((8, 4, 256, 1, 1, 1),)),
+        (1, ((4, 4, 256, 1, 1, 1),)),
+    )
+}
 
 enabled = True  # benchmarks switch it off to see what it brings
 
@@ -134,6 +141,6 @@ def _alone(call: Call) -> Config:
 
 @lru_cache(1024)
 def _pairs(call: Call) -> Config | None:
-    """The first of PAIRS that is legal."""
+    """The first of PAIRS of its width that is legal."""
     legal = kernels()[KERNEL].legal_configs(call)
-    return next((pairs for pairs in PAIRS if pairs in legal), None)
+    return next((pairs for pairs in PAIRS[call.scheme.bits] if pairs in legal), None)

@@ -119,7 +119,7 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
     monkeypatch.setattr(registry, "TABLES", [])
     registry.forget_choices()
-    alone, pairs = registry.select(call)[1], fold.PAIRS[0 if bits < 8 else 1]
+    alone, pairs = registry.select(call)[1], fold.PAIRS[bits][0]
     assert fold._config(call, None, tile_mma.SILU) == pairs
     assert fold._config(call, None, tile_mma.NORMED) == alone
     told = tile_mma.config_of(4, 2, 256, 2, 1)
