@@ -9,7 +9,7 @@
 // rounds  Eight columns are four pairs: 4 / ROWS spans that share a flush; a lane has one pair, so one scale and zero and one
 //         fp32 sum of each row of W. Columns of other spans are zero for a chunk: they are cleared once and never written.
 // zeros   sum(x') of a span is known as x is stored, so sum(code * x') - zero * sum(x') cancels as it should.
-// Cost    16 x 128 weights: 16 LOP3, 4 mma and, shared by four groups, 6 to 8 instructions of scales; x: 26 for 128 k a warp.
+// Cost    16 x 128 weights: 16 LOP3, 4 mma, 3 doublings and, shared by four groups, 5 instructions of scales; x: 33 for 128 k.
 // Spans   that hold inf or nan, and sums past fp32, end as no finite number; such a y is computed once more, one by one.
 #pragma once
 #include "tile.cuh"
@@ -79,7 +79,8 @@ struct Digits {
 
     // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
     // turns 16 k at once, or 8 where that takes all lanes: SPLIT of one fragment, else of two, so that it has whole words of B.
-    static constexpr int VALUES = ROWS * STEP <= 256 ? 8 : 16, EVERY = STEP / VALUES, TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
+    static constexpr int VALUES = ROWS * STEP <= 256 ? 8 : 16, EVERY = STEP / VALUES;  // EVERY: tasks of a row
+    static constexpr int TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
     static constexpr int PAIRS = SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
     static constexpr int offset(int load) { return 8 * (load % 2) + (SPLIT ? 4 : 16 * PLACES) * (load / 2); }  // in k
     const u16* from;
@@ -129,8 +130,9 @@ struct Digits {
             u32 v[LOADS][PAIRS], top = 0;  // load: 2 * (SPLIT: quads, else fragment) + register of B
 #pragma unroll
             for (int i = 0; i < LOADS; i++) {
-                if constexpr (PAIRS == 2) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v[i][0]), "=r"(v[i][1]) : "r"(read_at[n] + 2 * offset(i)) : "memory");
-                else v[i][0] = read4(read_at[n] + 2 * offset(i));
+                const u32 at = read_at[n] + 2 * offset(i);
+                if constexpr (PAIRS == 2) load2(v[i][0], v[i][1], at);
+                else v[i][0] = read4(at);
             }
 #pragma unroll
             for (int i = 0; i < LOADS * PAIRS; i++) top = larger2<T>(top, absolute2<T>(v[i / PAIRS][i % PAIRS]));
@@ -181,6 +183,9 @@ struct Digits {
             }
         }
     }
+    static __device__ __forceinline__ void load2(u32& a, u32& b, u32 from) {
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(from) : "memory");
+    }
     static __device__ __forceinline__ void store2(u32 to, u32 a, u32 b) {
         asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(a), "r"(b) : "memory");
     }
@@ -196,10 +201,9 @@ struct Digits {
 
     // (unit, 2^SHIFT * sum(x')) of this lane's span of a round; zeros where there is none.
     __device__ __forceinline__ float2 unit(int round) const {
-        float2 v;
-        asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
-                     : "=f"(v.x), "=f"(v.y) : "r"(sums_at + round * EACH * 8) : "memory");
-        return v;
+        u32 unit, sum;
+        load2(unit, sum, sums_at + round * EACH * 8);
+        return make_float2(__uint_as_float(unit), __uint_as_float(sum));
     }
 
     // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile.
@@ -212,8 +216,7 @@ struct Digits {
             for (int i = 0; i < PER; i++) {
                 const int chunk = round * PER + i;
                 u32 b0, b1;
-                asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];"
-                             : "=r"(b0), "=r"(b1) : "r"(b_at + (chunk * PLACES + place) * ROW) : "memory");
+                load2(b0, b1, b_at + (chunk * PLACES + place) * ROW);
 #pragma unroll
                 for (int t = 0; t < NT; t++) {
                     u32 a[4];
