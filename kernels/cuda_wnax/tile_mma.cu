@@ -8,16 +8,16 @@
 // FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
 //         (code - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a
 //         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
-//         bf16 has no such numbers, so there the first way is closed. PLANES: planes.cuh, 1 and 2 bits, MT one or two rows of
-//         x: these lie in shared memory whole, as planes of bits, before the first step.
+//         bf16 has no such numbers, so there the first way is closed. DIGITS: codes as bytes, digits.cuh, MT one or two rows of
+//         x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
+#include "digits.cuh"
 #include "fold.cuh"
-#include "planes.cuh"
 
-enum { MAGIC = 0, EXACT = 1, PLANES = 2 };
+enum { MAGIC = 0, EXACT = 1, DIGITS = 2 };
 
 // 16, 8 and 4 bytes of this lane, read once (weights) or by neighbours too (scales, zeros).
 __device__ __forceinline__ void load16_once(u32& a, u32& b, u32& c, u32& d, const u32* p) {
@@ -54,11 +54,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
     constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
-    constexpr int METAS = GROUP == 0 || GROUP % STEP == 0 ? 1 : STEP / gcd(GROUP, STEP);  // groups a step meets
+    using D = Digits<BITS, T, FORM == DIGITS ? GROUP : 0, FORM == DIGITS ? MT : 1, STEP>;
+    constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1 : STEP / gcd(GROUP, STEP);  // that a step meets
+    constexpr int METAS = FORM == DIGITS ? D::ROUNDS : GROUPS;                            // scales of a lane, a step and a tile
     constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;                            // flushes that share a group
-    constexpr bool STRIDES = GROUP && STEP % (GROUP ? GROUP : 1) == 0;                    // a warp's next groups lie equally far on
+    constexpr bool STRIDES = FORM != DIGITS && GROUP && STEP % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
     constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
-    constexpr int SUMS = FORM == PLANES ? 2 : 4, E = NT * MT * SUMS * 32;  // fp32 sums of a warp: [t][m][register][lane]
+    constexpr int SUMS = FORM == DIGITS ? 2 : 4, MS = FORM == DIGITS ? 1 : MT;  // DIGITS: rows of x are lanes
+    constexpr int E = NT * MS * SUMS * 32;                                      // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
     __shared__ float factor[MT * 8];
     __shared__ u32 mask[C::PLACES];
@@ -79,14 +82,15 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (STRIDES ? warp * METAS * 16 : 0);
         w_at[t] = words + ((size_t)tile(t) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
         scale_at[t] = scales + meta, zero_at[t] = zeros + meta;
+        if (FORM == DIGITS) asm volatile("" : "+l"(scale_at[t]), "+l"(zero_at[t]));  // else ptxas makes them anew for each step
     }
     u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
     auto load_weights = [&](int u, int s) {  // and step on
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            const int p = FORM == PLANES ? 0 : t;  // the pointers of one tile serve all: 18 registers less at NT = 4
-            const size_t away = FORM == PLANES ? tile(t) - tile(0) : 0;
-            const bool last = FORM != PLANES || t == NT - 1;  // who used these
+            const int p = FORM == DIGITS ? 0 : t;  // the pointers of one tile serve all: 18 registers less at NT = 4
+            const size_t away = FORM == DIGITS ? tile(t) - tile(0) : 0;
+            const bool last = FORM != DIGITS || t == NT - 1;  // who used these
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
                 if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], w_at[p] + (away * chunks + i) * L::WORDS, lane);
@@ -94,7 +98,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
             for (int i = 0; i < METAS; i++) {
                 int g = 0;  // relative to the pointer; past the last group: the last one
-                if (STRIDES) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
+                if (FORM == DIGITS) g = D::group(s * STEP, i, groups);
+                else if (STRIDES) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
                 else if (GROUP) g = smaller((u32)(s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
                 scale[u][t][i] = load4(scale_at[p] + away * groups * 16 + g * 16);
                 if (ZEROS) zero[u][t][i] = load4(zero_at[p] + away * groups * 16 + g * 16);
@@ -142,41 +147,38 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     u32 x_at[MT];  // ldmatrix: this lane's row
 #pragma unroll
     for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
+    const D digits(FORM == DIGITS, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
     previous_grid_wait();
     constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16;
-    using P = Planes<BITS, T, GROUP, MT, WARPS * 32>;
-    const P planes((char*)shared, steps * CHUNKS);
-    const int x_bytes = FORM == PLANES ? planes.bytes() : WARPS * UNROLL * SLOT;
+    const int x_bytes = WARPS * (FORM == DIGITS ? D::BYTES : UNROLL * SLOT);
     const u32 squares = shared_address(shared) + (x_bytes > WARPS * E * 4 ? x_bytes : WARPS * E * 4);
     const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
-    if constexpr (FORM == PLANES) {
-        copy_commit();
-        planes.prepare(x, K);
-        copy_wait<0>();
-        __syncthreads();
-    }
 #pragma unroll
-    for (int u = 0; u < (FORM == PLANES ? 0 : UNROLL); u++) {
+    for (int u = 0; u < (FORM == DIGITS ? 0 : UNROLL); u++) {
         if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
         copy_commit();
     }
+    if (FORM == DIGITS && warp < steps) digits.fetch(warp * STEP, rows);
 
     // ------------------------------------------------------------------------------------------------- one step
-    float acc[NT][MT][SUMS] = {};
-    auto compute_planes = [&](int u, int s) {
+    float acc[NT][MS][SUMS] = {};
+    auto compute_digits = [&](int u, int s) {
+        copy_wait<0>();
+        __syncwarp();
+        digits.store();
+        __syncwarp();
+        if (s + WARPS < steps) digits.fetch((s + WARPS) * STEP, rows);
 #pragma unroll
-        for (int n = 0; n < (FORM == PLANES ? CHUNKS * P::SPANS : 0); n++) {
-            const int i = n / P::SPANS, meta = n * METAS / (CHUNKS * P::SPANS);
+        for (int i = 0; i < D::ROUNDS; i++) {
+            float2 v[NT];
+            digits.products(w[u], i, v);
+            const float2 unit = digits.unit(i);
 #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                const typename P::Span span = planes.span(m, s * CHUNKS + i, n % P::SPANS);
-#pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    const float2 v = P::product(span, w[u][t][i]), a = to_floats<T>(scale[u][t][meta]);
-                    const float2 z = ZEROS ? to_floats<T>(zero[u][t][meta]) : make_float2(mid<BITS>(), mid<BITS>());
-                    acc[t][m][0] = __fmaf_rn(a.x * span.unit, __fmaf_rn(-z.x, span.sum, v.x), acc[t][m][0]);
-                    acc[t][m][1] = __fmaf_rn(a.y * span.unit, __fmaf_rn(-z.y, span.sum, v.y), acc[t][m][1]);
-                }
+            for (int t = 0; t < NT; t++) {
+                const float2 a = to_floats<T>(scale[u][t][i]);
+                const float2 z = ZEROS ? to_floats<T>(zero[u][t][i]) : make_float2(mid<BITS>(), mid<BITS>());
+                acc[t][0][0] = __fmaf_rn(a.x * unit.x, __fmaf_rn(-z.x, unit.y, v[t].x), acc[t][0][0]);
+                acc[t][0][1] = __fmaf_rn(a.y * unit.x, __fmaf_rn(-z.y, unit.y, v[t].y), acc[t][0][1]);
             }
         }
     };
@@ -243,8 +245,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             const int now = s + u * WARPS;
             if (now < steps) {
                 const int next = now + UNROLL * WARPS;
-                if constexpr (FORM == PLANES) {
-                    compute_planes(u, now);
+                if constexpr (FORM == DIGITS) {
+                    compute_digits(u, now);
                     if (next < steps) load_weights(u, next);
                 } else {
                     copy_wait<UNROLL - 1>();
@@ -261,33 +263,33 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 
     // ---------------------------------------------------------------------------------------- sum over the warps
     if ((FOLD & NORMED) && warp >= steps) {
+        copy_commit();
         copy_wait<0>();
         __syncwarp();
         factors<WARPS>(factor, squares, folded, first, m0, rows, K);
     }
     __syncthreads();
     float* sums_at = (float*)shared;
-    const float weight = FORM == PLANES ? (float)(1 << lane % 4 * 2) : 1.f;  // of this lane's bits of x
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
-        for (int m = 0; m < MT; m++)
+        for (int m = 0; m < MS; m++)
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sums_at[warp * E + ((t * MT + m) * SUMS + i) * 32 + lane] = acc[t][m][i] * weight;
+            for (int i = 0; i < SUMS; i++) sums_at[warp * E + ((t * MS + m) * SUMS + i) * 32 + lane] = acc[t][m][i];
     __syncthreads();
     store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](int row, int c) {
         float v = 0.f;
-        if constexpr (FORM == PLANES) {  // of four lanes
-            const float* from = sums_at + ((c / 16 * MT + row) * 2 + c % 16 / 8) * 32 + c % 8 * 4;
+        if constexpr (FORM == DIGITS) {  // of a row's lanes
+            const float* from = sums_at + (c / 16 * 2 + c % 16 / 8) * 32 + c % 8 * 4 + row * D::EACH;
 #pragma unroll
-            for (int k = 0; k < WARPS; k++) {
-                const float4 four = *(const float4*)(from + k * E);
-                v += four.x + four.y + (four.z + four.w);
-            }
+            for (int k = 0; k < WARPS; k++)
+#pragma unroll
+                for (int i = 0; i < smaller(D::EACH, D::SPANS); i++) v += from[k * E + i];
+            v *= 1.f / (1 << D::SHIFT);
             if (!(v * 0.f == 0.f)) {  // inf or nan
                 const size_t at = tile(c / 16), meta = at * groups * 16;
-                const u16* none = nullptr;
-                v = P::plainly(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, x + (size_t)row * K, c % 16, K);
+                const u16 *mine = x + (size_t)(m0 + row) * K, *none = nullptr;
+                v = plainly<BITS, T, GROUP>(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, mine, c % 16, K);
             }
         } else {
             const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;

@@ -1,8 +1,8 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
 A config: WARPS of a block share K, NT row tiles of 16 a block, STEP k that a warp takes at once, UNROLL such steps it has
-in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M. PLANES 1:
-x as planes of bits, for a row or two at 1 and 2 bits (planes.cuh); MT is rows of x there.
+in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M. DIGITS 1:
+codes and x as bytes, for a row or two (digits.cuh); MT is rows of x there.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
-KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "PLANES")
+KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "DIGITS")
 
 
 def config_of(*values: int) -> Config:
-    """The config of these values, in the order of KEYS; PLANES, where it is left out, is 0."""
+    """The config of these values, in the order of KEYS; DIGITS, where it is left out, is 0."""
     return dict(zip(KEYS, (*values, 0), strict=False))
 
 
@@ -66,22 +66,41 @@ HALVES: tuple[Config, ...] = tuple(
         (2, 4, 256, 1, 1),
     )
 )
-BITPLANES: tuple[Config, ...] = tuple(  # of 21 on an H100, those that were the fastest of a cell or within 10% of it
+BYTES: tuple[Config, ...] = tuple(
     config_of(*values, 1)
-    for values in ((16, 2, 256, 1, 1), (16, 4, 256, 1, 1), (8, 2, 256, 2, 2), (8, 4, 256, 1, 2), (4, 4, 256, 1, 4))
+    for values in (
+        (16, 1, 256, 1, 1),
+        (16, 1, 512, 1, 1),
+        (16, 2, 256, 1, 1),
+        (16, 2, 512, 1, 1),
+        (8, 1, 256, 1, 1),
+        (8, 1, 512, 1, 1),
+        (8, 2, 256, 1, 1),
+        (8, 2, 512, 1, 1),
+        (8, 4, 256, 1, 1),
+        (8, 4, 512, 1, 1),
+        (4, 1, 256, 1, 1),
+        (4, 1, 512, 1, 1),
+        (4, 2, 256, 1, 1),
+        (4, 2, 256, 2, 1),
+        (4, 2, 512, 1, 5),
+        (4, 4, 256, 1, 1),
+        (4, 4, 512, 1, 1),
+        (2, 2, 512, 2, 1),
+    )
 )
-CONFIGS = HALVES + BITPLANES
+CONFIGS = HALVES + BYTES
 _numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
 NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
 GATED = SILU | GELU_TANH
 MOST_ROWS = 32  # of x a block: MT = 4
-MOST_PLANES_ROWS = 2  # four times the counting at four rows: slower than halves
+MOST_DIGITS_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
 
 
 def form(dtype: torch.dtype, config: Config) -> str:
     """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
-    return "PLANES" if config["PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
+    return "DIGITS" if config["DIGITS"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
 def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
@@ -89,11 +108,10 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
     bits, group = scheme.bits, scheme.group_size
     groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
     words = bits * config["STEP"] // 64
-    if config["PLANES"]:
-        nt = config["NT"]
-        extra = max(12, 5 * nt) + (2 if nt > 1 else 4) * groups + (4 if group == K else 0)
-        second = (8 * nt + 4 if nt > 1 else 16) + 3 * groups  # row of x
-        return 31 + config["UNROLL"] * nt * (words + 2 * groups) + second * (MT - 1) + extra
+    if config["DIGITS"]:
+        rounds = math.ceil(config["STEP"] * MT / (4 * span(scheme, K)))
+        held = words + (config["STEP"] // 16 if bits == 3 else 0)  # 3 bits: and fields of four
+        return 40 + config["NT"] * (config["UNROLL"] * (held + 2 * rounds) + 8)
     loads = config["UNROLL"] * config["NT"] * (words + groups * (1 if scheme.zero == "none" else 2))
     extra = (10 * config["NT"] * config["UNROLL"] if groups > 1 else 0) + ((6 if config["NT"] < 4 else 48) if bits == 3 else 0)
     extra += 0 if form(dtype, config) == "EXACT" else 24 if bits > 2 else 66
@@ -102,14 +120,13 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
 
 
 def span(scheme: Scheme, K: int) -> int:
-    """PLANES: the k whose x share a power of two, planes.cuh's SPAN."""
-    chunk = CHUNK[scheme.bits]
-    return chunk if scheme.groups(K) == 1 else math.gcd(scheme.group_size, chunk)
+    """DIGITS: the k whose x share a power of two, digits.cuh's SPAN."""
+    return 128 if scheme.groups(K) == 1 else math.gcd(scheme.group_size, 128)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: MT tiles of 8 rows (PLANES: rows), `rows` of x a block, copies of x a lane and step, grid, shared
+    """How a call is cut: MT tiles of 8 rows (DIGITS: rows), `rows` of x a block, copies of x a lane and step, grid, shared
     memory bytes."""
 
     MT: int
@@ -124,11 +141,13 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     warps, nt = config["WARPS"], config["NT"]
     at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
     squares = call.K // 4 if fold & NORMED else 0  # bytes a row of x
-    if config["PLANES"]:
-        spans = math.ceil(call.K / config["STEP"]) * config["STEP"] // span(call.scheme, call.K)
-        smem = max((call.M * spans * 548 + 15) // 16 * 16, warps * nt * call.M * 256) + call.M * squares
+    if config["DIGITS"]:
+        rows = 1 << (call.M - 1).bit_length()
+        spans = rows * config["STEP"] // span(call.scheme, call.K)
+        buffer = config["STEP"] // 32 * 288 + (spans + 2) // 2 * 16 + rows * config["STEP"] * 2
+        smem = warps * max(buffer, nt * 256) + call.M * squares
         fits = smem <= shared_memory_limit(call.capability) - 1024
-        return Plan(call.M, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
+        return Plan(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
@@ -152,20 +171,21 @@ def expression(
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
-def _planes_refuse(call: Call) -> str | None:
-    if call.scheme.bits > 2:
-        return "planes are for 1 and 2 bits"
-    if call.M > MOST_PLANES_ROWS:
-        return f"planes are for up to {MOST_PLANES_ROWS} rows"
-    if call.capability >= (10, 0):
-        return "this GPU counts bits by 8-bit products"
-    return "planes take whole groups of 64" if span(call.scheme, call.K) < 64 else None
+def _digits_refuse(call: Call) -> str | None:
+    if call.scheme.bits == 8:
+        return "digits are for up to 4 bits"
+    rows, k = 1 << (call.M - 1).bit_length(), span(call.scheme, call.K)
+    if rows > MOST_DIGITS_ROWS:
+        return f"digits are for up to {MOST_DIGITS_ROWS} rows"
+    if k < 64:
+        return "digits take whole groups of 64"
+    return "a chunk has more spans than B columns for them" if rows * CHUNK[call.scheme.bits] > 4 * k else None
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
     if config["STEP"] % CHUNK[call.scheme.bits]:
         return "STEP is not whole chunks of the layout"
-    if config["PLANES"] and (why := _planes_refuse(call)):
+    if config["DIGITS"] and (why := _digits_refuse(call)):
         return why
     cut = plan(call, config)
     if cut is None:
@@ -177,11 +197,41 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 # What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in 80 cells.
-# Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles` names
-# it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
+# Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles`
+# names it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
 RULES = (
-    ("1", "many deep", 1, (8, 4, 256, 1, 2, 1)),
-    ("1", "some", 1, (16, 4, 256, 1, 1, 1)),
+    ("4g", "flat", 1, (4, 1, 256, 1, 1, 1)),
+    ("2", "flat", 1, (4, 4, 512, 1, 1, 1)),
+    ("4g21", "tall", 1, (16, 2, 512, 1, 1, 1)),
+    ("4g2", "few", 1, (8, 4, 512, 1, 1, 1)),
+    (
+        "4",
+        "fit",
+        1,
+        (8, 1, 256, 1, 3),
+    ),  # alone (8, 2, 512, 1, 1, 1) takes 4.7 for 5.4 us, but in a step of 8B 2.6 more
+    ("21", "fit", 1, (8, 2, 512, 1, 1, 1)),
+    ("4g", "some deep", 1, (16, 1, 256, 1, 1, 1)),
+    ("4g", "many", 1, (4, 1, 512, 1, 1, 1)),
+    ("4g2", "long", 1, (16, 2, 512, 1, 1, 1)),
+    ("21", "some", 1, (16, 2, 256, 1, 1, 1)),
+    ("2", "deep", 1, (16, 2, 256, 1, 1, 1)),
+    ("2", "many", 1, (8, 2, 256, 1, 1, 1)),
+    ("1", "many", 1, (4, 4, 512, 1, 1, 1)),
+    ("1", "deep", 1, (4, 2, 512, 1, 5, 1)),
+    ("3", "fit some", 2, (8, 2, 256, 1, 1, 1)),
+    ("3", "deep", 2, (4, 1, 512, 1, 1, 1)),
+    ("3", "few", 2, (8, 1, 512, 1, 1, 1)),
+    ("3", "long", 2, (16, 2, 256, 1, 1, 1)),
+    ("43", "many", 2, (4, 1, 256, 1, 1, 1)),
+    ("4", "few some fit", 2, (8, 4, 512, 1, 1, 1)),
+    ("4", "deep", 2, (8, 1, 512, 1, 1, 1)),
+    ("41", "few long", 2, (16, 2, 512, 1, 1, 1)),
+    ("2", "few long", 2, (16, 2, 256, 1, 1, 1)),
+    ("21", "many", 2, (8, 4, 256, 1, 1, 1)),
+    ("1", "deep", 2, (4, 4, 256, 1, 1, 1)),
+    ("2", "deep", 2, (8, 2, 512, 1, 1, 1)),
+    ("21", "some fit", 2, (8, 2, 512, 1, 1, 1)),
     ("8", "long few fit some many deep", 8, (16, 1, 128, 1, 2)),
     ("8", "many deep", 16, (4, 1, 128, 1, 1)),
     ("3", "long few", 8, (8, 1, 256, 1, 1)),
@@ -230,15 +280,15 @@ RULES = (
 )
 
 
-def _tiles(call: Call) -> str:
-    """How the row tiles fill 132 SMs: two a SM are few (long: over a long K), three and four fit and are some; above: many
-    (deep: over K above 4096)."""
+def _tiles(call: Call) -> set[str]:
+    """How the row tiles fill 132 SMs: two a SM are few (tall: over K above 4096; long: above 8192), three and four fit and are
+    some; above: many (flat: over K up to 2048; deep: above 4096)."""
     tiles = padded_rows(call.N) // 16
     if tiles <= 264:
-        return "long" if call.K > 8192 else "few"
+        return {"long"} if call.K > 8192 else {"few", "tall"} if call.K > 4096 else {"few"}
     if tiles <= 528:
-        return "fit" if tiles <= 396 else "some"
-    return "deep" if call.K > 4096 else "many"
+        return {"fit"} if tiles <= 396 else {"some"}
+    return {"deep"} if call.K > 4096 else {"many", "flat"} if call.K <= 2048 else {"many"}
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
@@ -249,7 +299,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
     tiles, rows = _tiles(call), math.ceil(call.M / fewest)
     for kinds, names, most, values in RULES:
-        if kind in kinds and tiles in names.split() and rows <= most and (config := config_of(*values)) in good:
+        if kind in kinds and tiles & set(names.split()) and rows <= most and (config := config_of(*values)) in good:
             return config
     return good[0]
 

@@ -29,10 +29,19 @@ FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
 SQUARES = 16  # features whose squares are summed together
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
 KERNEL = "cuda/tile_mma"
-# Gate and up need pairs of row tiles, and blocks that leave room for the next product's: the first of these that is legal,
-# instead of what the rule takes alone. (At 2 bits that is (4, 2, 128, 1, 7), alone 13.8 us for this one's 15.2; but it fills
-# every register of a multiprocessor, and an 8B step takes 1267 us with this one.) A table's choice was made in whole steps.
-PAIRS = tuple(tile_mma.config_of(*values) for values in ((4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1)))
+# Gate and up need pairs of row tiles, and blocks that leave room for the next product's: by bits, first what whole steps of an
+# 8B model were fastest with, instead of what the rule takes alone (us a step with pairs of [8, 2, 256, 1, 1, 1] and with these:
+# 4 bits 1930, 1897; 3 bits 1788, 1747; 2 bits 1582, 1432; 1 bit 1438, 1240). A table's choice was made in whole steps.
+PAIRS = {
+    bits: tuple(tile_mma.config_of(*values) for values in (*first, (4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1)))
+    for bits, first in (
+        (8, ()),
+        (4, ((4, 4, 512, 1, 1, 1),)),
+        (3, ((4, 2, 256, 1, 1, 1),)),
+        (2, ((8, 4, 256, 1, 1, 1),)),
+        (1, ((4, 4, 256, 1, 1, 1),)),
+    )
+}
 
 enabled = True  # benchmarks switch it off to see what it brings
 
@@ -116,11 +125,8 @@ def _launch(layer: QuantLinear, x: torch.Tensor, fold: int, folded: bytes) -> to
 
 
 def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
-    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None. Never planes of bits: those have
-    run on a GPU unfolded only."""
+    """The config that dispatch chooses; for gate and up one with pairs of row tiles, or None."""
     config = select(call, kernel)[1]
-    if config["PLANES"]:
-        config = _alone(call)
     if not fold & GATED:
         return config
     even = config if config["NT"] % 2 == 0 else None
@@ -130,15 +136,11 @@ def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
 @lru_cache(1024)
 def _alone(call: Call) -> Config:
     """What the rule takes for a product of its own."""
-    return kernels()[KERNEL].default_config(call, _legal(call))
+    return kernels()[KERNEL].default_config(call, kernels()[KERNEL].legal_configs(call))
 
 
 @lru_cache(1024)
 def _pairs(call: Call) -> Config | None:
-    """The first of PAIRS that is legal."""
-    legal = _legal(call)
-    return next((pairs for pairs in PAIRS if pairs in legal), None)
-
-
-def _legal(call: Call) -> list[Config]:
-    return [config for config in kernels()[KERNEL].legal_configs(call) if not config["PLANES"]]
+    """The first of PAIRS of its width that is legal."""
+    legal = kernels()[KERNEL].legal_configs(call)
+    return next((pairs for pairs in PAIRS[call.scheme.bits] if pairs in legal), None)

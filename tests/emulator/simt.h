@@ -299,6 +299,10 @@ inline void st_shared_v2_u32(u32 at, u32 a, u32 b) {
     const u32 v[2] = {a, b};
     memcpy(shared(at, 8), v, 8);
 }
+inline void st_shared_v4_u32(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    const u32 v[4] = {a, b, c, d};
+    memcpy(shared(at, 16), v, 16);
+}
 template <class T>
 inline void ld_shared_u32(T& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
 inline void ld_shared_f32(float& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
@@ -339,6 +343,10 @@ inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
 inline void ld_global_cg_f32(float& v, const void* at) { v = *(const float*)at; }
 inline void ld_global_cg_u32(u32& v, const u16* p) { memcpy(&v, p, 4); }
+inline void ld_global_cg_v2_u32(u32& a, u32& b, const u16* p) {
+    if ((uintptr_t)p % 8) fail("misaligned global address of an 8-byte load");
+    memcpy(&a, p, 4), memcpy(&b, p + 2, 4);
+}
 inline void ld_global_cg_u64(unsigned long long& v, const void* at) { v = *(const unsigned long long*)at; }
 inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
 inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const void* at) {
@@ -442,6 +450,8 @@ inline u32 larger2(u32 a, u32 b, N number) {
 }
 inline void max_NaN_f16x2(u32& d, u32 a, u32 b) { d = larger2(a, b, f16); }
 inline void max_NaN_bf16x2(u32& d, u32 a, u32 b) { d = larger2(a, b, bf16); }
+inline void abs_f16x2(u32& d, u32 v) { d = v & 0x7fff7fff; }
+inline void abs_bf16x2(u32& d, u32 v) { d = v & 0x7fff7fff; }
 inline void lop3_b32(u32& d, u32 a, u32 b, u32 c, u32 table) {
     d = 0;
     for (int i = 0; i < 32; i++) d |= (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i;
@@ -526,6 +536,26 @@ inline void mma_sync_aligned_m16n8k256_row_col_s32_b1_b1_s32_and_popc(u32& d0, u
                     for (int w = 0; w < 2; w++)  // and 128 further on
                         count += __builtin_popcount(lane[l / 4 * 4 + q]->a[i / 2 + 2 * w] & lane[(2 * (l % 4) + i % 2) * 4 + q]->b[w]);
                 *lane[l]->d[i] = (u32)count;
+            }
+    });
+}
+// 16 x 32 unsigned bytes by 32 x 8 signed ones.
+inline void mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(int& d0, int& d1, int& d2, int& d3, u32 a0, u32 a1, u32 a2, u32 a3,
+                                                            u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
+    struct Mine { int* d[4]; u32 a[4], b[2]; int c[4]; } mine{{&d0, &d1, &d2, &d3}, {a0, a1, a2, a3}, {b0, b1}, {c0, c1, c2, c3}};
+    collective("mma of bytes", mine, [](Mine** lane) {
+        int A[16][32], B[8][32];
+        for (int l = 0; l < 32; l++)
+            for (int e = 0; e < 4; e++) {
+                const int k = 4 * (l % 4) + e, s = 8 * e;
+                for (int i = 0; i < 4; i++) A[l / 4 + 8 * (i % 2)][k + 16 * (i / 2)] = lane[l]->a[i] >> s & 255;
+                for (int i = 0; i < 2; i++) B[l / 4][k + 16 * i] = (signed char)(lane[l]->b[i] >> s);
+            }
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++) {
+                int sum = lane[l]->c[i];
+                for (int k = 0; k < 32; k++) sum += A[l / 4 + 8 * (i / 2)][k] * B[2 * (l % 4) + i % 2][k];
+                *lane[l]->d[i] = sum;
             }
     });
 }

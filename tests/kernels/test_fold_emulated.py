@@ -24,7 +24,8 @@ EPS = 1e-5
 K, N = 640, 256
 CASES = [  # bits, dtype, rows, activation, tile_mma.KEYS
     pytest.param(4, F16, 1, "silu", (8, 2, 256, 1, 2), id="4-bit"),
-    pytest.param(2, F16, 1, "silu", (8, 2, 256, 2, 2, 1), id="2-bit-planes"),
+    pytest.param(2, F16, 1, "silu", (8, 2, 256, 2, 1, 1), id="2-bit-digits"),
+    pytest.param(2, BF16, 2, "gelu_tanh", (4, 4, 512, 1, 1, 1), id="2-bit-digits-2-rows"),
     pytest.param(2, F16, 8, "gelu_tanh", (4, 2, 128, 2, 1), id="2-bit-8-rows"),
     pytest.param(3, BF16, 5, "silu", (16, 2, 256, 1, 1), id="3-bit-bf16-5-rows"),
     pytest.param(8, F16, 3, "silu", (2, 4, 256, 1, 1), id="8-bit-3-rows-4-tiles"),
@@ -114,20 +115,16 @@ def test_who_may_not(monkeypatch):
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
-    """Not what the rule takes alone, even where that has pairs of row tiles; but what a table, made in whole steps, says. Never
-    planes of bits."""
+    """Not what the rule takes alone, even where that has pairs of row tiles; but what a table, made in whole steps, says."""
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
     monkeypatch.setattr(registry, "TABLES", [])
     registry.forget_choices()
-    alone = registry.select(call)[1]
-    assert fold._config(call, None, tile_mma.SILU) == fold.PAIRS[0] != alone
-    normed = fold._config(call, None, tile_mma.NORMED)
-    assert not normed["PLANES"]
-    assert normed == alone or alone["PLANES"]
-    planes = [(tile_mma.BITPLANES[0], fold.PAIRS[0])] if bits <= 2 else []
+    alone, pairs = registry.select(call)[1], fold.PAIRS[bits][0]
+    assert fold._config(call, None, tile_mma.SILU) == pairs
+    assert fold._config(call, None, tile_mma.NORMED) == alone
     told = tile_mma.config_of(4, 2, 256, 2, 1)
     odd = tile_mma.config_of(8, 1, 256, 1, 1)
-    for choice, wanted in ((told, told), (odd, fold.PAIRS[0]), *planes):
+    for choice, wanted in ((told, told), (odd, pairs)):
         monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
         registry.forget_choices()
         assert fold._config(call, None, tile_mma.GELU_TANH) == wanted

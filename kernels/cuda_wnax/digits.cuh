@@ -1,0 +1,247 @@
+// Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM DIGITS, up to 4 bits, one row of x or two.
+//
+// x       In a span of k (a group, or 128 or 64 of one) x = x' * unit: x' an integer, unit a power of two, so that the span's
+//         largest x' fills 14 bits. Rounded there: by at most 2^-14 of that largest |x|, and no fp16 number within 1/8 of it is
+//         rounded at all. x' = 256 * high + low, two signed bytes: two columns of B for each row of x and span.
+// mma     16 x 32 bytes by 32 x 8 bytes. A: `word & mask` are four codes times 2^p, p the place of the codes in their bytes;
+//         nothing is shifted: sums of the highest place, taken first, are doubled on the way to the next. A word's bytes
+//         2 e + h are fragment (place + PLACES * h), k = 16 * fragment + 2 * quad + e: x is stored in that order.
+// rounds  Eight columns are four pairs: 4 / ROWS spans that share a flush; a lane has one pair, so one scale and zero and one
+//         fp32 sum of each row of W. Columns of other spans are zero for a chunk: they are cleared once and never written.
+// zeros   sum(x') of a span is known as x is stored, so sum(code * x') - zero * sum(x') cancels as it should.
+// Cost    16 x 128 weights: 16 LOP3, 4 mma, 3 doublings and, shared by four groups, 5 instructions of scales; x: 33 for 128 k.
+// Spans   that hold inf or nan, and sums past fp32, end as no finite number; such a y is computed once more, one by one.
+#pragma once
+#include "tile.cuh"
+
+__device__ __forceinline__ u32 load4_written(const u16* p) {  // as load2 of fold.cuh: not by way of L1
+    u32 v;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+template <int T>
+__device__ __forceinline__ u32 larger2(u32 a, u32 b) {  // of two halves each; NaN if one is
+    u32 d;
+    if constexpr (T == FP16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ u32 pick(u32 a, u32 b, u32 mask) {  // a where mask is set, else b: one LOP3, which C++ makes two of
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
+    return d;
+}
+template <int T>
+__device__ __forceinline__ u32 absolute2(u32 v) {  // of two halves: the AND is a modifier of what takes it
+    u32 d;
+    if constexpr (T == FP16) asm("abs.f16x2 %0, %1;" : "=r"(d) : "r"(v));
+    else asm("abs.bf16x2 %0, %1;" : "=r"(d) : "r"(v));
+    return d;
+}
+__device__ __forceinline__ void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, int c0, int c1, int c2, int c3) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+}
+
+// sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan.
+template <int BITS, int T, int GROUP>
+__device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const u16* x, int r, int K) {
+    using L = Tile<BITS>;
+    float sum = 0.f;
+    for (int k = 0; k < K; k++) {
+        const int f = k % L::CHUNK / 16, j = r / 8 + k % 16 / 8 * 2, lane = r % 8 * 4 + k % 8 / 2, e = k % 2;
+        const int meta = (GROUP ? k / (GROUP ? GROUP : 1) : 0) * 16 + r % 8 * 2 + r / 8;
+        const u32* chunk = tile + (size_t)(k / L::CHUNK) * L::WORDS;
+        u32 code = chunk[lane * 4 + j] >> (16 * e + f * (BITS == 3 ? 2 : BITS)) & (BITS == 3 ? 3 : (1 << BITS) - 1);
+        if (BITS == 3) code |= (chunk[128 + lane * 2 + j / 2] >> (16 * e + 2 * f + j % 2) & 1) << 2;
+        const float zero = zeros ? to_floats<T>(zeros[meta]).x : mid<BITS>();
+        const u32 both = load4_written(x + k / 2 * 2);
+        sum += to_floats<T>(k % 2 ? both >> 16 : both).x * (((float)code - zero) * to_floats<T>(scales[meta]).x);
+    }
+    return sum;
+}
+
+template <int BITS, int T, int GROUP, int ROWS, int STEP>
+struct Digits {
+    using L = Tile<BITS>;
+    static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = STEP / SPAN;  // of a step
+    static constexpr int CHUNKS = STEP / L::CHUNK, PLACES = L::FRAGS / 2;            // PLACES: mma of a chunk
+    static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;  // spans, chunks of a round
+    static constexpr bool SPLIT = SPAN < L::CHUNK;  // the two fragments of a byte pair lie in two spans
+    static constexpr int ROW = 288;                 // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
+    static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * STEP * 2;
+    static constexpr int HEAD = 13;                  // unit is 2^-HEAD of the largest |x|'s power of two
+    static constexpr float ROUND = 12582912.f + 128;  // 1.5 * 2^23: the last bits become the nearest integer, and 128
+    static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = 8 - FIELD;  // sums come times 2^SHIFT
+    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 64, "a chunk's spans are of one round");
+
+    // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
+    // turns 16 k at once, or 8 where that takes all lanes: SPLIT of one fragment, else of two, so that it has whole words of B.
+    static constexpr int VALUES = ROWS * STEP <= 256 ? 8 : 16, EVERY = STEP / VALUES;  // EVERY: tasks of a row
+    static constexpr int TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
+    static constexpr int PAIRS = SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
+    static constexpr int offset(int load) { return 8 * (load % 2) + (SPLIT ? 4 : 16 * PLACES) * (load / 2); }  // in k
+    const u16* from;
+    int K;
+    u32 b_at, sums_at, x_at, read_at[AT_ONCE], write_at[AT_ONCE], unit_at[AT_ONCE];  // of this lane
+
+    // x: (rows, K). The memory is cleared: a barrier of the warp must follow. ptxas is kept from making the addresses anew for
+    // each step (40 of 195 instructions).
+    __device__ __forceinline__ Digits(bool here, u32 at, const u16* x, int K) : from(x), K(K) {
+        if (!here) return;
+        const int lane = threadIdx.x & 31, span = lane % 4 % EACH;
+        for (int i = lane * 16; i < X; i += 512) store4(at + i, {0, 0, 0, 0});
+        b_at = at + lane * 8, x_at = at + X + lane * 16;
+        sums_at = at + UNITS + (span < SPANS ? lane % 4 / EACH * SPANS + span : ROWS * SPANS) * 8;
+        asm volatile("" : "+r"(b_at), "+r"(sums_at), "+r"(x_at));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int task = 32 * i + lane, mine = task % EVERY, row = ROWS == 1 ? 0 : smaller(task / EVERY, ROWS - 1);
+            const int fragments = mine * VALUES / 16, chunk = mine * VALUES / L::CHUNK, span = mine * VALUES / SPAN;
+            const int place = SPLIT ? fragments % PLACES : mine * VALUES % L::CHUNK / 32;
+            const int part = SPLIT ? mine * VALUES % 16 / 8 : mine * VALUES % 32 / VALUES * PAIRS;  // SPLIT: half; else quad
+            const int k = SPLIT ? fragments * 16 + part * 4 : chunk * L::CHUNK + 16 * place + part * 2;
+            read_at[i] = at + X + (row * STEP + k) * 2;
+            write_at[i] = at + (chunk * PLACES + place) * ROW + (row * EACH + span % EACH) * 64 + part * (SPLIT ? 16 : 8);
+            unit_at[i] = at + UNITS + (row * SPANS + span) * 8;
+            asm volatile("" : "+r"(read_at[i]), "+r"(write_at[i]), "+r"(unit_at[i]));
+        }
+    }
+
+    // Ask for x of the step at k0, zeros past K, the last row again past `rows`.
+    __device__ __forceinline__ void fetch(int k0, int rows) const {
+        constexpr int GRANULES = STEP / 8;  // of 16 bytes
+#pragma unroll
+        for (int first = 0; first < ROWS * GRANULES; first += 32) {
+            const int n = first + (threadIdx.x & 31), k = k0 + n % GRANULES * 8, row = smaller(n / GRANULES, rows - 1);
+            if (ROWS * GRANULES % 32 == 0 || n < ROWS * GRANULES)
+                copy_async_or_zero(x_at + first * 16, from + (k < K ? (ROWS == 1 ? 0 : row * K) + k : 0), k < K ? 16 : 0);
+        }
+        copy_commit();
+    }
+
+    // The x that was asked for into digits, by a warp; a barrier of it before and after.
+    __device__ __forceinline__ void store() const {
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+            const int task = 32 * n + (threadIdx.x & 31), mine = task % EVERY;
+            u32 v[LOADS][PAIRS], top = 0;  // load: 2 * (SPLIT: quads, else fragment) + register of B
+#pragma unroll
+            for (int i = 0; i < LOADS; i++) {
+                const u32 at = read_at[n] + 2 * offset(i);
+                if constexpr (PAIRS == 2) load2(v[i][0], v[i][1], at);
+                else v[i][0] = read4(at);
+            }
+#pragma unroll
+            for (int i = 0; i < LOADS * PAIRS; i++) top = larger2<T>(top, absolute2<T>(v[i / PAIRS][i % PAIRS]));
+            top = larger(top & 0xffffu, top >> 16);
+#pragma unroll
+            for (int d = 1; d < SPAN / VALUES; d *= 2) top = larger(top, __shfl_xor_sync(0xffffffffu, top, d));
+            const u32 e = larger(__float_as_uint(to_floats<T>(top).x) >> 23, HEAD + 2);
+            const float up = __uint_as_float((254 + HEAD - e) << 23);
+            u32 t[LOADS][PAIRS][2], sum = 0;  // and [element]: 0x4b400080 + x'
+#pragma unroll
+            for (int i = 0; i < LOADS * PAIRS; i++) {
+                const float2 two = to_floats<T>(v[i / PAIRS][i % PAIRS]);
+                u32(&to)[2] = t[i / PAIRS][i % PAIRS];
+                to[0] = __float_as_uint(__fmaf_rn(two.x, up, ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, ROUND));
+                sum += to[0] + to[1];
+            }
+            sum -= VALUES * 0x4b400080u;
+#pragma unroll
+            for (int d = 1; d < SPAN / VALUES; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+            if (TASKS % 32 && task >= TASKS) continue;
+            if (mine % (SPAN / VALUES) == 0) {  // nan where an x is no finite number
+                const u32 unit = e == 255 ? 0x7fffffffu : (e - HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
+                store2(unit_at[n], unit, total);
+            }
+            if constexpr (SPLIT) {
+                const u32 here = mine * VALUES / 16 / PLACES % 2 ? 0xff00ff00u : 0x00ff00ffu;
+#pragma unroll
+                for (int a = 0; a < LOADS / 2; a++) {
+                    u32 low[4], high[4];
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const u32(&two)[2] = t[2 * a + i % 2][i / 2];
+                        low[i] = (__byte_perm(two[0], two[1], 0x4400) ^ 0x80808080u) & here;
+                        high[i] = __byte_perm(two[0], two[1], 0x5511) & here;
+                    }
+                    store4(write_at[n] + 16 * a, high), store4(write_at[n] + 16 * a + 32, low);
+                }
+            } else {
+                u32 low[4], high[4];
+#pragma unroll
+                for (int i = 0; i < 2 * PAIRS; i++) {
+                    const u32(&one)[2] = t[i % 2][i / 2], (&other)[2] = t[2 + i % 2][i / 2];
+                    const u32 even = __byte_perm(one[0], other[0], 0x5140), odd = __byte_perm(one[1], other[1], 0x5140);
+                    low[i] = __byte_perm(even, odd, 0x5410) ^ 0x80808080u, high[i] = __byte_perm(even, odd, 0x7632);
+                }
+                if constexpr (PAIRS == 2) store4(write_at[n], high), store4(write_at[n] + 32, low);
+                else store2(write_at[n], high[0], high[1]), store2(write_at[n] + 32, low[0], low[1]);
+            }
+        }
+    }
+    static __device__ __forceinline__ void load2(u32& a, u32& b, u32 from) {
+        asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(from) : "memory");
+    }
+    static __device__ __forceinline__ void store2(u32 to, u32 a, u32 b) {
+        asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(a), "r"(b) : "memory");
+    }
+    static __device__ __forceinline__ void store4(u32 to, const u32 (&v)[4]) {
+        asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+    }
+
+    // The group of this lane's span of a round of the step at k0.
+    static __device__ __forceinline__ int group(int k0, int round, int groups) {
+        const int k = k0 + (round * EACH + (threadIdx.x & 3) % EACH) * SPAN;
+        return GROUP ? smaller((u32)k / (u32)(GROUP ? GROUP : 1), groups - 1) : 0;
+    }
+
+    // (unit, 2^SHIFT * sum(x')) of this lane's span of a round; zeros where there is none.
+    __device__ __forceinline__ float2 unit(int round) const {
+        u32 unit, sum;
+        load2(unit, sum, sums_at + round * EACH * 8);
+        return make_float2(__uint_as_float(unit), __uint_as_float(sum));
+    }
+
+    // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile.
+    template <int NT>
+    __device__ __forceinline__ void products(const u32 (&w)[NT][CHUNKS][L::REGS], int round, float2 (&sums)[NT]) const {
+        int d[NT][4];
+#pragma unroll
+        for (int place = 0; place < PLACES; place++)
+#pragma unroll
+            for (int i = 0; i < PER; i++) {
+                const int chunk = round * PER + i;
+                u32 b0, b1;
+                load2(b0, b1, b_at + (chunk * PLACES + place) * ROW);
+#pragma unroll
+                for (int t = 0; t < NT; t++) {
+                    u32 a[4];
+                    operand(w[t][chunk], place, a);
+                    if (place == 0 && i == 0) {
+                        mma_bytes(d[t], a, b0, b1, 0, 0, 0, 0);
+                        continue;
+                    }
+                    const int up = i == 0 && (BITS != 3 || place == 2) ? 1 << FIELD : 1;
+                    mma_bytes(d[t], a, b0, b1, d[t][0] * up, d[t][1] * up, d[t][2] * up, d[t][3] * up);
+                }
+            }
+#pragma unroll
+        for (int t = 0; t < NT; t++) sums[t] = make_float2((float)(256 * d[t][0] + d[t][1]), (float)(256 * d[t][2] + d[t][3]));
+    }
+    static __device__ __forceinline__ void operand(const u32 (&w)[L::REGS], int place, u32 (&a)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            if constexpr (BITS == 3) {  // fields of four bits, those of even places or those of odd ones
+                const u32 h = w[4 + j / 2];
+                const u32 v = place % 2 ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
+                a[j] = v & 0x07070707u << place / 2 * 4;
+            } else {
+                a[j] = w[j] & ((1u << BITS) - 1) * 0x01010101u << place * BITS;
+            }
+        }
+    }
+};
