@@ -45,9 +45,8 @@ CONFIGS: tuple[Config, ...] = tuple(
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 + (ctypes.c_void_p,) * 2
 # rows of W whose tiles run side by side, 64 tiles by two of x on 132 SMs: 716 us at 8192x8192, M = 4096 (4096 rows: 751)
 BAND = 8192
-L2_BYTES = 50e6
 MAX_STAGES = 8
-CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks that an H100 runs at once, a block an SM (132 SMs in uneven groups)
+CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
 
 
@@ -153,42 +152,45 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 def estimate(call: Call, config: Config, sms: int) -> float:
-    """Microseconds of a call by a model fitted to 1,394 timings on an H100 (8, 4 and 2 bits, 13 layers): its pick is within 0.7%
-    of the best in geometric mean of 193 cells, 8% at worst. A step of 128 k takes a smooth maximum of what its parts take: tensor
-    cores, issue slots of dequantising, loads of words and x; nothing beats reading the weights once."""
-    WN, WK, NB, split, most, bits = *(config[k] for k in KEYS), call.scheme.bits
+    """Microseconds of a call by a model fitted to 1,394 timings on an H100 (8, 4 and 2 bits, 13 layers): its pick is within
+    0.8% of the best in geometric mean of 193 cells, 8% at worst. A step of 128 k takes a smooth maximum of what its parts
+    take: tensor cores, issue slots of dequantising, loads of words and x; nothing beats reading the weights once."""
+    WN, WK, NB, split, most, bits, M = *(config[k] for k in KEYS), call.scheme.bits, call.M
     steps, tiles, slots, size = math.ceil(call.K / 128), _tiles(call, config), sms * most, WN * NB / 256
     blocks = tiles * split if split > 1 else min(tiles if split else tiles * steps, slots)
     beside = min(most, math.ceil(blocks / sms))  # blocks that do share an SM
-    parts = (2.325 * WN * NB, 214.7 * WN, (WN * 1024 * bits + 256 * NB) / 52.24)  # cycles
-    step = beside * sum(p**1.511 for p in parts) ** (1 / 1.511) / 1700
-    end = 0.964 * size / beside + 0.264 + (0.317 * WK**0.5 if WK > 1 and split < 2 else 0)  # of a tile
+    parts = (2.359 * WN * NB, 212.3 * WN, (WN * 1024 * bits + 256 * NB) / 52.89)  # cycles
+    step = beside * sum(p**1.51 for p in parts) ** (1 / 1.51) / 1700
+    end = size / beside + 0.296 + (0.356 * WK**0.5 if WK > 1 and split < 2 else 0)  # of a tile
+    # blocks at different k do not ask the second-level cache for the same lines (M = 4096, K = 14336: 687 us for 598)
+    far = M * call.K > 50e6
     if split == SHARED_OUT:
         whole = max(tiles // slots - 1, 0)
         run = (tiles - whole * slots) * steps / slots  # a block's share
-        slower = 1.15 if _apart(call, config, sms) > L2_BYTES else 1.008
-        us = (whole * steps + slower * run) * step + end * (1 + whole + run / steps) + 0.927 * size * max(steps / run, 1)
-        us += 3.562 * (1 if most == 1 else 1.38 if WN > 1 else 0.873)
+        us = (whole * steps + run * (1.15 if far else 1.04 if M > NB else 1)) * step + end * (1 + whole + run / steps)
+        us += 0.963 * size * max(steps / run, 1) + (5.12 if most == 2 and WN == 2 else 3.2)
     else:  # two blocks an SM double the clusters of two, those of four not
         at_once = slots if split == 1 else CLUSTERS[split] * sms // 132 * (most if split == 2 else 1)
         us = math.ceil(tiles / max(at_once, 1)) * (math.ceil(steps / split) * step + end)
-        us += 3.49 * (1 if most == 1 else 0.362) + 0.18 * size * split if split > 1 else 0
-    us = (us + 1.403) * (1.088 if (WN, NB) == (4, 128) else 1.115 if (WK, NB) == (4, 32) else 1)
-    read = call.N * call.K * (bits + 0.24) / (24.26e6 if call.M <= NB else 19.45e6) + (2.84 if call.M <= NB else 0)
+        us = us * (1.15 if far else 1) + (3.3 if most == 1 else 1.41) + 0.18 * size * split if split > 1 else us
+    us = (us + 1.302) * (1.086 if (WN, NB) == (4, 128) else 1.15 if (WK, NB) == (4, 32) else 1)
+    once, bytes8 = M <= NB, call.N * call.K * (bits + 0.24)  # weights read once: faster from memory, after a start
+    read = bytes8 / 24.5e6 + (4.64 if most == 1 else 2.7) if once else bytes8 / 18.9e6
     return (us**8 + read**8) ** 0.125
 
 
-def _apart(call: Call, config: Config, sms: int) -> float:
-    """Bytes that blocks at different k ask the second-level cache for again and again: the band's weights and a round's rows of x."""
-    if call.M <= config["NB"]:
-        return 0
-    rows = min(call.N, BAND)
-    side = math.ceil(rows / (64 * config["WN"]))
-    return rows * call.K * call.scheme.bits / 8 + math.ceil(sms / side) * config["NB"] * call.K * 2
-
-
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    return min(legal, key=lambda c: estimate(call, c, multiprocessors()))
+    known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]  # what the model was fitted to
+    return min(known or legal, key=lambda c: estimate(call, c, multiprocessors()))
+
+
+def _preferred(call: Call) -> bool:
+    """Whether this comes before tile_mma. On an H100, 4 bits, us here and there: 28672 x 4096 22.4, 27.0 from M = 9 on (8 bits:
+    42.0, 41.3 at M = 16; 41.6, 52.2 at 32); 8192 x 8192 17.5, 15.2 at M = 16, 18.6, 18.7 at 24; 4096 x 14336 15.9, 14.3 at 16,
+    17.4, 17.5 at 24, 17.6, 19.9 at 32; 4096 x 4096 9.3, 7.4 at 32."""
+    if call.M <= 16:
+        return call.N >= 16384 and call.scheme.bits < 8
+    return call.M > 32 or call.N >= 8192 or (call.M > 24 and max(call.N, call.K) > 4096)
 
 
 @cache
@@ -207,12 +209,7 @@ def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...
     devices=("cuda",),
     min_capability=(9, 0),
     preferred_m=(9, 1 << 62),
-    # before tile_mma in wide layers, and in others from some M on (H100, 4 bits; us here, there): 28672 x 4096 22.4, 27.0 from M = 9;
-    # 8192 x 8192 16.7, 15.2 at M = 16, 17.6, 18.7 at 24; 4096 x 14336 15.9, 14.3 and 17.4, 17.5, then 19.9 at 32; 4096 x 4096 8.7, 7.4
-    # at 32. Up to M = 8 tile_mma (22.1 for 24.0 at 28672 x 4096).
-    prefer=lambda call: (
-        call.M > 32 or call.N >= (16384 if call.M <= 16 else 8192) or (call.M > 24 and max(call.N, call.K) > 4096)
-    ),
+    prefer=_preferred,
     rank=18,
     configs=CONFIGS,
     refuse=_refuse,
