@@ -153,7 +153,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 def estimate(call: Call, config: Config, sms: int) -> float:
     """Microseconds of a call by a model fitted to 1,394 timings on an H100 (8, 4 and 2 bits, 13 layers): its pick is within
-    0.8% of the best in geometric mean of 193 cells, 8% at worst. A step of 128 k takes a smooth maximum of what its parts
+    0.9% of the best in geometric mean of 94 cells, 7% at worst. A step of 128 k takes a smooth maximum of what its parts
     take: tensor cores, issue slots of dequantising, loads of words and x; nothing beats reading the weights once."""
     WN, WK, NB, split, most, bits, M = *(config[k] for k in KEYS), call.scheme.bits, call.M
     steps, tiles, slots, size = math.ceil(call.K / 128), _tiles(call, config), sms * most, WN * NB / 256
@@ -168,14 +168,17 @@ def estimate(call: Call, config: Config, sms: int) -> float:
         whole = max(tiles // slots - 1, 0)
         run = (tiles - whole * slots) * steps / slots  # a block's share
         us = (whole * steps + run * (1.15 if far else 1.04 if M > NB else 1)) * step + end * (1 + whole + run / steps)
-        us += 0.963 * size * max(steps / run, 1) + (5.12 if most == 2 and WN == 2 else 3.2)
+        us += 0.963 * size * max(steps / run, 1)
+        us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
     else:  # two blocks an SM double the clusters of two, those of four not
         at_once = slots if split == 1 else CLUSTERS[split] * sms // 132 * (most if split == 2 else 1)
         us = math.ceil(tiles / max(at_once, 1)) * (math.ceil(steps / split) * step + end)
-        us = us * (1.15 if far else 1) + (3.3 if most == 1 else 1.41) + 0.18 * size * split if split > 1 else us
-    us = (us + 1.302) * (1.086 if (WN, NB) == (4, 128) else 1.15 if (WK, NB) == (4, 32) else 1)
-    once, bytes8 = M <= NB, call.N * call.K * (bits + 0.24)  # weights read once: faster from memory, after a start
-    read = bytes8 / 24.5e6 + (4.64 if most == 1 else 2.7) if once else bytes8 / 18.9e6
+        if split > 1:
+            us = us * (1.15 if far else 1) + 0.18 * size * split + (3.3 if most == 1 else 2.34 if split == 2 else 1.45)
+    us += 2.64 if (WN, most) == (4, 1) and NB <= 32 else 1.3
+    us *= 1.086 if (WN, NB) == (4, 128) else 1.15 if (WK, NB) == (4, 32) else 1
+    eighths = call.N * call.K * (bits + 0.24)  # of a byte; faster from memory where they are read once, after a start
+    read = eighths / 24.5e6 + 4.2 if M <= NB else eighths / 18.9e6
     return (us**8 + read**8) ** 0.125
 
 
