@@ -66,7 +66,8 @@ def batch(bits: int, config: Config) -> tuple[int, int]:
     if config["NB"] == 256:
         return 4, 2
     tight = config["WN"] * config["WK"] == 4 and config["NB"] == 128  # 112 registers, 64 of them sums
-    return (8 if not tight else 4 if CHUNK[bits] == 64 else 2), 1
+    four = CHUNK[bits] == 64 or (bits == 2 and config["SPLIT"] < 2)  # as ptxas finds registers for: 2 bits spilled with two
+    return (8 if not tight else 4 if four else 2), 1
 
 
 def chunks_of_step(bits: int, config: Config) -> int:
