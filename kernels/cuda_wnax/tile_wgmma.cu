@@ -12,6 +12,8 @@
 // Sums    fp32; over WK warpgroups through shared memory, over the cluster through distributed shared memory, over blocks
 //         that share a tile through global memory, always in the same order. Outputs go through a transposing stmatrix, so
 //         that a row of y is written 16 bytes at a time.
+// Cache   weights that are read once (M <= NB) are first to leave the second-level cache: 24.6 -> 22.4 us, 28672x4096, M = 16.
+//         BLOCKS > 1 fit an SM: the next kernel's first stages are loaded while this one's last sums are written.
 // Limits  WK > 1: STAGES a multiple of WK and at least 2 * WK, and steps of a tile a multiple of WK or one tile a block: a
 //         stage always goes to the same warpgroups. One that misses a phase of its barrier takes an old one for the next.
 //         Shared out: at least one span a block; `flags` zero before, and left so.
