@@ -27,7 +27,7 @@ from lowq_packers.errors import UnsupportedError
 HERE = Path(__file__).parent
 FOLDERS = (HERE, HERE.parent / "decode")  # where device code lies
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
-WGMMA_COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
+WGMMA_COLUMNS = (16, 32, 64, 96, 128, 192, 256)
 WGMMA_FP8_COLUMNS = (8, 16, 32, 64, 128, 192)
 WGMMA8_COLUMNS = (32, 64, 96, 128)
 
