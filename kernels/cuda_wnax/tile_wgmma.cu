@@ -12,6 +12,8 @@
 // Sums    fp32; over WK warpgroups through shared memory, over the cluster through distributed shared memory, over blocks
 //         that share a tile through global memory, always in the same order. Outputs go through a transposing stmatrix, so
 //         that a row of y is written 16 bytes at a time.
+// Cache   weights that are read once (M <= NB) are first to leave the second-level cache: 24.6 -> 22.4 us, 28672x4096, M = 16.
+//         BLOCKS > 1 fit an SM: the next kernel's first stages are loaded while this one's last sums are written.
 // Limits  WK > 1: STAGES a multiple of WK and at least 2 * WK, and steps of a tile a multiple of WK or one tile a block: a
 //         stage always goes to the same warpgroups. One that misses a phase of its barrier takes an old one for the next.
 //         Shared out: at least one span a block; `flags` zero before, and left so.
@@ -56,20 +58,22 @@ struct Pieces {
     }
 };
 
-template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U, int FB, int BUF, int STAGES, int SPLIT, int BAND>
-__global__ void __launch_bounds__(128 * (1 + WN * WK), 1)
+template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U, int FB, int BUF, int STAGES, int SPLIT, int BLOCKS, int BAND>
+__global__ void __launch_bounds__(128 * (1 + WN * WK), BLOCKS)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
            const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int whole, float4* partials, u32* flags) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
+    static_assert(SPLIT > 1 || NB / 8 % WK == 0, "partial sums of a block are as many as its tile's");
     constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
                          : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
     constexpr u32 X_BYTES = NB * STEP * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 32;
     constexpr u32 LOADED = X_BYTES + W_BYTES + (ZEROS ? 2 : 1) * META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
     constexpr u32 SUM_BYTES = PARTS > 1 ? CONSUMERS * NB * 256 : 0;  // fp32 sums of a block
-    constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
+    constexpr int OUT = smaller(32, NB);  // rows of y that pass through a warpgroup's staging at a time
+    constexpr int ROW = 64 + 8;           // halves of a row there: 16 bytes more than 128, against bank conflicts
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
     __shared__ u32 mask[C::PLACES];
@@ -104,15 +108,20 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     }
     __syncthreads();
 
+    // of the registers a block starts with, the producer's warpgroup keeps these and the consumers' get the rest
+    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS * THREADS) / 8 * 8, KEPT = (BLOCKS > 1 ? NB < 64 : NB < 128 || CONSUMERS < 4) ? 40 : 32;
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
-        registers_down<CONSUMERS == 4 ? 32 : 40>();
+        registers_down<KEPT>();
         if (threadIdx.x == 0) {
+            constexpr bool ONCE = NB < 128 || CONSUMERS < 4;  // else this branch is short of registers
             auto load_weights = [&](int s, int c, int n_tile) {
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES, metas = words + W_BYTES;
                 barrier_expect(barrier, LOADED);
 #pragma unroll
-                for (int u = 0; u < U; u++)
-                    tensor_load(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
+                for (int u = 0; u < U; u++) {
+                    if (ONCE && M <= NB) tensor_load_once(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
+                    else tensor_load(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
+                }
                 const int g = GROUP == 0 ? 0 : c * STEP / (GROUP ? GROUP : 1);
                 tensor_load(metas, &scales_map, g * 16, n_tile * TILES, barrier);
                 if (ZEROS) tensor_load(metas + META_BYTES, &zeros_map, g * 16, n_tile * TILES, barrier);
@@ -145,12 +154,12 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 }
             }
         }
-        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
+        if constexpr (SPLIT > 1) __syncwarp(), cluster_sync(), cluster_sync();
         return;
     }
 
     // ------------------------------------------------------------------------------------------------- consumers
-    registers_up<CONSUMERS == 4 ? 112 : CONSUMERS == 3 ? 152 : 232>();
+    registers_up<(STARTED * THREADS - 128 * KEPT) / (128 * CONSUMERS) / 8 * 8>();
     previous_grid_wait();
     next_grid_launch();
     const int g = group - 1, wn = g % WN, wk = WK > 1 ? g / WN : 0, t = wn * 4 + warp;
@@ -310,23 +319,23 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (int i = 0; i < COLUMNS / 8; i++) acc[4 * i + 2 * o] += b, acc[4 * i + 2 * o + 1] += b;
             }
         }
-        const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES + SUM_BYTES) + g * 32 * ROW * 2;
+        const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES + SUM_BYTES) + g * OUT * ROW * 2;
         const int m_first = m0 + first, m_end = smaller(M, m0 + NB);
 #pragma unroll
-        for (int b = 0; b < (COLUMNS + 31) / 32; b++) {  // 32 rows of y pass through the staging at a time
+        for (int b = 0; b < (COLUMNS + OUT - 1) / OUT; b++) {
             warpgroup_sync(g);  // the staging is free
 #pragma unroll
-            for (int i = 0; i < 4; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
-                if (b * 4 + i >= COLUMNS / 8) continue;
-                const float* v = acc + (b * 4 + i) * 4;
+            for (int i = 0; i < OUT / 8; i++) {  // two 8x8 matrices: rows n 0-7 and 8-15, columns m; stored transposed
+                if (b * (OUT / 8) + i >= COLUMNS / 8) continue;
+                const float* v = acc + (b * (OUT / 8) + i) * 4;
                 const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
                 asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
                              "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])) : "memory");
             }
             warpgroup_sync(g);
 #pragma unroll 2
-            for (int e = threadIdx.x & 127; e < 256; e += 128) {  // 16 bytes of a row of y
-                const int row = b * 32 + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
+            for (int e = threadIdx.x & 127; e < OUT * 8; e += 128) {  // 16 bytes of a row of y
+                const int row = b * OUT + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
                 if (row >= COLUMNS || m >= m_end || column >= N) continue;
                 uint4 v;
                 asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(staging + (e / 8 * ROW + n) * 2));

@@ -2,7 +2,8 @@
 
 A config: WN x WK consumer warpgroups of 64 rows of W each, WN side by side along N (a tile is 64 * WN rows), WK taking the
 steps along K in turn; NB, rows of x of a tile; SPLIT, blocks of a cluster that split K of one tile, for layers with fewer
-tiles than the GPU has SMs, or SHARED_OUT: all blocks get equal runs of the steps of all tiles.
+tiles than the GPU has SMs, or SHARED_OUT: all blocks get equal runs of the steps of all tiles; BLOCKS that fit an SM: with two,
+the next kernel's weights are on their way while this one's last sums are written.
 """
 
 import ctypes
@@ -19,19 +20,25 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS, padded_rows
 
 SHARED_OUT = 0  # a SPLIT
-KEYS = ("WN", "WK", "NB", "SPLIT")
+KEYS = ("WN", "WK", "NB", "SPLIT", "BLOCKS")
 CONFIGS: tuple[Config, ...] = tuple(
-    dict(zip(KEYS, (wn, wk, nb, k), strict=True))
-    for wn, wk, nb, splits in (
-        (4, 1, 32, (1, SHARED_OUT, 2, 4)),
-        (2, 2, 32, (1, SHARED_OUT, 2, 3)),
-        (1, 4, 32, (1, SHARED_OUT, 2)),
-        (4, 1, 64, (1, SHARED_OUT, 2, 4)),
-        (2, 2, 64, (1, SHARED_OUT, 2, 3)),
-        (1, 4, 64, (1, 2)),
-        (4, 1, 128, (1, SHARED_OUT, 2)),
-        (2, 1, 128, (1, SHARED_OUT, 2)),
-        (2, 1, 256, (1, SHARED_OUT, 2)),
+    dict(zip(KEYS, (wn, wk, nb, k, blocks), strict=True))
+    for wn, wk, nb, splits, blocks in (
+        (2, 1, 16, (1, SHARED_OUT, 2, 4), 2),
+        (1, 2, 16, (SHARED_OUT,), 2),
+        (4, 1, 16, (1, SHARED_OUT), 1),
+        (2, 1, 32, (1, SHARED_OUT, 2, 4), 2),
+        (1, 2, 32, (SHARED_OUT,), 2),
+        (4, 1, 32, (1, SHARED_OUT), 1),
+        (2, 2, 32, (1, SHARED_OUT, 2), 1),
+        (1, 4, 32, (1,), 1),
+        (2, 1, 64, (1, SHARED_OUT, 2, 4), 2),
+        (4, 1, 64, (1, SHARED_OUT), 1),
+        (2, 2, 64, (1, SHARED_OUT, 2), 1),
+        (1, 4, 64, (2,), 1),
+        (4, 1, 128, (1, SHARED_OUT, 2), 1),
+        (2, 1, 128, (1, SHARED_OUT, 2), 1),
+        (2, 1, 256, (1, SHARED_OUT, 2), 1),
     )
     for k in splits
 )
@@ -39,13 +46,18 @@ PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 +
 # rows of W whose tiles run side by side, 64 tiles by two of x on 132 SMs: 716 us at 8192x8192, M = 4096 (4096 rows: 751)
 BAND = 8192
 MAX_STAGES = 8
-CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks that an H100 runs at once (132 SMs in uneven groups)
-SHARED = 226 << 10  # what a block may ask for besides its 1 KB of barriers and masks
+CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
+SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
 
 
 def threads(config: Config) -> int:
     """Threads of a block: the producer's warpgroup and the consumers'."""
     return 128 * (1 + config["WN"] * config["WK"])
+
+
+def allowed(config: Config) -> int:
+    """Dynamic shared memory that a block may ask for."""
+    return SHARED // config["BLOCKS"] - 2048
 
 
 def batch(bits: int, config: Config) -> tuple[int, int]:
@@ -54,7 +66,8 @@ def batch(bits: int, config: Config) -> tuple[int, int]:
     if config["NB"] == 256:
         return 4, 2
     tight = config["WN"] * config["WK"] == 4 and config["NB"] == 128  # 112 registers, 64 of them sums
-    return (8 if not tight else 4 if CHUNK[bits] == 64 else 2), 1
+    four = CHUNK[bits] == 64 or (bits == 2 and config["SPLIT"] < 2)  # as ptxas finds registers for: 2 bits spilled with two
+    return (8 if not tight else 4 if four else 2), 1
 
 
 def chunks_of_step(bits: int, config: Config) -> int:
@@ -81,10 +94,10 @@ def plan(bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
     of the outputs, the same number for each of WK; under a split sums and staging take the ring's place."""
     stage, groups = stage_bytes(bits, group, zeros, config), config["WN"] * config["WK"]
     split = config["SPLIT"] > 1
-    staging = groups * 32 * 72 * 2
+    staging = groups * min(32, config["NB"]) * 72 * 2
     sums = groups * config["NB"] * 256 if split or config["WK"] > 1 else 0
     beside = 0 if split else sums + staging
-    stages = min(MAX_STAGES, (SHARED - beside) // stage) // config["WK"] * config["WK"]
+    stages = min(MAX_STAGES, (allowed(config) - beside) // stage) // config["WK"] * config["WK"]
     return stages, max(stages * stage + beside, sums, staging)
 
 
@@ -92,7 +105,7 @@ def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> st
     """The template instance of tile_wgmma.cu."""
     stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, config), batch(bits, config)
     tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
-    tail = f"{stages}, {max(config['SPLIT'], 1)}, {BAND // (64 * config['WN'])}"
+    tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['BLOCKS']}, {BAND // (64 * config['WN'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
@@ -104,13 +117,14 @@ def _tiles(call: Call, config: Config) -> int:
     return math.ceil(padded_rows(call.N) / (64 * config["WN"])) * math.ceil(call.M / config["NB"])
 
 
-def schedule(tiles: int, steps: int, config: Config, sms: int) -> tuple[int, int]:
-    """(blocks, whole): blocks of a launch, and how many tiles they take whole; the others' steps are shared out evenly."""
+def schedule(tiles: int, steps: int, config: Config, slots: int) -> tuple[int, int]:
+    """(blocks, whole): blocks of a launch, and how many tiles they take whole; the others' steps are shared out evenly.
+    slots: blocks that run at once."""
     if config["SPLIT"] > 1:
         return tiles * config["SPLIT"], tiles
     if config["SPLIT"] == SHARED_OUT:  # between one and two tiles a block, or all there are
-        return min(sms, tiles * (steps // config["WK"])), max(tiles // sms - 1, 0) * sms
-    return min(tiles, sms), tiles
+        return min(slots, tiles * (steps // config["WK"])), max(tiles // slots - 1, 0) * slots
+    return min(tiles, slots), tiles
 
 
 def _refuse(call: Call) -> str | None:
@@ -121,47 +135,67 @@ def _refuse(call: Call) -> str | None:
 def _config_refuse(call: Call, config: Config) -> str | None:
     bits, s = call.scheme.bits, call.scheme
     stages, smem = plan(bits, 0 if s.group_size == call.K else s.group_size, s.zero != "none", config)
-    if stages < 2 * config["WK"] or smem > SHARED:
+    if stages < 2 * config["WK"] or smem > allowed(config):
         return "too much shared memory"
-    steps, tiles = _steps(call.K, bits, config), _tiles(call, config)
+    steps, tiles, slots = _steps(call.K, bits, config), _tiles(call, config), multiprocessors() * config["BLOCKS"]
     uneven = steps % config["WK"] != 0
-    if uneven and config["SPLIT"] == 1 and tiles > multiprocessors():
+    if uneven and config["SPLIT"] == 1 and tiles > slots:
         return "several tiles a block, and steps that the warpgroups along K cannot share evenly"
     if config["SPLIT"] > steps:
         return "nothing to split"
-    if config["SPLIT"] == SHARED_OUT and (uneven or tiles % multiprocessors() == 0):
+    if config["SPLIT"] == SHARED_OUT and (uneven or tiles % slots == 0):
         return "steps that blocks cannot share evenly, or nothing left to share"
-    if config["SPLIT"] == SHARED_OUT and tiles > 8 * multiprocessors():
+    if config["SPLIT"] == SHARED_OUT and tiles > 8 * slots:
         return "so many rounds that an uneven last one costs less than sharing it out"
-    if config["SPLIT"] == SHARED_OUT and tiles * steps // config["WK"] < multiprocessors():
+    if config["SPLIT"] == SHARED_OUT and tiles * steps // config["WK"] < slots:
         return "fewer steps than blocks"
     return None
 
 
 def estimate(call: Call, config: Config, sms: int) -> float:
-    """Microseconds of a call by a model fitted to 870 timings on an H100 (8, 4 and 2 bits, 13 layers): its pick is within 1% of
-    the best in geometric mean of 148 cells, 11% at worst. A step of 128 k takes a smooth maximum of what its parts take: tensor
-    cores, issue slots of dequantising, loads of words and x, a warpgroup's latency; nothing beats reading the weights once."""
-    WN, WK, NB, split, bits = config["WN"], config["WK"], config["NB"], config["SPLIT"], call.scheme.bits
-    parts = (2.117 * WN * NB, 217.6 * WN, (WN * 1024 * bits + 256 * NB) / 49.95, 19.6 / WK)  # cycles
-    step = sum(p**1.501 for p in parts) ** (1 / 1.501) / 1700
-    steps, tiles = math.ceil(call.K / 128), _tiles(call, config)
-    size = WN * NB / 256
-    end = 1.15 * size + (0.682 * WK**0.5 if WK > 1 and split < 2 else 0)  # of a tile
+    """Microseconds of a call by a model fitted to 1,394 timings on an H100 (8, 4 and 2 bits, 13 layers): its pick is within
+    0.8% of the best in geometric mean of 94 cells, 7% at worst. A step of 128 k takes a smooth maximum of what its parts
+    take: tensor cores, issue slots of dequantising, loads of words and x; nothing beats reading the weights once."""
+    WN, WK, NB, split, most, bits, M = *(config[k] for k in KEYS), call.scheme.bits, call.M
+    steps, tiles, slots, size = math.ceil(call.K / 128), _tiles(call, config), sms * most, WN * NB / 256
+    blocks = tiles * split if split > 1 else min(tiles if split else tiles * steps, slots)
+    beside = min(most, math.ceil(blocks / sms))  # blocks that do share an SM
+    parts = (2.359 * WN * NB, 212.3 * WN, (WN * 1024 * bits + 256 * NB) / 52.89)  # cycles
+    step = beside * sum(p**1.51 for p in parts) ** (1 / 1.51) / 1700
+    step *= 1.1 if bits == 8 and beside < most else 1  # half of an SM's ring, and stages twice as large: too few in flight
+    end = size / beside + 0.296 + (0.356 * WK**0.5 if WK > 1 and split < 2 else 0)  # of a tile
+    # blocks at different k do not ask the second-level cache for the same lines (M = 4096, K = 14336: 687 us for 598)
+    far = M * call.K > 50e6
     if split == SHARED_OUT:
-        whole = max(tiles // sms - 1, 0)
-        run = (tiles - whole * sms) * steps / sms  # a block's share
-        us = (whole * steps + 1.04 * run) * step + end * (1 + whole + run / steps) + 2.33 + 1.045 * size * max(steps / run, 1)
-    else:
-        at_once = max(CLUSTERS[split] * sms // 132, 1)
-        us = math.ceil(tiles / at_once) * (math.ceil(steps / split) * step + end)
-        us += 3.73 + 0.154 * size * split if split > 1 else 0
-    us = (us + 1.61) * (1.066 if (WN, NB) == (4, 128) else 1.05 if (WK, NB) == (4, 32) else 1)
-    return (us**8 + (call.N * call.K * (bits + 0.24) / 19.65e6) ** 8) ** 0.125
+        whole = max(tiles // slots - 1, 0)
+        run = (tiles - whole * slots) * steps / slots  # a block's share
+        us = (whole * steps + run * (1.15 if far else 1.04 if M > NB else 1)) * step + end * (1 + whole + run / steps)
+        us += 0.963 * size * max(steps / run, 1)
+        us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
+    else:  # two blocks an SM double the clusters of two, those of four not
+        at_once = slots if split == 1 else CLUSTERS[split] * sms // 132 * (most if split == 2 else 1)
+        us = math.ceil(tiles / max(at_once, 1)) * (math.ceil(steps / split) * step + end)
+        if split > 1:
+            us = us * (1.15 if far else 1) + 0.18 * size * split + (3.3 if most == 1 else 2.34 if split == 2 else 1.45)
+    us += 2.64 if (WN, most) == (4, 1) and NB <= 32 else 1.3
+    us *= 1.086 if (WN, NB) == (4, 128) else 1.15 if (WK, NB) == (4, 32) else 1
+    eighths = call.N * call.K * (bits + 0.24)  # of a byte; faster from memory where they are read once, after a start
+    read = eighths / 24.5e6 + 4.2 if M <= NB else eighths / 18.9e6
+    return (us**8 + read**8) ** 0.125
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    return min(legal, key=lambda c: estimate(call, c, multiprocessors()))
+    known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]  # what the model was fitted to
+    return min(known or legal, key=lambda c: estimate(call, c, multiprocessors()))
+
+
+def _preferred(call: Call) -> bool:
+    """Whether this comes before tile_mma. On an H100, 4 bits, us here and there: 28672 x 4096 22.4, 27.0 from M = 9 on (8 bits:
+    42.0, 41.3 at M = 16; 41.6, 52.2 at 32); 8192 x 8192 17.5, 15.2 at M = 16, 18.6, 18.7 at 24; 4096 x 14336 15.9, 14.3 at 16,
+    17.4, 17.5 at 24, 17.6, 19.9 at 32; 4096 x 4096 9.3, 7.4 at 32."""
+    if call.M <= 16:
+        return call.N >= 16384 and call.scheme.bits < 8
+    return call.M > 32 or call.N >= 8192 or (call.M > 24 and max(call.N, call.K) > 4096)
 
 
 @cache
@@ -179,10 +213,8 @@ def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...
     layouts=("tile",),
     devices=("cuda",),
     min_capability=(9, 0),
-    preferred_m=(17, 1 << 62),
-    # before tile_mma from M = 17, but for narrow layers up to M = 32 (H100, 4 bits; us here, there): 4096 x 4096 9.2, 7.5;
-    # 6144 x 4096 11.0, 10.0; 8192 x 8192 18.8, 19.1 and 21.8 at M = 32; 4096 x 14336 18.4, 17.3 at M = 17 and 19.5 at M = 32
-    prefer=lambda call: call.M > 32 or call.N >= 8192 or (call.M > 24 and call.K > 8192),
+    preferred_m=(9, 1 << 62),
+    prefer=_preferred,
     rank=18,
     configs=CONFIGS,
     refuse=_refuse,
@@ -204,7 +236,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
     call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
     steps = _steps(p.K, bits, config)
-    blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index))
+    blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
     partials = flags = None
     if whole < call_tiles:
         partials = torch.empty(blocks * 64 * config["WN"] * config["NB"], dtype=torch.float32, device=x.device)

@@ -271,6 +271,10 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__comple
             barrier(at).copies.push_back({place, t.address + y * t.pitch + x, 16, take});
         }
 }
+inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes_L2__cache_hint(
+    u32 to, const void* map, int inner, int row, u32 at, uint64_t) {
+    cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes(to, map, inner, row, at);
+}
 inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes_multicast__cluster(
     u32 to, const void* map, int inner, int row, u32 at, u16 mask) {
     Block* mine = self->block;

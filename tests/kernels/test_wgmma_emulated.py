@@ -54,7 +54,7 @@ def drawn():
     for i in range(0, len(tile_wgmma.CONFIGS), 2):
         K = rng.choice((1152, 2304, 1024, 272))
         group = rng.choice([g for g in (16, 32, 48, 64, 96, 128, K) if K % g == 0])
-        M, N = rng.choice((17, 33, 40, 70, 130)), rng.choice((65, 200, 136, 264, 321))
+        M, N = rng.choice((9, 17, 33, 40, 70, 130)), rng.choice((65, 200, 136, 264, 321))
         dtype, zero = rng.choice(tuple(TOLERANCE)), rng.choice(("float", "none", "int"))
         yield Case(i, BITS[i // 2 % len(BITS)], dtype, group, zero, M, N, K, rng.choice((1, 2, 132)), rng.random() < 0.3)
     shapes = ((70, 321, 1024, 5), (130, 264, 2048, 7), (33, 65, 2048, 7), (300, 130, 1024, 4))
