@@ -15,6 +15,7 @@
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "fold.cuh"
+#include "hopper.cuh"
 #include "planes.cuh"
 
 enum { MAGIC = 0, EXACT = 1, PLANES = 2 };
@@ -31,6 +32,11 @@ __device__ __forceinline__ u32 load4(const u16* p) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+__device__ __forceinline__ float read_float(u32 there) {  // of a block of the cluster
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+    return v;
+}
 template <int WHICH>  // 0x1010: the low half of v twice, 0x3232: the high one
 __device__ __forceinline__ u32 twice(u32 v) {
     u32 d;
@@ -44,7 +50,8 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0>
+template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0,
+          int TEAM = 1, int SPLIT = 1>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
@@ -59,71 +66,94 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr bool STRIDES = GROUP && STEP % (GROUP ? GROUP : 1) == 0;                    // a warp's next groups lie equally far on
     constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
     constexpr int SUMS = FORM == PLANES ? 2 : 4, E = NT * MT * SUMS * 32;  // fp32 sums of a warp: [t][m][register][lane]
+    constexpr int TEAMS = WARPS / TEAM, STRIDE = TEAMS * SPLIT;            // steps that are taken at once
+    static_assert(WARPS % TEAM == 0 && (FORM != PLANES || TEAM * SPLIT == 1), "");
     extern __shared__ float4 shared[];
     __shared__ float factor[MT * 8];
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
+    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, cluster = blockIdx.x / SPLIT;
+    const int mate = TEAM > 1 ? warp % TEAM : 0, begin = rank * TEAMS + warp / TEAM;  // first step of this warp's team
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
-    auto tile = [&](int t) { return tile_of<FOLD, NT>(blockIdx.x, t, N); };
+    auto tile_at = [&](int i) { return tile_of<FOLD, NT * TEAM>(cluster, i, N); };
+    auto tile = [&](int t) { return tile_at(mate * NT + t); };
+    auto team_sync = [&] {
+        if constexpr (TEAM == 1) __syncwarp();
+        else asm volatile("bar.sync %0, %1;" ::"r"(warp / TEAM + 1), "n"(TEAM * 32) : "memory");
+    };
     const int steps = (chunks + CHUNKS - 1) / CHUNKS;
-    const bool tail = steps * STEP != K;
     next_grid_launch();
 
     // ---------------------------------------------------------------------------------------------- loads of a step
-    const u32* w_at[NT];  // pointers advance: addresses made anew for each load were a quarter of all instructions
+    // Steps are multiplied into pointers, one IMAD.WIDE an address: pointers that advance take two adds, and two moves into a
+    // register pair. Each asm keeps ptxas from working a value out anew for each step. PLANES, short of registers: one tile's
+    // pointers serve all, and advance.
+    constexpr bool ADVANCE = FORM == PLANES;
+    const u32* w_at[NT];
     const u16 *scale_at[NT], *zero_at[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
-        const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (STRIDES ? warp * METAS * 16 : 0);
-        w_at[t] = words + ((size_t)tile(t) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
+        const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (ADVANCE && STRIDES ? begin * METAS * 16 : 0);
+        w_at[t] = words + ((size_t)tile(t) * chunks + (ADVANCE ? begin * CHUNKS : 0)) * L::WORDS + 4 * lane;
         scale_at[t] = scales + meta, zero_at[t] = zeros + meta;
+        if (!ADVANCE) asm volatile("" : "+l"(w_at[t]), "+l"(scale_at[t]), "+l"(zero_at[t]));
     }
     u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
-    auto load_weights = [&](int u, int s) {  // and step on
+    auto load_weights = [&](int u, u32 s) {
+        if (!ADVANCE) asm volatile("" : "+r"(s));
+        const size_t from = ADVANCE ? 0 : s;
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            const int p = FORM == PLANES ? 0 : t;  // the pointers of one tile serve all: 18 registers less at NT = 4
-            const size_t away = FORM == PLANES ? tile(t) - tile(0) : 0;
-            const bool last = FORM != PLANES || t == NT - 1;  // who used these
+            const int p = ADVANCE ? 0 : t;
+            const size_t away = ADVANCE ? tile(t) - tile(0) : 0;
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
-                if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], w_at[p] + (away * chunks + i) * L::WORDS, lane);
-            if (last) w_at[p] += WARPS * CHUNKS * L::WORDS;
+                if (i == 0 || s * CHUNKS + i < (u32)chunks)
+                    load_chunk<BITS>(w[u][t][i], w_at[p] + from * (CHUNKS * L::WORDS) + (away * chunks + i) * L::WORDS, lane);
 #pragma unroll
             for (int i = 0; i < METAS; i++) {
-                int g = 0;  // relative to the pointer; past the last group: the last one
-                if (STRIDES) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
-                else if (GROUP) g = smaller((u32)(s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
-                scale[u][t][i] = load4(scale_at[p] + away * groups * 16 + g * 16);
-                if (ZEROS) zero[u][t][i] = load4(zero_at[p] + away * groups * 16 + g * 16);
+                u32 g = 0;  // past the last group: the last one
+                if (STRIDES && ADVANCE) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
+                else if (STRIDES) g = i == 0 ? s * METAS : smaller(s * METAS + i, groups - 1);
+                else if (GROUP) g = smaller((s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
+                scale[u][t][i] = load4(scale_at[p] + away * groups * 16 + (size_t)g * 16);
+                if (ZEROS) zero[u][t][i] = load4(zero_at[p] + away * groups * 16 + (size_t)g * 16);
             }
-            if (STRIDES && last) scale_at[p] += WARPS * METAS * 16, zero_at[p] += WARPS * METAS * 16;
         }
+        if (ADVANCE) w_at[0] += STRIDE * CHUNKS * L::WORDS;
+        if (ADVANCE && STRIDES) scale_at[0] += STRIDE * METAS * 16, zero_at[0] += STRIDE * METAS * 16;
     };
-    constexpr int GRANULES = STEP / 8, AT_ONCE = 32 / GRANULES;  // 16-byte pieces of a row; rows that one copy of a warp takes
-    constexpr int SLOT_ROWS = X_COPIES * AT_ONCE, SLOT = SLOT_ROWS * X_ROW;
-    const int x_k = lane % GRANULES * 8, x_row = lane / GRANULES;
-    const u32 ring = shared_address(shared) + warp * UNROLL * SLOT, x_to = ring + x_row * X_ROW + x_k * 2;
-    u32 x_from[X_COPIES];  // in 16 bytes; rows past the last repeat it: those columns are never stored
+    // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
+    constexpr int GRANULES = STEP / 8, MY_ROWS = X_COPIES * 32 / GRANULES, SLOT = MY_ROWS * TEAM * X_ROW;
+    constexpr int AT_ONCE = MY_ROWS < 4 ? MY_ROWS : 4, POINTERS = MY_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
+    const int x_k = lane % (32 / AT_ONCE) * 8, x_row = mate * MY_ROWS + lane / (32 / AT_ONCE);
+    const u32 ring = shared_address(shared) + warp / TEAM * UNROLL * SLOT;
+    u32 x_to = ring + x_row * X_ROW + x_k * 2;
+    asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
+    const u16* x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
 #pragma unroll
-    for (int i = 0; i < X_COPIES; i++)
-        x_from[i] = (u32)(m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + (warp * STEP + x_k) / 8;
-    auto load_x = [&](int u, int s) {  // and step on
-        const bool inside = !tail || s * STEP + x_k < K;  // past K: zeros
+    for (int i = 0; i < POINTERS; i++) {
+        x_from[i] = x + (size_t)(m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * K + x_k;
+        asm volatile("" : "+l"(x_from[i]));
+    }
+    auto load_x = [&](int u, u32 s) {
+        asm volatile("" : "+r"(s));
 #pragma unroll
-        for (int i = 0; i < X_COPIES; i++) {
-            const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW;
-            if (tail) copy_async_or_zero(to, x + (size_t)(inside ? x_from[i] : 0) * 8, inside ? 16 : 0);
-            else copy_async<16>(to, x + (size_t)x_from[i] * 8);
-            x_from[i] += WARPS * STEP / 8;
+        for (int i = 0; i < POINTERS; i++) {
+#pragma unroll
+            for (int j = 0; j < ALONG; j++) {
+                const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW + j * (STEP / ALONG) * 2;
+                const bool inside = (int)s * STEP + x_k + j * (STEP / ALONG) < K;  // past K: zeros, and nothing is read
+                copy_async_or_zero(to, x_from[i] + (size_t)s * STEP + j * (STEP / ALONG), inside ? 16 : 0);
+            }
         }
     };
 
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-        if (warp + u * WARPS < steps) load_weights(u, warp + u * WARPS);
+        if (begin + u * STRIDE < steps) load_weights(u, begin + u * STRIDE);
     typename C::Masks masks;
     u32 minus[C::PLACES], one = 0;  // halves of the constant A fragment: rows 0-7 yield -magic * x, rows 8-15 x
     if constexpr (FORM == MAGIC) {
@@ -141,14 +171,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     }
     u32 x_at[MT];  // ldmatrix: this lane's row
 #pragma unroll
-    for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
+    for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), MY_ROWS * TEAM - 1) * X_ROW + (lane >> 3) * 16;
     previous_grid_wait();
-    constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16;
+    constexpr int OUT = (FOLD & GATED ? NT * 8 : NT * 16) * TEAM, PART = OUT / SPLIT;  // columns of y of a cluster, of a block
     using P = Planes<BITS, T, GROUP, MT, WARPS * 32>;
     const P planes((char*)shared, steps * CHUNKS);
-    const int x_bytes = FORM == PLANES ? planes.bytes() : WARPS * UNROLL * SLOT;
+    const int x_bytes = FORM == PLANES ? planes.bytes() : TEAMS * UNROLL * SLOT;
     const u32 squares = shared_address(shared) + (x_bytes > WARPS * E * 4 ? x_bytes : WARPS * E * 4);
-    const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
+    const Early first = early<FOLD, PART, WARPS>(folded, squares, m0, rows, blockIdx.x * PART, N, K);
     if constexpr (FORM == PLANES) {
         copy_commit();
         planes.prepare(x, K);
@@ -157,7 +187,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     }
 #pragma unroll
     for (int u = 0; u < (FORM == PLANES ? 0 : UNROLL); u++) {
-        if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
+        if (begin + u * STRIDE < steps) load_x(u, begin + u * STRIDE);
         copy_commit();
     }
 
@@ -237,30 +267,32 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             }
         }
     };
-    for (int s = warp; s < steps; s += WARPS * UNROLL) {
+    for (int s = begin; s < steps; s += STRIDE * UNROLL) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            const int now = s + u * WARPS;
+            const int now = s + u * STRIDE;
             if (now < steps) {
-                const int next = now + UNROLL * WARPS;
+                const int next = now + UNROLL * STRIDE;
                 if constexpr (FORM == PLANES) {
                     compute_planes(u, now);
                     if (next < steps) load_weights(u, next);
                 } else {
                     copy_wait<UNROLL - 1>();
-                    __syncwarp();
+                    team_sync();
                     compute(u);
-                    __syncwarp();  // everyone has read this slot
-                    if (next < steps) load_weights(u, next), load_x(u, next);
+                    if (TEAM > 1 && next < steps) load_weights(u, next);
+                    team_sync();  // everyone has read this slot
+                    if (TEAM == 1 && next < steps) load_weights(u, next);
+                    if (next < steps) load_x(u, next);
                     copy_commit();
                 }
-                if ((FOLD & NORMED) && now == warp) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
+                if ((FOLD & NORMED) && now == begin) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
             }
         }
     }
 
     // ---------------------------------------------------------------------------------------- sum over the warps
-    if ((FOLD & NORMED) && warp >= steps) {
+    if ((FOLD & NORMED) && begin >= steps) {
         copy_wait<0>();
         __syncwarp();
         factors<WARPS>(factor, squares, folded, first, m0, rows, K);
@@ -274,8 +306,10 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) sums_at[warp * E + ((t * MT + m) * SUMS + i) * 32 + lane] = acc[t][m][i] * weight;
-    __syncthreads();
-    store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](int row, int c) {
+    if constexpr (SPLIT > 1) cluster_sync();
+    else __syncthreads();
+    store<FOLD, T, PART>(folded, first, y, m0, rows, blockIdx.x * PART, N, WARPS * 32, [&](int row, int mine) {
+        const int c = SPLIT > 1 ? mine % PART + rank * PART + mine / PART * OUT : mine;  // of the cluster's columns
         float v = 0.f;
         if constexpr (FORM == PLANES) {  // of four lanes
             const float* from = sums_at + ((c / 16 * MT + row) * 2 + c % 16 / 8) * 32 + c % 8 * 4;
@@ -285,19 +319,23 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 v += four.x + four.y + (four.z + four.w);
             }
             if (!(v * 0.f == 0.f)) {  // inf or nan
-                const size_t at = tile(c / 16), meta = at * groups * 16;
+                const size_t at = tile_at(c / 16), meta = at * groups * 16;
                 const u16* none = nullptr;
                 v = P::plainly(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, x + (size_t)row * K, c % 16, K);
             }
         } else {
             const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
-            const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
+            const float* from = sums_at + c / 16 / NT * E + ((c / 16 % NT * MT + row / 8) * 4 + i) * 32 + at_lane;
 #pragma unroll
-            for (int k = 0; k < WARPS; k++) v += from[k * E];
+            for (int k = 0; k < TEAMS * SPLIT; k++) {
+                if constexpr (SPLIT > 1) v += read_float(in_block(shared_address(from + k % TEAMS * TEAM * E), k / TEAMS));
+                else v += from[k * TEAM * E];
+            }
         }
         if (FORM == EXACT) v *= 1024.f;
         if (FOLD & NORMED) v *= factor[row];
-        if (bias) v += to_floats<T>(bias[tile(c / 16) * 16 + c % 16]).x;
+        if (bias) v += to_floats<T>(bias[tile_at(c / 16) * 16 + c % 16]).x;
         return v;
     });
+    if constexpr (SPLIT > 1) cluster_sync();  // until all have read our sums
 }
