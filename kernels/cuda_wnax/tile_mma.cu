@@ -15,7 +15,6 @@
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "fold.cuh"
-#include "hopper.cuh"
 #include "planes.cuh"
 
 enum { MAGIC = 0, EXACT = 1, PLANES = 2 };
@@ -32,11 +31,6 @@ __device__ __forceinline__ u32 load4(const u16* p) {
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
-__device__ __forceinline__ float read_float(u32 there) {  // of a block of the cluster
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
-    return v;
-}
 template <int WHICH>  // 0x1010: the low half of v twice, 0x3232: the high one
 __device__ __forceinline__ u32 twice(u32 v) {
     u32 d;
@@ -50,8 +44,7 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0,
-          int TEAM = 1, int SPLIT = 1>
+template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
@@ -66,23 +59,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr bool STRIDES = GROUP && STEP % (GROUP ? GROUP : 1) == 0;                    // a warp's next groups lie equally far on
     constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
     constexpr int SUMS = FORM == PLANES ? 2 : 4, E = NT * MT * SUMS * 32;  // fp32 sums of a warp: [t][m][register][lane]
-    constexpr int TEAMS = WARPS / TEAM, STRIDE = TEAMS * SPLIT;            // steps that are taken at once
-    static_assert(WARPS % TEAM == 0 && (FORM != PLANES || TEAM * SPLIT == 1), "");
     extern __shared__ float4 shared[];
     __shared__ float factor[MT * 8];
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
-    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, cluster = blockIdx.x / SPLIT;
-    const int mate = TEAM > 1 ? warp % TEAM : 0, begin = rank * TEAMS + warp / TEAM;  // first step of this warp's team
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
-    auto tile_at = [&](int i) { return tile_of<FOLD, NT * TEAM>(cluster, i, N); };
-    auto tile = [&](int t) { return tile_at(mate * NT + t); };
-    auto team_sync = [&] {
-        if constexpr (TEAM == 1) __syncwarp();
-        else asm volatile("bar.sync %0, %1;" ::"r"(warp / TEAM + 1), "n"(TEAM * 32) : "memory");
-    };
+    auto tile = [&](int t) { return tile_of<FOLD, NT>(blockIdx.x, t, N); };
     const int steps = (chunks + CHUNKS - 1) / CHUNKS;
     next_grid_launch();
 
@@ -95,8 +79,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     const u16 *scale_at[NT], *zero_at[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
-        const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (ADVANCE && STRIDES ? begin * METAS * 16 : 0);
-        w_at[t] = words + ((size_t)tile(t) * chunks + (ADVANCE ? begin * CHUNKS : 0)) * L::WORDS + 4 * lane;
+        const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (ADVANCE && STRIDES ? warp * METAS * 16 : 0);
+        w_at[t] = words + ((size_t)tile(t) * chunks + (ADVANCE ? warp * CHUNKS : 0)) * L::WORDS + 4 * lane;
         scale_at[t] = scales + meta, zero_at[t] = zeros + meta;
         if (!ADVANCE) asm volatile("" : "+l"(w_at[t]), "+l"(scale_at[t]), "+l"(zero_at[t]));
     }
@@ -122,14 +106,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 if (ZEROS) zero[u][t][i] = load4(zero_at[p] + away * groups * 16 + (size_t)g * 16);
             }
         }
-        if (ADVANCE) w_at[0] += STRIDE * CHUNKS * L::WORDS;
-        if (ADVANCE && STRIDES) scale_at[0] += STRIDE * METAS * 16, zero_at[0] += STRIDE * METAS * 16;
+        if (ADVANCE) w_at[0] += WARPS * CHUNKS * L::WORDS;
+        if (ADVANCE && STRIDES) scale_at[0] += WARPS * METAS * 16, zero_at[0] += WARPS * METAS * 16;
     };
     // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
-    constexpr int GRANULES = STEP / 8, MY_ROWS = X_COPIES * 32 / GRANULES, SLOT = MY_ROWS * TEAM * X_ROW;
-    constexpr int AT_ONCE = MY_ROWS < 4 ? MY_ROWS : 4, POINTERS = MY_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
-    const int x_k = lane % (32 / AT_ONCE) * 8, x_row = mate * MY_ROWS + lane / (32 / AT_ONCE);
-    const u32 ring = shared_address(shared) + warp / TEAM * UNROLL * SLOT;
+    constexpr int GRANULES = STEP / 8, SLOT_ROWS = X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
+    constexpr int AT_ONCE = SLOT_ROWS < 4 ? SLOT_ROWS : 4, POINTERS = SLOT_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
+    const int x_k = lane % (32 / AT_ONCE) * 8, x_row = lane / (32 / AT_ONCE);
+    const u32 ring = shared_address(shared) + warp * UNROLL * SLOT;
     u32 x_to = ring + x_row * X_ROW + x_k * 2;
     asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
     const u16* x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
@@ -153,7 +137,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
-        if (begin + u * STRIDE < steps) load_weights(u, begin + u * STRIDE);
+        if (warp + u * WARPS < steps) load_weights(u, warp + u * WARPS);
     typename C::Masks masks;
     u32 minus[C::PLACES], one = 0;  // halves of the constant A fragment: rows 0-7 yield -magic * x, rows 8-15 x
     if constexpr (FORM == MAGIC) {
@@ -171,14 +155,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     }
     u32 x_at[MT];  // ldmatrix: this lane's row
 #pragma unroll
-    for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), MY_ROWS * TEAM - 1) * X_ROW + (lane >> 3) * 16;
+    for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
     previous_grid_wait();
-    constexpr int OUT = (FOLD & GATED ? NT * 8 : NT * 16) * TEAM, PART = OUT / SPLIT;  // columns of y of a cluster, of a block
+    constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16;
     using P = Planes<BITS, T, GROUP, MT, WARPS * 32>;
     const P planes((char*)shared, steps * CHUNKS);
-    const int x_bytes = FORM == PLANES ? planes.bytes() : TEAMS * UNROLL * SLOT;
+    const int x_bytes = FORM == PLANES ? planes.bytes() : WARPS * UNROLL * SLOT;
     const u32 squares = shared_address(shared) + (x_bytes > WARPS * E * 4 ? x_bytes : WARPS * E * 4);
-    const Early first = early<FOLD, PART, WARPS>(folded, squares, m0, rows, blockIdx.x * PART, N, K);
+    const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
     if constexpr (FORM == PLANES) {
         copy_commit();
         planes.prepare(x, K);
@@ -187,7 +171,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     }
 #pragma unroll
     for (int u = 0; u < (FORM == PLANES ? 0 : UNROLL); u++) {
-        if (begin + u * STRIDE < steps) load_x(u, begin + u * STRIDE);
+        if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
         copy_commit();
     }
 
@@ -267,32 +251,30 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             }
         }
     };
-    for (int s = begin; s < steps; s += STRIDE * UNROLL) {
+    for (int s = warp; s < steps; s += WARPS * UNROLL) {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            const int now = s + u * STRIDE;
+            const int now = s + u * WARPS;
             if (now < steps) {
-                const int next = now + UNROLL * STRIDE;
+                const int next = now + UNROLL * WARPS;
                 if constexpr (FORM == PLANES) {
                     compute_planes(u, now);
                     if (next < steps) load_weights(u, next);
                 } else {
                     copy_wait<UNROLL - 1>();
-                    team_sync();
+                    __syncwarp();
                     compute(u);
-                    if (TEAM > 1 && next < steps) load_weights(u, next);
-                    team_sync();  // everyone has read this slot
-                    if (TEAM == 1 && next < steps) load_weights(u, next);
-                    if (next < steps) load_x(u, next);
+                    __syncwarp();  // everyone has read this slot
+                    if (next < steps) load_weights(u, next), load_x(u, next);
                     copy_commit();
                 }
-                if ((FOLD & NORMED) && now == begin) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
+                if ((FOLD & NORMED) && now == warp) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
             }
         }
     }
 
     // ---------------------------------------------------------------------------------------- sum over the warps
-    if ((FOLD & NORMED) && begin >= steps) {
+    if ((FOLD & NORMED) && warp >= steps) {
         copy_wait<0>();
         __syncwarp();
         factors<WARPS>(factor, squares, folded, first, m0, rows, K);
@@ -306,10 +288,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) sums_at[warp * E + ((t * MT + m) * SUMS + i) * 32 + lane] = acc[t][m][i] * weight;
-    if constexpr (SPLIT > 1) cluster_sync();
-    else __syncthreads();
-    store<FOLD, T, PART>(folded, first, y, m0, rows, blockIdx.x * PART, N, WARPS * 32, [&](int row, int mine) {
-        const int c = SPLIT > 1 ? mine % PART + rank * PART + mine / PART * OUT : mine;  // of the cluster's columns
+    __syncthreads();
+    store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](int row, int c) {
         float v = 0.f;
         if constexpr (FORM == PLANES) {  // of four lanes
             const float* from = sums_at + ((c / 16 * MT + row) * 2 + c % 16 / 8) * 32 + c % 8 * 4;
@@ -319,23 +299,19 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 v += four.x + four.y + (four.z + four.w);
             }
             if (!(v * 0.f == 0.f)) {  // inf or nan
-                const size_t at = tile_at(c / 16), meta = at * groups * 16;
+                const size_t at = tile(c / 16), meta = at * groups * 16;
                 const u16* none = nullptr;
                 v = P::plainly(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, x + (size_t)row * K, c % 16, K);
             }
         } else {
             const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
-            const float* from = sums_at + c / 16 / NT * E + ((c / 16 % NT * MT + row / 8) * 4 + i) * 32 + at_lane;
+            const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
 #pragma unroll
-            for (int k = 0; k < TEAMS * SPLIT; k++) {
-                if constexpr (SPLIT > 1) v += read_float(in_block(shared_address(from + k % TEAMS * TEAM * E), k / TEAMS));
-                else v += from[k * TEAM * E];
-            }
+            for (int k = 0; k < WARPS; k++) v += from[k * E];
         }
         if (FORM == EXACT) v *= 1024.f;
         if (FOLD & NORMED) v *= factor[row];
-        if (bias) v += to_floats<T>(bias[tile_at(c / 16) * 16 + c % 16]).x;
+        if (bias) v += to_floats<T>(bias[tile(c / 16) * 16 + c % 16]).x;
         return v;
     });
-    if constexpr (SPLIT > 1) cluster_sync();  // until all have read our sums
 }

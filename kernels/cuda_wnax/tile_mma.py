@@ -20,12 +20,12 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
-KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "PLANES", "TEAM", "SPLIT")
+KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "PLANES")
 
 
 def config_of(*values: int) -> Config:
-    """The config of these values, in the order of KEYS; what is left out is PLANES 0, TEAM 1, SPLIT 1."""
-    return dict(zip(KEYS, (*values, *(0, 1, 1)[len(values) - 5 :]), strict=True))
+    """The config of these values, in the order of KEYS; PLANES, where it is left out, is 0."""
+    return dict(zip(KEYS, (*values, 0), strict=False))
 
 
 HALVES: tuple[Config, ...] = tuple(
@@ -121,26 +121,22 @@ class Plan:
 
 def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
-    warps, nt, team = config["WARPS"], config["NT"], config["TEAM"]
-    tiles = padded_rows(call.N) // 16
-    if tiles % (nt * team):
-        return None
-    clusters = tiles // (nt * team)
+    warps, nt = config["WARPS"], config["NT"]
+    at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
     squares = call.K // 4 if fold & NORMED else 0  # bytes a row of x
     if config["PLANES"]:
         spans = math.ceil(call.K / config["STEP"]) * config["STEP"] // span(call.scheme, call.K)
         smem = max((call.M * spans * 548 + 15) // 16 * 16, warps * nt * call.M * 256) + call.M * squares
         fits = smem <= shared_memory_limit(call.capability) - 1024
-        return Plan(call.M, call.M, 1, (clusters, 1), smem) if fits else None
+        return Plan(call.M, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
-        mine = math.ceil((8 * MT if MT > 1 else rows) / team)  # rows of x that a warp copies: 1, 2, 4, then fours
-        mine = max(256 // config["STEP"], math.ceil(mine / 4) * 4 if mine > 2 else mine)
-        ring = config["UNROLL"] * mine * team * (2 * config["STEP"] + 16)
-        smem = max(warps // team * ring, warps * nt * MT * 512) + rows * squares
+        copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
+        ring = config["UNROLL"] * copies * at_once * (2 * config["STEP"] + 16)
+        smem = warps * max(ring, nt * MT * 512) + rows * squares
         if smem <= shared_memory_limit(call.capability) - 1024:
-            return Plan(MT, rows, mine * config["STEP"] // 256, (clusters * config["SPLIT"], math.ceil(call.M / rows)), smem)
+            return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
         if rows == 1:
             return None
     return None
@@ -152,9 +148,7 @@ def expression(
     """The template instance of tile_mma.cu; group 0: one group."""
     flags = f"{'true' if zeros else 'false'}, {form(dtype, config)}"
     c = config
-    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}"
-    if fold or c["TEAM"] * c["SPLIT"] > 1:
-        tail += f", {fold}, {c['TEAM']}, {c['SPLIT']}"
+    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}" + (f", {fold}" if fold else "")
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
@@ -174,8 +168,6 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     if config["PLANES"] and (why := _planes_refuse(call)):
         return why
     cut = plan(call, config)
-    if config["SPLIT"] > 1 and call.capability < (9, 0):
-        return "SPLIT needs clusters, from capability 9.0 up"
     if cut is None:
         return "too much shared memory"
     cap = min(255, 65536 // (32 * config["WARPS"] * config["BLOCKS"]) // 8 * 8)
@@ -273,15 +265,14 @@ def _prepared(
     assert cut is not None  # config_refuse has asked
     one_group = 0 if scheme.groups(K) == 1 else group
     instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, fold)
-    return _kernel(instance, device, named["WARPS"], named["SPLIT"]), cut
+    return _kernel(instance, device, named["WARPS"]), cut
 
 
 @cache
-def _kernel(instance: str, device: int, warps: int, split: int) -> Kernel:
+def _kernel(instance: str, device: int, warps: int) -> Kernel:
     capability = torch.cuda.get_device_capability(device)
     limit = shared_memory_limit(capability) - 1024
-    hopper = capability >= (9, 0)
-    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, smem=limit, cluster=split, serialize=hopper)
+    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, smem=limit, serialize=capability >= (9, 0))
 
 
 @register(
