@@ -71,44 +71,37 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     next_grid_launch();
 
     // ---------------------------------------------------------------------------------------------- loads of a step
-    // Steps are multiplied into pointers, one IMAD.WIDE an address: pointers that advance take two adds, and two moves into a
-    // register pair. Each asm keeps ptxas from working a value out anew for each step. PLANES, short of registers: one tile's
-    // pointers serve all, and advance.
-    constexpr bool ADVANCE = FORM == PLANES;
-    const u32* w_at[NT];
-    const u16 *scale_at[NT], *zero_at[NT];
+    // Addresses are a kernel parameter and 32 bits, of 16 bytes (words, x) or 4 (scales, zeros): two instructions each, and few
+    // registers. Each asm keeps ptxas from working one out anew for each step.
+    u32 w_at[NT], meta_at[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
-        const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (ADVANCE && STRIDES ? warp * METAS * 16 : 0);
-        w_at[t] = words + ((size_t)tile(t) * chunks + (ADVANCE ? warp * CHUNKS : 0)) * L::WORDS + 4 * lane;
-        scale_at[t] = scales + meta, zero_at[t] = zeros + meta;
-        if (!ADVANCE) asm volatile("" : "+l"(w_at[t]), "+l"(scale_at[t]), "+l"(zero_at[t]));
+        w_at[t] = tile(t) * chunks * (L::WORDS / 4) + lane, meta_at[t] = tile(t) * groups * 8 + r;
+        asm volatile("" : "+r"(w_at[t]), "+r"(meta_at[t]));
     }
     u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
     auto load_weights = [&](int u, u32 s) {
-        if (!ADVANCE) asm volatile("" : "+r"(s));
-        const size_t from = ADVANCE ? 0 : s;
+        asm volatile("" : "+r"(s));
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            const int p = ADVANCE ? 0 : t;
-            const size_t away = ADVANCE ? tile(t) - tile(0) : 0;
+            const u32* from = words + (size_t)(w_at[t] + s * (CHUNKS * L::WORDS / 4)) * 4;
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
-                if (i == 0 || s * CHUNKS + i < (u32)chunks)
-                    load_chunk<BITS>(w[u][t][i], w_at[p] + from * (CHUNKS * L::WORDS) + (away * chunks + i) * L::WORDS, lane);
+                if (i == 0 || s * CHUNKS + i < (u32)chunks) load_chunk<BITS>(w[u][t][i], from + i * L::WORDS, lane);
 #pragma unroll
             for (int i = 0; i < METAS; i++) {
                 u32 g = 0;  // past the last group: the last one
-                if (STRIDES && ADVANCE) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
-                else if (STRIDES) g = i == 0 ? s * METAS : smaller(s * METAS + i, groups - 1);
+                if (STRIDES) g = i == 0 ? s * METAS : smaller(s * METAS + i, groups - 1);
                 else if (GROUP) g = smaller((s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
-                scale[u][t][i] = load4(scale_at[p] + away * groups * 16 + (size_t)g * 16);
-                if (ZEROS) zero[u][t][i] = load4(zero_at[p] + away * groups * 16 + (size_t)g * 16);
+                scale[u][t][i] = load4(scales + (size_t)(meta_at[t] + g * 8) * 2);
+                if (ZEROS) zero[u][t][i] = load4(zeros + (size_t)(meta_at[t] + g * 8) * 2);
             }
         }
-        if (ADVANCE) w_at[0] += WARPS * CHUNKS * L::WORDS;
-        if (ADVANCE && STRIDES) scale_at[0] += WARPS * METAS * 16, zero_at[0] += WARPS * METAS * 16;
     };
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++)
+        if (warp + u * WARPS < steps) load_weights(u, warp + u * WARPS);
+
     // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
     constexpr int GRANULES = STEP / 8, SLOT_ROWS = X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
     constexpr int AT_ONCE = SLOT_ROWS < 4 ? SLOT_ROWS : 4, POINTERS = SLOT_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
@@ -116,28 +109,26 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     const u32 ring = shared_address(shared) + warp * UNROLL * SLOT;
     u32 x_to = ring + x_row * X_ROW + x_k * 2;
     asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
-    const u16* x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
+    u32 x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
 #pragma unroll
     for (int i = 0; i < POINTERS; i++) {
-        x_from[i] = x + (size_t)(m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * K + x_k;
-        asm volatile("" : "+l"(x_from[i]));
+        x_from[i] = (m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + x_k / 8;
+        asm volatile("" : "+r"(x_from[i]));
     }
     auto load_x = [&](int u, u32 s) {
         asm volatile("" : "+r"(s));
 #pragma unroll
         for (int i = 0; i < POINTERS; i++) {
+            const u16* from = x + (size_t)(x_from[i] + s * (STEP / 8)) * 8;
 #pragma unroll
             for (int j = 0; j < ALONG; j++) {
                 const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW + j * (STEP / ALONG) * 2;
                 const bool inside = (int)s * STEP + x_k + j * (STEP / ALONG) < K;  // past K: zeros, and nothing is read
-                copy_async_or_zero(to, x_from[i] + (size_t)s * STEP + j * (STEP / ALONG), inside ? 16 : 0);
+                copy_async_or_zero(to, from + j * (STEP / ALONG), inside ? 16 : 0);
             }
         }
     };
 
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-        if (warp + u * WARPS < steps) load_weights(u, warp + u * WARPS);
     typename C::Masks masks;
     u32 minus[C::PLACES], one = 0;  // halves of the constant A fragment: rows 0-7 yield -magic * x, rows 8-15 x
     if constexpr (FORM == MAGIC) {
@@ -287,9 +278,12 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sums_at[warp * E + ((t * MT + m) * SUMS + i) * 32 + lane] = acc[t][m][i] * weight;
+            for (int i = 0; i < SUMS; i++) {  // lanes change places so that 32 columns of y are read without bank conflicts
+                const int place = FORM == PLANES ? lane : lane ^ (i / 2 + (NT > 1 ? t : i) % 2 * 2);
+                sums_at[warp * E + ((t * MT + m) * SUMS + i) * 32 + place] = acc[t][m][i] * weight;
+            }
     __syncthreads();
-    store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](int row, int c) {
+    store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](u32 row, u32 c) {
         float v = 0.f;
         if constexpr (FORM == PLANES) {  // of four lanes
             const float* from = sums_at + ((c / 16 * MT + row) * 2 + c % 16 / 8) * 32 + c % 8 * 4;
@@ -304,7 +298,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 v = P::plainly(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, x + (size_t)row * K, c % 16, K);
             }
         } else {
-            const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
+            const u32 at_lane = (c % 8 * 4 + row % 8 / 2) ^ (c / 8 % 2 + (NT > 1 ? c / 16 : row) % 2 * 2), i = c % 16 / 8 * 2 + row % 2;
             const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
 #pragma unroll
             for (int k = 0; k < WARPS; k++) v += from[k * E];
