@@ -252,24 +252,20 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 if constexpr (FORM == PLANES) {
                     compute_planes(u, now);
                     if (next < steps) load_weights(u, next);
-                } else if constexpr (UNROLL == 1) {
-                    copy_wait<0>();
-                    __syncwarp();
-                    compute(u);
-                    __syncwarp();  // everyone has read this slot
-                    if (next < steps) load_weights(u, next), load_x(u, next);
-                    copy_commit();
                 } else {
-                    // The step after this one is asked for before this one is computed, and once this one's weights are there:
-                    // all loads into registers share a scoreboard, whose wait is for all of them. Hence the sum that depends on one.
-                    copy_wait<0>();
-                    __syncwarp();  // and everyone has read the other slot
-                    const int after = now + WARPS + w[u][NT - 1][CHUNKS - 1][L::REGS - 1] * nothing;
-                    if (after < steps && now != warp) {
-                        load_weights(u ^ 1, after), load_x(u ^ 1, after);
-                        copy_commit();
+                    copy_wait<UNROLL - 1>();
+                    __syncwarp();
+                    if constexpr (UNROLL > 1) {
+                        // The next step's weights are asked for before this step is computed, and once its own are there: loads
+                        // into registers share a scoreboard, a wait is for all of them. So the sum needs one that has come.
+                        const int after = now + WARPS + w[u][NT - 1][CHUNKS - 1][L::REGS - 1] * nothing;
+                        if (after < steps && now != warp) load_weights((u + 1) % UNROLL, after);
                     }
                     compute(u);
+                    __syncwarp();  // everyone has read this slot
+                    if (UNROLL == 1 && next < steps) load_weights(u, next);
+                    if (next < steps) load_x(u, next);
+                    copy_commit();
                 }
                 if ((FOLD & NORMED) && now == warp) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
             }
