@@ -3,8 +3,9 @@
 // Grid    x: NT row tiles of 16 a block. y: blocks of `block_rows` rows of x. Blocks do not persist: several share an SM, and
 //         the last ones of a launch leave room for the first of the next, which are there early and load their weights.
 // Block   WARPS warps take the steps (STEP k, of all NT tiles) in turn and add up through shared memory at the end.
-// Warp    weights, scales and zeros go from global memory into registers, UNROLL steps ahead: before anything else, and in
-//         front of the wait for the kernel before. x goes through the warp's own ring in shared memory and ldmatrix.
+// Warp    weights, scales and zeros go from global memory into registers: UNROLL steps before anything else, and in front of the
+//         wait for the kernel before; then one step ahead (UNROLL 2) or after each step (1). x goes through the warp's own ring
+//         of UNROLL steps in shared memory and ldmatrix.
 // FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
 //         (code - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a
 //         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
