@@ -125,7 +125,7 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     assert not normed["PLANES"]
     assert normed == alone or alone["PLANES"]
     planes = [(tile_mma.BITPLANES[0], fold.PAIRS[0])] if bits <= 2 else []
-    told = tile_mma.config_of(4, 2, 256, 2, 1)
+    told = tile_mma.config_of(8, 2, 256, 2, 1)
     odd = tile_mma.config_of(8, 1, 256, 1, 1)
     for choice, wanted in ((told, told), (odd, fold.PAIRS[0]), *planes):
         monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
