@@ -182,7 +182,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
-# What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in 71 of 76 cells.
+# What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in 74 of 76 cells.
 # Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles` names
 # it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
 RULES = (
