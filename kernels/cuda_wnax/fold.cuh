@@ -125,8 +125,10 @@ __device__ __forceinline__ void store(const Folded& f, const Early& first, u16* 
         }
     } else {
         const int width = FOLD & GATED ? N / 2 : N;
-        for (int o = threadIdx.x; o < OUT * rows; o += threads) {
-            const int row = o / OUT, column = out0 + o % OUT;
+#pragma unroll 1
+        for (u32 o = threadIdx.x; o < OUT * rows; o += threads) {  // unsigned: its divisions are shifts
+            const u32 row = o / OUT;
+            const int column = out0 + o % OUT;
             if (column >= width) continue;
             float v = product(row, o % OUT);
             if (FOLD & GATED) v = activation(FOLD & SILU, v) * product(row, o % OUT + OUT);

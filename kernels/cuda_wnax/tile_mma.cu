@@ -3,8 +3,9 @@
 // Grid    x: NT row tiles of 16 a block. y: blocks of `block_rows` rows of x. Blocks do not persist: several share an SM, and
 //         the last ones of a launch leave room for the first of the next, which are there early and load their weights.
 // Block   WARPS warps take the steps (STEP k, of all NT tiles) in turn and add up through shared memory at the end.
-// Warp    weights, scales and zeros go from global memory into registers, UNROLL steps ahead: before anything else, and in
-//         front of the wait for the kernel before. x goes through the warp's own ring in shared memory and ldmatrix.
+// Warp    weights, scales and zeros go from global memory into registers: UNROLL steps before anything else, and in front of the
+//         wait for the kernel before; then one step ahead (UNROLL 2) or after each step (1). x goes through the warp's own ring
+//         of UNROLL steps in shared memory and ldmatrix.
 // FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
 //         (code - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a
 //         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
@@ -71,64 +72,89 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
     auto tile = [&](int t) { return tile_of<FOLD, NT>(blockIdx.x, t, N); };
     const int steps = (chunks + CHUNKS - 1) / CHUNKS;
-    const bool tail = steps * STEP != K;
     next_grid_launch();
 
     // ---------------------------------------------------------------------------------------------- loads of a step
-    const u32* w_at[NT];  // pointers advance: addresses made anew for each load were a quarter of all instructions
-    const u16 *scale_at[NT], *zero_at[NT];
+    // Addresses are a kernel parameter and 32 bits, of 16 bytes (words, x) or 4 (scales, zeros): two instructions each, and few
+    // registers. Each asm keeps ptxas from working one out anew for each step.
+    u32 w_at[NT], meta_at[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
-        const size_t meta = (size_t)tile(t) * groups * 16 + 2 * r + (STRIDES ? warp * METAS * 16 : 0);
-        w_at[t] = words + ((size_t)tile(t) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
-        scale_at[t] = scales + meta, zero_at[t] = zeros + meta;
-        if (FORM == DIGITS) asm volatile("" : "+l"(scale_at[t]), "+l"(zero_at[t]));  // else ptxas makes them anew for each step
+        w_at[t] = tile(t) * chunks * (L::WORDS / 4) + lane, meta_at[t] = tile(t) * groups * 8 + r;
+        asm volatile("" : "+r"(w_at[t]), "+r"(meta_at[t]));
     }
+    // DIGITS: of the first tile, and the others a fixed distance away: 6 registers less at NT = 2, so two blocks of 16 warps an SM
+    const size_t first_meta = (size_t)tile(0) * groups * 16 + 2 * r;
+    const u32* first_w = words + ((size_t)tile(0) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
+    const u16 *first_scale = scales + first_meta, *first_zero = zeros + first_meta;
+    if (FORM == DIGITS) asm volatile("" : "+l"(first_scale), "+l"(first_zero));
     u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
-    auto load_weights = [&](int u, int s) {  // and step on
+    auto load_digits_weights = [&](int u, int s) {  // and step on
 #pragma unroll
         for (int t = 0; t < NT; t++) {
-            const int p = FORM == DIGITS ? 0 : t;  // the pointers of one tile serve all: 18 registers less at NT = 4
-            const size_t away = FORM == DIGITS ? tile(t) - tile(0) : 0;
-            const bool last = FORM != DIGITS || t == NT - 1;  // who used these
+            const size_t away = tile(t) - tile(0);
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
-                if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], w_at[p] + (away * chunks + i) * L::WORDS, lane);
-            if (last) w_at[p] += WARPS * CHUNKS * L::WORDS;
+                if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], first_w + (away * chunks + i) * L::WORDS, lane);
 #pragma unroll
             for (int i = 0; i < METAS; i++) {
-                int g = 0;  // relative to the pointer; past the last group: the last one
-                if (FORM == DIGITS) g = D::group(s * STEP, i, groups);
-                else if (STRIDES) g = i == 0 ? 0 : smaller(i, groups - 1 - s * METAS);
-                else if (GROUP) g = smaller((u32)(s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
-                scale[u][t][i] = load4(scale_at[p] + away * groups * 16 + g * 16);
-                if (ZEROS) zero[u][t][i] = load4(zero_at[p] + away * groups * 16 + g * 16);
+                const int g = D::group(s * STEP, i, groups);
+                scale[u][t][i] = load4(first_scale + away * groups * 16 + g * 16);
+                if (ZEROS) zero[u][t][i] = load4(first_zero + away * groups * 16 + g * 16);
             }
-            if (STRIDES && last) scale_at[p] += WARPS * METAS * 16, zero_at[p] += WARPS * METAS * 16;
+        }
+        first_w += WARPS * CHUNKS * L::WORDS;
+    };
+    auto load_weights = [&](int u, u32 s) {
+        if constexpr (FORM == DIGITS) return load_digits_weights(u, s);
+        asm volatile("" : "+r"(s));
+#pragma unroll
+        for (int t = 0; t < NT; t++) {
+            const u32* from = words + (size_t)(w_at[t] + s * (CHUNKS * L::WORDS / 4)) * 4;
+#pragma unroll
+            for (int i = 0; i < CHUNKS; i++)
+                if (i == 0 || s * CHUNKS + i < (u32)chunks) load_chunk<BITS>(w[u][t][i], from + i * L::WORDS, lane);
+#pragma unroll
+            for (int i = 0; i < METAS; i++) {
+                u32 g = 0;  // past the last group: the last one
+                if (STRIDES) g = i == 0 ? s * METAS : smaller(s * METAS + i, groups - 1);
+                else if (GROUP) g = smaller((s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
+                scale[u][t][i] = load4(scales + (size_t)(meta_at[t] + g * 8) * 2);
+                if (ZEROS) zero[u][t][i] = load4(zeros + (size_t)(meta_at[t] + g * 8) * 2);
+            }
         }
     };
-    constexpr int GRANULES = STEP / 8, AT_ONCE = 32 / GRANULES;  // 16-byte pieces of a row; rows that one copy of a warp takes
-    constexpr int SLOT_ROWS = X_COPIES * AT_ONCE, SLOT = SLOT_ROWS * X_ROW;
-    const int x_k = lane % GRANULES * 8, x_row = lane / GRANULES;
-    const u32 ring = shared_address(shared) + warp * UNROLL * SLOT, x_to = ring + x_row * X_ROW + x_k * 2;
-    u32 x_from[X_COPIES];  // in 16 bytes; rows past the last repeat it: those columns are never stored
-#pragma unroll
-    for (int i = 0; i < X_COPIES; i++)
-        x_from[i] = (u32)(m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + (warp * STEP + x_k) / 8;
-    auto load_x = [&](int u, int s) {  // and step on
-        const bool inside = !tail || s * STEP + x_k < K;  // past K: zeros
-#pragma unroll
-        for (int i = 0; i < X_COPIES; i++) {
-            const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW;
-            if (tail) copy_async_or_zero(to, x + (size_t)(inside ? x_from[i] : 0) * 8, inside ? 16 : 0);
-            else copy_async<16>(to, x + (size_t)x_from[i] * 8);
-            x_from[i] += WARPS * STEP / 8;
-        }
-    };
-
 #pragma unroll
     for (int u = 0; u < UNROLL; u++)
         if (warp + u * WARPS < steps) load_weights(u, warp + u * WARPS);
+
+    // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
+    constexpr int GRANULES = STEP / 8, SLOT_ROWS = FORM == DIGITS ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
+    constexpr int AT_ONCE = SLOT_ROWS < 4 ? SLOT_ROWS : 4, POINTERS = SLOT_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
+    const int x_k = lane % (32 / AT_ONCE) * 8, x_row = lane / (32 / AT_ONCE);
+    const u32 ring = shared_address(shared) + warp * UNROLL * SLOT;
+    u32 x_to = ring + x_row * X_ROW + x_k * 2;
+    asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
+    u32 x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
+#pragma unroll
+    for (int i = 0; i < POINTERS; i++) {
+        x_from[i] = (m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + x_k / 8;
+        asm volatile("" : "+r"(x_from[i]));
+    }
+    auto load_x = [&](int u, u32 s) {
+        asm volatile("" : "+r"(s));
+#pragma unroll
+        for (int i = 0; i < POINTERS; i++) {
+            const u16* from = x + (size_t)(x_from[i] + s * (STEP / 8)) * 8;
+#pragma unroll
+            for (int j = 0; j < ALONG; j++) {
+                const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW + j * (STEP / ALONG) * 2;
+                const bool inside = (int)s * STEP + x_k + j * (STEP / ALONG) < K;  // past K: zeros, and nothing is read
+                copy_async_or_zero(to, from + j * (STEP / ALONG), inside ? 16 : 0);
+            }
+        }
+    };
+
     typename C::Masks masks;
     u32 minus[C::PLACES], one = 0;  // halves of the constant A fragment: rows 0-7 yield -magic * x, rows 8-15 x
     if constexpr (FORM == MAGIC) {
@@ -161,6 +187,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     if (FORM == DIGITS && warp < steps) digits.fetch(warp * STEP, rows);
 
     // ------------------------------------------------------------------------------------------------- one step
+    const u32 nothing = (u32)K >> 31;  // 0, which the compiler cannot know
     float acc[NT][MS][SUMS] = {};
     auto compute_digits = [&](int u, int s) {
         copy_wait<0>();
@@ -251,9 +278,16 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 } else {
                     copy_wait<UNROLL - 1>();
                     __syncwarp();
+                    if constexpr (UNROLL > 1) {
+                        // The next step's weights are asked for before this step is computed, and once its own are there: loads
+                        // into registers share a scoreboard, a wait is for all of them. So the sum needs one that has come.
+                        const int after = now + WARPS + w[u][NT - 1][CHUNKS - 1][L::REGS - 1] * nothing;
+                        if (after < steps && now != warp) load_weights((u + 1) % UNROLL, after);
+                    }
                     compute(u);
                     __syncwarp();  // everyone has read this slot
-                    if (next < steps) load_weights(u, next), load_x(u, next);
+                    if (UNROLL == 1 && next < steps) load_weights(u, next);
+                    if (next < steps) load_x(u, next);
                     copy_commit();
                 }
                 if ((FOLD & NORMED) && now == warp) factors<WARPS>(factor, squares, folded, first, m0, rows, K);  // while weights come
@@ -275,9 +309,12 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
         for (int m = 0; m < MS; m++)
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sums_at[warp * E + ((t * MS + m) * SUMS + i) * 32 + lane] = acc[t][m][i];
+            for (int i = 0; i < SUMS; i++) {  // lanes change places so that 32 columns of y are read without bank conflicts
+                const int place = FORM == DIGITS ? lane : lane ^ (i / 2 + (NT > 1 ? t : i) % 2 * 2);
+                sums_at[warp * E + ((t * MS + m) * SUMS + i) * 32 + place] = acc[t][m][i];
+            }
     __syncthreads();
-    store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](int row, int c) {
+    store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](u32 row, u32 c) {
         float v = 0.f;
         if constexpr (FORM == DIGITS) {  // of a row's lanes
             const float* from = sums_at + (c / 16 * 2 + c % 16 / 8) * 32 + c % 8 * 4 + row * D::EACH;
@@ -292,7 +329,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 v = plainly<BITS, T, GROUP>(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, mine, c % 16, K);
             }
         } else {
-            const int at_lane = c % 8 * 4 + row % 8 / 2, i = c % 16 / 8 * 2 + row % 2;
+            const u32 at_lane = (c % 8 * 4 + row % 8 / 2) ^ (c / 8 % 2 + (NT > 1 ? c / 16 : row) % 2 * 2), i = c % 16 / 8 * 2 + row % 2;
             const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
 #pragma unroll
             for (int k = 0; k < WARPS; k++) v += from[k * E];

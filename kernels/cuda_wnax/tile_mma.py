@@ -33,8 +33,10 @@ HALVES: tuple[Config, ...] = tuple(
     for values in (
         (16, 1, 128, 1, 2),
         (16, 1, 128, 1, 1),
+        (16, 1, 128, 2, 1),
         (16, 1, 256, 1, 2),
         (16, 2, 128, 1, 1),
+        (16, 2, 128, 2, 1),
         (16, 2, 256, 1, 1),
         (8, 1, 128, 2, 1),
         (8, 1, 256, 1, 3),
@@ -45,11 +47,13 @@ HALVES: tuple[Config, ...] = tuple(
         (8, 2, 128, 2, 1),
         (8, 2, 256, 1, 2),
         (8, 2, 256, 2, 1),
+        (8, 2, 256, 2, 2),
         (4, 1, 128, 1, 1),
         (4, 1, 128, 1, 7),
         (4, 1, 128, 2, 1),
         (4, 1, 256, 1, 8),
         (4, 1, 256, 2, 4),
+        (4, 1, 256, 2, 5),
         (4, 1, 256, 1, 1),
         (4, 2, 128, 1, 1),
         (4, 2, 128, 1, 4),
@@ -112,11 +116,13 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
         rounds = math.ceil(config["STEP"] * MT / (4 * span(scheme, K)))
         held = words + (config["STEP"] // 16 if bits == 3 else 0)  # 3 bits: and fields of four
         return 40 + config["NT"] * (config["UNROLL"] * (held + 2 * rounds) + 8)
-    loads = config["UNROLL"] * config["NT"] * (words + groups * (1 if scheme.zero == "none" else 2))
-    extra = (10 * config["NT"] * config["UNROLL"] if groups > 1 else 0) + ((6 if config["NT"] < 4 else 48) if bits == 3 else 0)
-    extra += 0 if form(dtype, config) == "EXACT" else 24 if bits > 2 else 66
-    extra += 5 if config["NT"] == 2 and config["BLOCKS"] > 2 else 0
-    return 26 + loads + 10 * config["NT"] * MT + 12 * (MT - 1) + 2 * copies + extra
+    nt, row = config["NT"], group == K  # a row is one group
+    loads = config["UNROLL"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
+    extra = 2 * nt * config["UNROLL"] + 4 * nt * MT if groups > 1 else 6 * nt * config["STEP"] // 128 if row else 0
+    extra += (11 * nt if bits == 3 else 0) + (4 if nt == 4 else 0)
+    if form(dtype, config) == "MAGIC":
+        extra += 12 + 4 * (MT - 1) + ((62 if row else 38) if bits <= 2 else 0)
+    return 28 + loads + 10 * nt * MT + 12 * (MT - 1) + 2 * math.ceil(copies * 64 / config["STEP"]) + extra
 
 
 def span(scheme: Scheme, K: int) -> int:
@@ -196,7 +202,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
-# What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in 80 cells.
+# What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in nearly all cells.
 # Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles`
 # names it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
 RULES = (
@@ -204,12 +210,8 @@ RULES = (
     ("2", "flat", 1, (4, 4, 512, 1, 1, 1)),
     ("4g21", "tall", 1, (16, 2, 512, 1, 1, 1)),
     ("4g2", "few", 1, (8, 4, 512, 1, 1, 1)),
-    (
-        "4",
-        "fit",
-        1,
-        (8, 1, 256, 1, 3),
-    ),  # alone (8, 2, 512, 1, 1, 1) takes 4.7 for 5.4 us, but in a step of 8B 2.6 more
+    # alone (8, 2, 512, 1, 1, 1) takes 4.7 for 5.4 us, but in a step of 8B 2.6 more
+    ("4", "fit", 1, (8, 1, 256, 1, 3)),
     ("21", "fit", 1, (8, 2, 512, 1, 1, 1)),
     ("4g", "some deep", 1, (16, 1, 256, 1, 1, 1)),
     ("4g", "many", 1, (4, 1, 512, 1, 1, 1)),
@@ -223,7 +225,7 @@ RULES = (
     ("3", "deep", 2, (4, 1, 512, 1, 1, 1)),
     ("3", "few", 2, (8, 1, 512, 1, 1, 1)),
     ("3", "long", 2, (16, 2, 256, 1, 1, 1)),
-    ("43", "many", 2, (4, 1, 256, 1, 1, 1)),
+    ("3", "many", 2, (4, 1, 256, 1, 1, 1)),
     ("4", "few some fit", 2, (8, 4, 512, 1, 1, 1)),
     ("4", "deep", 2, (8, 1, 512, 1, 1, 1)),
     ("41", "few long", 2, (16, 2, 512, 1, 1, 1)),
@@ -232,14 +234,27 @@ RULES = (
     ("1", "deep", 2, (4, 4, 256, 1, 1, 1)),
     ("2", "deep", 2, (8, 2, 512, 1, 1, 1)),
     ("21", "some fit", 2, (8, 2, 512, 1, 1, 1)),
+    ("4", "many deep", 4, (4, 1, 256, 2, 5)),
+    ("4", "long", 8, (16, 1, 128, 2, 1)),
+    ("4", "many", 8, (4, 2, 128, 1, 7)),
+    ("4", "deep", 8, (8, 1, 128, 2, 1)),
+    ("4", "few", 8, (16, 1, 128, 1, 2)),
+    ("4", "few long", 16, (16, 2, 128, 1, 1)),
+    ("4", "many", 16, (2, 2, 128, 2, 1)),
+    ("4", "fit", 8, (8, 1, 256, 1, 3)),
+    ("4", "fit some deep", 16, (8, 2, 128, 2, 1)),
+    ("g", "some", 8, (8, 2, 128, 2, 1)),
+    ("3", "long", 8, (16, 2, 128, 2, 1)),
+    ("2", "some", 4, (8, 2, 256, 2, 2)),
+    ("2", "some", 8, (8, 2, 256, 1, 2)),
     ("8", "long few fit some many deep", 8, (16, 1, 128, 1, 2)),
-    ("8", "many deep", 16, (4, 1, 128, 1, 1)),
+    ("8", "long", 16, (16, 2, 128, 1, 1)),
+    ("8", "many deep", 16, (4, 2, 128, 1, 1)),
     ("3", "long few", 8, (8, 1, 256, 1, 1)),
     ("4g", "long few", 8, (16, 1, 128, 1, 2)),
-    ("2", "long few", 2, (16, 1, 256, 1, 2)),
-    ("2", "long", 8, (16, 1, 128, 1, 2)),
-    ("1", "long", 2, (16, 1, 256, 1, 2)),
-    ("1", "few", 2, (16, 2, 256, 1, 1)),
+    ("2", "long", 2, (16, 1, 256, 1, 2)),
+    ("1", "long", 2, (8, 1, 256, 2, 1)),
+    ("1", "few", 16, (16, 2, 256, 1, 1)),
     ("1", "long", 8, (16, 2, 256, 1, 1)),
     ("21", "long few", 16, (8, 2, 256, 2, 1)),
     ("4g3", "long", 16, (16, 2, 128, 1, 1)),
@@ -256,6 +271,7 @@ RULES = (
     ("84g32", "fit some", 16, (8, 2, 128, 1, 1)),
     ("2", "many deep", 8, (4, 2, 128, 1, 7)),
     ("1", "deep", 2, (4, 2, 256, 1, 5)),
+    ("1", "many deep", 8, (4, 2, 256, 2, 1)),
     ("3", "many deep", 2, (4, 1, 256, 1, 1)),
     ("21", "many deep", 2, (4, 1, 256, 1, 8)),
     ("4g3", "many deep", 2, (8, 1, 256, 1, 3)),
@@ -263,10 +279,11 @@ RULES = (
     ("4", "many deep", 4, (4, 1, 256, 1, 1)),
     ("4", "many deep", 8, (4, 1, 128, 2, 1)),
     ("g", "many", 8, (4, 1, 128, 1, 7)),
-    ("g3", "many deep", 8, (4, 2, 128, 1, 1)),
+    ("3", "many deep", 8, (4, 1, 256, 1, 1)),
+    ("g", "many deep", 8, (4, 2, 128, 1, 1)),
     ("4", "many", 16, (2, 2, 128, 1, 8)),
     ("43", "many deep", 16, (4, 2, 128, 1, 4)),
-    ("g", "many", 16, (2, 4, 128, 1, 1)),
+    ("2", "many", 16, (2, 2, 128, 1, 8)),
     ("4g3", "many deep", 16, (4, 2, 128, 1, 1)),
     ("1", "many deep", 8, (4, 2, 256, 1, 1)),
     ("2", "deep", 16, (2, 2, 128, 2, 1)),

@@ -122,7 +122,7 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     alone, pairs = registry.select(call)[1], fold.PAIRS[bits][0]
     assert fold._config(call, None, tile_mma.SILU) == pairs
     assert fold._config(call, None, tile_mma.NORMED) == alone
-    told = tile_mma.config_of(4, 2, 256, 2, 1)
+    told = tile_mma.config_of(8, 2, 256, 2, 1)
     odd = tile_mma.config_of(8, 1, 256, 1, 1)
     for choice, wanted in ((told, told), (odd, pairs)):
         monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
