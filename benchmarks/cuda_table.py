@@ -126,14 +126,22 @@ def elsewhere() -> str:
 
 
 ABOUT = """One H100 (SXM, 80 GB), torch 2.11.0+cu130; fp16, float zeros, what dispatch picks without a table, all in one run.
-A cell: microseconds, the kernel, and that time over the best peer's (under 1 is faster). The 4-bit cells of M = 256 followed
-cuBLAS's without a rest, on a GPU at its power limit: groups of 64, more work, take less there (benchmarks/NOTES.md)."""
+A cell: microseconds, the kernel, and that time over the best peer's (under 1 is faster). M = 4096 reaches the board's power
+limit: the same config took 598 us at 4096x14336 in another run of that day. Since this run dispatch takes other configs in a
+few cells: none of the {shared} with two blocks of `tile_wgmma` an SM, alone the fastest there by 2 to 8% but not in whole
+decode steps, and `tile_mma` for 3 bits at M = 16 (benchmarks/NOTES.md)."""
+
+
+def about() -> str:
+    """What was measured, and what has changed since."""
+    rows = json.loads((RESULTS / "cuda_tile.json").read_text())["rows"]
+    return ABOUT.format(shared=sum(r["kernel"] == "cuda/tile_wgmma" and r["config"].get("BLOCKS") == 2 for r in rows))
 
 
 def text() -> str:
     """Everything that follows the marker."""
     parts = [
-        ABOUT,
+        about(),
         "### 4 bits, group 128\n\n" + against_peers(4),
         "### 4 bits, times what reading the weight takes\n\n" + against_reading(),
         "### 8 bits, group 128\n\n" + against_peers(8),

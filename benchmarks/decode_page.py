@@ -15,6 +15,7 @@ MODELS = {
     "70b": "70B, Llama 3.1's shape",
     "30b-a3b": "30B mixture, Qwen3-30B-A3B's shape: 8 of 128 experts a token",
 }
+SPENT = ("16", "8", "4", "4h8", "2", "2h4")  # variants whose steps are taken apart
 
 
 def page(table: Table) -> str:
@@ -30,24 +31,13 @@ def page(table: Table) -> str:
         parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
         if batched := _batched(rows):
             parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
-        later = RESULTS / "h100" / f"decode_{model}_later.json"
-        parts += _later(json.loads(later.read_text()), table) if later.is_file() else []
+        if told := summary.other_runs(rows):
+            parts.append(told)
+        if spent := _spent(rows, report["read_gbs"]):
+            about = "Microseconds of a step, in brackets the share of the read roofline (`--profile`; at 140 tokens of text):"
+            parts += [f"\n{about}\n", table(*spent)]
         parts.append("")
     return "\n".join(parts)
-
-
-def _later(report: dict[str, Any], table: Table) -> list[str]:
-    """A few variants run again, after the table's run, with what each part of a step takes."""
-    rows = sorted(report["rows"], key=lambda r: _order(r["variant"]))
-    about = (
-        f"Again at {report['date'][11:16]} UTC, since when cuBLAS's scratch memory is given back and the folded gate and up "
-        "of 2 bits leave room for the product after them:"
-    )
-    parts = [f"\n{about}\n", table(*_one(rows))]
-    if spent := _spent(rows, report["read_gbs"]):
-        about = "Microseconds of a step, in brackets the share of the read roofline (`--profile`; at 140 tokens of text):"
-        parts += [f"\n{about}\n", table(*spent)]
-    return parts
 
 
 def same_tokens(table: Table) -> str:
@@ -105,13 +95,13 @@ def _one(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[objec
             first, peak = r.get("ttft_s"), r.get("peak_gb")
             cells = (f"{r['tokens_per_s']:.0f}", f"{r['ms_per_step']:.2f}", f"{r['bytes_per_step'] / 1e9:.2f}")
             tail = ("" if first is None else f"{1e3 * first:.0f}", "" if peak is None else f"{peak:.2f}")
-            found.append((label(r["variant"]), *cells, f"{r['roofline_pct']:.0f}%", *tail))
+            found.append((label(r["variant"]) + summary.mark(r), *cells, f"{r['roofline_pct']:.0f}%", *tail))
     return columns, found
 
 
 def _spent(rows: list[dict[str, Any]], gbs: float) -> tuple[Sequence[str], list[Sequence[object]]] | None:
     """What the parts of a step take, for the variants that were profiled."""
-    profiled = {r["variant"]: {p["what"]: p for p in r["parts"]} for r in rows if "parts" in r}
+    profiled = {r["variant"]: {p["what"]: p for p in r["parts"]} for r in rows if "parts" in r and r["variant"] in SPENT}
     profiled = {v: parts for v, parts in profiled.items() if "attention" in parts}  # others are by kernel: too long a story
     if not profiled:
         return None

@@ -64,12 +64,22 @@ def _decode(table: Table, name: str, batch: int) -> str:
     report = read(name)
     found = {r["variant"]: r for r in report["rows"] if r.get("batch") == batch}
     rows = [
-        (label, f"{found[v]['tokens_per_s']:.0f}", f"{found[v]['ms_per_step']:.2f}", f"{found[v]['roofline_pct']:.0f}%")
-        for v, label in DECODERS.items()
-        if v in found
+        (label + mark(r), f"{r['tokens_per_s']:.0f}", f"{r['ms_per_step']:.2f}", f"{r['roofline_pct']:.0f}%")
+        for label, r in ((label, found[v]) for v, label in DECODERS.items() if v in found)
     ]
     head = f"**Decoding** an 8B Llama-3.1-shaped model on one {report['device']}, batch {batch}, prompt {report['prompt']}:\n"
-    return f"{head}\n{table(('', '>tokens/s', '>ms per token', '>of the read roofline'), rows)}"
+    return f"{head}\n{table(('', '>tokens/s', '>ms per token', '>of the read roofline'), rows)}{other_runs(report['rows'])}"
+
+
+def mark(row: dict[str, Any]) -> str:
+    """A sign beside a row of e2e_decode.py that another run than its file's measured."""
+    return " †" if "run" in row else ""
+
+
+def other_runs(rows: Iterable[dict[str, Any]]) -> str:
+    """What the sign means, or nothing."""
+    runs = sorted({r["run"].replace("T", " ") for r in rows if "run" in r})
+    return f"\n† of a run of {', '.join(runs)} UTC\n" if runs else ""
 
 
 def _products(table: Table) -> str:

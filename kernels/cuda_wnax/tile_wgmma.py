@@ -184,18 +184,27 @@ def estimate(call: Call, config: Config, sms: int) -> float:
     return (us**8 + read**8) ** 0.125
 
 
+# Two blocks an SM must be so much faster alone: whole steps of an 8B model were slower with some (us a step without and with,
+# 4 bits, 16, 32, 64 rows: 2352, 2422; 2930, 2968; 3750, 3952), though each was 2 to 8% faster alone.
+IN_STEPS = 1.1
+
+
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]  # what the model was fitted to
-    return min(known or legal, key=lambda c: estimate(call, c, multiprocessors()))
+    """By `estimate`, among what it was fitted to; splits only where one round of clusters takes all tiles: 6144 x 4096 at
+    M = 1000 takes 85.2 us in three rounds of pairs, 73.4 with its steps shared out."""
+    sms = multiprocessors()
+    known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]
+    known = [c for c in known or legal if c["SPLIT"] < 2 or _tiles(call, c) <= CLUSTERS[c["SPLIT"]] * sms // 132]
+    return min(known or legal, key=lambda c: estimate(call, c, sms) * (IN_STEPS if c["BLOCKS"] == 2 else 1))
 
 
 def _preferred(call: Call) -> bool:
     """Whether this comes before tile_mma. On an H100, 4 bits, us here and there: 28672 x 4096 22.4, 27.0 from M = 9 on (8 bits:
     42.0, 41.3 at M = 16; 41.6, 52.2 at 32); 8192 x 8192 17.5, 15.2 at M = 16, 18.6, 18.7 at 24; 4096 x 14336 15.9, 14.3 at 16,
-    17.4, 17.5 at 24, 17.6, 19.9 at 32; 4096 x 4096 9.3, 7.4 at 32."""
-    if call.M <= 16:
-        return call.N >= 16384 and call.scheme.bits < 8
-    return call.M > 32 or call.N >= 8192 or (call.M > 24 and max(call.N, call.K) > 4096)
+    17.4, 17.5 at 24, 17.6, 19.9 at 32; 6144 x 4096 9.5, 10.0 at 32; 4096 x 4096 9.3, 6.4 at 32."""
+    if call.M <= 16:  # 3 bits: 23.5 by tile_mma, 29.0
+        return call.N >= 16384 and call.scheme.bits in (4, 2, 1)
+    return call.M > 32 or call.N >= 8192 or (call.M > 24 and call.K > 8192)
 
 
 @cache
