@@ -154,8 +154,9 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 def estimate(call: Call, config: Config, sms: int) -> float:
     """Microseconds of a call by a model fitted to 94 cells on an H100 (8, 4 and 2 bits, 13 layers) and, between these, to the
-    model before it: its pick is within 0.8% of the best in their geometric mean, 7% at worst. A step of 128 k takes a smooth maximum of what its parts
-    take: tensor cores, issue slots of dequantising, loads of words and x; nothing beats reading the weights once."""
+    model before it: its pick is within 0.8% of the best in their geometric mean, 7% at worst. A step of 128 k takes a smooth
+    maximum of what its parts take: tensor cores, issue slots of dequantising, loads of words and x; nothing beats reading the
+    weights once."""
     WN, WK, NB, split, most, bits, M = *(config[k] for k in KEYS), call.scheme.bits, call.M
     steps, tiles, slots, size = math.ceil(call.K / 128), _tiles(call, config), sms * most, WN * NB / 256
     blocks = tiles * split if split > 1 else min(tiles if split else tiles * steps, slots)
