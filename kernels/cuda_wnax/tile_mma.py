@@ -14,85 +14,13 @@ from operator import itemgetter
 import torch
 
 from lowq_kernels.cuda_wnax.driver import UNFOLDED, Folded, Kernel
+from lowq_kernels.cuda_wnax.tile_mma_rules import BYTES, HALVES, KEYS, RULES, config_of, tiles_of
 from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, rows_of_x, shared_memory_limit
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
-KEYS = ("WARPS", "NT", "STEP", "UNROLL", "BLOCKS", "DIGITS")
-
-
-def config_of(*values: int) -> Config:
-    """The config of these values, in the order of KEYS; DIGITS, where it is left out, is 0."""
-    return dict(zip(KEYS, (*values, 0), strict=False))
-
-
-HALVES: tuple[Config, ...] = tuple(
-    config_of(*values)
-    for values in (
-        (16, 1, 128, 1, 2),
-        (16, 1, 128, 1, 1),
-        (16, 1, 128, 2, 1),
-        (16, 1, 256, 1, 2),
-        (16, 2, 128, 1, 1),
-        (16, 2, 128, 2, 1),
-        (16, 2, 256, 1, 1),
-        (8, 1, 128, 2, 1),
-        (8, 1, 256, 1, 3),
-        (8, 1, 256, 1, 1),
-        (8, 1, 256, 2, 1),
-        (8, 2, 128, 1, 1),
-        (8, 2, 128, 2, 2),
-        (8, 2, 128, 2, 1),
-        (8, 2, 256, 1, 2),
-        (8, 2, 256, 2, 1),
-        (8, 2, 256, 2, 2),
-        (4, 1, 128, 1, 1),
-        (4, 1, 128, 1, 7),
-        (4, 1, 128, 2, 1),
-        (4, 1, 256, 1, 8),
-        (4, 1, 256, 2, 4),
-        (4, 1, 256, 2, 5),
-        (4, 1, 256, 1, 1),
-        (4, 2, 128, 1, 1),
-        (4, 2, 128, 1, 4),
-        (4, 2, 128, 1, 7),
-        (4, 2, 128, 2, 1),
-        (4, 2, 256, 1, 1),
-        (4, 2, 256, 1, 5),
-        (4, 2, 256, 2, 1),
-        (2, 1, 256, 1, 1),
-        (2, 2, 128, 1, 8),
-        (2, 2, 128, 2, 1),
-        (2, 4, 128, 1, 1),
-        (2, 2, 256, 1, 1),
-        (2, 4, 256, 1, 1),
-    )
-)
-BYTES: tuple[Config, ...] = tuple(
-    config_of(*values, 1)
-    for values in (
-        (16, 1, 256, 1, 1),
-        (16, 1, 512, 1, 1),
-        (16, 2, 256, 1, 1),
-        (16, 2, 512, 1, 1),
-        (8, 1, 256, 1, 1),
-        (8, 1, 512, 1, 1),
-        (8, 2, 256, 1, 1),
-        (8, 2, 512, 1, 1),
-        (8, 4, 256, 1, 1),
-        (8, 4, 512, 1, 1),
-        (4, 1, 256, 1, 1),
-        (4, 1, 512, 1, 1),
-        (4, 2, 256, 1, 1),
-        (4, 2, 256, 2, 1),
-        (4, 2, 512, 1, 5),
-        (4, 4, 256, 1, 1),
-        (4, 4, 512, 1, 1),
-        (2, 2, 512, 2, 1),
-    )
-)
 CONFIGS = HALVES + BYTES
 _numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
@@ -202,120 +130,13 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
-# What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in nearly all cells.
-# Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `_tiles`
-# names it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
-RULES = (
-    ("4g", "flat", 1, (4, 1, 256, 1, 1, 1)),
-    ("2", "flat", 1, (4, 4, 512, 1, 1, 1)),
-    ("4g21", "tall", 1, (16, 2, 512, 1, 1, 1)),
-    ("4g2", "few", 1, (8, 4, 512, 1, 1, 1)),
-    # alone (8, 2, 512, 1, 1, 1) takes 4.7 for 5.4 us, but in a step of 8B 2.6 more
-    ("4", "fit", 1, (8, 1, 256, 1, 3)),
-    ("21", "fit", 1, (8, 2, 512, 1, 1, 1)),
-    ("4g", "some deep", 1, (16, 1, 256, 1, 1, 1)),
-    ("4g", "many", 1, (4, 1, 512, 1, 1, 1)),
-    ("4g2", "long", 1, (16, 2, 512, 1, 1, 1)),
-    ("21", "some", 1, (16, 2, 256, 1, 1, 1)),
-    ("2", "deep", 1, (16, 2, 256, 1, 1, 1)),
-    ("2", "many", 1, (8, 2, 256, 1, 1, 1)),
-    ("1", "many", 1, (4, 4, 512, 1, 1, 1)),
-    ("1", "deep", 1, (4, 2, 512, 1, 5, 1)),
-    ("3", "fit some", 2, (8, 2, 256, 1, 1, 1)),
-    ("3", "deep", 2, (4, 1, 512, 1, 1, 1)),
-    ("3", "few", 2, (8, 1, 512, 1, 1, 1)),
-    ("3", "long", 2, (16, 2, 256, 1, 1, 1)),
-    ("3", "many", 2, (4, 1, 256, 1, 1, 1)),
-    ("4", "few some fit", 2, (8, 4, 512, 1, 1, 1)),
-    ("4", "deep", 2, (8, 1, 512, 1, 1, 1)),
-    ("41", "few long", 2, (16, 2, 512, 1, 1, 1)),
-    ("2", "few long", 2, (16, 2, 256, 1, 1, 1)),
-    ("21", "many", 2, (8, 4, 256, 1, 1, 1)),
-    ("1", "deep", 2, (4, 4, 256, 1, 1, 1)),
-    ("2", "deep", 2, (8, 2, 512, 1, 1, 1)),
-    ("21", "some fit", 2, (8, 2, 512, 1, 1, 1)),
-    ("4", "many deep", 4, (4, 1, 256, 2, 5)),
-    ("4", "long", 8, (16, 1, 128, 2, 1)),
-    ("4", "many", 8, (4, 2, 128, 1, 7)),
-    ("4", "deep", 8, (8, 1, 128, 2, 1)),
-    ("4", "few", 8, (16, 1, 128, 1, 2)),
-    ("4", "few long", 16, (16, 2, 128, 1, 1)),
-    ("4", "many", 16, (2, 2, 128, 2, 1)),
-    ("4", "fit", 8, (8, 1, 256, 1, 3)),
-    ("4", "fit some deep", 16, (8, 2, 128, 2, 1)),
-    ("g", "some", 8, (8, 2, 128, 2, 1)),
-    ("3", "long", 8, (16, 2, 128, 2, 1)),
-    ("2", "some", 4, (8, 2, 256, 2, 2)),
-    ("2", "some", 8, (8, 2, 256, 1, 2)),
-    ("8", "long few fit some many deep", 8, (16, 1, 128, 1, 2)),
-    ("8", "long", 16, (16, 2, 128, 1, 1)),
-    ("8", "many deep", 16, (4, 2, 128, 1, 1)),
-    ("3", "long few", 8, (8, 1, 256, 1, 1)),
-    ("4g", "long few", 8, (16, 1, 128, 1, 2)),
-    ("2", "long", 2, (16, 1, 256, 1, 2)),
-    ("1", "long", 2, (8, 1, 256, 2, 1)),
-    ("1", "few", 16, (16, 2, 256, 1, 1)),
-    ("1", "long", 8, (16, 2, 256, 1, 1)),
-    ("21", "long few", 16, (8, 2, 256, 2, 1)),
-    ("4g3", "long", 16, (16, 2, 128, 1, 1)),
-    ("84g3", "long few", 8, (8, 1, 256, 1, 1)),
-    ("84g32", "long few", 32, (8, 2, 128, 2, 1)),
-    ("4g321", "fit", 4, (8, 1, 256, 1, 3)),
-    ("84g32", "fit", 8, (8, 1, 128, 2, 1)),
-    ("4g321", "some", 4, (8, 2, 256, 1, 2)),
-    ("1", "some", 8, (8, 2, 256, 1, 2)),
-    ("1", "some", 16, (4, 2, 256, 1, 1)),
-    ("84g32", "some", 8, (8, 2, 128, 2, 2)),
-    ("g", "some", 8, (8, 2, 128, 1, 1)),
-    ("g", "some", 16, (4, 2, 256, 2, 1)),
-    ("84g32", "fit some", 16, (8, 2, 128, 1, 1)),
-    ("2", "many deep", 8, (4, 2, 128, 1, 7)),
-    ("1", "deep", 2, (4, 2, 256, 1, 5)),
-    ("1", "many deep", 2, (4, 1, 256, 1, 8)),
-    ("1", "many deep", 8, (4, 2, 256, 2, 1)),
-    ("3", "many deep", 2, (4, 1, 256, 1, 1)),
-    ("21", "many deep", 2, (4, 1, 256, 1, 8)),
-    ("4g3", "many deep", 2, (8, 1, 256, 1, 3)),
-    ("2", "many deep", 8, (2, 2, 256, 1, 1)),
-    ("4", "many deep", 4, (4, 1, 256, 1, 1)),
-    ("4", "many deep", 8, (4, 1, 128, 2, 1)),
-    ("g", "many", 8, (4, 1, 128, 1, 7)),
-    ("3", "many deep", 8, (4, 1, 256, 1, 1)),
-    ("g", "many deep", 8, (4, 2, 128, 1, 1)),
-    ("4", "many", 16, (2, 2, 128, 1, 8)),
-    ("43", "many deep", 16, (4, 2, 128, 1, 4)),
-    ("2", "many", 16, (2, 2, 128, 1, 8)),
-    ("4g3", "many deep", 16, (4, 2, 128, 1, 1)),
-    ("1", "many deep", 8, (4, 2, 256, 1, 1)),
-    ("2", "deep", 16, (2, 2, 128, 2, 1)),
-    ("1", "deep", 16, (4, 2, 256, 1, 1)),
-    ("1", "many deep", 16, (2, 4, 256, 1, 1)),
-    ("84g32", "fit some many deep", 32, (4, 2, 128, 2, 1)),
-    ("84g321", "long few fit some many deep", 32, (8, 1, 256, 1, 1)),
-    ("84g321", "long few fit some many deep", 32, (4, 2, 256, 1, 1)),
-    ("84g321", "long few fit some many deep", 32, (4, 1, 256, 1, 1)),
-    ("84g32", "long few fit some many deep", 32, (4, 1, 128, 1, 1)),
-)
-
-
-def _tiles(call: Call) -> set[str]:
-    """How the row tiles fill 132 SMs: two a SM are few (tall: over K above 4096; long: above 8192), three and four fit and are
-    some; above: many (flat: over K up to 2048; deep: above 4096)."""
-    tiles = padded_rows(call.N) // 16
-    if tiles <= 264:
-        return {"long"} if call.K > 8192 else {"few", "tall"} if call.K > 4096 else {"few"}
-    if tiles <= 528:
-        return {"fit"} if tiles <= 396 else {"some"}
-    return {"deep"} if call.K > 4096 else {"many", "flat"} if call.K <= 2048 else {"many"}
-
-
 def _default_config(call: Call, legal: list[Config]) -> Config:
     """By RULES, among the configs with the fewest blocks of x, hence passes over W."""
     cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
     fewest = min(cut.grid[1] for _, cut in cuts)
     good = [c for c, cut in cuts if cut.grid[1] == fewest]
     kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
-    tiles, rows = _tiles(call), math.ceil(call.M / fewest)
+    tiles, rows = tiles_of(call), math.ceil(call.M / fewest)
     for kinds, names, most, values in RULES:
         if kind in kinds and tiles & set(names.split()) and rows <= most and (config := config_of(*values)) in good:
             return config

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from lowq_kernels.cuda_wnax import tile_mma
+from lowq_kernels.cuda_wnax import tile_mma, tile_mma_rules
 from lowq_kernels.cuda_wnax.driver import UNFOLDED
 from lowq_kernels.cuda_wnax.tile_mma import ADDED, GATED, NORMED
 from lowq_kernels.linear import QuantLinear
@@ -33,7 +33,9 @@ KERNEL = "cuda/tile_mma"
 # 8B model were fastest with, instead of what the rule takes alone (us a step with pairs of [8, 2, 256, 1, 1, 1] and with these:
 # 4 bits 1930, 1897; 3 bits 1788, 1747; 2 bits 1582, 1432; 1 bit 1438, 1240). A table's choice was made in whole steps.
 PAIRS = {
-    bits: tuple(tile_mma.config_of(*values) for values in (*first, (4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1)))
+    bits: tuple(
+        tile_mma_rules.config_of(*values) for values in (*first, (4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1))
+    )
     for bits, first in (
         (8, ()),
         (4, ((4, 4, 512, 1, 1, 1),)),

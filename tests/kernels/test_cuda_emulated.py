@@ -21,7 +21,7 @@ from lowq_packers.scheme import BITS
 
 emulation.require("cuda/tile_mma")
 import simt
-from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, nvrtc, tile_dequant, tile_mma
+from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, nvrtc, tile_dequant, tile_mma, tile_mma_rules
 
 MODULES = (tile_mma, tile_dequant, gemv_rows, gemv_warp32)
 F16, BF16 = torch.float16, torch.bfloat16
@@ -142,7 +142,7 @@ def tails():
 
 def warps():
     """Each config of tile_mma: warps with more steps than they hold in flight, with one, with none."""
-    count = len(tile_mma.HALVES)
+    count = len(tile_mma_rules.HALVES)
     for i in range(count):
         bits, dtype = BITS[i % 5], (F16, BF16)[i // 5 % 2]
         M, K = ((1, 2304), (8, 1152), (16, 640), (27, 1280))[i % 4]

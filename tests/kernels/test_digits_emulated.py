@@ -16,7 +16,7 @@ from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
 import simt
-from lowq_kernels.cuda_wnax import nvrtc, tile_mma
+from lowq_kernels.cuda_wnax import nvrtc, tile_mma, tile_mma_rules
 
 F16, BF16 = torch.float16, torch.bfloat16
 WIDTHS = (4, 3, 2, 1)
@@ -69,7 +69,7 @@ def product(case, x):
     """(y, x W^T in fp64) by the config of a case; the same bits with the threads in the other order."""
     q = weight(case)
     p = pack(q, "tile")
-    config = tile_mma.config_of(*case[7], 1)
+    config = tile_mma_rules.config_of(*case[7], 1)
     call = dataclasses.replace(Call.of(x, p), device="cuda")
     assert tile_mma._config_refuse(call, config) is None
     y = tile_mma.tile_mma(x, p, None, config)
@@ -179,4 +179,4 @@ def test_the_emulator_notices(name, good, bad, monkeypatch):
 )
 def test_what_is_refused(bits, group, M, why):
     call = Call(M, 4096, 4096, Scheme(bits, group, "float"), "tile", F16, "cuda", (9, 0))
-    assert tile_mma._config_refuse(call, tile_mma.config_of(8, 2, 256, 1, 1, 1)) == why
+    assert tile_mma._config_refuse(call, tile_mma_rules.config_of(8, 2, 256, 1, 1, 1)) == why

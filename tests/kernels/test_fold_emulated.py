@@ -14,7 +14,7 @@ from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
 import simt
-from lowq_kernels.cuda_wnax import tile_mma
+from lowq_kernels.cuda_wnax import tile_mma, tile_mma_rules
 from lowq_kernels.decode import fold, reference
 from lowq_kernels.linear import QuantLinear
 
@@ -52,7 +52,7 @@ def layer_of(bits, dtype, bias=True):
 @pytest.fixture
 def config(monkeypatch, request):
     """Every product takes the case's config."""
-    chosen = tile_mma.config_of(*request.node.callspec.params["values"])
+    chosen = tile_mma_rules.config_of(*request.node.callspec.params["values"])
     monkeypatch.setattr(fold, "_config", lambda *args: chosen)
 
 
@@ -122,8 +122,8 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     alone, pairs = registry.select(call)[1], fold.PAIRS[bits][0]
     assert fold._config(call, None, tile_mma.SILU) == pairs
     assert fold._config(call, None, tile_mma.NORMED) == alone
-    told = tile_mma.config_of(8, 2, 256, 2, 1)
-    odd = tile_mma.config_of(8, 1, 256, 1, 1)
+    told = tile_mma_rules.config_of(8, 2, 256, 2, 1)
+    odd = tile_mma_rules.config_of(8, 1, 256, 1, 1)
     for choice, wanted in ((told, told), (odd, pairs)):
         monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
         registry.forget_choices()
