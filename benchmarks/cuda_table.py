@@ -128,8 +128,8 @@ def elsewhere() -> str:
 ABOUT = """One H100 (SXM, 80 GB), torch 2.11.0+cu130; fp16, float zeros, what dispatch picks without a table, all in one run.
 A cell: microseconds, the kernel, and that time over the best peer's (under 1 is faster). M = 4096 reaches the board's power
 limit: the same config took 598 us at 4096x14336 in another run of that day. Since this run dispatch takes other configs in a
-few cells: of the {shared} with two blocks of `tile_wgmma` an SM it keeps those that are a tenth faster alone (others gain 2 to 8%
-alone and nothing in whole decode steps), and 3 bits at M = 16 are `tile_mma`'s (benchmarks/NOTES.md)."""
+few cells: of the {shared} with two blocks of `tile_wgmma` an SM it keeps those that are a tenth faster alone (others gain 2 to
+8% alone and nothing in whole decode steps), and 3 bits at M = 16 are `tile_mma`'s (benchmarks/NOTES.md)."""
 
 
 def about() -> str:
