@@ -270,10 +270,8 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (int k = 0; k < PARTS; k++) {
                     float* at = sums + (k % WK * WN * (NB / 2) + first / 2 + i) * 128;
                     if constexpr (SPLIT > 1) {
-                        u32 there;
                         float one;
-                        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(at)), "r"(k / WK));
-                        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(there) : "memory");
+                        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(in_block(shared_address(at), k / WK)) : "memory");
                         v += one;
                     } else {
                         v += *at;

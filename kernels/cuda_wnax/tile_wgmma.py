@@ -152,6 +152,12 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
+def at_once(config: Config, sms: int) -> int:
+    """Tiles that run at once: one for each block or cluster. Two blocks an SM double the clusters of two, those of four not."""
+    split, blocks = config["SPLIT"], config["BLOCKS"]
+    return sms * blocks if split < 2 else CLUSTERS[split] * sms // 132 * (blocks if split == 2 else 1)
+
+
 def estimate(call: Call, config: Config, sms: int) -> float:
     """Microseconds of a call by a model fitted to 94 cells on an H100 (8, 4 and 2 bits, 13 layers) and, between these, to the
     model before it: its pick is within 0.8% of the best in their geometric mean, 7% at worst. A step of 128 k takes a smooth
@@ -173,9 +179,8 @@ def estimate(call: Call, config: Config, sms: int) -> float:
         us = (whole * steps + run * (1.15 if far else 1.04 if M > NB else 1)) * step + end * (1 + whole + run / steps)
         us += 0.963 * size * max(steps / run, 1)
         us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
-    else:  # two blocks an SM double the clusters of two, those of four not
-        at_once = slots if split == 1 else CLUSTERS[split] * sms // 132 * (most if split == 2 else 1)
-        us = math.ceil(tiles / max(at_once, 1)) * (math.ceil(steps / split) * step + end)
+    else:
+        us = math.ceil(tiles / max(at_once(config, sms), 1)) * (math.ceil(steps / split) * step + end)
         if split > 1:
             us = us * (1.15 if far else 1) + 0.18 * size * split + (3.3 if most == 1 else 2.34 if split == 2 else 1.45)
     us += 2.64 if (WN, most) == (4, 1) and NB <= 32 else 1.3
@@ -195,7 +200,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     M = 1000 takes 85.2 us in three rounds of pairs, 73.4 with its steps shared out."""
     sms = multiprocessors()
     known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]
-    known = [c for c in known or legal if c["SPLIT"] < 2 or _tiles(call, c) <= CLUSTERS[c["SPLIT"]] * sms // 132]
+    known = [c for c in known or legal if c["SPLIT"] < 2 or _tiles(call, c) <= at_once(c, sms)]
     return min(known or legal, key=lambda c: estimate(call, c, sms) * (IN_STEPS if c["BLOCKS"] == 2 else 1))
 
 
