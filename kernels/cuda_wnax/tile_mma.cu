@@ -79,7 +79,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     // registers. Each asm keeps ptxas from working one out anew for each step.
     u32 w_at[NT], meta_at[NT];
 #pragma unroll
-    for (int t = 0; t < NT; t++) {
+    for (int t = 0; t < (FORM == DIGITS ? 0 : NT); t++) {
         w_at[t] = tile(t) * chunks * (L::WORDS / 4) + lane, meta_at[t] = tile(t) * groups * 8 + r;
         asm volatile("" : "+r"(w_at[t]), "+r"(meta_at[t]));
     }
@@ -134,10 +134,10 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     const int x_k = lane % (32 / AT_ONCE) * 8, x_row = lane / (32 / AT_ONCE);
     const u32 ring = shared_address(shared) + warp * UNROLL * SLOT;
     u32 x_to = ring + x_row * X_ROW + x_k * 2;
-    asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
+    if (FORM != DIGITS) asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
     u32 x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
 #pragma unroll
-    for (int i = 0; i < POINTERS; i++) {
+    for (int i = 0; i < (FORM == DIGITS ? 0 : POINTERS); i++) {
         x_from[i] = (m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + x_k / 8;
         asm volatile("" : "+r"(x_from[i]));
     }

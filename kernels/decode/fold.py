@@ -138,7 +138,7 @@ def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
 @lru_cache(1024)
 def _alone(call: Call) -> Config:
     """What the rule takes for a product of its own."""
-    return kernels()[KERNEL].default_config(call, kernels()[KERNEL].legal_configs(call))
+    return select(call, KERNEL)[1]
 
 
 @lru_cache(1024)
