@@ -17,11 +17,6 @@ __device__ __forceinline__ void tensor_load_once(u32 shared, const TensorMap* ma
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
                  "l"(map), "r"(inner), "r"(row), "r"(barrier), "n"(0x12f0000000000000) : "memory");
 }
-// to the same place in every block of the cluster that `mask` names, each one's barrier told
-__device__ __forceinline__ void tensor_load_shared(u32 shared, const TensorMap* map, int inner, int row, u32 barrier, u16 mask) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
-                 "l"(map), "r"(inner), "r"(row), "r"(barrier), "h"(mask) : "memory");
-}
 __device__ __forceinline__ u32 in_block(u32 shared, int rank) {  // an address of ours in another block of the cluster
     u32 there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));

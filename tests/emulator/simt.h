@@ -275,16 +275,6 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__comple
     u32 to, const void* map, int inner, int row, u32 at, uint64_t) {
     cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes(to, map, inner, row, at);
 }
-inline void cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes_multicast__cluster(
-    u32 to, const void* map, int inner, int row, u32 at, u16 mask) {
-    Block* mine = self->block;
-    for (u32 i = 0; i < blocks.size(); i++)
-        if (mask >> i & 1) {
-            self->block = &blocks[i];
-            cp_async_bulk_tensor_2d_shared__cluster_global_tile_mbarrier__complete_tx__bytes(to, map, inner, row, at);
-        }
-    self->block = mine;
-}
 inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, int bytes, u32 at) {
     if ((uintptr_t)from % 16 || bytes % 16 || bytes <= 0) fail("misaligned bulk copy");
     shared(to + bytes - 16, 16), memset(shared(to, 16), 0xff, bytes);
