@@ -111,8 +111,8 @@ def _digits_refuse(call: Call) -> str | None:
     rows, k = 1 << (call.M - 1).bit_length(), span(call.scheme, call.K)
     if rows > MOST_DIGITS_ROWS:
         return f"digits are for up to {MOST_DIGITS_ROWS} rows"
-    if k < 64:
-        return "digits take whole groups of 64"
+    if k < 32:
+        return "digits take whole groups of 32"
     return "a chunk has more spans than B columns for them" if rows * CHUNK[call.scheme.bits] > 4 * k else None
 
 
