@@ -126,6 +126,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         }
     };
     if (warp < steps) load_weights(0, warp);
+    const bool both = UNROLL > 1 && blockIdx.x >= 264;  // past two blocks an SM: the kernel before has ended, x will come at once
+    if (both && warp + WARPS < steps) load_weights(UNROLL - 1, warp + WARPS);
 
     // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
     constexpr int GRANULES = STEP / 8, SLOT_ROWS = FORM == DIGITS ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
@@ -192,7 +194,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     // never idle: loads into registers share a scoreboard, a wait is for all of them. So the sum needs one that has come.
     auto load_next = [&](int u, int now) {
         const int next = now + WARPS + w[u][NT - 1][CHUNKS - 1][L::REGS - 1] * nothing;
-        if (UNROLL > 1 && next < steps) load_weights((u + 1) % UNROLL, next);
+        if (UNROLL > 1 && next < steps && !(both && now == warp)) load_weights((u + 1) % UNROLL, next);
     };
     auto compute_digits = [&](int u, int s) {
         load_next(u, s);

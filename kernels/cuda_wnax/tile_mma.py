@@ -42,8 +42,8 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: in
     words = bits * config["STEP"] // 64
     if config["DIGITS"]:
         rounds = math.ceil(config["STEP"] * MT / (4 * span(scheme, K)))
-        held = words + (config["STEP"] // 16 if bits == 3 else 0)  # 3 bits: and fields of four
-        return 40 + config["NT"] * (config["UNROLL"] * (held + 2 * rounds) + 8)
+        fields = config["STEP"] // 16 if bits == 3 else 0  # of four bits, of the step that is computed
+        return 40 + config["NT"] * (config["UNROLL"] * (words + 2 * rounds) + fields + 8)
     nt, row = config["NT"], group == K  # a row is one group
     loads = config["UNROLL"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
     extra = 2 * nt * config["UNROLL"] + 4 * nt * MT if groups > 1 else 6 * nt * config["STEP"] // 128 if row else 0
