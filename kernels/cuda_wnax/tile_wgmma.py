@@ -185,7 +185,8 @@ def estimate(call: Call, config: Config, sms: int) -> float:
     if split == SHARED_OUT:
         whole = max(tiles // slots - 1, 0)
         run = (tiles - whole * slots) * steps / slots  # a block's share
-        us = (whole * steps + run * (1.15 if far else 1.07 if NB == 256 and M <= NB else 1.04 if M > NB else 1)) * step + end * (1 + whole + run / steps)
+        apart = 1.15 if far else 1.04 if M > NB else 1.08 if (bits, NB) == (8, 256) else 1
+        us = (whole * steps + run * apart) * step + end * (1 + whole + run / steps)
         us += 0.963 * size * max(steps / run, 1)
         us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
     else:
