@@ -167,7 +167,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     masks.load(mask);
     constexpr int BATCHES = STEP / 16 / FB;  // of FB fragments, that go to wgmma together
     constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, STEP) : STEP;
-    // 8-bit codes of small scales need no magic. 28672x4096, M = 1024: 328 -> 319 us, by less power; M <= 64 reads weights
+    // 8-bit codes of small scales need no magic. 28672x4096, M = 1024: 333 -> 319 us, by less power; M <= 64 waits for reads
     constexpr bool BARE = BITS == 8 && NB >= 128 && SPAN >= 16 * FB;
     const u32 words_at = X_BYTES + t * L::WORDS * 4, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
     float acc[NB / 2];
