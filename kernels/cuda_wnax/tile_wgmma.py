@@ -43,8 +43,6 @@ CONFIGS: tuple[Config, ...] = tuple(
     for k in splits
 )
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 + (ctypes.c_void_p,) * 2
-# rows of W whose tiles run side by side, 64 tiles by two of x on 132 SMs: 716 us at 8192x8192, M = 4096 (4096 rows: 751)
-BAND = 8192
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
@@ -73,6 +71,12 @@ def batch(bits: int, config: Config) -> tuple[int, int]:
 def chunks_of_step(bits: int, config: Config) -> int:
     """U: chunks of a step, the unit that is loaded and waited for: 128 k, but for the widest tile and 1 bit (256)."""
     return 2 if CHUNK[bits] == 64 and config["NB"] <= 128 else 1
+
+
+def band(bits: int) -> int:
+    """Rows of W whose tiles run side by side, 64 (8 bits: 32) by two (four) of x on 132 SMs. 8192 rows of 28672x4096 are 33 MB
+    by 8 bits, which L2 does not keep: 328 us for 325 at M = 1024, 1312 for 1297 at 4096."""
+    return 4096 if bits == 8 else 8192
 
 
 def groups_of_step(group: int, step: int) -> int:
@@ -105,7 +109,7 @@ def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> st
     """The template instance of tile_wgmma.cu."""
     stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, config), batch(bits, config)
     tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
-    tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['BLOCKS']}, {BAND // (64 * config['WN'])}"
+    tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['BLOCKS']}, {band(bits) // (64 * config['WN'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
@@ -176,7 +180,8 @@ def estimate(call: Call, config: Config, sms: int) -> float:
     if split == SHARED_OUT:
         whole = max(tiles // slots - 1, 0)
         run = (tiles - whole * slots) * steps / slots  # a block's share
-        us = (whole * steps + run * (1.15 if far else 1.04 if M > NB else 1)) * step + end * (1 + whole + run / steps)
+        apart = 1.15 if far else 1.04 if M > NB else 1.08 if (bits, NB) == (8, 256) else 1
+        us = (whole * steps + run * apart) * step + end * (1 + whole + run / steps)
         us += 0.963 * size * max(steps / run, 1)
         us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
     else:
