@@ -101,7 +101,9 @@ def _wgmma_header() -> str:
             text = f"wgmma.mma_async.sync.aligned.m64n{nb}k16.f32.{name}.{name} {{{d}}}, {{{a}}}, %{n + 4}, 1, 1, 1, 0;"
             lines.append(
                 f"template <> struct Wgmma<{T}, {nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], "
-                f'const unsigned (&a)[4], unsigned long long b) {{ asm volatile("{text}" : {outputs} : {inputs}); }} }};'
+                f'const unsigned (&a)[4], unsigned long long b) {{ asm volatile("{text}" : {outputs} : {inputs}); }} '
+                f"static __device__ __forceinline__ void first(float (&d)[{n}], const unsigned (&a)[4], unsigned long long b) "
+                f'{{ asm volatile("{text.replace(", 1, 1, 1, 0;", ", 0, 1, 1, 0;")}" : {outputs.replace("+f", "=f")} : {inputs}); }} }};'
             )
     return "\n".join(lines) + "\n"
 

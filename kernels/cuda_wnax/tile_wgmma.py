@@ -60,18 +60,31 @@ def allowed(config: Config) -> int:
     return SHARED // config["BLOCKS"] - 2048
 
 
-def batch(bits: int, config: Config) -> tuple[int, int]:
-    """(FB, BUF): k16 fragments that go to wgmma together, and the register buffers they alternate between. Four warpgroups,
-    or steps in turn, hide a warpgroup's wait for its own products; two with all registers in sums do not."""
+def batch(bits: int, group: int, config: Config) -> tuple[int, int]:
+    """(FB, BUF): k16 fragments that go to wgmma together, and the register buffers they alternate between, as ptxas finds
+    registers for. From 128 columns on four warpgroups, or steps in turn, hide a warpgroup's wait for its own products."""
+    if config["NB"] < 128:
+        if bits == 3 and config["NB"] == 32 and config["BLOCKS"] == 2:
+            return 4, 1
+        return (2 if config["NB"] > 16 and long_steps(bits, group, config) else 4), 2
     if config["NB"] == 256:
         return 4, 2
-    tight = config["WN"] * config["WK"] == 4 and config["NB"] == 128  # 112 registers, 64 of them sums
-    four = CHUNK[bits] == 64 or (bits == 2 and config["SPLIT"] < 2)  # as ptxas finds registers for: 2 bits spilled with two
+    tight = config["WN"] * config["WK"] == 4  # 112 registers, 64 of them sums
+    four = CHUNK[bits] == 64 or (bits == 2 and config["SPLIT"] < 2)  # 2 bits spilled with two
     return (8 if not tight else 4 if four else 2), 1
 
 
-def chunks_of_step(bits: int, config: Config) -> int:
-    """U: chunks of a step, the unit that is loaded and waited for: 128 k, but for the widest tile and 1 bit (256)."""
+def long_steps(bits: int, group: int, config: Config) -> bool:
+    """Whether a step is 256 k: where columns are few that halves barriers, and rows of scales are 64 bytes (2 bits,
+    28672 x 4096, M = 16: 17.3 -> 16.3 us). 8 bits have too little shared memory for it, small groups too few registers."""
+    few = config["NB"] <= 32 or (config["NB"] == 64 and config["WN"] == 4 and bits in (2, 3))
+    return few and bits < 8 and group % 128 == 0
+
+
+def chunks_of_step(bits: int, group: int, config: Config) -> int:
+    """U: chunks of a step, the unit that is loaded and waited for: 256 k, 128, or 64 or 128 for the widest tile."""
+    if long_steps(bits, group, config):
+        return 256 // CHUNK[bits]
     return 2 if CHUNK[bits] == 64 and config["NB"] <= 128 else 1
 
 
@@ -84,7 +97,7 @@ def groups_of_step(group: int, step: int) -> int:
 
 def stage_bytes(bits: int, group: int, zeros: bool, config: Config) -> int:
     """Shared memory of a stage: x, words, scales and zeros of one step."""
-    u, tiles = chunks_of_step(bits, config), 4 * config["WN"]
+    u, tiles = chunks_of_step(bits, group, config), 4 * config["WN"]
     metas = (2 if zeros else 1) * tiles * groups_of_step(group, u * CHUNK[bits]) * 32
     return -(-(u * (config["NB"] * CHUNK[bits] * 2 + tiles * WORDS[bits] * 4) + metas) // 1024) * 1024
 
@@ -103,14 +116,14 @@ def plan(bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
 
 def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
     """The template instance of tile_wgmma.cu."""
-    stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, config), batch(bits, config)
+    stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, group, config), batch(bits, group, config)
     tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
     tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['BLOCKS']}, {BAND // (64 * config['WN'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
-def _steps(K: int, bits: int, config: Config) -> int:
-    return math.ceil(K / (CHUNK[bits] * chunks_of_step(bits, config)))
+def _steps(K: int, bits: int, group: int, config: Config) -> int:
+    return math.ceil(K / (CHUNK[bits] * chunks_of_step(bits, group, config)))
 
 
 def _tiles(call: Call, config: Config) -> int:
@@ -134,10 +147,11 @@ def _refuse(call: Call) -> str | None:
 
 def _config_refuse(call: Call, config: Config) -> str | None:
     bits, s = call.scheme.bits, call.scheme
-    stages, smem = plan(bits, 0 if s.group_size == call.K else s.group_size, s.zero != "none", config)
+    group = 0 if s.group_size == call.K else s.group_size
+    stages, smem = plan(bits, group, s.zero != "none", config)
     if stages < 2 * config["WK"] or smem > allowed(config):
         return "too much shared memory"
-    steps, tiles, slots = _steps(call.K, bits, config), _tiles(call, config), multiprocessors() * config["BLOCKS"]
+    steps, tiles, slots = _steps(call.K, bits, group, config), _tiles(call, config), multiprocessors() * config["BLOCKS"]
     uneven = steps % config["WK"] != 0
     if uneven and config["SPLIT"] == 1 and tiles > slots:
         return "several tiles a block, and steps that the warpgroups along K cannot share evenly"
@@ -247,10 +261,10 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     tiles, K = 4 * config["WN"], x.shape[1]
-    meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, config)) * 16, tiles)
+    meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, group, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
     call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
-    steps = _steps(p.K, bits, config)
+    steps = _steps(p.K, bits, group, config)
     blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
     partials = flags = None
     if whole < call_tiles:
