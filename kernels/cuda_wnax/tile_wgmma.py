@@ -66,7 +66,8 @@ def batch(bits: int, group: int, config: Config) -> tuple[int, int]:
     if config["NB"] < 128:
         if bits == 3 and config["NB"] == 32 and config["BLOCKS"] == 2:
             return 4, 1
-        return (2 if config["NB"] > 16 and long_steps(bits, group, config) else 4), 2
+        short = config["NB"] == 64 and bits == 1 and config["BLOCKS"] == 2
+        return (2 if short or (config["NB"] > 16 and long_steps(bits, group, config)) else 4), 2
     if config["NB"] == 256:
         return 4, 2
     tight = config["WN"] * config["WK"] == 4  # 112 registers, 64 of them sums
@@ -219,12 +220,16 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 
 def _preferred(call: Call) -> bool:
-    """Whether this comes before tile_mma. On an H100, 4 bits, us here and there: 28672 x 4096 22.4, 27.0 from M = 9 on (8 bits:
-    42.0, 41.3 at M = 16; 41.6, 52.2 at 32); 8192 x 8192 17.5, 15.2 at M = 16, 18.6, 18.7 at 24; 4096 x 14336 15.9, 14.3 at 16,
-    17.4, 17.5 at 24, 17.6, 19.9 at 32; 6144 x 4096 9.5, 10.0 at 32; 4096 x 4096 9.3, 6.4 at 32."""
-    if call.M <= 16:  # 3 bits: 23.5 by tile_mma, 29.0
-        return call.N >= 16384 and call.scheme.bits in (4, 2, 1)
-    return call.M > 32 or call.N >= 8192 or (call.M > 24 and call.K > 8192)
+    """Whether this comes before tile_mma. On an H100, us here and there. M = 16: 28672 x 4096 21.2, 23.2 by 4 bits (8 bits: 42.0,
+    41.3), 19.3, 24.4 by 3, 16.3, 21.7 by 2, 15.4, 20.3 by 1; 8192 x 8192 16.1, 13.3 by 4 and 11.4, 15.0 by 1. M = 32: 6144 x 4096
+    9.7, 10.0 by 4 bits, 8.0, 10.5 by 2; 4096 x 14336 17.2, 16.0 by 4, 15.1, 16.1 by 2; 2048 x 8192 9.2, 10.1 by 4; 4096 x 4096
+    8.6, 6.4. 8192 x 8192 at M = 24 18.6, 18.7 by 4 bits."""
+    bits, N, K = call.scheme.bits, call.N, call.K
+    if call.M <= 16:
+        return bits < 8 and N >= (8192 if bits == 1 else 16384)
+    if call.M > 32 or N >= 8192:
+        return True
+    return call.M > 24 and ((N >= 6144 and bits < 4) or (K >= 8192 and (N <= 3584 or bits not in (3, 4))))
 
 
 @cache
