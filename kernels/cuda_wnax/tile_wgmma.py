@@ -220,13 +220,14 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 
 def _preferred(call: Call) -> bool:
-    """Whether this comes before tile_mma. On an H100, us here and there. M = 16: 28672 x 4096 21.2, 23.2 by 4 bits (8 bits: 42.0,
-    41.3), 19.3, 24.4 by 3, 16.3, 21.7 by 2, 15.4, 20.3 by 1; 8192 x 8192 16.1, 13.3 by 4 and 11.4, 15.0 by 1. M = 32: 6144 x 4096
-    9.7, 10.0 by 4 bits, 8.0, 10.5 by 2; 4096 x 14336 17.2, 16.0 by 4, 15.1, 16.1 by 2; 2048 x 8192 9.2, 10.1 by 4; 4096 x 4096
-    8.6, 6.4. 8192 x 8192 at M = 24 18.6, 18.7 by 4 bits."""
+    """Whether this comes before tile_mma. On an H100, us here and there. M = 16: 28672 x 4096 21.2, 23.2 by 4 bits (8 bits:
+    42.0, 41.3), 19.3, 24.4 by 3, 16.3, 21.7 by 2, 15.4, 20.3 by 1; 8192 x 8192 16.1, 13.3 by 4 and 11.4, 15.0 by 1. M = 32:
+    6144 x 4096 9.7, 10.0 by 4 bits, 8.0, 10.5 by 2; 4096 x 14336 17.2, 16.0 by 4, 15.1, 16.1 by 2; 2048 x 8192 9.2, 10.1 by
+    4; 4096 x 4096 8.6, 6.4. 8192 x 8192 at M = 24 18.6, 18.7 by 4 bits."""
     bits, N, K = call.scheme.bits, call.N, call.K
     if call.M <= 16:
-        return bits < 8 and N >= (8192 if bits == 1 else 16384)
+        wide = 8192 if bits == 1 else 16384
+        return wide <= N and bits < 8
     if call.M > 32 or N >= 8192:
         return True
     return call.M > 24 and ((N >= 6144 and bits < 4) or (K >= 8192 and (N <= 3584 or bits not in (3, 4))))
