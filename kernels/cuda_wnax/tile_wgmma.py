@@ -205,9 +205,15 @@ def estimate(call: Call, config: Config, sms: int) -> float:
     return (us**8 + read**8) ** 0.125
 
 
-# Two blocks an SM must be so much faster alone: whole steps of an 8B model were slower with some (us a step without and with,
-# 4 bits, 16, 32, 64 rows: 2352, 2422; 2930, 2968; 3750, 3952), though each was 2 to 8% faster alone.
+# Two blocks an SM must be so much faster alone: whole steps of an 8B model were slower with some, though each was 2 to 9%
+# faster alone (us a step without and with: 4 bits, 16, 32, 64 rows 2352, 2422; 2930, 2968; 3750, 3952; 2 bits, 32 rows 2437,
+# 2525).
 IN_STEPS = 1.1
+
+
+def _in_steps(call: Call, config: Config) -> float:
+    """By how much a config costs more in a step than alone. 2 bits, 16 rows: 1940 us a step without two blocks, 1912 with."""
+    return IN_STEPS if config["BLOCKS"] == 2 and (call.M > 16 or call.scheme.bits >= 4) else 1
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
@@ -216,7 +222,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     sms = multiprocessors()
     known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]
     known = [c for c in known or legal if c["SPLIT"] < 2 or _tiles(call, c) <= at_once(c, sms)]
-    return min(known or legal, key=lambda c: estimate(call, c, sms) * (IN_STEPS if c["BLOCKS"] == 2 else 1))
+    return min(known or legal, key=lambda c: estimate(call, c, sms) * _in_steps(call, c))
 
 
 def _preferred(call: Call) -> bool:
@@ -280,7 +286,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         blocks,
         1,
         smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"]), True),
+        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, min(config["NB"], -(-M // 8) * 8)), True),
         tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
         scales_map,
         scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
