@@ -119,12 +119,10 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
         registers_down<KEPT>();
         if (threadIdx.x == 0) {
-            // rows of x past M: whole eights are left out, TMA takes longer to write zeros there (4096x4096, M = 33: 14.1 for 10.7 at 64)
-            const u32 absent = M < NB ? (NB - M) / 8 * 8 * STEP * 2 : 0;
             constexpr bool ONCE = NB <= 32;  // 64 rows, in a whole 8B step: 3773 us with the hint, 3706 without
             auto load_weights = [&](int s, int c, int n_tile) {
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES, metas = words + W_BYTES;
-                barrier_expect(barrier, LOADED - absent);
+                barrier_expect(barrier, LOADED);
 #pragma unroll
                 for (int u = 0; u < U; u++) {
                     if (ONCE && M <= NB) tensor_load_once(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);

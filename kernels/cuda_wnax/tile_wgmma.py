@@ -286,7 +286,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         blocks,
         1,
         smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, min(config["NB"], -(-M // 8) * 8)), True),
+        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"]), True),
         tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
         scales_map,
         scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
