@@ -20,6 +20,9 @@ from lowq_kernels.optional import optional
 Thunk = Callable[[], object]
 ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100
 REPLAY_US = 1500.0  # a replay shorter than this measures the launch of the graph
+# Of products at full power an H100 takes 25 to 60 ms before it lowers its clocks: 28672x4096, M = 4096, 1220 then 1425 us
+# (cuBLAS 1258 then 1471), the same again after 0.1 s or 0.8 s of rest. Timings with a rest end before that.
+LOAD_US = 25_000.0
 MAX_COPIES = 24
 MAX_NODES = 960
 
@@ -31,13 +34,14 @@ def rotation(nbytes: int, device: torch.device | str = "cuda") -> int:
     return min(MAX_COPIES, max(2, math.ceil(ROTATION_BYTES / max(nbytes, 1))))
 
 
-def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REPLAY_US) -> float:
+def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REPLAY_US, rest: float = 0.0) -> float:
     """Median microseconds per call over replays of one CUDA graph that runs all `calls` in turn, many times over.
 
     Args:
         calls: thunks doing the same work on distinct weights; they must be safe to capture (no host sync).
         replays: timed replays; the median is returned.
         replay_us: the least length of one replay.
+        rest: seconds of quiet before the timed replays, of which there are then no more (but three) than fit LOAD_US.
     The cost of launching from Python is not in it; the gaps between graph nodes are.
     """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -65,9 +69,14 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
     torch.cuda.current_stream().wait_stream(side)
     once = captured(1)
     once.replay()
-    rounds = math.ceil(replay_us / max(between(once.replay), 1e-3))
+    once_us = max(between(once.replay), 1e-3)
+    rounds = math.ceil(replay_us / once_us)
     rounds = min(rounds, max(1, MAX_NODES // len(calls)))
     graph = captured(rounds) if rounds > 1 else once
+    if rest:
+        replays = min(replays, max(3, int(LOAD_US / (once_us * rounds)) - 1))
+        torch.cuda.synchronize()
+        time.sleep(rest)
     graph.replay()
     times = [between(graph.replay) for _ in range(replays)]
     workspaces.release()  # else every `side` so far keeps one

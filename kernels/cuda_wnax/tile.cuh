@@ -180,6 +180,17 @@ struct Codes {
         }
     };
 
+    // 8-bit codes as they are: the bits of a code are the number code * 2^-24 (bf16: 2^-133, most of them subnormal), and
+    // (code - zero) * scale is one fma with scale * 2^24 where that is a number: of scales under 2^-8 (bf16: 2^-6).
+    static __device__ __forceinline__ u32 bare(const u32 (&w)[Tile<BITS>::REGS], int f, int j) {
+        return __byte_perm(w[BITS == 8 ? (f >> 1) * 4 + j : 0], 0, f & 1 ? 0x4341 : 0x4240);
+    }
+    static __device__ __forceinline__ bool small(u32 half) { return (half & 0x7fff) < (Half<T>::power(T == FP16 ? -8 : -6) & 0x7fff); }
+    static __device__ __forceinline__ u32 scale_of_bare(u32 halves) {
+        const u32 half_way = fma2<T>(halves, Half<T>::power(T == FP16 ? 12 : 66), 0x80008000u);
+        return fma2<T>(half_way, Half<T>::power(T == FP16 ? 12 : 67), 0x80008000u);
+    }
+
     // Fragment f of the chunk in w: a[j] = two halves magic(f) + code; BARE (fp16): code * 2^(p(f) - 24), subnormal numbers.
     template <bool BARE = false>
     static __device__ __forceinline__ void fragment(const u32 (&w)[Tile<BITS>::REGS], int f, const Masks& masks, u32 (&a)[4]) {

@@ -42,9 +42,7 @@ CONFIGS: tuple[Config, ...] = tuple(
     )
     for k in splits
 )
-PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 + (ctypes.c_void_p,) * 2
-# rows of W whose tiles run side by side, 64 tiles by two of x on 132 SMs: 716 us at 8192x8192, M = 4096 (4096 rows: 751)
-BAND = 8192
+PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
@@ -89,6 +87,12 @@ def chunks_of_step(bits: int, group: int, config: Config) -> int:
     return 2 if CHUNK[bits] == 64 and config["NB"] <= 128 else 1
 
 
+def band(bits: int) -> int:
+    """Rows of W whose tiles run side by side, 64 (8 bits: 32) by two (four) of x on 132 SMs. 8192 rows of 28672x4096 are 33 MB
+    by 8 bits, which L2 does not keep: 328 us for 325 at M = 1024, 1312 for 1297 at 4096."""
+    return 4096 if bits == 8 else 8192
+
+
 def groups_of_step(group: int, step: int) -> int:
     """Groups that a step of so many k may meet (the device code's GROUPS); group 0: a row is one group."""
     if group == 0 or group % step == 0:
@@ -119,7 +123,7 @@ def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> st
     """The template instance of tile_wgmma.cu."""
     stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, group, config), batch(bits, group, config)
     tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
-    tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['BLOCKS']}, {BAND // (64 * config['WN'])}"
+    tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['BLOCKS']}, {band(bits) // (64 * config['WN'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
@@ -129,6 +133,11 @@ def _steps(K: int, bits: int, group: int, config: Config) -> int:
 
 def _tiles(call: Call, config: Config) -> int:
     return math.ceil(padded_rows(call.N) / (64 * config["WN"])) * math.ceil(call.M / config["NB"])
+
+
+def rows_of_tile(M: int, NB: int) -> int:
+    """Rows of x that each tile loads: M shared out evenly over as many tiles as are needed."""
+    return math.ceil(M / math.ceil(M / NB))
 
 
 def schedule(tiles: int, steps: int, config: Config, slots: int) -> tuple[int, int]:
@@ -191,7 +200,9 @@ def estimate(call: Call, config: Config, sms: int) -> float:
     if split == SHARED_OUT:
         whole = max(tiles // slots - 1, 0)
         run = (tiles - whole * slots) * steps / slots  # a block's share
-        us = (whole * steps + run * (1.15 if far else 1.04 if M > NB else 1)) * step + end * (1 + whole + run / steps)
+        us = (
+            whole * steps + run * (1.15 if far else 1.07 if NB == 256 and M <= NB else 1.04 if M > NB else 1)
+        ) * step + end * (1 + whole + run / steps)
         us += 0.963 * size * max(steps / run, 1)
         us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
     else:
@@ -275,7 +286,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     tiles, K = 4 * config["WN"], x.shape[1]
     meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, group, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
-    call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
+    call_tiles, rows = math.ceil(T / tiles) * math.ceil(M / config["NB"]), rows_of_tile(M, config["NB"])
     steps = _steps(p.K, bits, group, config)
     blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
     partials = flags = None
@@ -286,13 +297,14 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         blocks,
         1,
         smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"]), True),
+        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, rows), True),
         tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
         scales_map,
         scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         M,
+        rows,
         p.N,
         steps,
         whole,

@@ -709,6 +709,15 @@ inline V __shfl_sync(unsigned, V v, int from) {
     });
     return mine.out;
 }
+inline int __all_sync(unsigned, int mine) {
+    struct Mine { int in, out; } one{mine != 0, 0};
+    simt::collective("__all_sync", one, [](Mine** lane) {
+        int all = 1;
+        for (int l = 0; l < 32; l++) all &= lane[l]->in;
+        for (int l = 0; l < 32; l++) lane[l]->out = all;
+    });
+    return one.out;
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
     unsigned v = 0;

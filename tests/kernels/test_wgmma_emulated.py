@@ -49,7 +49,7 @@ class Case:
 
 def drawn():
     """Every other config (g++ takes 3 s for one), the rest drawn with a seed: widths, groups of every kind, tails. Then tiles
-    whose steps are shared out, so that one meets up to seven blocks."""
+    whose steps are shared out, so that one meets up to seven blocks; then 8-bit codes with and without their magic."""
     rng = random.Random(7)
     for i in range(0, len(tile_wgmma.CONFIGS), 2):
         K = rng.choice((1152, 2304, 1024, 272))
@@ -67,6 +67,10 @@ def drawn():
                     if tile_wgmma._config_refuse(call, c) is None:
                         yield Case(i, bits, dtype, group, "float", M, N, K, sms, i % 2 == 0)
                         break
+    for i, c in enumerate(tile_wgmma.CONFIGS):
+        if c["NB"] >= 128 and c["SPLIT"] == 1:
+            yield Case(i, 8, torch.float16, 128, ("float", "int", "none")[i % 3], 140, 201, 1280, 2, False)
+            yield Case(i, 8, torch.bfloat16, (64, 256, 1280)[i % 3], "float", 40, 201, 1280, 132, False)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +85,9 @@ def check(case):
     g = torch.Generator().manual_seed(case.bits)
     W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
     shape = (case.N, case.K // case.group)
-    scales = (torch.rand(shape, generator=g) * 0.009 + 0.001).to(case.dtype)
+    scales = torch.rand(shape, generator=g) * 0.009 + 0.001
+    scales[:, 1::2] *= 0.25  # 8 bits: under the limit of codes without magic (tile.cuh); the others are over it
+    scales = (2 * scales).to(case.dtype)
     zeros = (torch.rand(shape, generator=g) * ((1 << case.bits) - 1)).to(case.dtype)
     zeros = None if case.zero == "none" else zeros.round() if case.zero == "int" else zeros
     q = QuantizedTensor(W_q, scales, zeros, case.bits, case.group, case.zero)
@@ -121,6 +127,7 @@ def test_right_numbers(case):
         (256, "other < team; other++", "other + 1 < team; other++"),
         (16, "if (EXACT && at * 16 % SPAN == 0)", "if (EXACT && at == 0)"),
         (16, "if (EXACT) flush(which, both[which]);", ""),
+        (256, "C::small(of) && C::small(of >> 16)", "true"),
     ],
     ids=[
         "registers overwritten under a product",
@@ -131,6 +138,7 @@ def test_right_numbers(case):
         "a block's share of a sum left out",
         "a group's sum begun with another's",
         "a group's sum left out",
+        "a scale that has no place",
     ],
 )
 def test_the_emulator_notices(columns, good, bad, monkeypatch):
@@ -143,4 +151,6 @@ def test_the_emulator_notices(columns, good, bad, monkeypatch):
     split = tile_wgmma.SHARED_OUT if "other" in good else 1
     config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["NB"] == columns and c["SPLIT"] == split)
     with pytest.raises(AssertionError):
-        check(Case(config, 4, torch.float16, 128, "float", 40, 201, 4096, 3 if split != 1 else 1, False))
+        check(
+            Case(config, 8 if bad == "true" else 4, torch.float16, 128, "float", 40, 201, 4096, 3 if split != 1 else 1, False)
+        )
