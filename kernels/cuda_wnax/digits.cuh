@@ -1,6 +1,6 @@
 // Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM DIGITS, up to 4 bits, one row of x or two.
 //
-// x       In a span of k (a group, or 128 or 64 of one) x = x' * unit: x' an integer, unit a power of two, so that the span's
+// x       In a span of k (a group, or 128, 64 or 32 of one) x = x' * unit: x' an integer, unit a power of two, so that the span's
 //         largest x' fills 14 bits. Rounded there: by at most 2^-14 of that largest |x|, and no fp16 number within 1/8 of it is
 //         rounded at all. x' = 256 * high + low, two signed bytes: two columns of B for each row of x and span.
 // mma     16 x 32 bytes by 32 x 8 bytes. A: `word & mask` are four codes times 2^p, p the place of the codes in their bytes;
@@ -70,7 +70,7 @@ struct Digits {
     static constexpr int HEAD = 13;                  // unit is 2^-HEAD of the largest |x|'s power of two
     static constexpr float ROUND = 12582912.f + 128;  // 1.5 * 2^23: the last bits become the nearest integer, and 128
     static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = 8 - FIELD;  // sums come times 2^SHIFT
-    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 64, "a chunk's spans are of one round");
+    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 32, "a chunk's spans are of one round");
 
     // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
     // turns 16 k at once, or 8 where that takes all lanes: SPLIT of one fragment, else of two, so that it has whole words of B.

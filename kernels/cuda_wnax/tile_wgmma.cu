@@ -22,8 +22,7 @@
 // Limits  WK > 1: STAGES a multiple of WK and at least 2 * WK, and steps of a tile a multiple of WK or one tile a block: a
 //         stage always goes to the same warpgroups. One that misses a phase of its barrier takes an old one for the next.
 //         Shared out: at least one span a block; `flags` zero before, and left so.
-// Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8. A tile takes `rows` rows of x, no more
-//         than there are: boxes that reach far past the end of x are slow. Sums of its other columns are of nothing, and stay here.
+// Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8.
 // ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
 //         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
 // Source  own; y^T = W x^T with W from registers is Machete's plan, steps shared out evenly are Stream-K's (arXiv:2301.03598).
@@ -68,7 +67,7 @@ template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U,
 __global__ void __launch_bounds__(128 * (1 + WN * WK), BLOCKS)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
-           const u16* __restrict__ bias, u16* __restrict__ y, int M, int rows, int N, int steps, int whole, float4* partials, u32* flags) {
+           const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int whole, float4* partials, u32* flags) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
@@ -104,7 +103,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 64 * WN - 1) / (64 * WN);
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
         const int in_band = tile - band * BAND * m_tiles;
-        n_tile = n_first + in_band % width, m0 = in_band / width * rows;
+        n_tile = n_first + in_band % width, m0 = in_band / width * NB;
     };
 
     if (threadIdx.x == 32) prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&x_map);
@@ -123,7 +122,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             constexpr bool ONCE = NB <= 32;  // 64 rows, in a whole 8B step: 3773 us with the hint, 3706 without
             auto load_weights = [&](int s, int c, int n_tile) {
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES, metas = words + W_BYTES;
-                barrier_expect(barrier, LOADED - (NB - rows) * STEP * 2);
+                barrier_expect(barrier, LOADED);
 #pragma unroll
                 for (int u = 0; u < U; u++) {
                     if (ONCE && M <= NB) tensor_load_once(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
@@ -176,7 +175,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, STEP) : STEP;  // k of a step that surely share a group
     constexpr bool EXACT = T == FP16 && NB <= 32 && SPAN % 128 == 0;
     constexpr bool ACROSS = NB >= 128;
-    // 8-bit codes of small scales need no magic. 28672x4096, M = 1024: 328 -> 319 us, by less power; M <= 64 reads weights
+    // 8-bit codes of small scales need no magic. 28672x4096, M = 1024: 333 -> 319 us, by less power; M <= 64 waits for reads
     constexpr bool BARE = BITS == 8 && NB >= 128 && SPAN >= 16 * FB;
     u32 words_at = X_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
     if (NB == 16) asm volatile("" : "+r"(words_at), "+r"(meta_at));  // else ptxas makes them anew for each step
@@ -376,7 +375,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             }
         }
         const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES + SUM_BYTES) + g * OUT * ROW * 2;
-        const int m_first = m0 + first, m_end = smaller(M, m0 + rows);
+        const int m_first = m0 + first, m_end = smaller(M, m0 + NB);
 #pragma unroll
         for (int b = 0; b < (COLUMNS + OUT - 1) / OUT; b++) {
             warpgroup_sync(g);  // the staging is free

@@ -42,7 +42,7 @@ CONFIGS: tuple[Config, ...] = tuple(
     )
     for k in splits
 )
-PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
+PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 + (ctypes.c_void_p,) * 2
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
@@ -135,11 +135,6 @@ def _tiles(call: Call, config: Config) -> int:
     return math.ceil(padded_rows(call.N) / (64 * config["WN"])) * math.ceil(call.M / config["NB"])
 
 
-def rows_of_tile(M: int, NB: int) -> int:
-    """Rows of x that each tile loads: M shared out evenly over as many tiles as are needed."""
-    return math.ceil(M / math.ceil(M / NB))
-
-
 def schedule(tiles: int, steps: int, config: Config, slots: int) -> tuple[int, int]:
     """(blocks, whole): blocks of a launch, and how many tiles they take whole; the others' steps are shared out evenly.
     slots: blocks that run at once."""
@@ -200,9 +195,8 @@ def estimate(call: Call, config: Config, sms: int) -> float:
     if split == SHARED_OUT:
         whole = max(tiles // slots - 1, 0)
         run = (tiles - whole * slots) * steps / slots  # a block's share
-        us = (
-            whole * steps + run * (1.15 if far else 1.07 if NB == 256 and M <= NB else 1.04 if M > NB else 1)
-        ) * step + end * (1 + whole + run / steps)
+        apart = 1.15 if far else 1.04 if M > NB else 1.08 if (bits, NB) == (8, 256) else 1
+        us = (whole * steps + run * apart) * step + end * (1 + whole + run / steps)
         us += 0.963 * size * max(steps / run, 1)
         us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
     else:
@@ -286,7 +280,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     tiles, K = 4 * config["WN"], x.shape[1]
     meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, group, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
-    call_tiles, rows = math.ceil(T / tiles) * math.ceil(M / config["NB"]), rows_of_tile(M, config["NB"])
+    call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
     steps = _steps(p.K, bits, group, config)
     blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
     partials = flags = None
@@ -297,14 +291,13 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         blocks,
         1,
         smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, rows), True),
+        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"]), True),
         tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
         scales_map,
         scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         M,
-        rows,
         p.N,
         steps,
         whole,

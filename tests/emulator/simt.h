@@ -317,10 +317,10 @@ inline void ld_global_nc_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) 
     const u32* p = (const u32*)at;
     a = p[0], b = p[1], c = p[2], d = p[3];
 }
-inline void ld_global_nc_L1__no_allocate_L2__256B_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) {
+inline void ld_global_cs_nc_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) {
     ld_global_nc_v4_u32(a, b, c, d, at);
 }
-inline void ld_global_nc_L1__no_allocate_L2__256B_v2_u32(u32& a, u32& b, const void* at) {
+inline void ld_global_cs_nc_v2_u32(u32& a, u32& b, const void* at) {
     if ((uintptr_t)at % 8) fail("misaligned global address of an 8-byte load");
     a = ((const u32*)at)[0], b = ((const u32*)at)[1];
 }

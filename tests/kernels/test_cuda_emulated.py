@@ -149,13 +149,19 @@ def warps():
         yield Case("cuda/tile_mma", bits, dtype, 64, "float", M, N=72, K=K, config=(i + 0.5) / count)
 
 
+def many_blocks():
+    """More than 264: those ask for two steps at once where two are in flight."""
+    i = tile_mma_rules.HALVES.index(tile_mma_rules.config_of(2, 2, 128, 2, 1))
+    yield Case("cuda/tile_mma", 4, F16, 128, "float", M=3, N=8512, K=640, config=(i + 0.5) / len(tile_mma_rules.HALVES))
+
+
 def groups_inside_words():
     """Ten 3-bit codes a word, 32 apart: a group of 128 begins at any pair of them. (One kernel had that wrong.)"""
     for config in (0.1, 0.4, 0.7, 0.9):
         yield Case("cuda/gemv_warp32", 3, F16, 128, "int", M=1, N=17, K=1152, config=config)
 
 
-CASES = [*every_width_group_and_zero(), *tails(), *warps(), *groups_inside_words()]
+CASES = [*every_width_group_and_zero(), *tails(), *warps(), *many_blocks(), *groups_inside_words()]
 
 
 @pytest.fixture(scope="module", autouse=True)

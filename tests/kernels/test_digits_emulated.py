@@ -35,6 +35,16 @@ CASES = [  # bits, dtype, group (0: a row is one), zero, M, N, K, config
     (3, BF16, 64, "int", 2, 33, 1152, (8, 1, 256, 1, 1)),
     (4, F16, 128, "float", 1, 72, 2304, (4, 2, 512, 1, 1)),
     (4, BF16, 64, "none", 2, 33, 1152, (8, 2, 256, 1, 1)),
+    (4, F16, 32, "float", 1, 72, 2304, (4, 2, 512, 1, 1)),
+    (4, F16, 96, "int", 1, 33, 1152, (8, 1, 256, 1, 1)),
+    (4, BF16, 32, "float", 2, 33, 1152, (8, 2, 256, 1, 1)),
+    (3, BF16, 32, "float", 1, 33, 1152, (8, 1, 256, 1, 1)),
+    (2, F16, 32, "float", 1, 40, 1152, (4, 2, 512, 1, 1)),
+    (4, F16, 64, "float", 1, 72, 4608, (4, 4, 256, 2, 1)),
+    (4, F16, 128, "float", 2, 72, 4608, (8, 2, 256, 2, 1)),
+    (3, F16, 128, "float", 1, 72, 4608, (4, 2, 256, 2, 1)),
+    (1, BF16, 128, "float", 1, 72, 10240, (8, 2, 512, 2, 1)),
+    (4, F16, 128, "float", 1, 8512, 2304, (2, 2, 512, 2, 1)),  # more than 264 blocks
 ]
 
 
@@ -172,7 +182,7 @@ def test_the_emulator_notices(name, good, bad, monkeypatch):
     ("bits", "group", "M", "why"),
     [
         (8, 128, 1, "digits are for up to 4 bits"),
-        (4, 32, 1, "digits take whole groups of 64"),
+        (4, 16, 1, "digits take whole groups of 32"),
         (4, 128, 3, "digits are for up to 2 rows"),
         (1, 64, 2, "a chunk has more spans than B columns for them"),
     ],
