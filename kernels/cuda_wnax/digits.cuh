@@ -27,11 +27,6 @@ __device__ __forceinline__ u32 larger2(u32 a, u32 b) {  // of two halves each; N
     else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
     return d;
 }
-__device__ __forceinline__ u32 pick(u32 a, u32 b, u32 mask) {  // a where mask is set, else b: one LOP3, which C++ makes two of
-    u32 d;
-    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
-    return d;
-}
 template <int T>
 __device__ __forceinline__ u32 absolute2(u32 v) {  // of two halves: the AND is a modifier of what takes it
     u32 d;

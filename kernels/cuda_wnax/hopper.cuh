@@ -8,6 +8,7 @@ __device__ __forceinline__ void registers_up() { asm volatile("setmaxnreg.inc.sy
 template <int REGISTERS>
 __device__ __forceinline__ void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
+__device__ __forceinline__ void prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 __device__ __forceinline__ void tensor_load(u32 shared, const TensorMap* map, int inner, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(shared),
                  "l"(map), "r"(inner), "r"(row), "r"(barrier) : "memory");

@@ -86,7 +86,8 @@ def sources() -> dict[str, str]:
 
 
 def _wgmma_header() -> str:
-    """Wgmma<T, NB>::run(d, a, b): d[NB / 2] += a (64 x 16, registers) times b (16 x NB, shared), one instruction each.
+    """Wgmma<T, NB>::run(d, a, b): d[NB / 2] += a (64 x 16, registers) times b (16 x NB, shared), one instruction each; `first`
+    is the same with = for +=.
 
     Inline PTX wants every accumulator register named, up to 128 of them: text for a loop, not for a person.
     """
@@ -96,13 +97,16 @@ def _wgmma_header() -> str:
             n = nb // 2
             d = ", ".join(f"%{i}" for i in range(n))
             a = ", ".join(f"%{n + i}" for i in range(4))
-            outputs = ", ".join(f'"+f"(d[{i}])' for i in range(n))
             inputs = ", ".join([*(f'"r"(a[{i}])' for i in range(4)), '"l"(b)'])
-            text = f"wgmma.mma_async.sync.aligned.m64n{nb}k16.f32.{name}.{name} {{{d}}}, {{{a}}}, %{n + 4}, 1, 1, 1, 0;"
-            lines.append(
-                f"template <> struct Wgmma<{T}, {nb}> {{ static __device__ __forceinline__ void run(float (&d)[{n}], "
-                f'const unsigned (&a)[4], unsigned long long b) {{ asm volatile("{text}" : {outputs} : {inputs}); }} }};'
-            )
+            lines.append(f"template <> struct Wgmma<{T}, {nb}> {{")
+            for function, kind, add in (("run", "+f", 1), ("first", "=f", 0)):
+                outputs = ", ".join(f'"{kind}"(d[{i}])' for i in range(n))
+                text = f"wgmma.mma_async.sync.aligned.m64n{nb}k16.f32.{name}.{name} {{{d}}}, {{{a}}}, %{n + 4}, {add}, 1, 1, 0;"
+                lines.append(
+                    f"static __device__ __forceinline__ void {function}(float (&d)[{n}], const unsigned (&a)[4], "
+                    f'unsigned long long b) {{ asm volatile("{text}" : {outputs} : {inputs}); }}'
+                )
+            lines.append("};")
     return "\n".join(lines) + "\n"
 
 

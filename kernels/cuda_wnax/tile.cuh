@@ -56,13 +56,13 @@ __device__ __forceinline__ void copy_chunk(u32 shared, const u32* chunk, int lan
     if constexpr (BITS == 8) copy16_streaming(shared + 512 + 16 * lane, chunk + 128 + 4 * lane);
     if constexpr (BITS == 3) copy_async<8>(shared + 512 + 8 * lane, chunk + 128 + 2 * lane);
 }
-template <int BITS>
+template <int BITS>  // shared: of the chunk and 16 bytes for each lane
 __device__ __forceinline__ void read_chunk(u32 shared, int lane, u32 (&w)[Tile<BITS>::REGS]) {
 #pragma unroll
     for (int i = 0; i < Tile<BITS>::REGS / 4; i++)
         asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(w[4 * i]), "=r"(w[4 * i + 1]), "=r"(w[4 * i + 2]), "=r"(w[4 * i + 3]) : "r"(shared + i * 512 + lane * 16) : "memory");
-    if constexpr (BITS == 3) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[4]), "=r"(w[5]) : "r"(shared + 512 + lane * 8) : "memory");
+                     : "=r"(w[4 * i]), "=r"(w[4 * i + 1]), "=r"(w[4 * i + 2]), "=r"(w[4 * i + 3]) : "r"(shared + i * 512) : "memory");
+    if constexpr (BITS == 3) asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(w[4]), "=r"(w[5]) : "r"(shared + 512 - lane * 8) : "memory");
 }
 
 // mbarriers and bulk copies (sm_90): a thread announces the bytes, the copy engine counts them in, anyone waits.
@@ -99,6 +99,12 @@ __device__ __forceinline__ void next_grid_launch() {
 }
 
 // ------------------------------------------------------------------------------------------------- two halves
+__device__ __forceinline__ u32 pick(u32 a, u32 b, u32 mask) {  // a where mask is set, else b: one LOP3, which C++ makes two of
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
+    return d;
+}
+
 template <int T>
 struct Half {
     static constexpr int MANTISSA = T == FP16 ? 10 : 7;
@@ -159,7 +165,7 @@ struct Codes {
     static constexpr u32 minus_magic(int place) { return WIDE ? 0u : Half<T>::power(MANTISSA - place * FIELD) | 0x80008000u; }
 
     static constexpr int PLACES = SPAN / FIELD;  // distinct p, and so distinct masks
-    static constexpr u32 mask(int place) { return WIDE ? 0x007f007fu : ((1u << FIELD) - 1) * 0x10001u << (place * FIELD); }
+    static constexpr u32 mask(int place) { return WIDE ? 0x007f007fu : ((1u << BITS) - 1) * 0x10001u << (place * FIELD); }
     // The masks, from shared memory into registers. LOP3 takes one immediate: with mask and magic both known, ptxas moves
     // one of them into a register before every single LOP3, half as many instructions again; a loaded value it must keep.
     struct Masks {
@@ -194,17 +200,17 @@ struct Codes {
                 a[j] = __byte_perm(w[(f >> 1) * 4 + j], 0x64646464u, f & 1 ? 0x4341 : 0x4240);
                 continue;
             }
-            const u32 v = w[BITS == 8 ? (f >> 1) * 4 + j : j] >> shift(f);
+            u32 v = w[BITS == 8 ? (f >> 1) * 4 + j : j] >> shift(f);
+            if constexpr (BITS == 3) {  // the third bit lies at 2*f + j % 2 and belongs at p + 2; every other f shares the LOP3
+                const u32 h = w[4 + (j >> 1)];
+                const int right = shift(f) + (j & 1) - 2;
+                v = pick(right >= 0 ? h >> (right & 31) : h << (-right & 31), v, p(f) % 4 ? 0x11111111u : 0x44444444u);
+            }
             if constexpr (WIDE) {  // 128 + low seven bits, then -128 unless the eighth is set: 0x80 * 0x186 = -128 in bf16
                 const u32 low = (v & masks.at[0]) | Half<T>::power(7);
                 a[j] = add2<T>(low, (~v & 0x00800080u) * 0x186u);
             } else {
                 a[j] = BARE ? v & mask(p(f) / FIELD) : (v & masks.at[p(f) / FIELD]) | magic(f);
-            }
-            if constexpr (BITS == 3) {  // the third bit lies at 2*f + j % 2 and belongs at p + 2
-                const u32 h = w[4 + (j >> 1)];
-                const int right = shift(f) + (j & 1) - 2;
-                a[j] |= (right >= 0 ? h >> (right & 31) : h << (-right & 31)) & (0x40004u << p(f));
             }
         }
     }

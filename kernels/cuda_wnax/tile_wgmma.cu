@@ -9,6 +9,11 @@
 //         of 64 k), words, scales and zeros. WN x WK consumer warpgroups: WN side by side along N, WK taking the steps in
 //         turn, so that one dequantises while another multiplies. A warpgroup reads words from shared memory, dequantises
 //         and scales FB k16 fragments into registers and hands them to wgmma; BUF = 2: it works on the next ones meanwhile.
+//         From 128 columns on products stay in flight from step to step (ACROSS); with fewer, a step ends by a wait and two
+//         batches of it overlap: ptxas then keeps the sums of two groups apart and the loop has no moves.
+// EXACT   (fp16, few columns, groups of whole 128): a code in the low mantissa bits is the subnormal number code * 2^(p - 24), one
+//         half2 fma makes it (code - zero) / 1024, and scales go on the fp32 sums of a group: 118 instructions for 16 x 128
+//         weights where taking magic off and scaling took 165 (2 bits). Error 2.5e-4, not 4.0e-4: nothing is rounded twice.
 // Sums    fp32; over WK warpgroups through shared memory, over the cluster through distributed shared memory, over blocks
 //         that share a tile through global memory, always in the same order. Outputs go through a transposing stmatrix, so
 //         that a row of y is written 16 bytes at a time.
@@ -101,6 +106,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         n_tile = n_first + in_band % width, m0 = in_band / width * NB;
     };
 
+    if (threadIdx.x == 32) prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&x_map);
     if (threadIdx.x == 0) {
         C::Masks::store(mask);
         for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * WN);
@@ -109,7 +115,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     __syncthreads();
 
     // of the registers a block starts with, the producer's warpgroup keeps these and the consumers' get the rest
-    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS * THREADS) / 8 * 8, KEPT = (BLOCKS > 1 ? NB < 64 : NB < 128 || CONSUMERS < 4) ? 40 : 32;
+    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS * THREADS) / 8 * 8, KEPT = BLOCKS > 2 ? 24 : (BLOCKS > 1 ? NB < 64 : NB < 128 || CONSUMERS < 4) ? 40 : 32;
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
         registers_down<KEPT>();
         if (threadIdx.x == 0) {
@@ -166,11 +172,14 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     typename C::Masks masks;
     masks.load(mask);
     constexpr int BATCHES = STEP / 16 / FB;  // of FB fragments, that go to wgmma together
-    constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, STEP) : STEP;
+    constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, STEP) : STEP;  // k of a step that surely share a group
+    constexpr bool EXACT = T == FP16 && NB <= 32 && SPAN % 128 == 0;
+    constexpr bool ACROSS = NB >= 128;
     // 8-bit codes of small scales need no magic. 28672x4096, M = 1024: 333 -> 319 us, by less power; M <= 64 waits for reads
     constexpr bool BARE = BITS == 8 && NB >= 128 && SPAN >= 16 * FB;
-    const u32 words_at = X_BYTES + t * L::WORDS * 4, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
-    float acc[NB / 2];
+    u32 words_at = X_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
+    if (NB == 16) asm volatile("" : "+r"(words_at), "+r"(meta_at));  // else ptxas makes them anew for each step
+    float acc[NB / 2], sum[2][NB / 2];  // sum: of two groups in turn, if EXACT
     u32 a[BUF][FB][4];
 
     Pieces<WK> piece = pieces();
@@ -183,35 +192,45 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 
         int s = (before + wk) % STAGES;
         u32 parity = (before + wk) / STAGES & 1, stage = base + s * STAGE_BYTES, barrier = full + 8 * s;
-        u32 done = 0;  // the barrier of the stage before, to tell the producer
+        u32 done = 0;  // ACROSS: the barrier of the stage before, to tell the producer
         auto alive = [&](int buffer) {
 #pragma unroll
             for (int f = 0; f < FB; f++)
 #pragma unroll
                 for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[buffer][f][j])::"memory");
         };
+        auto flush = [&](int which, u32 scales) {
+            const float2 by = to_floats<T>(scales);
+#pragma unroll
+            for (int i = 0; i < NB / 2; i++) {
+                asm volatile("" : "+f"(sum[which][i])::"memory");
+                acc[i] = __fmaf_rn(i % 4 < 2 ? by.x : by.y, sum[which][i], acc[i]);
+            }
+        };
         auto step = [&](int first, int c) {  // first: the A buffer of its first batch
             barrier_wait(barrier, parity);
-            u32 w[L::REGS];
+            u32 w[L::REGS], both[2];
             u32 scale[2], offset[2];  // of rows r and r + 8: w = code * scale + offset, twice each
             bool bare = false;
 #pragma unroll
             for (int b = 0; b < BATCHES; b++) {
-                const int buffer = (first + b) % BUF;
-                if (BUF == 1) {  // the batch before reads A until here
+                const int buffer = (first + b) % BUF, which = b * FB * 16 / SPAN % 2;
+                if (BUF == 1 && (b > 0 || ACROSS)) {  // the batch before reads A until here
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     alive(0);
-                    if (b == 0 && done && lane == 0) barrier_arrive(done);
+                    if (ACROSS && b == 0 && done && lane == 0) barrier_arrive(done);
+                    if (EXACT && b * FB * 16 % SPAN == 0) flush(which ^ 1, both[which ^ 1]);
                 }
                 auto scales_of = [&](int at) {
                     int i = at * 16 / SPAN;
                     if (GROUP && STEP % (GROUP ? GROUP : 1) && GROUP % STEP)
                         i = ((begin + c) * STEP + at * 16) / (GROUP ? GROUP : 1) - (begin + c) * STEP / (GROUP ? GROUP : 1);
-                    const u32 both = read4(stage + meta_at + i * 32);
+                    const u32 of = read4(stage + meta_at + i * 32);
                     const u32 zero = ZEROS ? read4(stage + meta_at + i * 32 + META_BYTES) : Half<T>::power(BITS == 1 ? -1 : BITS - 1);
-                    const u32 minus = fma2<T>(both, zero ^ 0x80008000u, 0x80008000u);
-                    if constexpr (BARE) bare = __all_sync(0xffffffffu, C::small(both) && C::small(both >> 16));
-                    const u32 by = BARE && bare ? C::scale_of_bare(both) : both;
+                    const u32 minus = fma2<T>(EXACT ? Half<T>::power(-10) : of, zero ^ 0x80008000u, 0x80008000u);
+                    if constexpr (BARE) bare = __all_sync(0xffffffffu, C::small(of) && C::small(of >> 16));
+                    const u32 by = BARE && bare ? C::scale_of_bare(of) : of;
+                    both[which] = of;
                     scale[0] = twice(by, 0), scale[1] = twice(by, 1);
                     offset[0] = twice(minus, 0), offset[1] = twice(minus, 1);
                 };
@@ -233,11 +252,11 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                         if (f > 0 && at % L::FRAGS == 0) words_of(at);
                         if (f > 0 && at * 16 % SPAN == 0) scales_of(at);
                         u32 (&to)[4] = a[buffer][f];
-                        C::fragment(w, at % L::FRAGS, masks, to);
+                        C::template fragment<EXACT>(w, at % L::FRAGS, masks, to);
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
-                            if (!C::WIDE) to[j] = add2<T>(to[j], C::magic(at % L::FRAGS) | 0x80008000u);
-                            to[j] = fma2<T>(to[j], scale[j & 1], offset[j & 1]);
+                            if (!EXACT && !C::WIDE) to[j] = add2<T>(to[j], C::magic(at % L::FRAGS) | 0x80008000u);
+                            to[j] = fma2<T>(to[j], EXACT ? Half<T>::power(14 - C::p(at % L::FRAGS)) : scale[j & 1], offset[j & 1]);
                         }
                     }
                 }
@@ -247,27 +266,46 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (int f = 0; f < FB; f++) {
                     const int at = b * FB + f;
                     const u64 panel = swizzled_tile(stage) + at / 4 * NB * 8 + 2 * (at % 4);
-                    Wgmma<T, NB>::run(acc, a[buffer][f], panel);
+                    if (EXACT && at * 16 % SPAN == 0) Wgmma<T, NB>::first(sum[which], a[buffer][f], panel);
+                    else Wgmma<T, NB>::run(EXACT ? sum[which] : acc, a[buffer][f], panel);
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                // the last wait sits inside the loop: at its exit the compiler may copy accumulators, not while in flight
-                if (b + 1 == BATCHES && c + WK >= part) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-                else if (BUF > 1) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                if (BUF > 1) {
-                    alive(buffer ^ 1);  // the batch before read A until here,
-                    if (b == 0 && done && lane == 0) barrier_arrive(done);  // and nobody reads its stage any more
+                if (ACROSS) {
+                    // the last wait sits inside the loop: at its exit the compiler may copy accumulators, not while in flight
+                    if (b + 1 == BATCHES && c + WK >= part) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    else if (BUF > 1) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    if (BUF > 1) {
+                        alive(buffer ^ 1);  // the batch before read A until here,
+                        if (b == 0 && done && lane == 0) barrier_arrive(done);  // and nobody reads its stage any more
+                    }
+                } else {
+                    if (BUF > 1 && b > 0) {
+                        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                        alive(buffer ^ 1);
+                        if (EXACT && b * FB * 16 % SPAN == 0) flush(which ^ 1, both[which ^ 1]);
+                    }
+                    if (b + 1 == BATCHES) {
+                        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                        alive(buffer);
+                        if (lane == 0) barrier_arrive(barrier + 8 * STAGES);
+                        if (EXACT) flush(which, both[which]);
+                    }
                 }
             }
             done = barrier + 8 * STAGES;
             stage += WK * STAGE_BYTES, barrier += WK * 8;
-            if (barrier >= empty) stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, parity ^= 1;
+            if (ACROSS ? barrier >= empty : (s += WK) >= STAGES) s -= STAGES, stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, parity ^= 1;
         };
-        constexpr int TURNS = BUF > 1 && BATCHES % 2 ? 2 : 1;
+        constexpr int TURNS = ACROSS && BUF > 1 && BATCHES % 2 ? 2 : 1;
         for (int c = wk; c < part; c += TURNS * WK) {
             step(0, c);
             if (TURNS > 1 && c + WK < part) step(1, c + WK);
         }
-        if (done && lane == 0) barrier_arrive(done);
+        if (ACROSS && done && lane == 0) barrier_arrive(done);
+        if (EXACT) {
+#pragma unroll
+            for (int i = 0; i < NB / 2; i++) acc[i] *= 1024.f;
+        }
 
         // ---------------------------------------------------------------------------------------------- epilogue
         const int n_first = (n_tile * WN + wn) * 64;                    // of this warpgroup

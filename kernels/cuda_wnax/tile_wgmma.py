@@ -58,18 +58,32 @@ def allowed(config: Config) -> int:
     return SHARED // config["BLOCKS"] - 2048
 
 
-def batch(bits: int, config: Config) -> tuple[int, int]:
-    """(FB, BUF): k16 fragments that go to wgmma together, and the register buffers they alternate between. Four warpgroups,
-    or steps in turn, hide a warpgroup's wait for its own products; two with all registers in sums do not."""
+def batch(bits: int, group: int, config: Config) -> tuple[int, int]:
+    """(FB, BUF): k16 fragments that go to wgmma together, and the register buffers they alternate between, as ptxas finds
+    registers for. From 128 columns on four warpgroups, or steps in turn, hide a warpgroup's wait for its own products."""
+    if config["NB"] < 128:
+        if bits == 3 and config["NB"] == 32 and config["BLOCKS"] == 2:
+            return 4, 1
+        short = config["NB"] == 64 and bits == 1 and config["BLOCKS"] == 2
+        return (2 if short or (config["NB"] > 16 and long_steps(bits, group, config)) else 4), 2
     if config["NB"] == 256:
         return 4, 2
-    tight = config["WN"] * config["WK"] == 4 and config["NB"] == 128  # 112 registers, 64 of them sums
-    four = CHUNK[bits] == 64 or (bits == 2 and config["SPLIT"] < 2)  # as ptxas finds registers for: 2 bits spilled with two
+    tight = config["WN"] * config["WK"] == 4  # 112 registers, 64 of them sums
+    four = CHUNK[bits] == 64 or (bits == 2 and config["SPLIT"] < 2)  # 2 bits spilled with two
     return (8 if not tight else 4 if four else 2), 1
 
 
-def chunks_of_step(bits: int, config: Config) -> int:
-    """U: chunks of a step, the unit that is loaded and waited for: 128 k, but for the widest tile and 1 bit (256)."""
+def long_steps(bits: int, group: int, config: Config) -> bool:
+    """Whether a step is 256 k: where columns are few that halves barriers, and rows of scales are 64 bytes (2 bits,
+    28672 x 4096, M = 16: 17.3 -> 16.3 us). 8 bits have too little shared memory for it, small groups too few registers."""
+    few = config["NB"] <= 32 or (config["NB"] == 64 and config["WN"] == 4 and bits in (2, 3))
+    return few and bits < 8 and group % 128 == 0
+
+
+def chunks_of_step(bits: int, group: int, config: Config) -> int:
+    """U: chunks of a step, the unit that is loaded and waited for: 256 k, 128, or 64 or 128 for the widest tile."""
+    if long_steps(bits, group, config):
+        return 256 // CHUNK[bits]
     return 2 if CHUNK[bits] == 64 and config["NB"] <= 128 else 1
 
 
@@ -88,7 +102,7 @@ def groups_of_step(group: int, step: int) -> int:
 
 def stage_bytes(bits: int, group: int, zeros: bool, config: Config) -> int:
     """Shared memory of a stage: x, words, scales and zeros of one step."""
-    u, tiles = chunks_of_step(bits, config), 4 * config["WN"]
+    u, tiles = chunks_of_step(bits, group, config), 4 * config["WN"]
     metas = (2 if zeros else 1) * tiles * groups_of_step(group, u * CHUNK[bits]) * 32
     return -(-(u * (config["NB"] * CHUNK[bits] * 2 + tiles * WORDS[bits] * 4) + metas) // 1024) * 1024
 
@@ -107,14 +121,14 @@ def plan(bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
 
 def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
     """The template instance of tile_wgmma.cu."""
-    stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, config), batch(bits, config)
+    stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, group, config), batch(bits, group, config)
     tile = f"{config['WN']}, {config['WK']}, {config['NB']}, {u}, {fb}, {buf}"
     tail = f"{stages}, {max(config['SPLIT'], 1)}, {config['BLOCKS']}, {band(bits) // (64 * config['WN'])}"
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
-def _steps(K: int, bits: int, config: Config) -> int:
-    return math.ceil(K / (CHUNK[bits] * chunks_of_step(bits, config)))
+def _steps(K: int, bits: int, group: int, config: Config) -> int:
+    return math.ceil(K / (CHUNK[bits] * chunks_of_step(bits, group, config)))
 
 
 def _tiles(call: Call, config: Config) -> int:
@@ -138,10 +152,11 @@ def _refuse(call: Call) -> str | None:
 
 def _config_refuse(call: Call, config: Config) -> str | None:
     bits, s = call.scheme.bits, call.scheme
-    stages, smem = plan(bits, 0 if s.group_size == call.K else s.group_size, s.zero != "none", config)
+    group = 0 if s.group_size == call.K else s.group_size
+    stages, smem = plan(bits, group, s.zero != "none", config)
     if stages < 2 * config["WK"] or smem > allowed(config):
         return "too much shared memory"
-    steps, tiles, slots = _steps(call.K, bits, config), _tiles(call, config), multiprocessors() * config["BLOCKS"]
+    steps, tiles, slots = _steps(call.K, bits, group, config), _tiles(call, config), multiprocessors() * config["BLOCKS"]
     uneven = steps % config["WK"] != 0
     if uneven and config["SPLIT"] == 1 and tiles > slots:
         return "several tiles a block, and steps that the warpgroups along K cannot share evenly"
@@ -195,9 +210,15 @@ def estimate(call: Call, config: Config, sms: int) -> float:
     return (us**8 + read**8) ** 0.125
 
 
-# Two blocks an SM must be so much faster alone: whole steps of an 8B model were slower with some (us a step without and with,
-# 4 bits, 16, 32, 64 rows: 2352, 2422; 2930, 2968; 3750, 3952), though each was 2 to 8% faster alone.
+# Two blocks an SM must be so much faster alone: whole steps of an 8B model were slower with some, though each was 2 to 9%
+# faster alone (us a step without and with: 4 bits, 16, 32, 64 rows 2352, 2422; 2930, 2968; 3750, 3952; 2 bits, 32 rows 2437,
+# 2525).
 IN_STEPS = 1.1
+
+
+def _in_steps(call: Call, config: Config) -> float:
+    """By how much a config costs more in a step than alone. 2 bits, 16 rows: 1940 us a step without two blocks, 1912 with."""
+    return IN_STEPS if config["BLOCKS"] == 2 and (call.M > 16 or call.scheme.bits >= 4) else 1
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
@@ -206,16 +227,21 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     sms = multiprocessors()
     known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]
     known = [c for c in known or legal if c["SPLIT"] < 2 or _tiles(call, c) <= at_once(c, sms)]
-    return min(known or legal, key=lambda c: estimate(call, c, sms) * (IN_STEPS if c["BLOCKS"] == 2 else 1))
+    return min(known or legal, key=lambda c: estimate(call, c, sms) * _in_steps(call, c))
 
 
 def _preferred(call: Call) -> bool:
-    """Whether this comes before tile_mma. On an H100, 4 bits, us here and there: 28672 x 4096 22.4, 27.0 from M = 9 on (8 bits:
-    42.0, 41.3 at M = 16; 41.6, 52.2 at 32); 8192 x 8192 17.5, 15.2 at M = 16, 18.6, 18.7 at 24; 4096 x 14336 15.9, 14.3 at 16,
-    17.4, 17.5 at 24, 17.6, 19.9 at 32; 6144 x 4096 9.5, 10.0 at 32; 4096 x 4096 9.3, 6.4 at 32."""
-    if call.M <= 16:  # 3 bits: 23.5 by tile_mma, 29.0
-        return call.N >= 16384 and call.scheme.bits in (4, 2, 1)
-    return call.M > 32 or call.N >= 8192 or (call.M > 24 and call.K > 8192)
+    """Whether this comes before tile_mma. On an H100, us here and there. M = 16: 28672 x 4096 21.2, 23.2 by 4 bits (8 bits:
+    42.0, 41.3), 19.3, 24.4 by 3, 16.3, 21.7 by 2, 15.4, 20.3 by 1; 8192 x 8192 16.1, 13.3 by 4 and 11.4, 15.0 by 1. M = 32:
+    6144 x 4096 9.7, 10.0 by 4 bits, 8.0, 10.5 by 2; 4096 x 14336 17.2, 16.0 by 4, 15.1, 16.1 by 2; 2048 x 8192 9.2, 10.1 by
+    4; 4096 x 4096 8.6, 6.4. 8192 x 8192 at M = 24 18.6, 18.7 by 4 bits."""
+    bits, N, K = call.scheme.bits, call.N, call.K
+    if call.M <= 16:
+        wide = 8192 if bits == 1 else 16384
+        return wide <= N and bits < 8
+    if call.M > 32 or N >= 8192:
+        return True
+    return call.M > 24 and ((N >= 6144 and bits < 4) or (K >= 8192 and (N <= 3584 or bits not in (3, 4))))
 
 
 @cache
@@ -252,10 +278,10 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     tiles, K = 4 * config["WN"], x.shape[1]
-    meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, config)) * 16, tiles)
+    meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, group, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
     call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
-    steps = _steps(p.K, bits, config)
+    steps = _steps(p.K, bits, group, config)
     blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
     partials = flags = None
     if whole < call_tiles:

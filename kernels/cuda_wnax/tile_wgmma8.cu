@@ -169,7 +169,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
                     for (int i = 0; i < FB; i++) {
                         const int at = b * FB + i;
-                        if (at % PER_CHUNK == 0) read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4, lane, w);
+                        if (at % PER_CHUNK == 0) read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, lane, w);
                         codes8<BITS>(w, at % PER_CHUNK, a[i]);
                     }
                     const int p = b * FB / PER_SUM;

@@ -557,8 +557,8 @@ inline void mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(int& d0, int& d1, in
 // wgmma with A in registers and B (NB rows of 16 k, 128-byte swizzled) in shared memory. It reads both, and writes d, as early
 // as it may (order 1: at its issue) or as late (-1: at the wait_group that covers it).
 template <float (*number)(u16), int NB>
-inline void wgmma(void* d, const u32* a, uint64_t b, int) {
-    struct Mine { float* d; const u32* a; uint64_t b; } mine{(float*)d, a, b};
+inline void wgmma(void* d, const u32* a, uint64_t b, int add) {
+    struct Mine { float* d; const u32* a; uint64_t b; int add; } mine{(float*)d, a, b, add};
     collective("wgmma", mine, [](Mine** lane) {
         if (lane[0]->b >> 32 != (1u << 30 | 64)) fail("not the wgmma descriptor of 128-byte swizzled panels");
         static double A[16][16], B[NB][16];
@@ -576,7 +576,7 @@ inline void wgmma(void* d, const u32* a, uint64_t b, int) {
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < NB / 2; i++) {
                 const double *row = A[l / 4 + 8 * (i / 2 % 2)], *column = B[i / 4 * 8 + 2 * (l % 4) + i % 2];
-                double sum = lane[l]->d[i];
+                double sum = lane[l]->add ? (double)lane[l]->d[i] : 0;
                 for (int k = 0; k < 16; k++) sum += row[k] * column[k];
                 lane[l]->d[i] = (float)sum;
             }
@@ -618,6 +618,7 @@ inline void wgmma8(void* d, const u32* a, uint64_t b, int add) {
             }
     });
 }
+inline void prefetch_tensormap(const void*) {}
 inline void issue_wgmma(Wgmma w) {
     if (order == 1) w.run(w.d, w.a, w.b, w.add);
     else self->issued.push_back(w);

@@ -22,6 +22,9 @@ WGMMA = """template <int T, int NB> struct Wgmma {
     static void run(float (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b) {
         simt::issue_wgmma({simt::wgmma<(T ? simt::bf16 : simt::f16), NB>, d, a, b, 1});
     }
+    static void first(float (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b) {
+        simt::issue_wgmma({simt::wgmma<(T ? simt::bf16 : simt::f16), NB>, d, a, b, 0});
+    }
 };
 """
 WGMMA8 = """template <bool INT8, int NB> struct Wgmma8 {

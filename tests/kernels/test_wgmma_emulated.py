@@ -117,25 +117,31 @@ def test_right_numbers(case):
 
 
 @pytest.mark.parametrize(
-    ("good", "bad"),
+    ("columns", "good", "bad"),
     [
-        ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
-        ("barrier_init(empty + 8 * i, 4 * WN)", "barrier_init(empty + 8 * i, 1)"),
-        ("m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
-        ("c * STEP + p * 64, m0,", "c * STEP, m0,"),
-        ("other < team; other++", "other + 1 < team; other++"),
-        ("C::small(both) && C::small(both >> 16)", "true"),
+        (256, "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        (16, "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        (256, "barrier_init(empty + 8 * i, 4 * WN)", "barrier_init(empty + 8 * i, 1)"),
+        (256, "m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
+        (256, "c * STEP + p * 64, m0,", "c * STEP, m0,"),
+        (256, "other < team; other++", "other + 1 < team; other++"),
+        (16, "if (EXACT && at * 16 % SPAN == 0)", "if (EXACT && at == 0)"),
+        (16, "if (EXACT) flush(which, both[which]);", ""),
+        (256, "C::small(of) && C::small(of >> 16)", "true"),
     ],
     ids=[
         "registers overwritten under a product",
+        "registers overwritten under a product of the step",
         "stage handed back early",
         "last column unwritten",
         "x of another panel",
         "a block's share of a sum left out",
+        "a group's sum begun with another's",
+        "a group's sum left out",
         "a scale that has no place",
     ],
 )
-def test_the_emulator_notices(good, bad, monkeypatch):
+def test_the_emulator_notices(columns, good, bad, monkeypatch):
     """Defects put into the source fail, as an error text or as a wrong number."""
     source = nvrtc.sources()["tile_wgmma.cu"]
     assert good in source
@@ -143,7 +149,7 @@ def test_the_emulator_notices(good, bad, monkeypatch):
     monkeypatch.setattr(tile_wgmma, "Kernel", lambda file, *rest, **more: simt.Kernel("tile_wgmma_bad.cu", *rest, **more))
     monkeypatch.setattr(simt.Kernel, "made", {})
     split = tile_wgmma.SHARED_OUT if "other" in good else 1
-    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["NB"] == 256 and c["SPLIT"] == split)
+    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["NB"] == columns and c["SPLIT"] == split)
     with pytest.raises(AssertionError):
         check(
             Case(config, 8 if bad == "true" else 4, torch.float16, 128, "float", 40, 201, 4096, 3 if split != 1 else 1, False)
