@@ -1,5 +1,7 @@
 """The configs of cuda/tile_mma, and which of them dispatch takes without a table."""
 
+import math
+
 from lowq_kernels.registry import Call, Config
 from lowq_packers.layouts.tile import padded_rows
 
@@ -102,6 +104,7 @@ RULES = (
     ("4g", "some deep", 1, (16, 1, 256, 1, 1, 1)),
     ("g", "some", 2, (8, 4, 256, 2, 1, 1)),
     ("g", "some deep", 2, (8, 2, 512, 1, 1, 1)),
+    ("4", "uneven", 1, (4, 1, 512, 1, 1, 1)),
     ("4g", "many", 2, (4, 4, 256, 2, 1, 1)),
     ("g", "many", 2, (8, 1, 256, 1, 1, 1)),
     ("4g2", "long", 1, (16, 2, 512, 1, 1, 1)),
@@ -201,10 +204,14 @@ RULES = (
 
 def tiles_of(call: Call) -> set[str]:
     """How the row tiles fill 132 SMs: two a SM are few (tall: over K above 4096; long: above 8192), three and four fit and are
-    some; above: many (flat: over K up to 2048; deep: above 4096)."""
+    some; above: many (flat: over K up to 2048; deep: above 4096; uneven: eight a SM, as blocks of four, two at a time, would
+    leave over a quarter of their last round empty: 37888x3584, M = 1, 24.7 us so and 23.2 by blocks of one)."""
     tiles = padded_rows(call.N) // 16
     if tiles <= 264:
         return {"long"} if call.K > 8192 else {"few", "tall"} if call.K > 4096 else {"few"}
     if tiles <= 528:
         return {"fit"} if tiles <= 396 else {"some"}
-    return {"deep"} if call.K > 4096 else {"many", "flat"} if call.K <= 2048 else {"many"}
+    if call.K > 4096:
+        return {"deep"}
+    uneven = math.ceil(tiles / 1056) * 1056 > 1.25 * tiles
+    return {"many"} | ({"flat"} if call.K <= 2048 else set()) | ({"uneven"} if uneven else set())

@@ -17,7 +17,7 @@
 // Sums    fp32; over WK warpgroups through shared memory, over the cluster through distributed shared memory, over blocks
 //         that share a tile through global memory, always in the same order. Outputs go through a transposing stmatrix, so
 //         that a row of y is written 16 bytes at a time.
-// Cache   weights that are read once, by up to 32 rows, leave the second-level cache first: 28672x4096, M = 16 24.6 -> 22.4 us.
+// Cache   weights that are read once (up to 32 rows; 8 bits: 128) leave the second-level cache first: 24.6 -> 22.4 us, 28672x4096, M = 16.
 //         BLOCKS > 1 fit an SM: the next kernel's first stages are loaded while this one's last sums are written.
 // Limits  WK > 1: STAGES a multiple of WK and at least 2 * WK, and steps of a tile a multiple of WK or one tile a block: a
 //         stage always goes to the same warpgroups. One that misses a phase of its barrier takes an old one for the next.
@@ -119,7 +119,9 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
         registers_down<KEPT>();
         if (threadIdx.x == 0) {
-            constexpr bool ONCE = NB <= 32;  // 64 rows, in a whole 8B step: 3773 us with the hint, 3706 without
+            // 64 rows, 4 bits, in a whole 8B step: 3773 us with the hint, 3706 without. 8 bits alone, 64 and 128 rows: 3 to
+            // 12% less with it. For tiles of 256 rows a second way to load cost more.
+            constexpr bool ONCE = NB <= 32 || (BITS == 8 && NB * CONSUMERS < 512);
             auto load_weights = [&](int s, int c, int n_tile) {
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES, metas = words + W_BYTES;
                 barrier_expect(barrier, LOADED);
