@@ -127,10 +127,10 @@ def elsewhere() -> str:
 
 ABOUT = """One H100 (SXM, 80 GB), torch 2.11.0+cu130; fp16, float zeros, what dispatch picks without a table, all in one run.
 A cell: microseconds, the kernel, and that time over the best peer's (under 1 is faster). From M = 256 on a timing, ours and
-cuBLAS's, comes after 0.1 s of rest and ends within 25 ms: an H100 under such load lowers its clocks after 25 to 60 ms. Changed
-since this run and not timed: `tile_wgmma` at M = 9 to 16 asks for less shared memory (4 and 3 bits in wide layers: one or two
-stages of the ring fewer), 8 bits at M = 64 and 128 have the cache hint that they had in the run before (3 to 12% less time), and
-37888x3584 at M = 1 has its config of that run (23.2 us). Why: benchmarks/NOTES.md."""
+cuBLAS's, comes after 0.1 s of rest and ends within 25 ms: an H100 under such load lowers its clocks after 25 to 60 ms.
+Changed since this run and not timed: `tile_wgmma` at M = 9 to 16 asks for less shared memory (4 and 3 bits in wide layers: one
+or two stages of the ring fewer), 8 bits at M = 64 and 128 have the cache hint again that they had in the run before (3 to 12%
+less time), and 37888x3584 at M = 1 has its config of that run (23.2 us). Why: benchmarks/NOTES.md."""
 
 
 def text() -> str:

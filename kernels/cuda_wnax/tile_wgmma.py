@@ -46,8 +46,8 @@ PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 +
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
-# What a block of 16 rows leaves of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps of 16 rows,
-# 4 bits, took 2279 to 2301 us where this asked for 181 KB and 2380 to 2422 with 222, though faster alone (NOTES).
+# What a block of 16 rows leaves of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps of 16
+# rows, 4 bits, took 2279 to 2301 us where this asked for 181 KB and 2380 to 2422 with 222, though faster alone (NOTES).
 BESIDE_L1 = 196 << 10
 
 
