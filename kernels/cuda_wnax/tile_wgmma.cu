@@ -115,7 +115,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     __syncthreads();
 
     // of the registers a block starts with, the producer's warpgroup keeps these and the consumers' get the rest
-    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS * THREADS) / 8 * 8, KEPT = BLOCKS > 2 ? 24 : (BLOCKS > 1 ? NB < 64 : NB < 128 || CONSUMERS < 4) ? 40 : 32;
+    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS * THREADS) / 8 * 8, KEPT = (BLOCKS > 1 ? NB < 64 : NB < 128 || CONSUMERS < 4) ? 40 : 32;
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
         registers_down<KEPT>();
         if (threadIdx.x == 0) {
