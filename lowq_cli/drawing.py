@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowq_packers.errors import DISK_FULL, DoesNotFitError, UsageError
+from lowq_packers.errors import UsageError, disk_full
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,8 +35,8 @@ def save(drawn: "Figure", path: Path, dpi: int | None = None) -> None:
         drawn.savefig(partial, dpi="figure" if dpi is None else dpi)
         os.replace(partial, path)
     except OSError as e:
-        if e.errno in DISK_FULL:
-            raise DoesNotFitError(f"the disk is full ({path}); make room and run the same command again") from None
+        if full := disk_full(e, path):
+            raise full from None
         raise UsageError(f"--plot {path} cannot be written: {e.strerror}") from None
     finally:
         partial.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ import typer
 
 from lowq_cli import commands, console, ranks
 from lowq_cli.commands import EXIT_INTERRUPTED
-from lowq_packers.errors import DISK_FULL, LowqError
+from lowq_packers.errors import LowqError, disk_full
 
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
@@ -151,9 +151,8 @@ def _run() -> int:
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else EXIT_OUR_BUG
     except Exception as e:
-        if isinstance(e, OSError) and e.errno in DISK_FULL:
-            where = f" ({e.filename})" if e.filename else ""
-            return _fail(f"the disk is full{where}; make room and run the same command again", EXIT_NO_MEMORY)
+        if isinstance(e, OSError) and (full := disk_full(e, e.filename)):
+            return _fail(str(full), full.exit_code)
         if hasattr(e, "format_message"):  # Typer's own errors, or those of the click of older releases
             return _mistyped(e)
         if type(e).__name__ == "OutOfMemoryError":  # torch's, named here so that torch need not be imported

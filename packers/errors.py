@@ -6,7 +6,7 @@ exits with `exit_code`; library callers catch `LowqError`. An exception that is 
 
 import errno
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says where nothing more can be written
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says where nothing more can be written
 
 
 class LowqError(Exception):
@@ -51,3 +51,10 @@ class QualityError(LowqError):
     """A quality gate the caller set was missed."""
 
     exit_code = 6
+
+
+def disk_full(e: OSError, path: object, then: str = "run the same command again") -> DoesNotFitError | None:
+    """What to raise where `e`, met in writing `path` (None: unknown), says that the disk is full; None where it does not."""
+    if e.errno not in _DISK_FULL:
+        return None
+    return DoesNotFitError(f"the disk is full{f' ({path})' if path else ''}; make room and {then}")

@@ -26,7 +26,7 @@ from lowq_cli import state
 from lowq_cli.files.safetensors_io import read_bytes, read_header
 from lowq_cli.files.source import INDEX, JOURNAL
 from lowq_cli.run.plan import Item, Plan, Shard
-from lowq_packers.errors import DISK_FULL, DoesNotFitError, LowqError, UsageError
+from lowq_packers.errors import LowqError, UsageError, disk_full
 
 REPORT, LOG, CONFIG = "lowq_report.json", "lowq.log", "config.json"
 PARTIAL = ".partial"
@@ -289,8 +289,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        if e.errno in DISK_FULL:
-            raise DoesNotFitError(f"the disk is full ({path}); make room and run the same command again") from e
+        if full := disk_full(e, path):
+            raise full from e
         cached = path.absolute().is_relative_to(state.cache_dir().absolute())
         way_out = "name another cache folder: XDG_CACHE_HOME=DIR" if cached else "use another --out"
         raise UsageError(f"cannot write to {path}: {e.strerror}; {way_out}") from e

@@ -12,7 +12,7 @@ from lowq_kernels import measure, tuning
 from lowq_kernels.measure import Budget
 from lowq_kernels.precompile import Work, compile_all
 from lowq_kernels.tuning import Entry, Machine, Shape
-from lowq_packers.errors import DISK_FULL, DoesNotFitError, UsageError
+from lowq_packers.errors import UsageError, disk_full
 from lowq_packers.scheme import Scheme
 
 IN_PLACE_TOKENS = 64  # of the text that steps are timed at, and of the room after it
@@ -79,8 +79,8 @@ def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
     try:
         tuning.write_file(path, Machine.here(device), entries)
     except OSError as e:
-        if e.errno in DISK_FULL:
-            raise DoesNotFitError(f"the disk is full ({path}); make room and tune again") from None
+        if full := disk_full(e, path, "tune again"):
+            raise full from None
         raise UsageError(f"{path} cannot be written ({e.strerror}); tune a copy of the checkpoint that you own") from None
     tuning.use(folder, device)
     return path
