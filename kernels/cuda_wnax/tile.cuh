@@ -180,10 +180,15 @@ struct Codes {
         }
     };
 
+    // Register j of fragment f of 8-bit codes, each in the low byte of a half over a byte of `beside`.
+    static __device__ __forceinline__ u32 bytes(const u32 (&w)[Tile<BITS>::REGS], int f, int j, u32 beside) {
+        return __byte_perm(w[BITS == 8 ? (f >> 1) * 4 + j : 0], beside, f & 1 ? 0x4341 : 0x4240);
+    }
+
     // 8-bit codes as they are: the bits of a code are the number code * 2^-24 (bf16: 2^-133, most of them subnormal), and
     // (code - zero) * scale is one fma with scale * 2^24 where that is a number: of scales under 2^-8 (bf16: 2^-6).
     static __device__ __forceinline__ u32 bare(const u32 (&w)[Tile<BITS>::REGS], int f, int j) {
-        return __byte_perm(w[BITS == 8 ? (f >> 1) * 4 + j : 0], 0, f & 1 ? 0x4341 : 0x4240);
+        return bytes(w, f, j, 0);
     }
     static __device__ __forceinline__ bool small(u32 half) { return (half & 0x7fff) < (Half<T>::power(T == FP16 ? -8 : -6) & 0x7fff); }
     static __device__ __forceinline__ u32 scale_of_bare(u32 halves) {
@@ -197,7 +202,7 @@ struct Codes {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             if constexpr (BITS == 8 && !WIDE && !BARE) {  // bytes of two codes beside two of 0x64: 1024 + code, twice
-                a[j] = __byte_perm(w[(f >> 1) * 4 + j], 0x64646464u, f & 1 ? 0x4341 : 0x4240);
+                a[j] = bytes(w, f, j, 0x64646464u);
                 continue;
             }
             u32 v = w[BITS == 8 ? (f >> 1) * 4 + j : j] >> shift(f);

@@ -394,17 +394,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             for (int e = threadIdx.x & 127; e < OUT * 8; e += 128) {  // 16 bytes of a row of y
                 const int row = b * OUT + e / 8, n = e % 8 * 8, m = m_first + row, column = n_first + n;
                 if (row >= COLUMNS || m >= m_end || column >= N) continue;
-                uint4 v;
-                asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(staging + (e / 8 * ROW + n) * 2));
-                u16* to = y + (size_t)m * N + column;
-                if (N % 8 == 0) {
-                    *(uint4*)to = v;
-                } else {
-                    const u32 four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                    for (int i = 0; i < 8; i++)
-                        if (column + i < N) to[i] = (u16)(four[i / 2] >> (i % 2 * 16));
-                }
+                store8(y + (size_t)m * N + column, staging + (e / 8 * ROW + n) * 2, N, column);
             }
         }
     }

@@ -58,8 +58,8 @@ def threads(config: Config) -> int:
 
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
-    alone = config["NB"] == 16 and config["BLOCKS"] == 1
-    return BESIDE_L1 - 2048 if alone else SHARED // config["BLOCKS"] - 2048
+    of_sm = BESIDE_L1 if config["NB"] == 16 and config["BLOCKS"] == 1 else SHARED
+    return of_sm // config["BLOCKS"] - 2048
 
 
 def batch(bits: int, group: int, config: Config) -> tuple[int, int]:
