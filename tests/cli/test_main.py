@@ -18,14 +18,23 @@ def run(*args, **env):
     return subprocess.run([LOWQ, *args], capture_output=True, text=True, env={**os.environ, **env})
 
 
+def cpu_seconds(*command):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # bytecode is kept, as it is for users: compiling the sources anew takes 25 ms
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    assert subprocess.run(command, capture_output=True, env=env).returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_help_is_quick():
-    seconds = []
-    for _ in range(5):  # CPU time: what another process does on this machine is not ours to answer for
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run("--help").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 0.2, seconds
+    """Under 0.2 s of CPU time; on a slow or shared machine, no more than six bare starts of Python.
+
+    On the machine this was written on 0.11 s and 0.03 s. Rich's help would be 0.17 s more, torch 2 s.
+    """
+    both = [(cpu_seconds(LOWQ, "--help"), cpu_seconds(sys.executable, "-c", "pass")) for _ in range(5)]
+    ours, bare = map(min, zip(*both, strict=True))
+    assert ours < max(0.2, 6 * bare), both
 
 
 @pytest.mark.parametrize("args", [["--help"], ["quantize", "--bitz"], ["quantise"]], ids=" ".join)
