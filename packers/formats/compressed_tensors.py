@@ -15,7 +15,7 @@ import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Fetch, Format, Header, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme, ZeroKind
@@ -36,7 +36,7 @@ def _group_of(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     by_class = None
     for group in groups.values():
         targets = group.get("targets") if isinstance(group, Mapping) else None
-        for target in targets if isinstance(targets, Sequence) else ():
+        for target in (t for t in targets if isinstance(t, str)) if isinstance(targets, Sequence) else ():
             try:
                 hit = re.match(target[3:], name) if target.startswith("re:") else target == name
             except re.error:
@@ -158,7 +158,7 @@ def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int) -> torch.Ten
             raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(N, G)}")
         return (stored.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
     rows = {bitstream.words_per_row(N, bits): False, -(-N // (32 // bits)): True}
-    if stored.shape[0] not in rows or stored.shape[1] != G:
+    if stored.dim() != 2 or stored.shape[0] not in rows or stored.shape[1] != G:
         raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(min(rows), G)}")
     words = stored.t().contiguous()
     padded = 32 % bits != 0 and (rows[stored.shape[0]] if len(rows) == 2 else _is_padded(words, bits, N))
@@ -172,12 +172,14 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     if not 2 <= bits <= 8:
         raise UnsupportedError(f"{p}: int-quantized with {bits} bits is not one that lowq reads")
     scale = c.need(headers, f"{p}.weight_scale")
-    G = scale.shape[-1] if len(scale.shape) == 2 else 1
-    g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)
+    G = _groups_of(f"{p}.weight_scale", scale, N)
+    g, _ = c.group_count(K, K // G if K % G == 0 else 0, p)
     parts = [f"{p}.weight", f"{p}.weight_scale"]
     zero: ZeroKind = "none" if f"{p}.weight_zero_point" not in headers else "int"
     if zero == "int":
         parts.append(f"{p}.weight_zero_point")
+        if _groups_of(parts[-1], c.need(headers, parts[-1], dtypes=("I8", "I32", "I64")), N) != G:
+            raise DamagedError(f"{parts[-1]} has the shape {tuple(headers[parts[-1]].shape)}, its scales {tuple(scale.shape)}")
 
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         half = 1 << (bits - 1)
@@ -195,6 +197,16 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     return Matrix(p, (N, K), tuple(parts), read, stored, 8, c.held(bits, g, zero, K), scale.dtype)
 
 
+def _groups_of(name: str, companion: Header, N: int) -> int:
+    """Scales (or zeros) of a row: one, which all rows may share, or those of its groups. Raises DamagedError."""
+    shape = tuple(companion.shape)
+    if shape in ((), (1,), (1, 1), (N,)):
+        return 1
+    if len(shape) != 2 or shape[0] != N or not shape[1]:
+        raise DamagedError(f"{name} has the shape {shape}; {N} rows were expected")
+    return shape[1]
+
+
 def _fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     """float-quantized: fp8 times a scale for all, for a row, or for a block of `block_structure`."""
     N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
@@ -206,12 +218,16 @@ def _fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
             raise DamagedError(f"{p}: block_structure={structure!r} is no pair of sizes")
         block = structure[0], structure[1]
         c.need(headers, f"{p}.weight_scale", (-(-N // block[0]), -(-K // block[1])))
+    elif (G := _groups_of(f"{p}.weight_scale", scale, N)) > 1:
+        raise UnsupportedError(
+            f"{p}: float-quantized with {G} scales a row is not one that lowq reads; it reads one, or blocks"
+        )
 
     def read(fetch: Fetch) -> torch.Tensor:
         W, scales = fetch(f"{p}.weight").float(), fetch(f"{p}.weight_scale").float()
         if block:
             scales = scales.repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
-        elif scales.dim() < 2:
+        else:
             scales = scales.reshape(-1, 1)
         return (W * scales).to(torch.bfloat16 if scale.dtype == "F32" else getattr(torch, _TORCH[scale.dtype]))
 

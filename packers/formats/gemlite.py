@@ -6,6 +6,7 @@ all. Modes 0 to 4 are: nothing, q - z, q * s, (q - z) * s, q * s + z'; channel m
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -47,10 +48,13 @@ def _matrix(p: str, headers: Headers, fetch: Fetch) -> Matrix:
             f"{p}.W_q has the shape {tuple(word.shape)}; {N} x {K} with {E} codes a word asks for {(K // max(E, 1), N)}"
         )
     scaled = mode in (2, 3, 4) or channel in (1, 3)
-    G = headers[f"{p}.scales"].shape[0] if scaled and f"{p}.scales" in headers else 1
+    G = next(iter(headers[f"{p}.scales"].shape), 1) if scaled and f"{p}.scales" in headers else 1
     g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)
     if scaled:
         c.need(headers, f"{p}.scales", (G, N))
+    zeros = headers.get(f"{p}.zeros")
+    if zeros is not None and zeros.shape != (1, 0) and (mode == 4 or (mode in (1, 3) and prod(zeros.shape) != 1)):
+        c.need(headers, f"{p}.zeros", (G, N), (*c.FLOATS, *WORDS, "I8"))
     if group not in (1, g, K) and group > 0:
         raise DamagedError(f"{p}: metadata says group_size={group}, its scales have {G} groups of K={K}")
     signed = word.dtype == "I8"
