@@ -191,17 +191,27 @@ def read_file(path: Path) -> list[dict[str, Any]]:
             raise ValueError(f"format {data['format']}")
         for m in machines:
             _entries(m), Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise DamagedError(f"{path} is not a tuning file of format {FORMAT} ({e}); run lowq tune again") from None
     return machines
 
 
 def _entries(machine: dict[str, Any]) -> list[Entry]:
-    return [Entry(**{**e, "runners_up": tuple(e["runners_up"])}) for e in machine["entries"]]
+    """Entries as `asdict` spelled them. Raises KeyError or TypeError for others: dispatch compares and divides their fields."""
+    found = [Entry(**{**e, "runners_up": tuple(e["runners_up"])}) for e in machine["entries"]]
+    for e in found:
+        numbers, names = (e.bits, e.group, e.N, e.K, e.M), (e.zero, e.dtype, e.layout, e.kernel, e.source, e.act)
+        sizes = all(type(n) is int and n > 0 for n in numbers) and isinstance(e.us, int | float) and e.us > 0
+        if not sizes or not all(isinstance(n, str) for n in names) or not isinstance(e.config, dict):
+            raise TypeError(f"an entry is {e}"[:200])
+    return found
 
 
 def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
-    """Put this machine's entries into a tuning file, over its older ones; other machines' stay. Written whole or not at all."""
+    """Put this machine's entries into a tuning file, over its older ones; other machines' stay. Written whole or not at all.
+
+    Of two processes that write at once the later one's entries stay.
+    """
     try:
         machines = read_file(path) if path.exists() else []
     except DamagedError:
@@ -217,7 +227,7 @@ def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
     date = datetime.date.today().isoformat()
     kept = [asdict(e) for _, e in sorted(mine.items(), key=lambda item: str(item[0]))]
     machine = {**asdict(here), "date": date, "entries": kept}
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(_dumps({"format": FORMAT, "machines": [*others, machine]}))
         partial.replace(path)

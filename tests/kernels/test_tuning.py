@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -142,6 +144,36 @@ def test_other_versions_are_ignored_with_a_notice(tmp_path):
     assert tuning.use(tmp_path, CPU, said.append) == 0
     assert "1 entries" in said[0]
     assert "lowq tune" in said[0]
+
+
+def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path, monkeypatch):
+    path, replace, pid = tmp_path / tuning.FILE, Path.replace, os.getpid()
+
+    def overtaken(partial, target):
+        monkeypatch.setattr(Path, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+        tuning.write_file(path, HERE, [entry(2)])
+        return replace(partial, target)
+
+    monkeypatch.setattr(Path, "replace", overtaken)
+    tuning.write_file(path, HERE, [entry(1)])
+    assert [e["M"] for m in tuning.read_file(path) for e in m["entries"]] == [1]
+    assert [p.name for p in tmp_path.iterdir()] == [tuning.FILE]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"M": "1"}, {"M": None}, {"N": 0}, {"us": "fast"}, {"us": 0}, {"us": float("nan")}, {"zero": ["float"]}, {"config": "{}"}],
+    ids=str,
+)
+def test_entries_of_other_types_are_a_damaged_file(tmp_path, fault):
+    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1)])
+    content = json.loads((tmp_path / tuning.FILE).read_text())
+    content["machines"][0]["entries"][0] |= fault
+    (tmp_path / tuning.FILE).write_text(json.dumps(content))
+    said: list[str] = []
+    assert tuning.use(tmp_path, CPU, said.append) == 0
+    assert "is not a tuning file" in said[0]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 9, "machines": []}', '{"format": 1, "machines": [{"gpu": 3}]}'])
