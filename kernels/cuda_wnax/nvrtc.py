@@ -7,7 +7,7 @@ and nothing but the one library is needed.
 
 Cache: $XDG_CACHE_HOME/lowq/cubin/<key>, key = hash of every source, expression, arch, options and NVRTC
 version. Files are written beside and renamed, so two processes may start at once; a truncated file fails its checksum
-and is compiled anew; a home that cannot be written to only costs the compile in each process.
+and is compiled anew; a home that is not there or cannot be written to only costs the compile in each process.
 """
 
 import ctypes
@@ -158,9 +158,12 @@ def arch_of(capability: tuple[int, int]) -> str:
     return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
 
 
-def cache_dir() -> Path:
-    """Where cubins are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowq" / "cubin"
+def cache_dir() -> Path | None:
+    """Where cubins are kept; None for a user of no home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowq" / "cubin"
+    except RuntimeError:
+        return None
 
 
 def _key(file: str, expression: str, arch: str) -> str:
@@ -187,9 +190,12 @@ def _write(path: Path, cubin: Cubin) -> None:
     with suppress(OSError):  # a home that cannot be written to is no reason to fail
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        with os.fdopen(handle, "wb") as f:
-            f.write(hashlib.sha256(blob).hexdigest().encode() + b"\n" + blob)
-        os.replace(partial, path)
+        try:
+            with os.fdopen(handle, "wb") as f:
+                f.write(hashlib.sha256(blob).hexdigest().encode() + b"\n" + blob)
+            os.replace(partial, path)
+        finally:
+            Path(partial).unlink(missing_ok=True)  # gone already where all went well
 
 
 @cache
@@ -198,11 +204,13 @@ def compiled(file: str, expression: str, arch: str) -> Cubin:
 
     Raises CompileError with the compiler's log where NVRTC refuses the source.
     """
-    path = cache_dir() / _key(file, expression, arch)
-    cubin = _read(path)
+    folder = cache_dir()
+    path = folder and folder / _key(file, expression, arch)
+    cubin = path and _read(path)
     if cubin is None:
         cubin = _compile(file, expression, arch)
-        _write(path, cubin)
+        if path:
+            _write(path, cubin)
     return cubin
 
 

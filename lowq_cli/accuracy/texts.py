@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowq_cli.accuracy.perplexity import read_utf8, tokenize, windows
+from lowq_cli.state import user_path
 from lowq_packers.errors import NotFoundError, UsageError
 
 WINDOW = 512
@@ -19,7 +20,7 @@ def read_text(path: str | None) -> str:
 
     Raises NotFoundError, UsageError.
     """
-    root = DEFAULT_TEXT if path is None else Path(path).expanduser()
+    root = DEFAULT_TEXT if path is None else user_path(path)
     if root.is_dir():
         files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
         if not files:

@@ -3,24 +3,23 @@
 import json
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowq_cli.state import cache_dir
 from lowq_kernels import timing
+from lowq_packers.errors import NotFoundError
 
 FILE = "bandwidth.json"
 
 
 def measured(device: torch.device) -> float:
     """Bytes per second that a plain read of a large buffer reaches on `device`, from the cache folder if known there."""
-    path, key = cache_dir() / FILE, _name(device)
-    known = _read(path)
+    key, known = _name(device), _read()
     if not isinstance(known.get(key), int | float):
         known[key] = measure(device)
-        _write(path, known)
+        _write(known)
     return float(known[key])
 
 
@@ -45,20 +44,21 @@ def _name(device: torch.device) -> str:
     return f"{platform.node()} cpu, {torch.get_num_threads()} threads"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read() -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads((cache_dir() / FILE).read_text())
+    except (OSError, ValueError, NotFoundError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _write(path: Path, known: dict[str, Any]) -> None:
-    """Keep `known`; a read-only home only means measuring again."""
+def _write(known: dict[str, Any]) -> None:
+    """Keep `known`; a home that is read-only or not there only means measuring again."""
     try:
+        path = cache_dir() / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(known))
         partial.replace(path)
-    except OSError:
+    except (OSError, NotFoundError):
         return

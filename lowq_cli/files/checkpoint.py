@@ -16,6 +16,7 @@ from lowq_cli.files.safetensors_io import TensorHeader, read_json
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.run.writer import REPORT
+from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import Scheme
@@ -119,7 +120,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises NotFoundError (no folder, or a run that has not finished), UsageError (a model that is not quantized),
     UnsupportedError (another format or version), DamagedError (files that do not fit together).
     """
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     if not folder.is_dir():
         raise NotFoundError(f"no folder {folder}; make a checkpoint with: lowq quantize MODEL --out {folder}")
     source = open_source(str(folder.absolute()))

@@ -15,6 +15,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.interop.exporter import exportable
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.run.writer import REPORT
+from lowq_cli.state import user_path
 from lowq_packers.layouts import DISK
 
 TUNED = "lowq_tune.json"
@@ -135,7 +136,7 @@ def inspect_model(model: str) -> Inspection:
 
     Raises NotFoundError, DamagedError (headers, index or config at odds with each other), UnsupportedError (pickles).
     """
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if is_checkpoint(folder):
         return _lowq(folder, model)
     with open_foreign(model, headers_only=True) as source:

@@ -24,6 +24,7 @@ from lowq_cli.files.safetensors_io import (
     read_json,
     torch_dtype,
 )
+from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
     name = os.fspath(model)
     if name == "demo":
         return _open_folder("demo", Path(__file__).parents[1] / "demo")
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         return _open_folder(name, path)
     if path.is_file():
@@ -157,7 +158,7 @@ def check_there(*models: str | os.PathLike[str] | None) -> None:
     for model in models:
         if model is None:
             continue
-        path = Path(model).expanduser()
+        path = user_path(model)
         other_kind = path.suffix in (".gguf", ".pt") or (path / "qmodel.pt").is_file()  # interop.foreign opens those
         if not other_kind and (path.exists() or not HUB_ID.fullmatch(str(model))):
             open_source(model, headers_only=True).close()

@@ -23,6 +23,7 @@ from lowq_cli.interop.importer import runnable
 from lowq_cli.interop.older_config import spelled_out
 from lowq_cli.interop.sharding import fusion_problems, shard_problems
 from lowq_cli.run.writer import writing
+from lowq_cli.state import user_path
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.formats import Format, Tensors
@@ -76,7 +77,7 @@ def export(
     """
     if to not in TARGETS:
         raise UsageError(f"--to {to} does not exist; use one of {', '.join(TARGETS)}")
-    there = Path(checkpoint).expanduser().exists()
+    there = user_path(checkpoint).exists()
     found = open_checkpoint(runnable(checkpoint) if there else checkpoint)
     with found.source:
         fmt = formats.get(to)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json
 from lowq_cli.files.source import Source, open_source
+from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> S
 
 def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
     """`open_source`, for what it does not open too: a GGUF file, a folder with HQQ's qmodel.pt."""
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     if folder.suffix == ".gguf" and folder.is_file():
         from lowq_cli.interop.gguf_source import open_gguf
 

@@ -31,7 +31,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
     An import is announced in one line on stderr. Raises as `open_foreign` and the formats do.
     """
     name = os.fspath(model)
-    if is_checkpoint(Path(name).expanduser()):
+    if is_checkpoint(state.user_path(name)):
         return name
     with open_foreign(name) as source:
         found = foreign_matrices(source)

@@ -4,13 +4,13 @@ Where there is none, or on request, vLLM takes the checkpoint as it is and our k
 """
 
 from contextlib import suppress
-from pathlib import Path
 
 from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.interop.exporter import check, export
 from lowq_cli.interop.importer import cached
 from lowq_cli.interop.sharding import fusion_problems, shard_problems
+from lowq_cli.state import user_path
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.layouts import DISK
@@ -29,7 +29,7 @@ def command(
     """
     if ranks < 1:
         raise UsageError(f"--tp {ranks} must be at least 1")
-    folder = Path(model).expanduser()
+    folder = user_path(model)
     name = folder.resolve().name if folder.is_dir() else model
     served = model
     if is_checkpoint(folder):

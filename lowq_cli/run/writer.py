@@ -291,7 +291,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as e:
         if full := disk_full(e, path):
             raise full from e
-        cached = path.absolute().is_relative_to(state.cache_dir().absolute())
+        cached = state.is_cached(path)
         way_out = "name another cache folder: XDG_CACHE_HOME=DIR" if cached else "use another --out"
         raise UsageError(f"cannot write to {path}: {e.strerror}; {way_out}") from e
 

@@ -117,6 +117,26 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path, monkeypat
     nvrtc.compiled.cache_clear()
 
 
+def test_a_user_of_no_home_only_compiles_anew(monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(nvrtc.Path, "home", home)
+    nvrtc.compiled.cache_clear()
+    assert nvrtc.compiled(*PROBE).image
+    nvrtc.compiled.cache_clear()
+
+
+def test_a_write_that_fails_leaves_nothing_behind(fresh_cache, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nvrtc.os, "replace", full)
+    assert nvrtc.compiled(*PROBE).image
+    assert not list(fresh_cache.iterdir())
+
+
 def test_two_processes_may_start_at_once(tmp_path):
     code = f"from lowq_kernels.cuda_wnax import nvrtc; print(len(nvrtc.compiled{PROBE!r}.image))"
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
