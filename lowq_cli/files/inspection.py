@@ -1,6 +1,5 @@
 """What a model folder holds, from config.json, safetensors headers and lowq_report.json: no weights are read."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -10,15 +9,16 @@ from typing import Any
 
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.quant_config import METHOD
-from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader, read_json
+from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
 from lowq_cli.files.source import Source
 from lowq_cli.interop.exporter import exportable
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.run.writer import REPORT
 from lowq_cli.state import user_path
+from lowq_kernels import tuning
+from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import DISK
 
-TUNED = "lowq_tune.json"
 SHOWN = 3  # traps of one kind spelled out
 KINDS = (  # by name alone, so that folders of families that transformers lacks can be looked at too
     ("embedding", r"embed|(^|\.)wte$|(^|\.)wpe$"),
@@ -164,7 +164,8 @@ def _lowq(folder: Path, name: str) -> Inspection:
     targets = exportable(found)
     engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export)" for t in targets))
     found.source.close()
-    return Inspection(name, METHOD, _family(found.source), tuple(rows), notes, engines, _tuned(found.source))
+    tuned, ignored = _tuned(folder)
+    return Inspection(name, METHOD, _family(found.source), tuple(rows), notes + ignored, engines, tuned)
 
 
 def _foreign_or_dense(source: Source) -> Inspection:
@@ -219,9 +220,11 @@ def _family(source: Source) -> str:
     return str(source.config.get("model_type", "unknown"))
 
 
-def _tuned(source: Source) -> tuple[str, ...]:
-    """GPUs that the checkpoint's tuning table has entries for."""
-    if source.folder is None or not (source.folder / TUNED).is_file():
-        return ()
-    found = re.findall(r'"gpu":\s*("(?:[^"\\]|\\.)*")', json.dumps(read_json(source.folder / TUNED)))
-    return tuple(dict.fromkeys(json.loads(name) for name in found))
+def _tuned(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """GPUs that the checkpoint's tuning table has entries for; a note where its file is damaged, as runs of it say too."""
+    if not (folder / tuning.FILE).is_file():
+        return (), ()
+    try:
+        return tuple(dict.fromkeys(m["gpu"] for m in tuning.read_file(folder / tuning.FILE))), ()
+    except DamagedError as e:
+        return (), (f"ignoring {e}",)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from lowq_cli import main
 from lowq_cli.files.inspection import inspect_model, kind_of
 from lowq_cli.files.quant_config import compact
+from lowq_kernels import tuning
 from lowq_packers.bitstream import pack
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
@@ -90,8 +91,18 @@ def test_the_demo_is_dense(monkeypatch, capsys):
 
 def test_tuned_gpus_are_named(tmp_path):
     folder = lowq_folder(tmp_path / "m")
-    (folder / "lowq_tune.json").write_text(json.dumps({"format": 1, "machines": [{"gpu": "NVIDIA H100", "entries": []}]}))
+    tuning.write_file(folder / tuning.FILE, tuning.Machine("NVIDIA H100", (9, 0), "2.7.1", "3.3.1"), [])
+    tuning.write_file(folder / tuning.FILE, tuning.Machine("NVIDIA H100", (9, 0), "2.8.0", "3.4.0"), [])
     assert inspect_model(str(folder)).tuned == ("NVIDIA H100",)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1, "machines": [{"gpu": 7}]}'])
+def test_a_damaged_tuning_file_is_a_note_and_the_rest_is_shown(content, tmp_path):
+    folder = lowq_folder(tmp_path / "m")
+    (folder / tuning.FILE).write_text(content)
+    found = inspect_model(str(folder))
+    assert found.tuned == ()
+    assert any(n.startswith("ignoring ") and tuning.FILE in n for n in found.notes)
 
 
 BAD = {
