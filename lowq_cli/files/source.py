@@ -137,8 +137,8 @@ class Source:
 def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
     """The model that a person named: "demo", a folder, or a hub id (downloaded; only its headers if `headers_only`).
 
-    Raises NotFoundError, DamagedError (files at odds with themselves or each other), UnsupportedError (pickles, GGUF,
-    adapters): each says the way out.
+    Raises NotFoundError, DamagedError (files at odds with themselves or each other), UnsupportedError (pickles,
+    adapters): each says the way out. GGUF files and HQQ's qmodel.pt are interop.foreign.open_foreign's.
     """
     name = os.fspath(model)
     if name == "demo":
@@ -168,8 +168,6 @@ def _folder_of(path: Path) -> Path:
     """The folder of a weight file that was named itself. Raises UnsupportedError for files that lowq does not open."""
     if path.suffix == ".safetensors":
         return path.parent
-    if path.match("*.gguf"):
-        raise UnsupportedError(f"{path} is GGUF; lowq reads safetensors: give the original model's folder or hub id")
     if any(path.match(p) for p in PICKLES):
         raise UnsupportedError(_pickle_message(path))
     raise NotFoundError(f"{path} is a file; give the folder that holds config.json and *.safetensors")
@@ -228,7 +226,7 @@ def _weight_files(folder: Path) -> list[str]:
         for path in sorted(folder.glob(pattern)):
             raise UnsupportedError(_pickle_message(path))
     for path in sorted(folder.glob("*.gguf")):
-        _folder_of(path)
+        raise NotFoundError(f"{folder} holds no *.safetensors but GGUF, which is named by its file: {path}")
     raise NotFoundError(f"{folder} holds no *.safetensors; give the folder of a Hugging Face model")
 
 

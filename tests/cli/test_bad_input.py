@@ -118,7 +118,7 @@ CASES = [
     Case("shard missing", lambda m: split(m, lost=True), 3, "fetch 1 missing file"),
     Case("index at odds with its files", lambda m: split(m, wrong=True), 3, "fetch the model again"),
     Case("only a pickle", only("pytorch_model.bin"), 5, "is a pickle"),
-    Case("only a GGUF", only("model.gguf"), 5, "is GGUF"),
+    Case("only a GGUF", only("model.gguf"), 3, "which is named by its file: "),
     Case("only an adapter", only("adapter_config.json"), 5, "is a LoRA adapter"),
     Case("NaN in a linear weight", set_value(Q, torch.nan), 3, Q),
     Case("infinity in a linear weight", set_value(Q, torch.inf), 3, Q),
