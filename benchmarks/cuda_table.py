@@ -1,22 +1,18 @@
-"""The tables of docs/cuda.md from measured rows: the tile kernels beside the best peer.
-
-python benchmarks/cuda_table.py [--write]      # --write replaces what follows the marker in docs/cuda.md
+"""The tables of docs/cuda.md from measured rows, for render.py: the tile kernels beside the best peer.
 
 Reads results/h100/: cuda_tile.json (cuda_tile.py, the run of PLAN) and peers.jsonl (Marlin, Machete, Humming, tinygemm,
 GemLite on the same kind of GPU, same protocol, another run).
 """
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent
-RESULTS = ROOT / "results" / "h100"
-MARKER = "<!-- table: python benchmarks/cuda_table.py -->\n"
+RESULTS = Path(__file__).parent / "results" / "h100"
 LAYERS = ((4096, 4096), (4096, 14336), (8192, 8192), (28672, 4096), (57344, 8192))  # the peers'
 NOT_PEERS = ("cublas_fp16", "read", "roofline", "fastgemv")  # fastgemv has one scale a tensor
 GROUPS = {64: "groups of 64", 32: "groups of 32", 0: "one group a row"}
@@ -76,11 +72,6 @@ def grid(cells: dict[Key, str]) -> str:
     return table(["N x K", *(f"M={m}" for m in Ms)], [[f"{N}x{K}", *(cells.get((N, K, m), "") for m in Ms)] for N, K in layers])
 
 
-def mean(ratios: Sequence[float]) -> float:
-    """Geometric mean."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
-
-
 def against_peers(bits: int) -> str:
     """One width: microseconds, kernel, times the best peer's; then how many are at or under it, and which are not."""
     mine, best = of_peers(measured(bits)), best_peers(bits)
@@ -88,7 +79,7 @@ def against_peers(bits: int) -> str:
     cells = {k: f"{c} {c.kernel}" + (f" {ratios[k]:.2f}" if k in ratios else "") for k, c in mine.items()}
     few = [r for (_, _, m), r in ratios.items() if m <= 16]
     said = f"At or under the best peer in {sum(r <= 1 for r in ratios.values())} of {len(ratios)} cells"
-    said += f"; at M <= 16 {1 / mean(few):.2f} times as fast as the best peer in geometric mean."
+    said += f"; at M <= 16 {1 / geometric_mean(few):.2f} times as fast as the best peer in geometric mean."
     over = [f"{n}x{k} M={m} ({r:.2f}, {best[n, k, m][1]})" for (n, k, m), r in ratios.items() if r > 1]
     missing = [f"{n}x{k} M={m}" for n, k, m in best if (n, k, m) not in mine]
     said += (f" Behind: {', '.join(over)}." if over else "") + (f" Not measured: {', '.join(missing)}." if missing else "")
@@ -98,7 +89,8 @@ def against_peers(bits: int) -> str:
 def against_reading() -> str:
     """4 bits: times what the mere reading of the words, scales and zeros takes."""
     cells = {k: c.us / c.read for k, c in of_peers(measured(4)).items() if k[2] <= 16}
-    means = ", ".join(f"M = {m} {mean([r for k, r in cells.items() if k[2] == m]):.2f}" for m in sorted({k[2] for k in cells}))
+    by_m = {m: [r for k, r in cells.items() if k[2] == m] for m in sorted({k[2] for k in cells})}
+    means = ", ".join(f"M = {m} {geometric_mean(ratios):.2f}" for m, ratios in by_m.items())
     return f"{grid({k: f'{r:.2f}' for k, r in cells.items()})}\n\nGeometric means: {means}."
 
 
@@ -134,7 +126,7 @@ less time), and 37888x3584 at M = 1 has its config of that run (23.2 us). Why: b
 
 
 def text() -> str:
-    """Everything that follows the marker."""
+    """All of them."""
     parts = [
         ABOUT,
         "### 4 bits, group 128\n\n" + against_peers(4),
@@ -146,13 +138,3 @@ def text() -> str:
         "### Layers of Qwen2.5-7B, Mistral-7B and Llama-3.2-1B, 4 bits (times as fast as cuBLAS fp16)\n\n" + elsewhere(),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true")
-    made = text()
-    if parser.parse_args().write:
-        page = ROOT.parent / "docs" / "cuda.md"
-        page.write_text(page.read_text().split(MARKER)[0] + MARKER + "\n" + made)
-    print(made)

@@ -1,9 +1,9 @@
 """The tables of docs/fp8.md, from results/h100/fp8.json (fp8.py)."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 RESULT = Path(__file__).parent / "results" / "h100" / "fp8.json"
@@ -14,11 +14,6 @@ Row = dict[str, Any]
 def _report() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(RESULT.read_text())
     return found
-
-
-def _mean(ratios: Sequence[float]) -> float:
-    """Geometric mean."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _us(t: float | None) -> str:
@@ -47,7 +42,7 @@ def quantizer(markdown: Markdown) -> str:
         n, ours = r["n"], r["ours"]
         rate, share = f"{3 * n * n / ours / 1e3:,.0f}", f"{100 * r['cast'] / ours:.0f}%"
         lines.append((f"{n} x {n}", _us(ours), *(_us(r.get(key)) for key in peers.values()), rate, share))
-    means = {p: _mean([r[key] / r["ours"] for r in rows if key in r]) for p, key in peers.items() if p != "cast"}
+    means = {p: geometric_mean([r[key] / r["ours"] for r in rows if key in r]) for p, key in peers.items() if p != "cast"}
     told = ", ".join(f"{m:.2f} ({p})" for p, m in means.items())
     columns = ("bf16 in", ">ours", *(f">{p}" for p in peers), ">GB/s", ">of the cast")
     return markdown(columns, lines) + f"\nGeometric means of their time over ours: {told}.\n"
@@ -63,7 +58,7 @@ def gemm(markdown: Markdown) -> str:
         lines.append((f"{r['N']} x {r['K']}", r["M"], *(_us(r["us"].get(n)) for n in names), rate))
 
     def ratio(theirs: str, ours: str, rows: list[Row]) -> str:
-        return f"{_mean([r['us'][theirs] / r['us'][ours] for r in rows if theirs in r['us'] and ours in r['us']]):.2f}"
+        return f"{geometric_mean([r['us'][theirs] / r['us'][ours] for r in rows if theirs in r['us'] and ours in r['us']]):.2f}"
 
     small, large = [r for r in rows if r["M"] <= 64], [r for r in rows if r["M"] >= 1024]
     block = "torch, 128x128"

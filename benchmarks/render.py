@@ -1,9 +1,10 @@
-"""Write the generated parts of README.md and docs/*.md: tables from benchmarks/results/, help from the command itself.
+"""Write the generated pages, and parts of README.md and docs/*.md: tables from benchmarks/results/, help from the command.
 
     python benchmarks/render.py          rewrite what has changed
     python benchmarks/render.py --check  exit 1 if anything would change (a test runs this)
 
 A generated part stands between `<!-- lowq:NAME -->` and `<!-- /lowq:NAME -->`; NAME is a function of `PARTS`.
+docs/gemv.md and docs/splitk.md are written whole.
 No number in a document is typed by hand.
 """
 
@@ -19,14 +20,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # scripts of this folder import each other by name
 import calibrate_page
+import cuda_table
 import decode_page
 import fp8_page
+import gemv_page
 import interop_page
 import mixed_page
+import splitk_page
 import summary
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+WHOLE = {"gemv.md": gemv_page.page, "splitk.md": splitk_page.page}
 MARK = re.compile(r"(<!-- lowq:(\w+) -->\n).*?(<!-- /lowq:\2 -->)", re.DOTALL)
 
 
@@ -205,6 +210,11 @@ def tuning() -> str:
     return "```\n" + (RESULTS / "h100" / "tune_8b.log").read_text() + "```\n"
 
 
+def cuda_tables() -> str:
+    """The tile kernels beside the best peer."""
+    return cuda_table.text()
+
+
 def fp8(part: str) -> Callable[[], str]:
     """A table of docs/fp8.md."""
     return lambda: fp8_page.PARTS[part](markdown)
@@ -227,6 +237,7 @@ PARTS: dict[str, Callable[[], str]] = {
         judged,
         two_gpus,
         tuning,
+        cuda_tables,
     )
 } | {f"fp8_{part}": fp8(part) for part in fp8_page.PARTS}
 
@@ -241,7 +252,7 @@ def main() -> int:
     stale = []
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         before = page.read_text()
-        after = rendered(before)
+        after = WHOLE[page.name]() if page.name in WHOLE else rendered(before)
         if before != after:
             stale.append(page.name)
             if "--check" not in sys.argv:
