@@ -73,18 +73,16 @@ def label(variant: str) -> str:
     """A variant of e2e_decode.py as a reader would name it."""
     if variant in summary.DECODERS:
         return summary.DECODERS[variant]
-    body, _, head = variant.partition("h")
-    bits, _, group = body.partition("g")
-    return f"lowq, {bits}-bit g{group or 128}" + (f", {head}-bit head" if head else "")
+    bits, group, head = summary.widths(variant)
+    return f"lowq, {bits}-bit g{group}" + (f", {head}-bit head" if head else "")
 
 
 def _order(variant: str) -> tuple[Any, ...]:
     """transformers first, then by bits, wide groups before narrow, a 16-bit head before a quantized one."""
     if variant.startswith("transformers"):
         return (0, variant.endswith("compile"), variant.endswith("static"))
-    body, _, head = variant.partition("h")
-    bits, _, group = body.partition("g")
-    return (1, -int(bits), -int(group or 128), -int(head or 16))
+    bits, group, head = summary.widths(variant)
+    return (1, -bits, -group, -(head or 16))
 
 
 def _one(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[object]]]:

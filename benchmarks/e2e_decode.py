@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from summary import widths
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowq_cli.engine import Generation, explain, search, stream, warm
@@ -142,16 +143,15 @@ def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, 
 
 
 def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str) -> Any:
-    """The model on the meta device, packed as `variant` says: bits, then g and a group size, then h and the head's bits."""
-    body, _, head = variant.partition("h")
-    bits, _, group = body.partition("g")
-    scheme = Scheme(int(bits), int(group or 128))
+    """The model on the meta device, packed as `variant` says."""
+    bits, group, head = widths(variant)
+    scheme = Scheme(bits, group)
     for path, m in list(model.named_modules()):
         if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj") and isinstance(m.down_proj, torch.nn.Parameter):
             model.set_submodule(path, random_experts(m, scheme, dtype, device))
         elif isinstance(m, torch.nn.Linear) and (path != "lm_head" or head):
             N, K = m.weight.shape
-            own = Scheme(int(head), scheme.group_size) if path == "lm_head" else scheme
+            own = Scheme(head, group) if path == "lm_head" else scheme
             model.set_submodule(path, random_packed(N, K, own, dtype, device))
     return fill(model, device)
 

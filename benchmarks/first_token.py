@@ -115,6 +115,7 @@ def write(folder: Path, shape: str, variant: str, device: str) -> int:
     """A checkpoint of random codes, in shards, with the demo's tokenizer; its bytes."""
     import e2e_decode
     from safetensors.torch import save_file
+    from summary import widths
 
     from lowq_cli import demo
     from lowq_cli.files.quant_config import compact
@@ -122,16 +123,15 @@ def write(folder: Path, shape: str, variant: str, device: str) -> int:
     from lowq_packers.scheme import Scheme
 
     dtype = torch.float16
-    body, _, head = variant.partition("h")
-    bits, _, group = body.partition("g")
+    bits, group, head = widths(variant)
     model, schemes, kept = e2e_decode.skeleton(shape, dtype), {}, []
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, p in model.named_parameters():
         stem = name.removesuffix(".weight")
-        own = int(head or 0) if stem == "lm_head" else 0 if p.dim() == 1 or "embed" in name else int(bits)
+        own = head if stem == "lm_head" else 0 if p.dim() == 1 or "embed" in name else bits
         if own:
             N, K = p.shape
-            schemes[stem] = s = Scheme(own, int(group or 128))
+            schemes[stem] = s = Scheme(own, group)
             scales, zeros = e2e_decode.random_meta((N, s.groups(K)), K, s, dtype, device)
             words = e2e_decode.random_words(N, bitstream.words_per_row(K, own), device=device)
             found = {name: words, f"{stem}.weight_scale": scales, f"{stem}.weight_zero": zeros}

@@ -34,6 +34,13 @@ def read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text())
 
 
+def widths(variant: str) -> tuple[int, int, int]:
+    """(bits, group, bits of the head or 0) of a variant that e2e_decode.py spells bits[gGROUP][hBITS], as 4g64h8."""
+    body, _, head = variant.partition("h")
+    bits, _, group = body.partition("g")
+    return int(bits), int(group or 128), int(head or 0)
+
+
 def measured(table: Table) -> str:
     """All of them; `table` makes Markdown of columns and rows."""
     return "\n".join((_accuracy(table), _decode(table, "h100/decode_8b.json", 1), _products(table), _cpu(table)))
