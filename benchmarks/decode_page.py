@@ -59,7 +59,7 @@ def first_token(table: Table) -> str:
     """Seconds of fresh processes from the checkpoint's files to the first token."""
     path = RESULTS / "h100" / "first_token.json"
     if not path.is_file():
-        return ""
+        return "(not measured yet)\n"
     report = json.loads(path.read_text())
     what = f"{report['model'].upper()}, `{report['variant']}`, {report['checkpoint_gb']:.1f} GB in the page cache"
     stages = {"import_s": "imports", "load_s": "load", "join_s": "join", "compile_s": "compile", "prompt_s": "prompt"}
