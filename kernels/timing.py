@@ -100,7 +100,7 @@ def wall_time(calls: Sequence[Thunk], seconds: float = 0.1, least: int = 5) -> f
 
 
 def timed(calls: Sequence[Thunk], device: torch.device | str) -> float:
-    """Median microseconds per call by the protocol that fits the device."""
+    """Microseconds per call by the protocol that fits the device."""
     return graph_time(calls) if torch.device(device).type == "cuda" else wall_time(calls)
 
 
