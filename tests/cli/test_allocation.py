@@ -36,12 +36,12 @@ def test_nothing_is_better(seed, coarse):
 
 
 def test_a_large_model_takes_seconds():
-    start = time.perf_counter()
+    start = time.process_time()
     groups = tables(0, 400, 13)
     budget = int(1.2 * sum(min(c.nbytes for c in cs) for cs in groups.values()))
     found = allocate(groups, budget)
     assert sum(c.nbytes for c in found.values()) <= budget
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 def test_a_budget_that_nothing_fits_is_named():

@@ -195,7 +195,6 @@ def test_ctrl_c_stops_at_once_and_the_rerun_continues(tmp_path, undisturbed):
     assert files(folder) == undisturbed
 
 
-@pytest.mark.slow
 def signalled(command, environment, journal, number):
     """Exit code of the command, sent a signal once it has journalled two more tensors."""
     lines = lambda: journal.read_bytes().count(b"\n") if journal.exists() else 0  # noqa: E731
@@ -209,6 +208,7 @@ def signalled(command, environment, journal, number):
     return process.wait(60)
 
 
+@pytest.mark.slow
 def test_the_command_exits_with_130_on_ctrl_c_and_survives_kill_9(tmp_path, undisturbed):
     lowq = Path(sys.executable).with_name("lowq")
     command = [lowq, "quantize", "demo", "--method", "rtn", "--shard-size", str(SHARD), "--out", tmp_path / "out"]

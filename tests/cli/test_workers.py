@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lowq_cli.run.workers import GPU_WORKERS, MAX_WORKERS, in_order, shared_threads, spread, worker_devices
+from lowq_cli.run.workers import AHEAD, GPU_WORKERS, MAX_WORKERS, in_order, shared_threads, spread, worker_devices
 
 CPU, GPUS = torch.device("cpu"), (torch.device("cuda:0"), torch.device("cuda:1"))
 
@@ -21,13 +21,15 @@ def four_threads():
 
 
 def test_results_come_in_order_and_at_most_so_many_run():
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(3, timeout=60)
 
     def work(i):
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
+        if i < 3:
+            together.wait()  # two alone would wait in vain
         time.sleep(0.002 * (i % 3))
         with lock:
             running -= 1
@@ -35,7 +37,7 @@ def test_results_come_in_order_and_at_most_so_many_run():
 
     with in_order(range(20), work, 3) as results:
         assert list(results) == [i * i for i in range(20)]
-    assert 2 <= most <= 3
+    assert most == 3
 
 
 def test_an_error_comes_with_its_result_and_what_runs_is_waited_for():
@@ -44,15 +46,15 @@ def test_an_error_comes_with_its_result_and_what_runs_is_waited_for():
     def work(i):
         if i == 1:
             raise ValueError("one")
-        time.sleep(0.01)
+        time.sleep(0.1)
         finished.append(i)
         return i
 
     with pytest.raises(ValueError, match="one"), in_order(range(100), work, 2) as results:
         list(results)
     count = len(finished)
-    time.sleep(0.05)
-    assert len(finished) == count < 5
+    time.sleep(0.2)
+    assert len(finished) == count < 2 * AHEAD - 2  # of those given out; on a busy machine some more are done than two
 
 
 def test_workers_share_the_threads_of_torch():
@@ -73,12 +75,14 @@ def test_one_worker_for_each_device_several_for_the_cpu_one_for_dependent_tensor
 
 def test_no_two_calls_share_a_device():
     names = (torch.device("meta", 0), torch.device("meta", 1), torch.device("meta", 2))
-    busy, used, lock = set(), [], threading.Lock()
+    busy, used, lock, together = set(), [], threading.Lock(), threading.Barrier(3, timeout=60)
 
     def work(i, device):
         with lock:
             assert device not in busy
             busy.add(device)
+        if i < 3:
+            together.wait()
         time.sleep(0.001 * (i % 4))
         with lock:
             busy.remove(device)
