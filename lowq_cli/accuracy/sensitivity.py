@@ -9,7 +9,7 @@ KL = sum_n E[g_n^2] (dW_n E[x x^T] dW_n^T) / 2. One decoder layer is in memory a
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ class _Place:
     second: torch.Tensor | None = None
     grads: torch.Tensor | None = None
     power: float = 0.0  # of outputs times gradients, for modules whose inner products are not seen
-    inputs: list[torch.Tensor] = field(default_factory=list)
 
     def note(self, module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
         """A forward hook."""

@@ -173,7 +173,7 @@ def quantize(
     if as_json:
         console.out_json({**result.to_json(), "parameters": planned.plan.params})
     else:
-        _show_result(result, planned, engine)
+        _show_result(result, engine)
 
 
 def _fp8(
@@ -310,7 +310,7 @@ def _show_layer(layer: "LayerDone", told: set[str]) -> None:
             told.add(place)
 
 
-def _show_result(result: "Result", planned: "Planned", engine: str | None) -> None:
+def _show_result(result: "Result", engine: str | None) -> None:
     if result.worst:
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)

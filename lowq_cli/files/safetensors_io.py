@@ -10,7 +10,6 @@ import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -59,11 +58,6 @@ class FileHeader:
     tensors: dict[str, TensorHeader]
     size: int
     crc: int
-
-    @cached_property
-    def data_start(self) -> int:
-        """Absolute position of the first data byte."""
-        return self.size - sum(t.nbytes for t in self.tensors.values())
 
 
 def read_header(path: Path) -> FileHeader:

@@ -83,7 +83,7 @@ def export(
         fmt = formats.get(to)
         check(found, fmt)
         if check_tp is not None:
-            _check_tp(found, fmt, check_tp)
+            _check_tp(found, check_tp)
         name = Path(checkpoint).resolve().name
         if to == "gguf":
             from lowq_cli.interop.gguf_export import export_gguf
@@ -156,7 +156,7 @@ def exportable(found: Checkpoint) -> list[str]:
     return [to for to in TARGETS if holds(to)]
 
 
-def _check_tp(found: Checkpoint, fmt: Format, ranks: int) -> None:
+def _check_tp(found: Checkpoint, ranks: int) -> None:
     if ranks < 1:
         raise UsageError(f"--check-tp {ranks} must be at least 1")
     shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.shards import ShardWriter, new_folder, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.hf.structure import roles
-from lowq_cli.interop.foreign import SECTIONS
+from lowq_cli.interop.foreign import SECTIONS, fetcher
 from lowq_cli.run.budget import peak_rss
 from lowq_cli.run.planner import refuse_quantized
 from lowq_cli.run.recipe import matches
@@ -141,7 +140,7 @@ def write(source: Source, plan: Fp8Plan, out: Path, device: torch.device, progre
     Returns out, bpw, bytes, source_bytes, quantized_fraction, seconds, peak_rss_bytes, rel_error (largest of any matrix).
     Raises UsageError if `out` holds anything, DamagedError for weights that are not finite.
     """
-    began, done, worst = time.monotonic(), 0, 0.0
+    began, done, worst, fetch = time.monotonic(), 0, 0.0, fetcher(source)
     with new_folder(out) as folder:
         shards = ShardWriter(folder)
         for name, header in source.headers.items():
@@ -151,7 +150,7 @@ def write(source: Source, plan: Fp8Plan, out: Path, device: torch.device, progre
                 shards.add({name: q.q, f"{name.removesuffix('.weight')}.weight_scale_inv": q.scales})
                 told = f"{name} error {error:.4f}"
             else:
-                shards.add({name: _kept(source, name, header)})
+                shards.add({name: fetch(name)})
                 told = f"{name} kept"
             done += header.numel
             if progress:
@@ -171,12 +170,6 @@ def write(source: Source, plan: Fp8Plan, out: Path, device: torch.device, progre
         "peak_rss_bytes": peak_rss(),
         "rel_error": float(f"{worst:.6g}"),
     }
-
-
-def _kept(source: Source, name: str, header: TensorHeader) -> torch.Tensor:
-    from lowq_cli.interop.foreign import fetcher
-
-    return fetcher(source)(name)
 
 
 def quantize_matrix(source: Source, name: str, block: Block, device: torch.device) -> tuple[fp8.Fp8Matrix, float]:

@@ -69,7 +69,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     candidates = _candidates(source, found)
     wishes = _wishes(recipe, candidates)
     notes = list(source.notes)
-    head, stored_head = _tied_head(source, found, recipe, wishes, candidates)
+    head, stored_head = _tied_head(found, recipe, wishes, candidates)
     if head:
         candidates.append(head)
         wishes[head.name] = Wish(recipe.head)
@@ -235,7 +235,7 @@ def _check_targets(candidates: list[Candidate], verdicts: Mapping[str, Verdict])
 
 
 def _tied_head(
-    source: Source, found: Mapping[str, Role], recipe: Recipe, wishes: Mapping[str, Wish], candidates: list[Candidate]
+    found: Mapping[str, Role], recipe: Recipe, wishes: Mapping[str, Wish], candidates: list[Candidate]
 ) -> tuple[Candidate | None, str | None]:
     """The head that `lm_head` asks for on a model whose head is its embedding, and the stored copy of it to leave out."""
     if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):

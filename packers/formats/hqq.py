@@ -19,10 +19,9 @@ from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-WIDTHS = (8, 4, 3, 2, 1)
 SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
-PACKINGS = {"8bit_u8": 8, "4bit_u8": 4, "3bit_32": 3, "2bit_u8": 2, "1bit_u8": 1}
 NAMES = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
+PACKINGS = {name: bits for bits, name in NAMES.items()}
 FIELDS = (
     "W_q",
     "nbits",
@@ -104,7 +103,7 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
-    return [_matrix(p, config, headers, fetch) for p in c.modules(headers, ".W_q")]
+    return [_matrix(p, headers, fetch) for p in c.modules(headers, ".W_q")]
 
 
 def _setting(p: str, leaf: str, headers: Headers, fetch: Fetch, default: int | None = None) -> int:
@@ -123,7 +122,7 @@ def _text(name: str, headers: Headers, fetch: Fetch) -> str:
     return bytes(fetch(name).flatten().to(torch.uint8).tolist()).decode("ascii", "replace") if name in headers else ""
 
 
-def _matrix(p: str, config: Config, headers: Headers, fetch: Fetch | None) -> Matrix:
+def _matrix(p: str, headers: Headers, fetch: Fetch | None) -> Matrix:
     if fetch is None:
         raise UnsupportedError("the settings of an HQQ checkpoint are in its tensors; fetch the model first (hf download)")
     shape = [int(v) for v in fetch(f"{p}.shape").flatten().tolist()] if f"{p}.shape" in headers else []
