@@ -205,8 +205,8 @@ def compiled(file: str, expression: str, arch: str) -> Cubin:
     Raises CompileError with the compiler's log where NVRTC refuses the source.
     """
     folder = cache_dir()
-    path = folder and folder / _key(file, expression, arch)
-    cubin = path and _read(path)
+    path = folder / _key(file, expression, arch) if folder else None
+    cubin = _read(path) if path else None
     if cubin is None:
         cubin = _compile(file, expression, arch)
         if path:
