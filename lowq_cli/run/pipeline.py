@@ -22,6 +22,7 @@ import torch
 from lowq_cli.accuracy import calibrate
 from lowq_cli.accuracy.rotation import rotated
 from lowq_cli.devices import pick_devices
+from lowq_cli.files.shards import to_json
 from lowq_cli.files.source import INDEX, Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.run import transform
@@ -209,12 +210,12 @@ def _write(
                     files[whole.name].finish()
                 yield ShardDone(whole.name, whole.size, number, len(plan.shards))
     if index := index_json(plan):
-        output.replace(INDEX, _json(index))
+        output.replace(INDEX, to_json(index))
     for path in source.companions():
         output.replace(path.name, path.read_bytes())
     report = make_report(source, plan, output, devices[0], calibration.notes if calibration else {})
-    output.replace(REPORT, _json(report))
-    output.finish(_json(output_config(source, plan)))
+    output.replace(REPORT, to_json(report))
+    output.finish(to_json(output_config(source, plan)))
     if calibration:
         calibration.close()
     result = result_of(plan, output, report, time.monotonic() - start, resumed)
@@ -232,7 +233,3 @@ def in_turn(shards: Sequence[Shard], together: int) -> Iterator[tuple[Shard, Ite
     for some in (shards[n : n + together] for n in range(0, len(shards), together)):
         for row in zip_longest(*([(s, i) for i in s.items if together == 1 or i.params <= LARGE] for s in some)):
             yield from filter(None, row)
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
