@@ -17,7 +17,7 @@ from lowq_kernels.registry import Call, Config, KernelSpec, capability, kernels
 from lowq_kernels.sources import source_hash
 from lowq_kernels.timing import graph_time, rotation, wall_time
 from lowq_kernels.tuning import Entry, Shape
-from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Act
 
@@ -71,7 +71,7 @@ def layouts_for(shape: Shape, device: torch.device) -> list[str]:
             never = NEVER_TUNED.get(device.type, ())
             legal = {s.name: s.rank for s in kernels().values() if s.name not in never and s.why_not(call) is None}
             if legal:
-                ranked.append((min(legal.values()), name != "rowstream", name, set(legal)))
+                ranked.append((min(legal.values()), name != DISK, name, set(legal)))
     found, offered = [], set[str]()
     for _, _, name, legal_names in sorted(ranked, key=lambda r: r[:3]):
         if legal_names - offered:

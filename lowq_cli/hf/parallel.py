@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import STACKS, QuantExperts
 from lowq_cli.interop.sharding import column_problem, row_problem
-from lowq_kernels.linear import DISK, QuantLinear
+from lowq_kernels.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.scheme import Scheme
 
 COLUMN = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise")
