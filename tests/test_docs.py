@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from lowq_cli import main
+from lowq_cli import main, quantizers
+from lowq_cli.interop import exporter
+from lowq_cli.run import recipe, targets
+from lowq_packers.scheme import ACTS, ZERO_KINDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -45,3 +48,21 @@ def test_examples_in_help_are_those_that_lowq_takes():
         for line in examples:
             verb, *rest = shlex.split(line)
             commands[verb].make_context(verb, rest)
+
+
+CHOICES = [  # typed by hand in the help, which must not import what knows them
+    ("quantize", "--method", ["auto", *quantizers.methods()]),
+    ("quantize", "--zero", ZERO_KINDS),
+    ("quantize", "--layout", recipe.LAYOUTS),
+    ("quantize", "--for", targets.TARGETS),
+    ("quantize", "--act", ACTS),
+    ("eval", "--act", ACTS),
+    ("export", "--to", exporter.TARGETS),
+]
+
+
+@pytest.mark.parametrize(("verb", "flag", "names"), CHOICES, ids=lambda v: v if isinstance(v, str) else "")
+def test_help_names_every_choice(verb, flag, names):
+    command = typer.main.get_command(main.app).commands[verb]
+    told = next(p.help for p in command.params if flag in p.opts)
+    assert [n for n in names if not re.search(rf"(?<![\w.-]){re.escape(n)}(?![\w-])", told)] == []
