@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from folders import files
 
 from lowq_cli import quantizers
 from lowq_cli.accuracy import calibrate, texts
@@ -22,10 +23,6 @@ MIXTURES = ["mixtral", "qwen3-moe"]
 
 
 pytestmark = pytest.mark.usefixtures("small_calibration")
-
-
-def files(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lowq.log"}
 
 
 def correlated(N=48, K=128, seed=0):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from folders import write_tokenizer
 
 import lowq
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
@@ -17,15 +18,6 @@ def packed(family_checkpoints, tmp_path):
     shutil.copytree(family_checkpoints("llama").packed, folder)
     write_tokenizer(folder)
     return folder
-
-
-def write_tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(160)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def test_loads_a_packed_folder_in_bf16_on_a_cpu(packed):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from exported import FLOAT, HEAD, INT4, SYM
+from folders import write_tokenizer
 from safetensors.torch import load_file, save_file
 
 import lowq
@@ -28,15 +29,6 @@ def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def write_tokenizer(folder):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(160)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 import torch
+from folders import files
 from safetensors.torch import load_file, save_file
 
 from lowq_cli import quantizers
@@ -28,10 +29,6 @@ def all_tensors(folder):
 def same(a, b):
     assert a.keys() == b.keys()
     assert [n for n in a if a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])] == []
-
-
-def files(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lowq.log"}
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

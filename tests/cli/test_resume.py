@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folders import files
 
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.safetensors_io import read_header
@@ -27,10 +28,6 @@ RECIPE = make_recipe(method="rtn")
 SHARD = 500_000  # demo becomes a dozen files
 WRITES = ("pwrite", "write", "replace", "fsync", "posix_fallocate", "unlink")
 KILLS = 20
-
-
-def files(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lowq.log"}
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from folders import files
 
 from lowq_cli.devices import pick_devices
 from lowq_cli.quantizers import _slabs
@@ -13,10 +14,6 @@ from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import UnsupportedError, UsageError
 
 RECIPE = {"bits": 4, "group": 32, "method": "rtn", "shard_size": 1 << 20}
-
-
-def files(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "lowq.log"}
 
 
 def test_names_of_devices():

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
+from emulation import poisoned
 from lowq_kernels import registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
@@ -18,13 +19,6 @@ pytestmark = [
 ]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 SPECS = [s for name, s in registry.kernels().items() if name.startswith("cuda/")]
-EMPTY = torch.empty
-
-
-def poisoned(*args, **kwargs):
-    """torch.empty, filled with NaN: an output that a kernel leaves unwritten shows."""
-    t = EMPTY(*args, **kwargs)
-    return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(0x5A)
 
 
 def weight(N, K, bits, group, zero, dtype, seed=0):
