@@ -45,6 +45,7 @@ def tune(
     shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
     if not shapes:
         raise UsageError(f"{opened.folder} holds no quantized weight; quantize with --bits 4")
+    tuner.check_folder(opened.folder)
     here, clock = tuning.Machine.here(where), measure.Budget(budget)
     per_shape = len(batches)
     console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")

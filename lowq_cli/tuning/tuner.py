@@ -1,5 +1,6 @@
 """`lowq tune` without its printing: shapes -> compiled candidates -> measured entries -> lowq_tune.json in the checkpoint."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -72,6 +73,16 @@ def measure_all(
             yield shape, entry
 
 
+def check_folder(folder: Path) -> None:
+    """Raise now, before minutes of measuring, the UsageError that `save` would raise for a folder of somebody else's."""
+    if not os.access(folder, os.W_OK):
+        raise _refused(folder / tuning.FILE, "you may not write there")
+
+
+def _refused(path: Path, why: str | None) -> UsageError:
+    return UsageError(f"{path} cannot be written ({why}); tune a copy of the checkpoint that you own")
+
+
 def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
     """Write entries into the folder's tuning file and let them decide at once. Raises UsageError where it cannot be
     written, DoesNotFitError where the disk is full."""
@@ -81,7 +92,7 @@ def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
     except OSError as e:
         if full := disk_full(e, path, "tune again"):
             raise full from None
-        raise UsageError(f"{path} cannot be written ({e.strerror}); tune a copy of the checkpoint that you own") from None
+        raise _refused(path, e.strerror) from None
     tuning.use(folder, device)
     return path
 
