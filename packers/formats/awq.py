@@ -4,7 +4,7 @@ Word c of a row holds output columns 8c .. 8c+7, nibble i (least significant fir
 The activation-aware scaling is already folded into the layer before: nothing to undo.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     return found
 
 
-def _reader(p: str, g: int):  # type: ignore[no-untyped-def]
+def _reader(p: str, g: int) -> Callable[[Fetch], QuantizedTensor | torch.Tensor]:
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         codes = _columns(fetch(f"{p}.qweight")).t().contiguous()
         scales = fetch(f"{p}.scales").t().contiguous()
