@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +32,9 @@ def new_folder(target: Path, run: str | None = None) -> Iterator[Path]:
     is full.
     """
     check_free(target)
-    partial = target.with_name(f"{target.name}.partial" if run else f"{target.name}.{os.getpid()}.partial")
+    # without a run a name of its own: two threads have one process id, and so may two containers that share a cache
+    partial = target.with_name(f"{target.name}.partial" if run else f"{target.name}.{uuid.uuid4().hex[:12]}.partial")
     with writing(target):
-        if not run:
-            shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True, exist_ok=run is not None)
     lock = os.open(partial, os.O_RDONLY)
     keep = False

@@ -7,6 +7,7 @@ permuted groups) is written dense.
 import os
 import re
 import shutil
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -95,7 +96,8 @@ def _copy_new(source: Source, target: Path) -> None:
     with writing(target):
         for path in source.companions():
             if not (target / path.name).exists():
-                shutil.copyfile(path, target / path.name)
+                with tempfile.TemporaryDirectory(dir=target) as made:  # whole before others see it
+                    os.replace(shutil.copyfile(path, Path(made) / path.name), target / path.name)
 
 
 def _is_whole(folder: Path) -> bool:

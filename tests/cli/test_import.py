@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import lowq
 from lowq_cli import main, state
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.files.shards import new_folder
 from lowq_cli.interop import importer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
@@ -122,6 +123,20 @@ def test_a_killed_import_leaves_nothing_whole_looking(foreign, cache, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         runnable(folder)
     assert not list((cache / "lowq" / "imports").iterdir())
+
+
+def test_two_that_write_one_folder_at_once_do_not_meet(tmp_path):
+    out = tmp_path / "out"
+    slow = new_folder(out)
+    first = slow.__enter__()
+    (first / "file").write_text("first")
+    with new_folder(out) as second:
+        (second / "file").write_text("second")
+    assert (first / "file").read_text() == "first"
+    with pytest.raises(UsageError, match="Directory not empty"):
+        slow.__exit__(None, None, None)
+    assert (out / "file").read_text() == "second"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_cache_that_cannot_be_written_says_how_to_name_another(foreign, cache):
