@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -227,7 +228,7 @@ def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
     date = datetime.date.today().isoformat()
     kept = [asdict(e) for _, e in sorted(mine.items(), key=lambda item: str(item[0]))]
     machine = {**asdict(here), "date": date, "entries": kept}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
         partial.write_text(_dumps({"format": FORMAT, "machines": [*others, machine]}))
         partial.replace(path)

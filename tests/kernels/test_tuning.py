@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,11 +146,10 @@ def test_other_versions_are_ignored_with_a_notice(tmp_path):
 
 
 def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path, monkeypatch):
-    path, replace, pid = tmp_path / tuning.FILE, Path.replace, os.getpid()
+    path, replace = tmp_path / tuning.FILE, Path.replace
 
     def overtaken(partial, target):
         monkeypatch.setattr(Path, "replace", replace)
-        monkeypatch.setattr(os, "getpid", lambda: pid + 1)
         tuning.write_file(path, HERE, [entry(2)])
         return replace(partial, target)
 
