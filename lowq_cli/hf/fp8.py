@@ -58,7 +58,7 @@ def _quantized(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
 def native_config(source: Source) -> Any:
     """What `from_pretrained` takes as `config` to load the checkpoint with fp8 kernels."""
     q = source.config["quantization_config"]
-    config = AutoConfig.from_pretrained(str(source.folder), local_files_only=True)
+    config = AutoConfig.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
     config.quantization_config = {"quant_method": METHOD, "block": list(q["weight_block_size"]), "act": q.get(ACT_KEY, "fp8")}
     return config
 

@@ -129,10 +129,18 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model. Raises NotFoundError if there is none, DamagedError if it cannot be read."""
-    try:
-        return AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True)
+    """The tokenizer beside a model.
+
+    Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read.
+    """
+    try:  # False: left out, transformers asks on stdin whether to run the folder's own code
+        return AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
     except Exception as e:
+        if "trust_remote_code" in str(e):
+            raise UnsupportedError(
+                f"the tokenizer of {source.name} is code of its own, which lowq does not run; with a tokenizer.json beside it, "
+                f"take auto_map out of tokenizer_config.json and write PreTrainedTokenizerFast for its tokenizer_class"
+            ) from e
         if source.folder is not None and not _has_tokenizer(source):
             raise NotFoundError(
                 f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json into {source.folder}"

@@ -90,3 +90,15 @@ def test_nothing_there_and_bad_arguments(packed, tmp_path):
 def test_a_gpu_that_is_not_there(packed):
     with pytest.raises(UnsupportedError, match="can use 0 CUDA GPU"):
         lowq.load(packed, device="cuda")
+
+
+def test_a_tokenizer_that_is_code_is_refused_without_a_question(packed, monkeypatch):
+    """transformers would ask on stdin for 15 s, and run the code where the answer, perhaps a line of piped text, is y."""
+    (packed / "own.py").write_text(f"open({str(packed / 'ran')!r}, 'w')")
+    config = json.loads((packed / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (packed / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(UnsupportedError, match="is code of its own, which lowq does not run"):
+        lowq.load(packed, device="cpu")
+    assert not (packed / "ran").exists()
