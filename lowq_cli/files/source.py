@@ -73,10 +73,13 @@ class Source:
 
     @cached_property
     def identity(self) -> str:
-        """A hash of config, headers, file sizes and 16 samples of 4 KiB from each file: cheap, and any other model differs."""
+        """A hash of config and headers, and of each file's size, time of change and 16 samples of 4 KiB.
+
+        Cheap, and any other model differs: by its samples, or by its time where it was edited in place between them.
+        """
         h = hashlib.sha256(repr(sorted(self.config.items(), key=lambda kv: kv[0])).encode())
         for name, header in sorted(self.files.items()):
-            h.update(f"{name} {header.size} {header.crc}".encode())
+            h.update(f"{name} {header.size} {header.crc} {os.fstat(self._fd(name)).st_mtime_ns}".encode())
             span = max(0, header.size - SAMPLE_BYTES)
             for i in range(SAMPLES):
                 at = span * i // (SAMPLES - 1)

@@ -100,12 +100,14 @@ def test_a_header_length_out_of_bounds_is_refused(tmp_path, length):
         read_header(tmp_path / "x")
 
 
-def test_any_change_of_a_weight_file_changes_the_identity(folder):
+@pytest.mark.parametrize("place", [-1, -40_000])
+def test_any_change_of_a_weight_file_changes_the_identity(folder, place):
+    path = folder / "model.safetensors"
+    save_file({"a.weight": torch.zeros(1 << 18)}, path)
     with open_source(folder) as source:
         before = source.identity
-    path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
-    content[-1] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
     with open_source(folder) as source:
         assert source.identity != before
