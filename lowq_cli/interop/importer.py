@@ -4,6 +4,7 @@ It is written once into the user's cache folder and found there the next time. W
 permuted groups) is written dense.
 """
 
+import filecmp
 import os
 import re
 import shutil
@@ -92,10 +93,10 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> N
 
 
 def _copy_new(source: Source, target: Path) -> None:
-    """Tokenizer files that were put beside the model after it had been imported."""
+    """Tokenizer files that were put beside the model, or changed there, after it had been imported."""
     with writing(target):
         for path in source.companions():
-            if not (target / path.name).exists():
+            if not (target / path.name).exists() or not filecmp.cmp(path, target / path.name, shallow=False):
                 with tempfile.TemporaryDirectory(dir=target) as made:  # whole before others see it
                     os.replace(shutil.copyfile(path, Path(made) / path.name), target / path.name)
 

@@ -125,6 +125,18 @@ def test_a_killed_import_leaves_nothing_whole_looking(foreign, cache, monkeypatc
     assert not list((cache / "lowq" / "imports").iterdir())
 
 
+def test_a_tokenizer_that_changed_comes_into_the_import(foreign):
+    folder, _ = foreign("awq", INT4)
+    imported = Path(runnable(folder))
+    (folder / "chat_template.jinja").write_text("new")
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"eos_token": "w7"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert Path(runnable(folder)) == imported
+    assert (imported / "chat_template.jinja").read_text() == "new"
+    assert json.loads((imported / "tokenizer_config.json").read_text())["eos_token"] == "w7"
+    assert not [p for p in imported.iterdir() if p.is_dir()]
+
+
 def test_two_that_write_one_folder_at_once_do_not_meet(tmp_path):
     out = tmp_path / "out"
     slow = new_folder(out)
