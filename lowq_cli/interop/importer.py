@@ -44,7 +44,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
             return name
         target = cached(source)
         if _is_whole(target):
-            _copy_new(source, target)
+            copy_new(source, target)
         else:
             console.say(f"{name} is {fmt.title}; importing it into {target}")
             import_checkpoint(source, matrices, target)
@@ -92,8 +92,8 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> N
             raise
 
 
-def _copy_new(source: Source, target: Path) -> None:
-    """Tokenizer files that were put beside the model, or changed there, after it had been imported."""
+def copy_new(source: Source, target: Path) -> None:
+    """Tokenizer files that are new beside the model, or have changed, since it was imported into `target` or exported there."""
     with writing(target):
         for path in source.companions():
             if not (target / path.name).exists() or not filecmp.cmp(path, target / path.name, shallow=False):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.interop.exporter import check, export
-from lowq_cli.interop.importer import cached
+from lowq_cli.interop.importer import cached, copy_new
 from lowq_cli.interop.sharding import fusion_problems, shard_problems
 from lowq_cli.state import user_path
 from lowq_packers import formats
@@ -39,7 +39,9 @@ def command(
         served = str(target)
         if to == NATIVE:
             console.say("served by lowq's own kernels: lowq must be installed where vLLM is (it finds the plugin by itself)")
-        elif write and not (target / "config.json").is_file():
+        elif write and (target / "config.json").is_file():
+            copy_new(found.source, target)
+        elif write:
             console.say(f"exporting to {to} in {target}")
             export(folder, to, target)
     parallel = ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []

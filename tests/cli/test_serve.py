@@ -1,7 +1,9 @@
 """lowq serve: the right export, the right command line, a clear word where vLLM is missing or cannot."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,14 @@ def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, monk
     assert "exporting to" in capsys.readouterr().err
     assert cli(monkeypatch, made.packed) == 7
     assert "exporting to" not in capsys.readouterr().err
+
+
+def test_a_chat_template_that_changed_is_served(family_checkpoints, tmp_path, vllm, monkeypatch):
+    folder = shutil.copytree(family_checkpoints("llama", "bfloat16", SYM).packed, tmp_path / "packed")
+    for template in ("old", "new"):
+        (folder / "chat_template.jinja").write_text(template)
+        assert cli(monkeypatch, folder) == 7
+        assert (Path(vllm.read_text().split("\n")[1]) / "chat_template.jinja").read_text() == template
 
 
 def test_dry_run_writes_nothing_and_needs_no_vllm(family_checkpoints, tmp_path, monkeypatch, capsys):
