@@ -101,7 +101,7 @@ class QuantLinear(nn.Module):
         lin = cls(p.N, p.K, p.scheme, bias is not None, p.scales.dtype, "meta", layout, kernel)
         lin._hold(p)
         if bias is not None:
-            lin.bias = nn.Parameter(bias.detach().to(p.scales), requires_grad=False)
+            lin.bias = nn.Parameter(bias.detach().to(p.scales).contiguous(), requires_grad=False)
         return lin.prepare()
 
     @property
