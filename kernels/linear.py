@@ -167,7 +167,9 @@ class QuantLinear(nn.Module):
                 super()._apply(fn, recurse)
                 self._packed = None
                 return self if self.weight.is_meta else self.prepare()
+        aux, self.aux = self.aux, None  # made of the weight for one kernel: its dtype is not the model's to change
         super()._apply(fn, recurse)
+        self.aux = None if aux is None else aux.to(self.weight.device)
         self._packed = None
         return self
 

@@ -137,7 +137,11 @@ class QuantExperts(nn.Module):
         before = getattr(self, STACKS[0]).device
         after = before if before.type == "meta" else fn(torch.empty(0, device=before)).device
         if after.type == before.type:
-            return super()._apply(fn, recurse)
+            kept = {name: buffer for name in STACKS if (buffer := getattr(self, f"{name}_aux")) is not None}
+            super()._apply(fn, recurse)
+            for name, aux in kept.items():  # made of the weights for one kernel: its dtype is not the model's to change
+                setattr(self, f"{name}_aux", aux.to(after))
+            return self
         for name in self.schemes:
             self._move(name, DISK)
         super()._apply(fn, recurse)

@@ -124,6 +124,21 @@ def test_deepcopy_and_dtype_change_keep_the_weight():
     assert error(half(x.bfloat16()), truth_of(x, q)) < 2 * TOLERANCE[torch.bfloat16]
 
 
+def test_a_dtype_change_leaves_what_torchs_kernel_reads():
+    q = make(32, 64, 32, 4, "float", torch.bfloat16)
+    lin = QuantLinear.from_quantized(q, dtype=torch.bfloat16)
+    x = torch.randn(3, 64).bfloat16()
+    y = lin(x)
+    assert lin.layout == "cpu_int4"
+    assert torch.equal(lin.half()(x), y)
+
+
+def test_a_bias_with_gaps_is_closed_up():
+    lin = QuantLinear.from_quantized(make(32, 64, 32, 4, "float", torch.float16), torch.arange(64.0).half()[::2])
+    assert lin.bias.is_contiguous()  # kernels get its address and no stride
+    assert lin.bias.tolist() == list(range(0, 64, 2))
+
+
 def test_compiled_graph_has_no_break():
     lin = QuantLinear.from_quantized(make(32, 64, 32, 4, "float", torch.bfloat16), bias=torch.ones(32), dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
