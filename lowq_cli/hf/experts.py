@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowq_kernels.linear import best_layout
+from lowq_kernels.ops import through_autograd
 from lowq_kernels.stack import Stack, fused
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK
@@ -103,7 +104,7 @@ class QuantExperts(nn.Module):
         one kernel that reads nothing but their experts; the rest is grouped by expert.
         """
         top_k, few = top_k_index.shape[-1], hidden_states.dim() == 2 and hidden_states.shape[0] <= FEW_TOKENS
-        if hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing()) and not torch.compiler.is_compiling():
+        if hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing()) and not through_autograd(hidden_states):
             kernel = self.fused(hidden_states.dtype, top_k)
             if kernel is not None:
                 stacks = (self.stack(name) for name in STACKS)
