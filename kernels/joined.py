@@ -122,6 +122,12 @@ class Part(nn.Module):
         """x (..., K) -> (..., end - begin)."""
         return self.whole(x)[..., self.begin : self.end]
 
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """The whole moves with its first part; no module of the model owns it."""
+        if self.begin == 0:
+            self.whole._apply(fn, recurse)
+        return super()._apply(fn, recurse)
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         p, rows = repack(self.whole.packed, DISK), slice(self.begin, self.end)
         tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.whole.bias}

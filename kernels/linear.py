@@ -101,7 +101,7 @@ class QuantLinear(nn.Module):
         lin = cls(p.N, p.K, p.scheme, bias is not None, p.scales.dtype, "meta", layout, kernel)
         lin._hold(p)
         if bias is not None:
-            lin.bias = nn.Parameter(bias.detach().to(p.scales), requires_grad=False)
+            lin.bias = nn.Parameter(bias.detach().to(p.scales).contiguous(), requires_grad=False)
         return lin.prepare()
 
     @property
@@ -147,7 +147,7 @@ class QuantLinear(nn.Module):
         if x.shape[-1] != self.in_features:
             raise SchemeError(f"x has {x.shape[-1]} features, the layer takes K={self.in_features}")
         flat = x.reshape(-1, self.in_features)
-        if torch.compiler.is_compiling():
+        if ops.through_autograd(flat):
             s = self.scheme
             words, scales, zeros = self.weight, self.weight_scale, self.weight_zero
             shape = (self.out_features, self.in_features, s.bits, s.group_size, s.zero, self.layout, self.kernel, self.act)
@@ -167,7 +167,9 @@ class QuantLinear(nn.Module):
                 super()._apply(fn, recurse)
                 self._packed = None
                 return self if self.weight.is_meta else self.prepare()
+        aux, self.aux = self.aux, None  # made of the weight for one kernel: its dtype is not the model's to change
         super()._apply(fn, recurse)
+        self.aux = None if aux is None else aux.to(self.weight.device)
         self._packed = None
         return self
 

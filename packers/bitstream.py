@@ -33,8 +33,12 @@ def _steps(bits: int) -> list[tuple[int, int]]:
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:
-    """`t` with the strides of its shape: `contiguous` leaves those of one-row tensors, and then `view` to a dtype fails."""
-    return t.contiguous().flatten().reshape(t.shape)
+    """`t` with the strides of its shape, from an address that wide words may begin at: else `view` to a dtype fails.
+
+    `contiguous` leaves the strides of one-row tensors, and where in its storage a run of rows or columns begins.
+    """
+    flat = t.contiguous().flatten()
+    return (flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat).reshape(t.shape)
 
 
 def pack(codes: torch.Tensor, bits: int, container: torch.dtype = torch.int32) -> torch.Tensor:

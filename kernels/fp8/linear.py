@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 
 from lowq_kernels.activations import Act, check_act, rounded
 from lowq_kernels.fp8.matmul import GROUP, has_fp8, kernel_for, matmul
+from lowq_kernels.ops import through_autograd
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.fp8 import FP8, Block, Fp8Matrix, scale_shape
 
@@ -98,7 +99,7 @@ class Fp8Linear(nn.Module):
             group = GROUP if self.block[0] > 1 else None
             bias = None if self.bias is None else self.bias.to(x.dtype)
             y = linear(rounded(flat, self.act, group), self.weight.to(x.dtype), bias)
-        elif torch.compiler.is_compiling():
+        elif through_autograd(flat):
             y = _linear(flat, self.weight, self.weight_scale_inv, self.bias, list(self.block), self.act)
         else:
             y = matmul(flat, self.matrix, self.bias, self.act)

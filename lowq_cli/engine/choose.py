@@ -12,9 +12,9 @@ KEPT = "_lowq_decoder"
 
 
 def choose(model: Any) -> Decoder:
-    """The decoder for this model on its device; kept with the model, and with it its cache and its graphs."""
+    """The decoder for this model on its device, in its dtype; kept with the model, and with it its cache and its graphs."""
     kept = getattr(model, KEPT, None)
-    if kept is None or kept.device != model.device:
+    if kept is None or (kept.device, getattr(kept, "dtype", model.dtype)) != (model.device, model.dtype):
         reason = blocks.why_not(model)
         if (getattr(model, "_tp_size", None) or 1) > 1:  # the processes meet in every layer, in transformers' forward
             kept = PlainDecoder(model, "its weights are spread over processes")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowq_kernels.linear import best_layout
+from lowq_kernels.ops import through_autograd
 from lowq_kernels.stack import Stack, fused
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK
@@ -103,7 +104,7 @@ class QuantExperts(nn.Module):
         one kernel that reads nothing but their experts; the rest is grouped by expert.
         """
         top_k, few = top_k_index.shape[-1], hidden_states.dim() == 2 and hidden_states.shape[0] <= FEW_TOKENS
-        if hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing()) and not torch.compiler.is_compiling():
+        if hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing()) and not through_autograd(hidden_states):
             kernel = self.fused(hidden_states.dtype, top_k)
             if kernel is not None:
                 stacks = (self.stack(name) for name in STACKS)
@@ -137,7 +138,11 @@ class QuantExperts(nn.Module):
         before = getattr(self, STACKS[0]).device
         after = before if before.type == "meta" else fn(torch.empty(0, device=before)).device
         if after.type == before.type:
-            return super()._apply(fn, recurse)
+            kept = {name: buffer for name in STACKS if (buffer := getattr(self, f"{name}_aux")) is not None}
+            super()._apply(fn, recurse)
+            for name, aux in kept.items():  # made of the weights for one kernel: its dtype is not the model's to change
+                setattr(self, f"{name}_aux", aux.to(after))
+            return self
         for name in self.schemes:
             self._move(name, DISK)
         super()._apply(fn, recurse)

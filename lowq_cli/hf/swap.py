@@ -286,5 +286,6 @@ def saved_config(model: PreTrainedModel) -> dict[str, Any]:
             shape = (module.weight.shape[0],) if isinstance(module, QuantEmbedding) else (module.out_features,)
             schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
     found = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}
-    kept = {n.removesuffix(WEIGHT) for n, p in model.named_parameters() if n.endswith(WEIGHT) and p.is_floating_point()}
+    dense = {n: p.shape[:-1] for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point()}
+    kept = {saved.removesuffix(WEIGHT) for n, rows in dense.items() for saved in skeleton.saved_names(n, rows)}
     return compact(found, kept - found.keys())

@@ -149,6 +149,7 @@ def exportable(found: Checkpoint) -> list[str]:
     def holds(to: str) -> bool:
         try:
             check(found, formats.get(to))
+            described(found, formats.get(to))
         except LowqError:
             return False
         return True
@@ -166,23 +167,34 @@ def _check_tp(found: Checkpoint, ranks: int) -> None:
         raise UnsupportedError(f"{ranks} tensor-parallel ranks cannot share this checkpoint: {problems[0]}{more}")
 
 
-def _write(
-    found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None
-) -> tuple[dict[str, Any], list[formats.Matrix]]:
-    """Weights, index, companions and config of one export; the config, and how the format's reader sees the weights."""
+Modules = dict[str, tuple[str, list[CheckpointTensor]]]
+
+
+def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
+    """First matrix -> name and matrices of each packed module of an export, and what config.json says of them.
+
+    Raises UnsupportedError for schemes that the format's config cannot tell apart.
+    """
+    if fmt.config is None:
+        return {}, {}
     shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
     kept = [
         t.name.removesuffix(".weight")
         for t in found.tensors
         if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2
     ]
-    assert fmt.config
-    assert fmt.write
     stacked = stacks(found, fmt)
     inside = {t.name for experts in stacked.values() for t in experts}
     modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
     modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # a stack goes where its first expert is
-    section = fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, shapes, kept)
+    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, shapes, kept)
+
+
+def _write(
+    found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None
+) -> tuple[dict[str, Any], list[formats.Matrix]]:
+    """Weights, index, companions and config of one export; the config, and how the format's reader sees the weights."""
+    modules, section = described(found, fmt)
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
     if fmt.name == "mlx":
         config = spelled_out(config, tied=not any(t.name.startswith("lm_head") for t in found.tensors))
@@ -193,7 +205,7 @@ def _write(
         name, members = modules.get(t.name, (t.name, []))
         if members and name not in finished:
             parts = [encoded(fmt, name, read_matrix(found, m), {**config, "round": rounding}) for m in members]
-            shards.add(_stacked(parts) if name in stacked else parts[0])
+            shards.add(_stacked(parts) if name != t.name else parts[0])
         elif not t.scheme and t.name not in shards.done:
             shards.add({t.name: read_plain(found, t)})
         done += t.params

@@ -67,8 +67,7 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
         raise UnsupportedError(
             f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(known)})"
         )
-    if found.config.get("sliding_window") and found.config.get("use_sliding_window", True):
-        raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
+    _check_computed_alike(found.config)
     facts = _model_metadata(found, arch, out.stem)
     entries = _entries(found)
     metadata = [*facts, *tokenizer_metadata(found.folder, found.config, _int(found, "vocab_size"))]
@@ -95,6 +94,16 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
             assert factors is not None
             writer.write(row, [factors.view(torch.uint8).numpy().data])
     return Exported(str(out), "gguf", out.stat().st_size, len(found.schemes), ("llama.cpp", "Ollama", "LM Studio"), ())
+
+
+def _check_computed_alike(config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError for what llama.cpp's graphs of these families do otherwise. What a config leaves out is as
+    transformers has it: Mistral's window 4096 wide."""
+    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
+    if window and config.get("use_sliding_window", True):
+        raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
+    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UnsupportedError(f"its activation is {act}, llama.cpp's graph of this family has silu")
 
 
 def _entries(found: Checkpoint) -> list[tuple[GgufTensor, list[CheckpointTensor]]]:
@@ -201,7 +210,7 @@ def _mixture_metadata(found: Checkpoint) -> dict[str, Value]:
     config = found.config
     if config.get("model_type") not in MIXTURES:
         return {}
-    if config.get("norm_topk_prob") is False and config["model_type"] == "qwen3_moe":
+    if not config.get("norm_topk_prob", False) and config["model_type"] == "qwen3_moe":
         raise UnsupportedError("its router does not normalise (norm_topk_prob), llama.cpp's graph of this family does")
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise UnsupportedError("some of its layers have no experts; llama.cpp's graph of this family has them everywhere")

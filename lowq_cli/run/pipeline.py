@@ -1,7 +1,8 @@
 """The streaming run: plan, then tensor by tensor read -> quantize -> pack -> write. It prints nothing; it yields events.
 
 No model is built: one slab of one tensor is in memory at a time. Run again after a kill, it continues, and leaves the same
-bytes as an uninterrupted run (see writer.py). The same input, recipe and kind of device give the same bytes.
+bytes as an uninterrupted run (see writer.py). The same input, recipe and kind of device give the same bytes; calibrated
+methods also need as many threads, over which torch shares out the sums of their products.
 """
 
 import hashlib

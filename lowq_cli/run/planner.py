@@ -70,6 +70,9 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     wishes = _wishes(recipe, candidates)
     notes = list(source.notes)
     head, stored_head = _tied_head(found, recipe, wishes, candidates)
+    if head and (verdict := _verdict(head, recipe, Wish(recipe.head))).scheme is None:
+        notes.append(f"the output head stays the embedding: {verdict.note}")
+        head = stored_head = None
     if head:
         candidates.append(head)
         wishes[head.name] = Wish(recipe.head)

@@ -111,9 +111,10 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
 
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         stored = fetch(f"{p}.weight_packed")
-        codes = _unpack(stored, bits, K, _is_padded(stored, bits, K) if padded is None else padded)
+        empty_bits = _is_padded(stored, bits, K) if padded is None else padded
+        codes = _unpack(stored, bits, K, empty_bits)
         scales = fetch(f"{p}.weight_scale")
-        zeros = None if sym else _zeros(fetch(f"{p}.weight_zero_point"), p, bits, N, G).to(scales.dtype)
+        zeros = None if sym else _zeros(fetch(f"{p}.weight_zero_point"), p, bits, N, G, empty_bits).to(scales.dtype)
         if sym and bits == 1:
             zeros = torch.ones_like(scales)
         if permuted and index:
@@ -151,8 +152,8 @@ def _unpack(words: torch.Tensor, bits: int, K: int, padded: bool) -> torch.Tenso
     return codes.reshape(words.shape[0], -1)[:, :K].to(torch.uint8)
 
 
-def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int) -> torch.Tensor:
-    """(N, G) zeros in code units, from words packed along N or from plain int8."""
+def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int, padded: bool) -> torch.Tensor:
+    """(N, G) zeros in code units, from words packed along N (`padded` as the weight's, unless N tells) or from plain int8."""
     if stored.dtype == torch.int8:
         if tuple(stored.shape) != (N, G):
             raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(N, G)}")
@@ -160,9 +161,7 @@ def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int) -> torch.Ten
     rows = {bitstream.words_per_row(N, bits): False, -(-N // (32 // bits)): True}
     if stored.dim() != 2 or stored.shape[0] not in rows or stored.shape[1] != G:
         raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(min(rows), G)}")
-    words = stored.t().contiguous()
-    padded = 32 % bits != 0 and (rows[stored.shape[0]] if len(rows) == 2 else _is_padded(words, bits, N))
-    return _unpack(words, bits, N, padded).t()
+    return _unpack(stored.t().contiguous(), bits, N, rows[stored.shape[0]] if len(rows) == 2 else padded).t()
 
 
 def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:

@@ -106,6 +106,11 @@ def repack(p: PackedWeight, layout: str) -> PackedWeight:
     return pack(unpack(p), layout)
 
 
+def own_companions(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """scales and zeros as (N, K // group_size), contiguous: kernels get an address and no strides."""
+    return q.scales.contiguous(), None if q.zeros is None else q.zeros.contiguous()
+
+
 def transposed_companions(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """scales and zeros as (K // group_size, N), contiguous along N: what kernels that walk K read."""
     return q.scales.t().contiguous(), None if q.zeros is None else q.zeros.t().contiguous()

@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from lowq_packers.layouts import Layout, PackedWeight, register
+from lowq_packers.layouts import Layout, PackedWeight, own_companions, register
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -57,7 +57,7 @@ def _pack(q: QuantizedTensor) -> PackedWeight:
     aux = torch.nn.functional.pad(aux.repeat_interleave(repeat, 2), (0, 0, 0, 0, 0, rows))
     words = torch.stack([_convert(codes) for codes, _, _ in planes])
     aux = aux.transpose(1, 2).contiguous().bfloat16()
-    return PackedWeight(words, q.scales, q.zeros, s, N, K, "cpu_int4", aux)
+    return PackedWeight(words, *own_companions(q), s, N, K, "cpu_int4", aux)
 
 
 @cache

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from lowq_cli import main
 from lowq_cli.files import shards
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.inspection import inspect_model
 from lowq_cli.files.source import open_source
-from lowq_cli.interop.exporter import export
+from lowq_cli.interop.exporter import export, exportable
 from lowq_cli.interop.foreign import open_decoded
 from lowq_packers import formats
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -84,6 +85,16 @@ def test_what_a_format_cannot_hold_is_refused_and_nothing_is_left(bf16_checkpoin
     with pytest.raises(UnsupportedError, match=message):
         export(made.packed, to, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_format_whose_config_has_one_group_size_is_not_offered_for_two(bf16_checkpoints, tmp_path):
+    made = bf16_checkpoints("llama", INT4 | {"mlp": Scheme(4, 16, "int")})
+    for folder, offered in ((made.packed, False), (bf16_checkpoints("llama", INT4).packed, True)):
+        found = open_checkpoint(folder)
+        with found.source:
+            assert ("awq" in exportable(found)) == offered
+    with pytest.raises(UnsupportedError, match="one group size for all layers"):
+        export(made.packed, "awq", tmp_path / "out")
 
 
 def test_a_full_folder_an_unknown_format_and_a_model_that_is_not_ours(bf16_checkpoints, tmp_path):

@@ -184,8 +184,10 @@ def _edit(folder, **changes):
         ({"model_type": "gemma3_text"}, "not one that lowq writes as GGUF"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "'yarn'"),
         ({"sliding_window": 64}, "sliding window"),
+        ({"model_type": "mistral"}, "sliding window"),
+        ({"hidden_act": "gelu"}, "activation is gelu"),
     ],
-    ids=["family", "rope", "window"],
+    ids=["family", "rope", "window", "Mistral's own window", "activation"],
 )
 def test_what_llama_cpp_would_compute_otherwise_is_refused(demo4, tmp_path, changes, message):
     shutil.copytree(demo4, tmp_path / "m")
@@ -232,6 +234,7 @@ def test_llama_3_frequencies():
     ("changes", "message"),
     [
         ({"norm_topk_prob": False}, "does not normalise"),
+        ({"norm_topk_prob": None}, "does not normalise"),
         ({"mlp_only_layers": [0]}, "have no experts"),
     ],
 )

@@ -97,3 +97,14 @@ def test_a_tied_head_can_be_written_separately(family_checkpoints, dequantize_ch
     assert isinstance(model.lm_head, QuantLinear)
     reference = dequantize_checkpoint(dense, tmp_path / "packed", tmp_path / "dequantized")
     assert distance(logits(tmp_path / "packed", torch.float32), logits(reference, torch.float32)) < FP32
+
+
+def test_a_mixture_with_one_dense_layer_saves_what_loads(family_checkpoints, tmp_path):
+    """A pattern of the saved config may not reach the experts that stayed dense, whose stacks are saved one by one."""
+    from lowq_cli.run.pipeline import quantize
+
+    dense = family_checkpoints("mixtral").dense
+    quantize(dense, out=tmp_path / "packed", bits=4, group=16, method="rtn", skip=["layers.0"], device="cpu")
+    with open_source(tmp_path / "packed") as source:
+        load_model(source, "cpu", torch.float32).save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(tmp_path / "saved", torch.float32), logits(tmp_path / "packed", torch.float32))

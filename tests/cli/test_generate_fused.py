@@ -165,6 +165,20 @@ def test_packed_models_give_the_tokens_of_the_dequantized_model(name, mixed):
     assert ("layers.*.qkv" in names) == (not mixed or name == "phi3")
 
 
+def test_a_model_may_change_its_dtype_between_two_texts():
+    """The joined layers, which no module owns, change with it, and so does the cache."""
+    model = build("llama")
+    for path, lin in list(model.named_modules()):
+        if isinstance(lin, torch.nn.Linear):
+            q = rtn.quantize(lin.weight.data, Scheme(4, 32))
+            model.set_submodule(path, QuantLinear.from_quantized(q, dtype=torch.float32, layout="rowstream"))
+    other = copy.deepcopy(model).half()
+    wanted = tokens(other, choose(other))
+    tokens(model, choose(model))
+    assert tokens(model.half(), choose(model)) == wanted
+    assert choose(model).blocks.layers[0].qkv.weight_scale.dtype == torch.float16
+
+
 MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}

@@ -298,6 +298,15 @@ def test_experts_packed_in_one_stack_only(stack, family_checkpoints):
     assert distance(half(x, index, weights), expected) > 1e-2  # the test can fail
 
 
+def test_packed_experts_outlive_a_dtype_change(family_checkpoints):
+    """On a CPU they are multiplied from a copy of the scales that must stay bf16."""
+    experts = open_model(family_checkpoints("mixtral", "float32", {"expert": Scheme(4, 32)}).packed, torch.bfloat16)
+    experts = experts.model.layers[0].mlp.experts
+    x, index = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [3, 2]])
+    before = experts(x, index, torch.full((2, 2), 0.5))
+    assert torch.equal(experts.half()(x, index, torch.full((2, 2), 0.5)), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_both_orders_of_expert_products_agree(dtype, family_checkpoints):
     """row_by_row is what a GPU does while decoding; it needs no GPU to be right."""

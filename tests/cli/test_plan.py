@@ -116,6 +116,18 @@ def test_an_override_that_cannot_hold_is_refused(plan_of):
         next(run("demo", make_recipe(method="hqq", zero="none"), dry_run=True))
 
 
+def test_a_tied_head_that_no_group_divides_stays_the_embedding(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32, tie_word_embeddings=True)).save_pretrained(tmp_path)
+    with open_source(tmp_path) as source:
+        plan = make_plan(source, make_recipe(lm_head=8, group=16))
+        assert output_config(source, plan)["tie_word_embeddings"]
+    assert "lm_head" not in schemes(plan)
+    assert "stays the embedding: K=24" in plan.notes[0]
+
+
 def test_a_tied_head_is_written_separately_only_when_asked(family_checkpoints, plan_of):
     plan = plan_of("llama-tied", group=32)
     assert not plan.untie

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from lowq_kernels import registry
+from lowq_kernels import linear, ops, registry
 from lowq_kernels.linear import QuantLinear, best_layout
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.layouts import LAYOUTS, pack
@@ -124,11 +124,43 @@ def test_deepcopy_and_dtype_change_keep_the_weight():
     assert error(half(x.bfloat16()), truth_of(x, q)) < 2 * TOLERANCE[torch.bfloat16]
 
 
+def test_a_dtype_change_leaves_what_torchs_kernel_reads():
+    q = make(32, 64, 32, 4, "float", torch.bfloat16)
+    lin = QuantLinear.from_quantized(q, dtype=torch.bfloat16)
+    x = torch.randn(3, 64).bfloat16()
+    y = lin(x)
+    assert lin.layout == "cpu_int4"
+    assert torch.equal(lin.half()(x), y)
+
+
+def test_a_bias_with_gaps_is_closed_up():
+    lin = QuantLinear.from_quantized(make(32, 64, 32, 4, "float", torch.float16), torch.arange(64.0).half()[::2])
+    assert lin.bias.is_contiguous()  # kernels get its address and no stride
+    assert lin.bias.tolist() == list(range(0, 64, 2))
+
+
 def test_compiled_graph_has_no_break():
     lin = QuantLinear.from_quantized(make(32, 64, 32, 4, "float", torch.bfloat16), bias=torch.ones(32), dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
     compiled = torch.compile(lambda t: torch.nn.functional.silu(lin(t)), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), torch.nn.functional.silu(lin(x)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_flows_through_every_layout(layout, compiled, monkeypatch):
+    """Kernels are handed addresses: what autograd does not know of would count as a constant, silently."""
+    for module in (ops, linear):
+        monkeypatch.setattr(module, "matmul", lambda x, *rest: registry.matmul(x.detach(), *rest))  # as on a GPU
+    q = make(33, 64, 32, 4, "float", torch.bfloat16)
+    lin = QuantLinear.from_quantized(q, torch.ones(33), dtype=torch.bfloat16, layout=layout)
+    x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
+    torch._dynamo.reset()
+    y = torch.compile(lin, fullgraph=True, backend="aot_eager")(x) if compiled else lin(x)
+    assert error(y.detach().reshape(6, 33), truth_of(x.detach().reshape(6, 64), q, torch.ones(33))) < TOLERANCE[torch.bfloat16]
+    weights = torch.randn(2, 3, 33)
+    (y * weights).sum().backward()
+    assert error(x.grad, weights.bfloat16().double() @ q.dequantize().double()) < TOLERANCE[torch.bfloat16]
 
 
 def test_custom_op_passes_torchs_own_check():

@@ -58,6 +58,14 @@ def test_three_dimensions_pack_like_their_rows(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("K", [32, 33])
+def test_rows_that_begin_anywhere_in_memory(bits, K):
+    whole = codes(4, K + 3, bits)
+    for q in (whole[1:], whole[:1, 3:]):
+        assert torch.equal(bitstream.pack(q, bits), bitstream.pack(q.clone(memory_format=torch.contiguous_format), bits))
+
+
+@pytest.mark.parametrize("bits", BITS)
 def test_padding_is_zero_bits(bits):
     words = bitstream.pack(torch.full((1, 5), (1 << bits) - 1, dtype=torch.uint8), bits)
     stream = sum((w & 0xFFFFFFFF) << (32 * i) for i, w in enumerate(words[0].tolist()))

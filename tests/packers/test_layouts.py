@@ -53,6 +53,15 @@ def test_a_flipped_code_changes_the_words(layout):
     assert not torch.equal(pack(q, layout).words, pack(other, layout).words)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_transposed_scales_and_zeros_are_laid_out_anew(layout):
+    """GPTQ and GemLite hold them (G, N): a view of such has other strides, which kernels are not told."""
+    q = random_q(64, 128, 32, 4)
+    view = QuantizedTensor(q.W_q, q.scales.t().contiguous().t(), q.zeros.t().contiguous().t(), 4, 32)
+    p, wanted = pack(view, layout), pack(q, layout)
+    assert (p.scales.stride(), p.zeros.stride()) == (wanted.scales.stride(), wanted.zeros.stride())
+
+
 @pytest.mark.parametrize("bits", [8, 4, 2, 1])
 def test_strided_words_are_gemlites(bits):
     # formats/gemlite_hqq.md 1.1: word[n, j] = OR_i q[n, j*e + i] << (bits*i), stored as [K/e, N]

@@ -66,6 +66,19 @@ def test_ct_odd_widths_old_and_new(bits, K, layout, symmetric):
     assert torch.equal(q.W_q, codes)
 
 
+def test_ct_zeros_are_laid_out_as_the_codes_they_belong_to():
+    """8 rows of 6 bits fill two words either way, and zeros whose last ones are small leave no trace of which."""
+    codes, zeros = torch.arange(8 * 16, dtype=torch.uint8).reshape(8, 16) % 64, torch.arange(8, dtype=torch.uint8)
+    tensors = {
+        f"{NAME}.weight_packed": padded(codes, 6),
+        f"{NAME}.weight_scale": torch.ones(8, 1),
+        f"{NAME}.weight_shape": torch.tensor([8, 16]),
+        f"{NAME}.weight_zero_point": padded(zeros[None], 6).t().contiguous(),
+    }
+    (q,) = read(tensors, ct_config(6, 16, False)).values()
+    assert torch.equal(q.zeros.flatten(), zeros.float())
+
+
 def test_ct_three_bit_words_by_hand():
     """3 bits, codes 1 .. 7 then 0: dense puts code 10 across the first two words; padded starts the second word with it."""
     codes = (torch.arange(1, 33) % 8).to(torch.uint8).unsqueeze(0)
