@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli.engine.stream import check_characters
+
 if TYPE_CHECKING:
     from lowq_cli.engine.stream import Generation
 
@@ -21,11 +23,13 @@ class Conversation:
         self.text = f"{system}\n" if system else ""
 
     def prompt(self, said: str) -> list[int]:
-        """Token ids of the conversation up to where the model's answer to `said` starts."""
+        """Token ids of the conversation up to where the model's answer to `said` starts. Raises UsageError if it is no text."""
+        check_characters(said)
         if not self.template:
-            return list(self.tokenizer(self.text + said)["input_ids"])
+            return list(self.tokenizer(self.text + said, verbose=False)["input_ids"])
         messages = [*self.messages, {"role": "user", "content": said}]
-        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": {"verbose": False}}
+        return list(self.tokenizer.apply_chat_template(messages, **how))
 
     def answered(self, said: str, answer: "Generation") -> None:
         """Note the turn, and tell the decoder which tokens its cache holds, so that the next turn reads only what is new."""
