@@ -45,7 +45,7 @@ def warn(message: str) -> None:
     """A line that asks for attention, on stderr."""
     from rich.markup import escape
 
-    stderr().print(f"[yellow]warning:[/] {escape(message)}")
+    stderr().print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=not sys.stderr.isatty())  # a log's lines stay whole
 
 
 def fail(message: str) -> None:

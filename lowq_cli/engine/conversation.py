@@ -26,10 +26,9 @@ class Conversation:
         """Token ids of the conversation up to where the model's answer to `said` starts. Raises UsageError if it is no text."""
         check_characters(said)
         if not self.template:
-            return list(self.tokenizer(self.text + said, verbose=False)["input_ids"])
+            return list(self.tokenizer(self.text + said)["input_ids"])
         messages = [*self.messages, {"role": "user", "content": said}]
-        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": {"verbose": False}}
-        return list(self.tokenizer.apply_chat_template(messages, **how))
+        return list(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
     def answered(self, said: str, answer: "Generation") -> None:
         """Note the turn, and tell the decoder which tokens its cache holds, so that the next turn reads only what is new."""

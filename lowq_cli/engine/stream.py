@@ -198,11 +198,9 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
         message = [{"role": "user", "content": text}]
-        ids = tokenizer.apply_chat_template(
-            message, add_generation_prompt=True, tokenize=True, return_dict=False, tokenizer_kwargs={"verbose": False}
-        )
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
     else:
-        ids = tokenizer(text, verbose=False)["input_ids"]  # else transformers warns of a long one, before we refuse it
+        ids = tokenizer(text)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
