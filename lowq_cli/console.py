@@ -5,6 +5,7 @@ progress is a plain line every tenth of the way, and tables are drawn without co
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 PLAIN_STEPS = 10  # progress lines in a log file
 _errors: TextIO | None = None  # where errors go once everything else is silenced
+json_is_out = False  # whether this run has printed its one JSON object
 
 
 @cache
@@ -43,7 +45,7 @@ def warn(message: str) -> None:
     """A line that asks for attention, on stderr."""
     from rich.markup import escape
 
-    stderr().print(f"[yellow]warning:[/] {escape(message)}")
+    stderr().print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=not sys.stderr.isatty())  # a log's lines stay whole
 
 
 def fail(message: str) -> None:
@@ -65,7 +67,22 @@ def out(text: str, end: str = "\n") -> None:
 
 def out_json(value: dict[str, Any]) -> None:
     """The one JSON object of a --json run."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    global json_is_out
+    json_is_out = True
+    print(to_json(value), flush=True)
+
+
+def to_json(value: object) -> str:
+    """One line of JSON. Numbers that are not finite, which JSON has no word for, are null."""
+    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(

@@ -7,6 +7,7 @@ without torch. Every LowqError becomes one line on stderr and its exit code.
 
 import atexit
 import importlib
+import io
 import os
 import pkgutil
 import re
@@ -98,11 +99,11 @@ _add_commands()
 
 
 def _fail(message: str, code: int) -> int:
-    """Report an error in the form asked for: one line on stderr, and with --json one object on stdout."""
+    """Report an error in the form asked for: one line on stderr, and with --json one object on stdout, if none is there yet."""
     if os.environ.get("LOWQ_DEBUG"):
         traceback.print_exc()
     console.fail(message)
-    if "--json" in sys.argv:
+    if "--json" in sys.argv and not console.json_is_out:
         with suppress(OSError):  # where nothing can be written to stdout any more
             console.out_json({"error": message, "exit_code": code})
     return code
@@ -110,6 +111,7 @@ def _fail(message: str, code: int) -> int:
 
 def run() -> None:
     """The console script."""
+    _open_streams()
     for name in UNUSED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
     if ranks.rank():
@@ -118,6 +120,16 @@ def run() -> None:
     if ranks.world() > 1:
         _leave_group()
     _end(code)
+
+
+def _open_streams() -> None:
+    """Streams that every command can use: none missing, as after `>&-`, and none that a character can break."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # to print there would be an error, or go to the other one
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):  # what is not UTF-8 is refused by name
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _end(code: int) -> NoReturn:
@@ -140,6 +152,7 @@ def _leave_group() -> None:
 
 
 def _run() -> int:
+    console.json_is_out = False
     try:
         return int(app(prog_name="lowq", standalone_mode=False) or 0)
     except LowqError as e:

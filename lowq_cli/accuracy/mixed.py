@@ -106,15 +106,19 @@ def resolve(
         raise UsageError("--bpw and --size find no weight that the recipe leaves open; leave --override and --skip out")
     schemes = {c.name: options[name] for name, members in groups.items() for c in members}
     candidates = [c for members in groups.values() for c in members]
+    params = {name: sum(c.shape[0] * c.shape[1] for c in members) for name, members in groups.items()}
+    unmeasured = {c.name: dict.fromkeys(schemes[c.name], 0.0) for c in candidates}  # bytes need no errors
+    choices = {name: _choices(members, options[name], unmeasured, source, plain) for name, members in groups.items()}
+    budget = _budget(source, plain, recipe, choices, sum(params.values()))
+    least = sum(min(c.nbytes for c in cs) for cs in choices.values())
+    if budget < least:  # told before the minutes that measuring takes
+        raise UsageError(_too_small(recipe, least, budget, sum(params.values())))
     key, errors, why = _measured(source, plain, text, candidates, schemes, folder, device, watch)
     choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
-    params = {name: sum(c.shape[0] * c.shape[1] for c in members) for name, members in groups.items()}
-    budget = _budget(source, plain, recipe, choices, sum(params.values()))
     while True:
         try:
             found = allocate(choices, budget)
         except UsageError:
-            least = sum(min(c.nbytes for c in cs) for cs in choices.values())
             raise UsageError(_too_small(recipe, least, budget, sum(params.values()))) from None
         overrides = [o for name, c in found.items() if c.what for o in _overrides(groups[name], c.what)]
         head = "keep" if plain.lm_head == "auto" else plain.lm_head

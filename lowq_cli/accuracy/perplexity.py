@@ -119,7 +119,7 @@ def read_text(path: Path | str | None) -> str:
 def read_utf8(file: Path, what: str) -> str:
     """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None
     except OSError as e:

@@ -29,7 +29,7 @@ def read_text(path: str | None) -> str:
     text = read_utf8(root, "calibration text")
     if root.suffix == ".jsonl":
         try:
-            text = "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+            text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
         except (ValueError, KeyError, TypeError):
             raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
     if not text.strip():

@@ -1,11 +1,14 @@
 """lowq bench: how fast this machine multiplies by quantized weights, against its measured ceilings and the dense product."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowq_cli import console, drawing
+
+if TYPE_CHECKING:
+    from lowq_cli.tuning.benching import Row
 
 EXAMPLES = """Examples:
   lowq bench
@@ -61,13 +64,18 @@ def bench(
         for row in benching.measure(shapes, batches, where, ceiling, kernel):
             rows.append(row)
             advance(len({(r.N, r.K, r.bits, r.group, r.M) for r in rows}), f"{row.N}x{row.K} M={row.M}: {row.us:.1f} us")
-    if plot:
-        benching.plot(rows, ceiling, Path(plot))
-        console.say(f"drew {plot}")
     if as_json:
         facts = {"read_gbs": round(ceiling.read_gbs), "tflops": round(ceiling.tflops, 3)}
         console.out_json({"gpu": ceiling.device, **facts, "rows": [r.to_json() for r in rows]})
-        return
+    else:
+        _show(rows)
+    if plot:  # last: where it cannot be written, what was measured is out
+        benching.plot(rows, ceiling, Path(plot))
+        console.say(f"drew {plot}")
+
+
+def _show(rows: "list[Row]") -> None:
+    """A line per shape, batch and kernel."""
     columns = ("shape", "scheme", ">M", "kernel", ">us", ">GB/s", ">TFLOP/s", ">roofline", ">dense us", ">x dense")
     table = [
         (

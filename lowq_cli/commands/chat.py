@@ -60,7 +60,7 @@ def chat(
         turn += 1
         try:
             answer = stream(model, tokenizer, talk.prompt(said), seed=seed + turn, **settings)  # type: ignore[arg-type]
-        except UsageError as e:  # the context is full
+        except UsageError as e:  # the context is full, or that was no text
             console.say(f"{e}; /new starts over")
             continue
         _write(answer)

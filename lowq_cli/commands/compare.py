@@ -1,11 +1,14 @@
 """lowq compare: models side by side."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowq_cli import console, drawing
+
+if TYPE_CHECKING:
+    from lowq_cli.accuracy.comparison import Compared
 
 EXAMPLES = """Examples:
   lowq compare demo demo-lowq-4b-g64 demo-lowq-2b-g64
@@ -43,12 +46,17 @@ def compare(
         for row in comparison.compare(models, contents, device, max_tokens, new_tokens):
             rows.append(row)
             advance(len(rows), row.model)
-    if plot:
-        comparison.plot(rows, Path(plot))
-        console.say(f"drew {plot}")
     if as_json:
         console.out_json({"rows": [vars(r) for r in rows]})
-        return
+    else:
+        _show(rows)
+    if plot:  # last: where it cannot be written, what was measured is out
+        comparison.plot(rows, Path(plot))
+        console.say(f"drew {plot}")
+
+
+def _show(rows: "list[Compared]") -> None:
+    """A line per model."""
     shown = [
         (
             r.model,
@@ -64,5 +72,5 @@ def compare(
     ]
     columns = ("model", ">size", ">bits per weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
     first = rows[0]
-    title = f"{first.tokens} tokens in windows of {first.window}, against {models[0]}"
+    title = f"{first.tokens} tokens in windows of {first.window}, against {first.model}"
     console.table(title, columns, shown, on_stdout=True, spare=(">increase",))

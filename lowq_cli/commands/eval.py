@@ -56,13 +56,13 @@ def eval(
     contents = read_text(text)
     if act == "all":
         with console.progress("eval", 100) as advance:
-            found = measure_modes(name, contents, device, max_tokens, advance)
+            modes = measure_modes(name, contents, device, max_tokens, advance)
         if as_json:
-            console.out_json({"modes": {mode: vars(r) for mode, r in found.items()}})
+            console.out_json({"modes": {mode: vars(r) for mode, r in modes.items()}})
         else:
-            plain = found["none"].ppl
-            lines = [(mode, f"{r.ppl:.3f}", f"{100 * (r.ppl / plain - 1):+.2f}%") for mode, r in found.items()]
-            tokens = found["none"].tokens
+            plain = modes["none"].ppl
+            lines = [(mode, f"{r.ppl:.3f}", f"{100 * (r.ppl / plain - 1):+.2f}%") for mode, r in modes.items()]
+            tokens = modes["none"].tokens
             console.table(f"{name}, {tokens} tokens", ("activations", ">perplexity", ">against none"), lines, on_stdout=True)
         return
     with console.progress("eval", 100) as advance:
@@ -74,8 +74,19 @@ def eval(
 
         with console.status("comparing layers"):
             errors = layer_errors(name, against, contents, device)
+    failure = None
+    if increase is not None and max_ppl_increase is not None and not increase <= max_ppl_increase:
+        failure = QualityError(
+            f"perplexity {report.ppl:.3f} is {increase:.2f}% above {against} ({report.base_ppl:.3f}); "
+            f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
+        )
     if as_json:
-        console.out_json({**vars(report), "stride": report.window, **({"layers": [vars(e) for e in errors]} if layers else {})})
+        found = {**vars(report), "stride": report.window}
+        if layers:
+            found["layers"] = [vars(e) for e in errors]
+        if failure:
+            found |= {"error": str(failure), "exit_code": failure.exit_code}
+        console.out_json(found)
     else:
         rows = [
             ("perplexity", f"{report.ppl:.3f}", f"{report.tokens} tokens, windows of {report.window}, stride {report.window}")
@@ -94,11 +105,8 @@ def eval(
         ]
         columns = ("layer", ">weights, relative", "largest of", ">output, squared relative", "")
         console.table("errors by layer, those before it included", columns, table, on_stdout=True, spare=("",))
-    if increase is not None and max_ppl_increase is not None and not increase <= max_ppl_increase:
-        raise QualityError(
-            f"perplexity {report.ppl:.3f} is {increase:.2f}% above {against} ({report.base_ppl:.3f}); "
-            f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
-        )
+    if failure:
+        raise failure
 
 
 def _bar(output: float, errors: "list[LayerError]") -> int:

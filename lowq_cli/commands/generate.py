@@ -1,6 +1,7 @@
 """lowq generate: a checkpoint and a prompt -> text on stdout as it comes, numbers on stderr."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -53,6 +54,10 @@ def generate(
 
     if (prompt is None) == (prompts is None):
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
+    if prompts is not None and (explain or profile):
+        raise UsageError(f"--{'explain' if explain else 'profile'} shows one prompt at work; give it with --prompt")
+    if profile is not None:
+        _check_writable(profile)
     many = None if prompts is None else _read_prompts(prompts)
     text = sys.stdin.read() if prompt == "-" else prompt
     if prompt == "-" and not text:
@@ -69,7 +74,7 @@ def generate(
     settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens}
     if many is not None:
-        _answer_all(model, tokenizer, many, batch, settings)
+        _answer_all(model, tokenizer, many, batch, settings, as_json)
         return
     if batch > 1 and not temperature:
         console.say(f"all {batch} texts will be the same; --temperature 1 draws them")
@@ -107,44 +112,74 @@ def _compile(model: Any, generation: "Generation") -> None:
 def _read_prompts(where: str) -> list[str]:
     """The prompts of a JSONL file or stdin. Raises NotFoundError, or UsageError naming the line that is not a prompt."""
     try:
-        lines = (sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")).splitlines()
+        text = sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")
     except OSError as e:
         raise NotFoundError(f"cannot read the prompts in {where}: {e.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{where} is not UTF-8 text; --prompts takes JSONL") from None
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):  # splitlines also cuts at U+2028, inside a text
         if not line.strip():
             continue
         try:
             value = json.loads(line)
         except ValueError:
             raise UsageError(f'line {number} of {where} is not JSON; write a text as "text" or {{"prompt": "text"}}') from None
-        text = value.get("prompt") if isinstance(value, dict) else value
-        if not isinstance(text, str):
+        prompt = value.get("prompt") if isinstance(value, dict) else value
+        if not isinstance(prompt, str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
-        found.append(text)
+        found.append(prompt)
     if not found:
         raise UsageError(f"{where} holds no prompts")
     return found
 
 
-def _answer_all(model: Any, tokenizer: Any, prompts: list[str], batch: int, settings: dict[str, Any]) -> None:
-    """One JSON line per prompt on stdout, in order, `batch` of them decoded side by side; the totals on stderr."""
+def _check_writable(timeline: str) -> None:
+    """Raise UsageError where --profile could not write its file after the work."""
+    folder = next(p for p in Path(timeline).absolute().parents if p.exists())  # those below it will be made
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"--profile {timeline}: {folder} is no folder that can be written to")
+
+
+def _answer_all(model: Any, tokenizer: Any, prompts: list[str], batch: int, settings: dict[str, Any], as_json: bool) -> None:
+    """One JSON line per prompt on stdout, in order, `batch` of them decoded side by side; the totals on stderr.
+
+    as_json: all lines in one object. Every prompt is encoded, and told if it is too long, before the first is answered.
+    """
     from lowq_cli.engine import stream
 
-    tokens = seconds = 0.0
+    ids = _encode_all(model, tokenizer, prompts, settings.pop("chat"))
+    lines, tokens, seconds = [], 0, 0.0
     for start in range(0, len(prompts), batch):
-        some = prompts[start : start + batch]
-        g = stream(model, tokenizer, some, **settings)
+        g = stream(model, tokenizer, ids[start : start + batch], **settings)
         for _ in g.pieces():
             pass
-        for i, text in enumerate(some):
+        for i, text in enumerate(prompts[start : start + batch]):
             line = {"prompt": text, "text": g.texts[i], "tokens": g.tokens[i], "finish_reason": g.finish_reasons[i]}
-            console.out_json(line)
+            if as_json:
+                lines.append(line)
+            else:
+                console.out(console.to_json(line))
         tokens, seconds = tokens + sum(map(len, g.tokens)), seconds + g.ttft_s + g.decode_s
-    made = f"{_count(len(prompts), 'prompt')}, {_count(int(tokens), 'new token')}"
-    console.say(f"{made} at {tokens / max(seconds, 1e-9):.1f}/s, prefill included")
+    speed = tokens / max(seconds, 1e-9)
+    if as_json:
+        console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2)})
+    made = f"{_count(len(prompts), 'prompt')}, {_count(tokens, 'new token')}"
+    console.say(f"{made} at {speed:.1f}/s, prefill included")
+
+
+def _encode_all(model: Any, tokenizer: Any, prompts: list[str], chat: bool) -> list[list[int]]:
+    """The token ids of each prompt. Raises UsageError naming the first that cannot be answered."""
+    from lowq_cli.engine.stream import check_length, encode
+
+    found = []
+    for number, text in enumerate(prompts, 1):
+        try:
+            found.append(encode(tokenizer, text, chat))
+            check_length(model, len(found[-1]))
+        except UsageError as e:
+            raise UsageError(f"prompt {number} of {len(prompts)}: {e}") from None
+    return found
 
 
 def _write_text(generation: "Generation", live: bool, batch: int) -> bool:

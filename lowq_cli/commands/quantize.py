@@ -125,8 +125,11 @@ def quantize(
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.bpw or one.size for one in asked)
-    if plot and not budgeted:
-        raise UsageError(f"--plot {plot} needs --bpw or --size")
+    for name, value in (("plot", plot), ("widths", widths)):
+        if value and not budgeted:
+            raise UsageError(f"--{name} {value} needs --bpw or --size")
+    if calib_tokens is not None and not any(one.method != "auto" and quantizers.needs_text(one.method) for one in asked):
+        raise UsageError(f"--calib-tokens is for methods that read a text; {asked[0].method} does not: add --method gptq")
     if plot:
         drawing.check(Path(plot))
 
@@ -257,7 +260,10 @@ def _show_plan(planned: "Planned") -> None:
         console.say(f"note: {note}")
     for warning in plan.warnings:
         console.warn(warning)
-    if any(i.scheme and i.scheme.bits <= FEW_BITS and i.method and not quantizers.needs_text(i.method) for i in plan.items):
+    from lowq_cli.run.recipe import NOT_CALIBRATED
+
+    few = (i for i in plan.items if i.scheme and i.scheme.bits <= FEW_BITS and i.kind not in NOT_CALIBRATED)
+    if any(i.method and not quantizers.needs_text(i.method) for i in few):
         console.say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from lowq_cli import console
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import UnsupportedError, UsageError
 
 EXAMPLES = """Examples:
   lowq serve
@@ -41,7 +41,11 @@ def serve(
 
     from lowq_cli.interop.serving import command
 
-    line = command(model, tp, port, tuple(shlex.split(args)), write=not dry_run, native=native)
+    try:
+        extra = tuple(shlex.split(args))
+    except ValueError as e:
+        raise UsageError(f"--args {args!r}: {str(e).lower()}") from None
+    line = command(model, tp, port, extra, write=not dry_run, native=native)
     if dry_run:
         if as_json:
             console.out_json({"command": line})

@@ -38,7 +38,7 @@ def tune(
     from lowq_packers.errors import UsageError
 
     batches = tuner.parse_batches(batch)
-    if budget <= 0:
+    if not 0 < budget < float("inf"):
         raise UsageError(f"--budget {budget:g} is not a positive number of seconds")
     opened = tuning_plan.open_packed(state.checkpoint_or_last(checkpoint))
     where = pick_device(device)

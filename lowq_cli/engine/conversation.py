@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli.engine.stream import check_characters
+
 if TYPE_CHECKING:
     from lowq_cli.engine.stream import Generation
 
@@ -21,7 +23,8 @@ class Conversation:
         self.text = f"{system}\n" if system else ""
 
     def prompt(self, said: str) -> list[int]:
-        """Token ids of the conversation up to where the model's answer to `said` starts."""
+        """Token ids of the conversation up to where the model's answer to `said` starts. Raises UsageError if it is no text."""
+        check_characters(said)
         if not self.template:
             return list(self.tokenizer(self.text + said)["input_ids"])
         messages = [*self.messages, {"role": "user", "content": said}]

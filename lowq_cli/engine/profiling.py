@@ -55,19 +55,15 @@ def profile_steps(
 
 def _write(found: Any, timeline: Path) -> None:
     """The profiler's timeline, whole or not at all: on a full disk its library leaves a part of it and says nothing."""
-    with tempfile.TemporaryDirectory(dir=_made(timeline.parent), prefix=".lowq-") as folder:
+    try:
+        timeline.parent.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(dir=timeline.parent, prefix=".lowq-")
+    except OSError as e:
+        raise UsageError(f"the timeline {timeline} cannot be written: {e.strerror}") from None
+    with made as folder:
         try:
             found.export_chrome_trace(f"{folder}/{timeline.name}")
             os.replace(f"{folder}/{timeline.name}", timeline)
         except (OSError, RuntimeError) as e:
             why = "is the disk full?" if isinstance(e, FileNotFoundError) else e
             raise UsageError(f"the timeline {timeline} cannot be written: {why}") from None
-
-
-def _made(folder: Path) -> Path:
-    """The folder, made where it is not there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UsageError(f"the timeline's folder {folder} cannot be made: {e.strerror}") from None
-    return folder

@@ -179,10 +179,8 @@ def stream(
     prompts = [encode(tokenizer, p, chat) if isinstance(p, str) else list(p) for p in given for _ in range(batch)]  # type: ignore[call-overload]
     if not prompts:
         raise UsageError("there is no prompt")
-    limit = context_limit(model)
     longest = max(map(len, prompts))
-    if limit is not None and longest >= limit:
-        raise UsageError(f"the prompt has {longest} tokens and the model's context ends at {limit}; shorten the prompt")
+    limit = check_length(model, longest)
     room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
     if decoder is None:
         from lowq_cli.engine.choose import choose
@@ -194,7 +192,8 @@ def stream(
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt. Raises UsageError for a missing chat template and for a text without any token."""
+    """Token ids of a prompt. Raises UsageError for a missing chat template, a text without any token, and half characters."""
+    check_characters(text)
     if chat:
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
@@ -208,6 +207,22 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
             raise UsageError("the prompt is empty and this model has no token to start a text with; give some text")
         ids = [start]
     return list(ids)
+
+
+def check_characters(text: str) -> None:
+    """Raise UsageError for bytes that are not UTF-8, from a terminal or a pipe, and for half a surrogate pair from JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError("the prompt is not UTF-8 text; convert it, or check the locale") from None
+
+
+def check_length(model: Any, tokens: int) -> int | None:
+    """The model's context limit. Raises UsageError for a prompt of so many tokens that leaves no room in it."""
+    limit = context_limit(model)
+    if limit is not None and tokens >= limit:
+        raise UsageError(f"the prompt has {tokens} tokens and the model's context ends at {limit}; shorten the prompt")
+    return limit
 
 
 def context_limit(model: Any) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.files.safetensors_io import TensorHeader, read_json
 from lowq_cli.files.shapes import check_shapes
-from lowq_cli.files.source import Source, open_source
+from lowq_cli.files.source import DEMO, Source, open_source
 from lowq_cli.run.writer import REPORT
 from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
@@ -120,13 +120,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises NotFoundError (no folder, or a run that has not finished), UsageError (a model that is not quantized),
     UnsupportedError (another format or version), DamagedError (files that do not fit together).
     """
-    folder = user_path(path)
+    folder = DEMO if os.fspath(path) == "demo" else user_path(path)
     if not folder.is_dir():
         raise NotFoundError(f"no folder {folder}; make a checkpoint with: lowq quantize MODEL --out {folder}")
     source = open_source(str(folder.absolute()))
     q = source.config.get("quantization_config")
     if q is None:
-        raise UsageError(f"{folder} is a model that is not quantized; run: lowq quantize {folder}")
+        raise UsageError(f"{os.fspath(path)} is a model that is not quantized; run: lowq quantize {os.fspath(path)}")
     if not isinstance(q, dict):
         raise DamagedError(f"{folder}/config.json: quantization_config must be a table")
     names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight")]

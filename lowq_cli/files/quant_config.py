@@ -133,6 +133,11 @@ def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
 
 def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, str]]:
     """Schemes and layouts by key and the `tensors` table, after checking every field."""
+    if config.get("quant_method") == "fp8":
+        raise UnsupportedError(
+            "the weights are in fp8 blocks, which vLLM, SGLang and transformers read as they are; "
+            "make a lowq checkpoint of them with: lowq quantize"
+        )
     if config.get("quant_method") != METHOD:
         raise UnsupportedError(
             f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}; make a lowq checkpoint of it: lowq quantize"

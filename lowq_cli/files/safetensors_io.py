@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a dry run and `lowq --help` read headers without importing 
     import torch
 
 MAX_HEADER = 100_000_000  # bytes; the bound of the safetensors library itself
+LFS_POINTER = b"version "  # the first 8 bytes of the text that `git clone` leaves without git-lfs
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -67,6 +68,8 @@ def read_header(path: Path) -> FileHeader:
             size = os.fstat(f.fileno()).st_size
             prefix = f.read(8)
             length = int.from_bytes(prefix, "little")
+            if prefix == LFS_POINTER:
+                raise DamagedError(f"{path} is a Git LFS pointer, not the weights themselves; fetch those with: git lfs pull")
             if len(prefix) < 8:
                 raise DamagedError(f"{path} is {size} bytes long, too short for a safetensors file; fetch it again")
             if not 2 <= length <= min(MAX_HEADER, size - 8):

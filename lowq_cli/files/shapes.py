@@ -74,7 +74,7 @@ def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _embedding_shape(text: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    return whole(text, "vocab_size"), whole(text, "hidden_size", "n_embd")
+    return whole(text, "vocab_size"), whole(text, "word_embed_proj_dim", "hidden_size", "n_embd")  # the first: OPT's, projected
 
 
 def _llama_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int | None, int | None]]:

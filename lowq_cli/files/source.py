@@ -30,6 +30,7 @@ from lowq_packers.errors import DamagedError, LowqError, NotFoundError, Unsuppor
 if TYPE_CHECKING:
     import torch
 
+DEMO = Path(__file__).parents[1] / "demo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 JOURNAL = "lowq-journal.jsonl"  # of a run of ours that has not finished
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -145,7 +146,7 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
     """
     name = os.fspath(model)
     if name == "demo":
-        return _open_folder("demo", Path(__file__).parents[1] / "demo")
+        return _open_folder("demo", DEMO)
     path = user_path(name)
     if path.is_dir():
         return _open_folder(name, path)

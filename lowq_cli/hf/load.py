@@ -83,10 +83,16 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
 
         direct["config"] = native_config(source)
     try:
-        with unprepared(), _no_progress_bar():
+        with unprepared(), _silent():
             loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
-                str(source.folder), dtype=kind, local_files_only=True, output_loading_info=True, **direct
+                str(source.folder),
+                dtype=kind,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+                **direct,
             )
+        _check_filled(source, found)
         if source.folder is not None:
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
@@ -99,12 +105,26 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         raise DoesNotFitError(f"{source.name} does not fit into the memory of {chosen}; use fewer bits, or --device cpu") from e
     except Exception as e:  # transformers refuses in many ways; each one means that the folder is not what it says
         raise DamagedError(f"{source.name} cannot be loaded as {cls.__name__}: {one_line(e)}") from e
-    for fault in ("missing_keys", "mismatched_keys", "error_msgs", "conversion_errors"):
-        if names := found.get(fault):
-            raise DamagedError(
-                f"{source.name} does not fill the model its config.json describes: {fault} {sorted(map(str, names))[0]}"
-            )
     return loaded.eval()
+
+
+def _check_filled(source: Source, found: dict[str, Any]) -> None:
+    """Raise DamagedError where the weights are not those of the model; say which of them the model does not know."""
+    said = f"{source.name} does not fill the model its config.json describes"
+    for name, have, wanted in sorted(found.get("mismatched_keys", ()), key=str):
+        raise DamagedError(f"{said}: {name} is {_spelled(have)}, not {_spelled(wanted)}")
+    for name in sorted(map(str, found.get("missing_keys", ()))):
+        raise DamagedError(f"{said}: {name} is missing; fetch the model again")
+    for fault in ("error_msgs", "conversion_errors"):
+        if names := found.get(fault):
+            raise DamagedError(f"{said}: {fault} {sorted(map(str, names))[0]}")
+    if unknown := sorted(map(str, found.get("unexpected_keys", ()))):
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        console.warn(f"{source.name} holds weights that its model does not know, and that are not used: {unknown[0]}{more}")
+
+
+def _spelled(shape: Any) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _over_processes(device: torch.device) -> Any:
@@ -117,13 +137,15 @@ def _over_processes(device: torch.device) -> Any:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """transformers' own bar off: it is drawn over ours."""
-    shown = logging.is_progress_bar_enabled()
+def _silent() -> Iterator[None]:
+    """transformers' own bar and report of what does not fit off: the one is drawn over ours, we tell the other in a line."""
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 
@@ -134,7 +156,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read.
     """
     try:  # False: left out, transformers asks on stdin whether to run the folder's own code
-        return AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
+        found = AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
     except Exception as e:
         if "trust_remote_code" in str(e):
             raise UnsupportedError(
@@ -146,6 +168,9 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
                 f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json into {source.folder}"
             ) from e
         raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
+    if hasattr(found, "deprecation_warnings"):  # as if it had warned of a long text before: those who pass one check its length
+        found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return found
 
 
 def _has_tokenizer(source: Source) -> bool:

@@ -30,8 +30,12 @@ from lowq_packers.errors import DamagedError, UnsupportedError
 
 
 def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
-    """The transformers class that a config.json asks for. Raises UnsupportedError for one that transformers does not have."""
+    """The transformers class that a config.json asks for. Raises UnsupportedError for one that transformers does not have,
+    DamagedError for a config that names none.
+    """
     model_type = config.get("model_type")
+    if model_type is None:
+        raise DamagedError("config.json has no model_type; give the folder of a Hugging Face model")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         code = " (the code it names in auto_map is never run)" if config.get("auto_map") else ""
         version = transformers.__version__

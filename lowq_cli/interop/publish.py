@@ -30,6 +30,8 @@ def publish(
     if not REPO.fullmatch(repo):
         raise UsageError(f"{repo!r} is no repository; write it as name/model")
     with (found := open_checkpoint(checkpoint)).source:
+        if not dry_run:
+            _check_logged_in()
         measured = None
         if against is not None:
             from lowq_cli.accuracy.perplexity import measure, read_text
@@ -39,6 +41,14 @@ def publish(
         files = sorted(p.name for p in found.folder.iterdir() if p.is_file() and p.name not in LEFT_OUT)
         url = None if dry_run else _send(str(found.folder), repo, private, card)
     return {"url": url, "files": [*files, CARD], "card": card}
+
+
+def _check_logged_in() -> None:
+    """Raise NotFoundError now where the hub would refuse after all was measured."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise NotFoundError("you are not logged in to the hub; run: hf auth login (or set HF_TOKEN)")
 
 
 def _send(folder: str, repo: str, private: bool, card: str) -> str:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
+from lowq_cli.files.source import DEMO
 from lowq_cli.interop.exporter import check, export
 from lowq_cli.interop.importer import cached, copy_new
 from lowq_cli.interop.sharding import fusion_problems, shard_problems
@@ -29,9 +30,11 @@ def command(
     """
     if ranks < 1:
         raise UsageError(f"--tp {ranks} must be at least 1")
-    folder = user_path(model)
+    if not 0 < port < 1 << 16:
+        raise UsageError(f"--port {port} must be from 1 to 65535")
+    folder = DEMO if model == "demo" else user_path(model)
     name = folder.resolve().name if folder.is_dir() else model
-    served = model
+    served = str(folder) if model == "demo" else model
     if is_checkpoint(folder):
         with (found := open_checkpoint(folder)).source:
             to = choose(found, ranks, native)

@@ -6,6 +6,7 @@ Reads config and headers only. Everything a person can get wrong about a recipe 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from lowq_cli import quantizers
 from lowq_cli.accuracy.calibrate import FEW_TOKENS
@@ -81,7 +82,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     _check_targets(candidates, verdicts)
     items = _items(source, found, candidates, verdicts, recipe, skip=stored_head)
     if not any(i.scheme for i in items):
-        raise UnsupportedError(f"nothing to quantize: {source.name} has no linear weight that this recipe takes")
+        raise UnsupportedError(f"nothing to quantize in {source.name}{_why_nothing(items)}")
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
     if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):
         notes.append(
@@ -336,6 +337,18 @@ def assign(items: list[Item], shard_size: int) -> tuple[Shard, ...]:
         header, placed = build_header(output for item in group for output in item.outputs)
         shards.append(Shard(name, header, placed, len(header) + sum(h.nbytes for h in placed.values()), tuple(group)))
     return tuple(shards)
+
+
+def _why_nothing(items: Iterable[Item]) -> str:
+    """Why the linear weights are kept: what holds most of them back, and one of them."""
+    kept: dict[str, list[Item]] = defaultdict(list)
+    for i in items:
+        if i.kind in ("attention", "mlp", "expert") and len(i.shape) > 1:
+            kept[i.note].append(i)
+    if not kept:
+        return ": it has no linear weights"
+    note, some = max(kept.items(), key=lambda entry: sum(prod(i.shape) for i in entry[1]))
+    return f": {some[0].kept_name} is kept{f' (and {len(some) - 1} more)' if len(some) > 1 else ''}: {note}"
 
 
 def _merged(items: Iterable[Item]) -> list[str]:

@@ -327,6 +327,6 @@ def matches(pattern: str, names: Iterable[str]) -> list[str]:
         found = [n for n in names if expression is not None and expression.search(n)]
     if not found:
         near = difflib.get_close_matches(pattern, {*names, *(p for n in names for p in n.split("."))}, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else "; lowq quantize MODEL --dry-run lists the names"
+        hint = f"; did you mean {near[0]!r}?" if near else "; lowq inspect MODEL --tensors lists the names"
         raise UsageError(f"pattern {pattern!r} fits no weight of this model{hint}")
     return found

@@ -60,9 +60,9 @@ def quantize(
         e2, w2 = _squares(W, q)
         squared_error, squared_norm = squared_error + e2, squared_norm + w2
         if not squared_error < float("inf"):
-            raise DamagedError(
-                f"{item.source}: its scales do not fit {TORCH_NAMES[item.outputs[1][1].dtype]}; use --dtype bfloat16"
-            )
+            of_scales = item.outputs[1][1].dtype
+            then = "use --dtype bfloat16" if of_scales == "F16" else "such weights are those of a damaged file"
+            raise DamagedError(f"{item.source}: its scales do not fit {TORCH_NAMES[of_scales]}; {then}")
         whole, rest = _cut(q, rest, unit)
         if not whole.shape[0]:
             continue

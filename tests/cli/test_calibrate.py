@@ -284,9 +284,9 @@ def test_fresh_removes_the_layers_of_a_calibration(family_checkpoints, text, tmp
 
 def test_a_folder_of_texts_is_read_in_the_order_of_names(tmp_path):
     (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n\n{"text": "and a half"}\n')
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "first"}\n\n{"text": "and\u2028a half"}\n')  # a line ends at \n only
     (tmp_path / "c.md").write_text("not a text file")
-    assert texts.read_text(str(tmp_path)) == "first\n\nand a half\n\nsecond"
+    assert texts.read_text(str(tmp_path)) == "first\n\nand\u2028a half\n\nsecond"
 
 
 def test_layers_are_calibrated_behind_a_quantized_embedding(family_checkpoints, text, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.files.shapes import check_shapes
 from lowq_cli.run.pipeline import quantize
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
@@ -186,3 +187,11 @@ def test_a_flipped_byte_is_an_error_or_harmless(folder, file):
             f.flush()
     assert path.read_bytes() == raw
     assert refused > (FLIPS // 4 if file.startswith("header") else 20)
+
+
+def test_a_projected_embedding_fits_its_config():
+    """OPT-350m embeds in 512 and computes in 1024: its checkpoints were written, and then refused."""
+    config = {"model_type": "opt", "vocab_size": 160, "hidden_size": 64, "word_embed_proj_dim": 32}
+    check_shapes(config, {"model.decoder.embed_tokens.weight": (160, 32)})
+    with pytest.raises(DamagedError, match="implies 160 x 32"):
+        check_shapes(config, {"model.decoder.embed_tokens.weight": (160, 64)})

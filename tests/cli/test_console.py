@@ -1,6 +1,7 @@
 """What is printed fits the terminal: numbers stay whole, lines break between words, a reader may leave."""
 
 import io
+import json
 import re
 
 import pytest
@@ -64,3 +65,10 @@ def test_doctor_gives_kernels_of_another_machine_one_row():
         ("FAIL", "kernel x", "wrong"),
         ("-", "4 kernels", "runs on cuda"),
     ]
+
+
+def test_numbers_that_json_has_no_word_for_are_null(capsys):
+    """`json.dumps` writes NaN and Infinity, which jq, JavaScript and Go refuse."""
+    console.out_json({"ppl": float("inf"), "rows": [{"kl": float("nan"), "n": 1}], "pair": (0.5, float("-inf")), "ok": True})
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == {"ppl": None, "rows": [{"kl": None, "n": 1}], "pair": [0.5, None], "ok": True}

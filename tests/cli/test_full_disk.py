@@ -112,6 +112,24 @@ def test_a_plot_in_a_folder_of_another_person(tmp_path, monkeypatch):
         drawing.save(drawn, Path(tmp_path / "p.png"))
 
 
+@pytest.mark.parametrize(
+    "command", ["bench --shape 256x256 --batch 1 --device cpu", "compare demo demo --max-tokens 64 --new-tokens 2"]
+)
+def test_what_was_measured_is_out_before_a_plot_fails(command, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
+
+    def refused(*_, **__):
+        raise UsageError("--plot p.png cannot be written: Permission denied")
+
+    monkeypatch.setattr(drawing, "save", refused)
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(tmp_path / "p.png"), *more])
+        assert main._run() == 2
+        out, err = capsys.readouterr()
+        assert err.endswith("lowq: --plot p.png cannot be written: Permission denied\n")
+        assert json.loads(out)["rows"] if more else "tokens/s" in out or "roofline" in out
+
+
 def test_the_report_of_a_table_that_could_be_written(run, packed, capsys):
     """The limit is what the tests above fail by: without it the same command writes."""
     code, said = run("tune", packed, "--batch", "1", "--device", "cpu", limit=10_000_000)

@@ -2,6 +2,8 @@
 
 import io
 import json
+import logging
+import os
 import sys
 from types import SimpleNamespace
 
@@ -95,6 +97,61 @@ def test_mistakes_are_one_line(run, args, stdin, code, message):
     assert done.stdout == ""
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_many_prompts_with_json_are_one_object(run):
+    done = run(*SHORT, "--prompts", "-", "--batch", "2", "--json", stdin='"Once upon a time"\n"The whale"\n"A"\n')
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [r["prompt"] for r in found["results"]] == ["Once upon a time", "The whale", "A"]
+    assert found["new_tokens"] == sum(len(r["tokens"]) for r in found["results"])
+
+
+def test_a_line_of_jsonl_ends_at_a_newline_only(run):
+    """str.splitlines also cuts at U+2028 and U+0085, which JSON allows inside a text; Windows starts a file with a mark."""
+    done = run(*SHORT, "--prompts", "-", stdin='\ufeff"one\u2028line"\n"an\u0085other"\r\n')
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["prompt"] for line in done.stdout.split("\n")[:-1]] == ["one\u2028line", "an\u0085other"]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [("word " * 2000, "prompt 2 of 2: the prompt has 2001 tokens"), ("\ud800", "prompt 2 of 2: the prompt is not UTF-8")],
+    ids=["too-long", "half-a-character"],
+)
+def test_a_prompt_that_cannot_be_answered_is_told_before_any_is(run, second, message):
+    done = run(*SHORT, "--prompts", "-", stdin=f'"fine"\n{json.dumps(second)}\n')
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1  # transformers' warning about long texts is not there
+
+
+def test_a_prompt_longer_than_the_context_is_one_line(run, monkeypatch):
+    """transformers' own warning, which goes past capsys, would be a second."""
+    monkeypatch.setattr(logging.getLogger("transformers.tokenization_utils_base"), "warning", pytest.fail)
+    done = run(*SHORT, "--prompt", "word " * 2000)
+    assert done.returncode == 2
+    assert done.stderr == "lowq: the prompt has 2001 tokens and the model's context ends at 1024; shorten the prompt\n"
+
+
+def test_a_profile_that_cannot_be_written_is_told_before_the_work(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.ready.ready", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("")
+    done = run(*SHORT, "--prompt", "x", "--profile", str(tmp_path / "file" / "t.json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is no folder that can be written to" in done.stderr
+    done = run(*SHORT, "--prompts", "-", "--explain", stdin='"x"')
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--explain shows one prompt at work" in done.stderr
+
+
+def test_a_timeline_where_no_file_can_be_made_is_one_line(run):
+    """/proc lets root look writable and takes no file."""
+    if os.geteuid() != 0 or not os.path.isdir("/proc/self"):
+        pytest.skip("only root may write to /proc, and does not succeed")
+    done = run(*SHORT, "--prompt", "x", "--profile", "/proc/t.json")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("lowq: the timeline /proc/t.json cannot be written")
 
 
 def test_profile_writes_a_timeline_and_says_what_took_longest(run, tmp_path):

@@ -1,6 +1,7 @@
 """lowq.load: folder, demo and bad folders; device and dtype; the tokenizer."""
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -8,6 +9,9 @@ import torch
 from folders import write_tokenizer
 
 import lowq
+from lowq_cli import console
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.load import load_model
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, UsageError
 
 
@@ -75,6 +79,45 @@ def test_bad_folders_give_one_line(case, packed):
     with pytest.raises(error, match=match) as e:
         lowq.load(packed, device="cpu")
     assert "\n" not in str(e.value)
+
+
+@pytest.fixture
+def reports():
+    """What transformers logs while a model is loaded: it would print it, in many lines."""
+    found = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("transformers").addHandler(handler)
+    yield found
+    logging.getLogger("transformers").removeHandler(handler)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"head_dim": 32}, "k_proj.weight is 32 x 64, not 64 x 64$"),
+        ({"num_hidden_layers": 3}, r"model.layers.2.\S+ is missing; fetch the model again$"),
+    ],
+    ids=["shapes", "layers"],
+)
+def test_a_dense_model_that_does_not_fit_its_config_is_one_line(change, match, family_checkpoints, tmp_path, reports):
+    folder = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "m")
+    _edit(folder, **change)
+    with pytest.raises(DamagedError, match=match), open_source(folder) as source:
+        load_model(source, "cpu")
+    assert not reports
+
+
+def test_weights_that_the_model_does_not_know_are_one_warning(family_checkpoints, tmp_path, capsys, reports):
+    folder = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "m")
+    _edit(folder, num_hidden_layers=1)
+    console.stderr.cache_clear()  # it may hold another test's stderr
+    with open_source(folder) as source:
+        load_model(source, "cpu")
+    assert not reports
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1  # in a log it is never broken
+    assert "that are not used: model.layers.1.input_layernorm.weight and 8 more" in err
 
 
 def test_nothing_there_and_bad_arguments(packed, tmp_path):

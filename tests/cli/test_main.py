@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lowq_cli import main
+from lowq_cli import console, main
+from lowq_packers.errors import UsageError
 
 LOWQ = Path(sys.executable).with_name("lowq")
 
@@ -205,3 +206,40 @@ sys.argv = ["lowq", "eval", "demo", "--max-tokens", "600", "--json"]
 m.run()"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[1:] == ["False"]
+
+
+def test_an_error_after_the_result_is_no_second_object(monkeypatch, capsys):
+    def late(*_):
+        console.out_json({"found": 1})
+        raise UsageError("the plot cannot be written")
+
+    monkeypatch.setattr("lowq_cli.files.inspection.inspect_model", late)
+    monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo", "--json"])
+    for _ in range(2):  # each run has one, whatever the one before it in this process did
+        assert main._run() == 2
+        out, err = capsys.readouterr()
+        assert json.loads(out) == {"found": 1}
+        assert err == "lowq: the plot cannot be written\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_closed_stream_is_no_bug(closed):
+    """Python has None for it: a line for stderr would go to stdout, and flushing it would be an internal error."""
+    done = subprocess.run(["bash", "-c", f"{LOWQ} doctor --json {closed}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert closed == ">&-" or json.loads(done.stdout)["ok"]
+
+
+def test_what_stdout_cannot_spell_is_a_question_mark():
+    code = "from lowq_cli import console, main; main._open_streams(); console.out('caf\\u00e9 \\ud800')"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == "caf? ?\n", done.stderr
+
+
+def test_bytes_that_are_not_utf8_are_one_line():
+    for args, stdin in ((["--prompt", b"caf\xe9"], b""), (["--prompt", "-"], b"caf\xe9")):
+        done = subprocess.run([LOWQ, "generate", "demo", *args], capture_output=True, input=stdin)
+        assert done.returncode == 2
+        assert done.stderr.decode() == "lowq: the prompt is not UTF-8 text; convert it, or check the locale\n"

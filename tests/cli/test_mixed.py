@@ -155,6 +155,24 @@ def test_refusals(family_checkpoints, small, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.parametrize("budget", [{"bpw": 2}, {"size": 2000}], ids=["bpw", "size"])
+def test_a_budget_that_nothing_fits_is_told_before_it_is_measured(budget, family_checkpoints, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(mixed, "_measured", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UsageError, match="is too little: the smallest widths take"):
+        resolve(family_checkpoints("llama").dense, make_recipe(**budget, **FINE), tmp_path)
+
+
+def test_flags_that_nothing_would_read_are_refused(family_checkpoints):
+    folder = str(family_checkpoints("llama").dense)
+    for flags, why in (
+        (["--widths", "4"], "--widths 4 needs --bpw or --size"),
+        (["--calib-tokens", "8192"], "--calib-tokens is for methods that read a text"),
+    ):
+        error = CliRunner().invoke(app, ["quantize", folder, "--dry-run", *flags]).exception
+        assert isinstance(error, UsageError)
+        assert why in str(error)
+
+
 def test_the_plan_is_shown_and_drawn(family_checkpoints, small, tmp_path):
     folder = str(family_checkpoints("llama").dense)
     png = tmp_path / "p.png"

@@ -123,3 +123,18 @@ def test_eval_gate(two_models):
     assert failed.exception.exit_code == 6
     assert "limit is 5%" in str(failed.exception)
     assert isinstance(run("--max-ppl-increase", "5").exception, UsageError)
+
+
+def test_a_missed_gate_with_json_is_one_object(two_models, monkeypatch, capsys):
+    """The numbers and the error together: two objects would be no JSON."""
+    import json
+    import sys
+
+    from lowq_cli import main
+
+    monkeypatch.setattr(sys, "argv", ["lowq", "eval", "uniform", "--against", "sure", "--max-ppl-increase", "5", "--json"])
+    assert main._run() == 6
+    found = json.loads(capsys.readouterr().out)
+    assert found["ppl"] > found["base_ppl"]
+    assert "limit is 5%" in found["error"]
+    assert found["exit_code"] == 6

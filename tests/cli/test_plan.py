@@ -107,6 +107,20 @@ def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints
             make_plan(source, make_recipe(overrides=["down_proj=8"]))
 
 
+def test_nothing_to_quantize_says_why(family_checkpoints):
+    """K = 90 throughout the layers: the way out is --group channel, and only the plan, which is not shown, said so."""
+    with open_source(family_checkpoints("llama").dense) as source:
+        source.config |= {"intermediate_size": 90, "hidden_size": 90}
+        for name, h in source.headers.items():
+            source.headers[name] = replace(h, shape=tuple(90 if n in (64, 96) and n != 16 else n for n in h.shape))
+        source.config |= {"num_attention_heads": 5, "num_key_value_heads": 2, "head_dim": 18}
+        for name, h in source.headers.items():
+            if "k_proj" in name or "v_proj" in name:
+                source.headers[name] = replace(h, shape=(36, 90))
+        with pytest.raises(UnsupportedError, match=r"layers\.0.* is kept \(and 13 more\): K=90 is .*--group channel takes"):
+            make_plan(source, make_recipe(lm_head="keep"))
+
+
 def test_an_override_that_cannot_hold_is_refused(plan_of):
     with pytest.raises(SchemeError, match="group 64 does not divide K=96; use 8:48"):
         plan_of(overrides=["down_proj=8:64"])

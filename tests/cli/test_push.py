@@ -30,6 +30,11 @@ def folder(family_checkpoints, tmp_path):
     return tmp_path / "m"
 
 
+@pytest.fixture(autouse=True)
+def logged_in(monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+
+
 def cli(monkeypatch, *args):
     monkeypatch.setattr(sys, "argv", ["lowq", "push", *map(str, args)])
     return main._run()
@@ -57,6 +62,13 @@ def test_a_dry_run_sends_nothing(folder, monkeypatch, capsys):
     assert found["url"] is None
     assert "model.safetensors" in found["files"]
     assert "lowq.log" not in found["files"]
+
+
+def test_who_is_not_logged_in_is_told_before_anything_is_measured(folder, monkeypatch, capsys):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    monkeypatch.setattr("lowq_cli.accuracy.perplexity.measure", lambda *_, **__: pytest.fail("measured"))
+    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--against", "demo") == 3
+    assert capsys.readouterr().err == "lowq: you are not logged in to the hub; run: hf auth login (or set HF_TOKEN)\n"
 
 
 def test_what_is_sent(folder, monkeypatch, capsys):

@@ -91,7 +91,9 @@ def test_a_pattern_fits_whole_components_or_is_a_regular_expression(pattern, cou
     assert len(matches(pattern, NAMES)) == count
 
 
-@pytest.mark.parametrize(("pattern", "hint"), [("dwn_proj", "did you mean 'down_proj'"), ("[", "--dry-run lists the names")])
+@pytest.mark.parametrize(
+    ("pattern", "hint"), [("dwn_proj", "did you mean 'down_proj'"), ("[", "inspect MODEL --tensors lists")]
+)
 def test_a_pattern_that_fits_nothing_is_a_mistake(pattern, hint):
     with pytest.raises(UsageError, match=hint):
         matches(pattern, NAMES)

@@ -73,6 +73,23 @@ def test_other_models_are_served_as_they_are():
     assert serving.command("org/model", 1, 80)[2] == "org/model"
 
 
+def test_the_bundled_model_is_served_from_its_folder():
+    """vLLM would ask the hub for a model called demo."""
+    line = serving.command("demo", 1, 80)
+    assert Path(line[2], "model.safetensors").is_file()
+    assert line[4] == "demo"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--args", 'a "b'], "no closing quotation"), (["--port", "65536"], "must be from 1 to 65535")]
+)
+def test_mistakes_are_one_line(flags, message, monkeypatch, capsys):
+    assert cli(monkeypatch, "demo", "--dry-run", *flags) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
 def test_without_vllm_it_says_what_to_install(family_checkpoints, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert cli(monkeypatch, family_checkpoints("llama", "bfloat16", SYM).packed) == 5

@@ -100,6 +100,8 @@ def test_an_interruption_before_anything_was_measured_is_no_usage_error(folder, 
         (["--batch", "one"], "--batch"),
         (["--batch", ""], "--batch"),
         (["--budget", "0"], "--budget"),
+        (["--budget", "nan"], "--budget nan"),
+        (["--budget", "inf"], "--budget inf"),
         (["--device", "tpu"], "device"),
     ],
 )
