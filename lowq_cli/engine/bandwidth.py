@@ -17,7 +17,7 @@ FILE = "bandwidth.json"
 def measured(device: torch.device) -> float:
     """Bytes per second that a plain read of a large buffer reaches on `device`, from the cache folder if known there."""
     key, known = _name(device), _read()
-    if not isinstance(known.get(key), int | float):
+    if not (isinstance(known.get(key), int | float) and known[key] > 0):
         known[key] = measure(device)
         _write(known)
     return float(known[key])

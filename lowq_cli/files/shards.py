@@ -3,10 +3,12 @@
 import fcntl
 import json
 import os
+import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from lowq_packers.errors import DoesNotFitError, UsageError
 
 RUN = "lowq-run"  # what an unfinished folder is a part of
 SHARD = 1 << 30  # bytes of a file, and of memory that waits to be written
+LEFT = 3600  # seconds without a new file after which a folder that nobody holds is a killed process's
 NAMES = {torch.uint32: "U32"} | {getattr(torch, t): s for s, t in DTYPES.items() if s != "U32"}
 
 
@@ -41,6 +44,10 @@ def new_folder(target: Path, run: str | None = None) -> Iterator[Path]:
     try:
         if run is not None:
             _claim(partial, lock, run)
+        else:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _sweep(target)
         yield partial
         with writing(target):
             (partial / RUN).unlink(missing_ok=True)
@@ -54,6 +61,20 @@ def new_folder(target: Path, run: str | None = None) -> Iterator[Path]:
         os.close(lock)
         if not keep:
             shutil.rmtree(partial, ignore_errors=True)  # gone already where all went well
+
+
+def _sweep(target: Path) -> None:
+    """Remove what killed processes left of `target` under names of their own: folders that nobody holds any more."""
+    for path in target.parent.glob("*.partial"):
+        if re.fullmatch(rf"{re.escape(target.name)}\.[0-9a-f]{{12}}\.partial", path.name):
+            with suppress(OSError):  # held, gone meanwhile, or somebody else's
+                lock = os.open(path, os.O_RDONLY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if time.time() - path.stat().st_mtime > LEFT:  # a younger one may be about to be held
+                        shutil.rmtree(path)
+                finally:
+                    os.close(lock)
 
 
 def check_free(target: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints of other tools run as they are: imported once into the cache, with the logits of the weights they stand for."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_two_that_write_one_folder_at_once_do_not_meet(tmp_path):
         slow.__exit__(None, None, None)
     assert (out / "file").read_text() == "second"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_import_left_goes_and_what_another_writes_stays(tmp_path):
+    left, young, others = (tmp_path / f"out.{name}.partial" for name in ("0" * 12, "1" * 12, "mine"))
+    for path in (left, young, others):
+        path.mkdir()
+        (path / "file").write_text("bytes")
+    for path in (left, others):
+        os.utime(path, (0, 0))
+    slow = new_folder(tmp_path / "out")
+    held = slow.__enter__()
+    os.utime(held, (0, 0))
+    with new_folder(tmp_path / "out") as quick:
+        (quick / "file").write_text("whole")
+        assert {p.name for p in tmp_path.iterdir()} == {young.name, others.name, held.name, quick.name}
+    with pytest.raises(UsageError):
+        slow.__exit__(None, None, None)
 
 
 def test_a_cache_that_cannot_be_written_says_how_to_name_another(foreign, cache):

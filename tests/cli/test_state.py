@@ -41,6 +41,17 @@ def test_bandwidth_is_measured_without_a_home(homeless, monkeypatch):
     assert bandwidth.measured(torch.device("cpu")) == 5e9
 
 
+@pytest.mark.parametrize("content", ["{", "[]", "0", "fast", "-1", "NaN"])
+def test_a_spoilt_bandwidth_is_measured_again(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(bandwidth, "measure", lambda device: 5e9)
+    monkeypatch.setattr(bandwidth, "_name", lambda device: "here")
+    state.cache_dir().mkdir()
+    whole = content if content in ("{", "[]") else f'{{"here": {content}}}'
+    (state.cache_dir() / bandwidth.FILE).write_text(whole)
+    assert bandwidth.measured(torch.device("cpu")) == 5e9
+
+
 def test_a_refused_write_names_out_where_there_is_no_home(homeless, tmp_path):
     with pytest.raises(UsageError, match="use another --out"), writing(tmp_path):
         raise PermissionError(13, "Permission denied")
