@@ -12,7 +12,7 @@ from lowq_cli import quantizers
 from lowq_cli.accuracy.calibrate import FEW_TOKENS
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import SINGLE, Source
-from lowq_cli.hf.structure import Role, roles
+from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
 from lowq_cli.run.plan import Cut, Item, Plan, Shard
 from lowq_cli.run.recipe import Group, Keep, Recipe, matches
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
@@ -247,6 +247,9 @@ def _tied_head(
     if wishes[table.name].bits != "keep":
         raise UsageError("lm_head: an override already quantizes the embedding, which is the head too; leave --lm-head out")
     stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
+    why = why_not_head(source.config) if stored is None or found[stored].reason == TIED else found[stored].reason
+    if why:
+        raise UsageError(f"lm_head: the output head stays as it is, because {why}; leave --lm-head out")
     return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
 
 
