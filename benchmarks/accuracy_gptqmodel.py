@@ -40,7 +40,7 @@ def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterato
 
     judge = Judge(folder, args)
     parameters = dict(judge.model.named_parameters())
-    ids = texts.choose_windows(judge.tokenizer, texts.read_text(args.calib), args.calib_tokens)
+    ids = texts.choose_windows(judge.tokenizer, texts.read_text(args.calib), args.calib_tokens, texts.WINDOW)
     samples = [{"input_ids": w.unsqueeze(0), "attention_mask": w.new_ones(1, len(w))} for w in ids]
     for cell in wanted:
         with tempfile.TemporaryDirectory() as out:

@@ -106,11 +106,12 @@ class Calibration:
         self.blocks = Blocks(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
         tokenizer = load_tokenizer(source)
-        self.ids = texts.choose_windows(tokenizer, texts.read_text(plan.recipe.calib), plan.recipe.calib_tokens)
+        window = texts.window_for(self.blocks.model)
+        self.ids = texts.choose_windows(tokenizer, texts.read_text(plan.recipe.calib), plan.recipe.calib_tokens, window)
         if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
             rows = self.blocks.model.get_input_embeddings().weight.shape[0]
             count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
-            self.ids = torch.cat([self.ids, texts.unseen_windows(tokenizer, count, rows)])
+            self.ids = torch.cat([self.ids, texts.unseen_windows(tokenizer, count, rows, window)])
         kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
         self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)
@@ -175,6 +176,15 @@ class Calibration:
             results |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
             results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
             unscaled = scaled.missing
+        for name in layer.uncalled(original):  # Jamba's dt_proj: while it is dense, the model multiplies by its weight itself
+            item = self.items[name]
+            assert item.scheme is not None
+            dtype = _dtype(item.outputs[1][1].dtype)
+            method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
+            notes[name] = f"{method}, because its layer does not call it: nothing tells what it is given"
+            q = quantizers.get(method)(layer.matrix(name, layer.original).contiguous(), item.scheme, dtype)
+            results |= save_item(q, name, dtype)
+            layer.set(name, q.dequantize())
         for stage in layer.stages(original, behind):
             for names in self._joined(stage.names):
                 item = self.items[names[0]]

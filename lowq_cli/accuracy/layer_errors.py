@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.accuracy.perplexity import WINDOW, tokenize, windows
+from lowq_cli.accuracy.perplexity import WINDOW, tokenize, window_of, windows
 from lowq_packers.errors import UsageError
 
 TOKENS = 8 * WINDOW  # of the text
@@ -38,7 +38,7 @@ def layer_errors(model: str | Path, against: str | Path, text: str, device: str 
 
     quantized, tokenizer = load(model, device=device)
     original, _ = load(against, device=device)
-    cut = windows(tokenize(tokenizer, text), WINDOW, TOKENS)
+    cut = windows(tokenize(tokenizer, text), min(window_of(quantized), window_of(original)), TOKENS)
     pairs = [_hidden(m, cut) for m in (quantized, original)]
     if [h.shape for h in pairs[0]] != [h.shape for h in pairs[1]]:
         raise UsageError(f"{model} and {against} have different layers; their errors cannot be compared one by one")

@@ -230,8 +230,9 @@ def _measured(
     try:
         from lowq_cli.hf.load import load_tokenizer
 
-        ids = texts.choose_windows(load_tokenizer(source), text, sensitivity.TOKENS)
+        tokenizer = load_tokenizer(source)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
+        ids = texts.choose_windows(tokenizer, text, sensitivity.TOKENS, texts.window_for(walk.blocks.model))
         return key, walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         return key, sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)

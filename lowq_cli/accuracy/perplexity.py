@@ -152,7 +152,8 @@ def measure(
 
         set_activations(loaded, check_act(act))
     reference = load(against, device=device)[0] if against else None
-    return evaluate(loaded, tokenize(tokenizer, text), reference, window_of(loaded), max_tokens, progress)
+    window = min(window_of(m) for m in (loaded, reference) if m is not None)
+    return evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress)
 
 
 def measure_modes(
@@ -180,7 +181,8 @@ def perplexity(
 
 def window_of(model: Any) -> int:
     """WINDOW, or the model's longest context where that is shorter."""
-    return min(WINDOW, getattr(model.config, "max_position_embeddings", None) or WINDOW)
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)
 
 
 def _exp(x: float) -> float:

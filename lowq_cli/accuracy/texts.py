@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.accuracy.perplexity import read_utf8, tokenize, windows
+from lowq_cli.accuracy.perplexity import read_utf8, tokenize, window_of, windows
 from lowq_cli.state import user_path
 from lowq_packers.errors import NotFoundError, UsageError
 
@@ -37,24 +37,29 @@ def read_text(path: str | None) -> str:
     return text
 
 
-def choose_windows(tokenizer: Any, text: str, tokens: int) -> torch.Tensor:
-    """(n, WINDOW) token ids: `tokens` of them in windows spread evenly over the text, or all if it has fewer.
+def window_for(model: Any) -> int:
+    """WINDOW, or the model's longest context where that is shorter: positions beyond it may have no embedding."""
+    return min(WINDOW, window_of(model))
+
+
+def choose_windows(tokenizer: Any, text: str, tokens: int, window: int) -> torch.Tensor:
+    """(n, window) token ids: `tokens` of them in windows spread evenly over the text, or all if it has fewer.
 
     Raises UsageError for a text of fewer tokens than a batch.
     """
-    cut = windows(tokenize(tokenizer, text), WINDOW)
-    count = min(len(cut), max(1, tokens // WINDOW)) // BATCH * BATCH
-    if cut.shape[1] < WINDOW or count == 0:
+    cut = windows(tokenize(tokenizer, text), window)
+    count = min(len(cut), max(1, tokens // window)) // BATCH * BATCH
+    if cut.shape[1] < window or count == 0:
         raise UsageError(
-            f"calibration needs {BATCH * WINDOW} tokens or more, the text has {cut.numel()}; give a longer --calib"
+            f"calibration needs {BATCH * window} tokens or more, the text has {cut.numel()}; give a longer --calib"
         )
     return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
 
 
-def unseen_windows(tokenizer: Any, count: int, rows: int) -> torch.Tensor:
-    """(count, WINDOW) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
+def unseen_windows(tokenizer: Any, count: int, rows: int, window: int) -> torch.Tensor:
+    """(count, window) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
 
     rows: of the embedding; tokens beyond are left out.
     """
     words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
-    return words[torch.randint(len(words), (count, WINDOW), generator=torch.Generator().manual_seed(0))]
+    return words[torch.randint(len(words), (count, window), generator=torch.Generator().manual_seed(0))]

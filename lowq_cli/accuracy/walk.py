@@ -116,6 +116,11 @@ class Layer:
             else:
                 yield self._dense(modules[0], names, original, behind)
 
+    def uncalled(self, original: Hidden) -> list[str]:
+        """The matrices (by checkpoint name) of modules that the layer never calls."""
+        called = {module for modules in self._order(original[0]) for module in modules}
+        return [n for n, s in self.spots.items() if s.module not in called]
+
     def _order(self, hidden: torch.Tensor) -> list[list[str]]:
         """Modules that hold matrices, in the order in which they run, those that share an input together."""
         order: list[tuple[int, list[str]]] = []

@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import Source
 from lowq_cli.hf.experts import why_not_experts
-from lowq_cli.hf.skeleton import Skeleton, Slice, build
-from lowq_packers.errors import UnsupportedError
+from lowq_cli.hf.skeleton import Skeleton, Slice, build, one_line
+from lowq_packers.errors import LowqError, UnsupportedError
 
 Hidden = torch.Tensor
 Others = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with besides the hidden state
@@ -94,7 +94,7 @@ class Blocks:
             if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
                 rows = tensor.piece.rows if tensor.piece else None
                 found[tensor.name] = Spot(path, rows=rows, flipped=isinstance(module, Conv1D))
-            elif module._parameters[leaf].dim() == 3 and not why_not_experts(module, leaf):  # type: ignore[union-attr]
+            elif (held := module._parameters.get(leaf)) is not None and held.dim() == 3 and not why_not_experts(module, leaf):
                 whole = f"{self._prefix}{number}.{tensor.inside}"
                 pieces = {tensor.name: tensor.piece} if tensor.piece else self.skeleton.split(whole)
                 found |= {name: Spot(path, leaf, piece.expert, piece.rows) for name, piece in pieces.items()}
@@ -102,7 +102,8 @@ class Blocks:
 
     def kept(self, number: int) -> dict[str, str]:
         """Parameter in the layer -> checkpoint name, for those that a tensor fills alone."""
-        return {t.inside: t.name for t in self._mine[number] if t.piece is None}
+        held = dict(self.layers[number].named_parameters())
+        return {t.inside: t.name for t in self._mine[number] if t.piece is None and t.inside in held}
 
     @torch.no_grad()
     def start(
@@ -125,7 +126,8 @@ class Blocks:
             layer.forward = _recorder(number, first, others)
         try:
             for i in range(0, len(windows), batch):
-                self.base(input_ids=windows[i : i + batch].to(self.device), use_cache=False)
+                with _told(type(self.model).__name__):
+                    self.base(input_ids=windows[i : i + batch].to(self.device), use_cache=False)
         finally:
             for layer, forward in zip(self.layers, forwards, strict=True):
                 layer.forward = forward
@@ -145,7 +147,7 @@ class Blocks:
 
             def logits(ids: torch.Tensor, hidden: Hidden) -> torch.Tensor:
                 for layer in self.layers:
-                    layer.forward = lambda *_, **__: hidden
+                    layer.forward = lambda *_, **__: hidden.as_subclass(_Output)
                 return self.model(input_ids=ids.to(self.device), use_cache=False).logits
 
             yield logits
@@ -168,9 +170,11 @@ class Blocks:
         for t in tensors:
             module, leaf = _owner(root, t.inside)
             held = module._parameters.get(leaf)
-            if held is None:
-                continue
             shape = self.source.headers[t.name].shape
+            if held is None:
+                if (buffer := module._buffers.get(leaf)) is not None:  # such as the bias by which DeepSeek-V3 chooses experts
+                    module._buffers[leaf] = self.source.read(t.name).reshape(shape).to(self.device, _in_fp32(buffer))
+                continue
             value = self.source.read(t.name).reshape(shape).to(self.device, torch.float32)
             if t.piece is None:
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
@@ -191,8 +195,9 @@ class Blocks:
 
 
 def run(layer: nn.Module, hidden: Hidden, others: Others) -> Hidden:
-    """The layer's output."""
-    out = layer(hidden, *others[0], **others[1])
+    """The layer's output. Raises UnsupportedError for a layer that cannot be run without its model."""
+    with _told(type(layer).__name__):
+        out = layer(hidden, *others[0], **others[1])
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -212,6 +217,11 @@ def _owner(root: nn.Module, path: str) -> tuple[nn.Module, str]:
     return root.get_submodule(module), leaf
 
 
+def _in_fp32(t: torch.Tensor) -> torch.dtype:
+    """What a tensor is computed in here."""
+    return torch.float32 if t.is_floating_point() else t.dtype
+
+
 def _fill_buffers(model: Any, device: torch.device) -> None:
     """Give buffers that no file holds (rotary frequencies) their values, as transformers does after loading."""
     for module in model.modules():
@@ -222,6 +232,26 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
             model._init_weights(module)
 
 
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """What code of transformers raises when its layers are run apart from each other ends the run; it is no bug of ours."""
+    try:
+        yield
+    except (LowqError, torch.OutOfMemoryError):
+        raise
+    except (TypeError, ValueError, IndexError, KeyError, AttributeError, RuntimeError) as e:
+        raise UnsupportedError(
+            f"{name} cannot be run layer by layer ({one_line(e)}); use --method lsq, which needs no text"
+        ) from e
+
+
+class _Output(torch.Tensor):
+    """A hidden state that is also what a tuple of outputs starts with: models take a layer's `out` or its `out[0]`."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return self if key == 0 else super().__getitem__(key)
+
+
 def _recorder(number: int, first: list[Hidden], others: list[Others]) -> Any:
     """A stand-in for a layer's forward: it notes what it was called with and passes the hidden state on."""
 
@@ -229,6 +259,6 @@ def _recorder(number: int, first: list[Hidden], others: list[Others]) -> Any:
         if number == 0:
             first.append(hidden_states)
         others[number] = args, kwargs
-        return hidden_states
+        return hidden_states.as_subclass(_Output)
 
     return forward

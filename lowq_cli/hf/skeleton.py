@@ -56,13 +56,22 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
 def build(config: dict[str, Any]) -> PreTrainedModel:
     """The model of a config.json on the meta device. Raises DamagedError for values no such model can have."""
     cls = model_class(config)
-    fields = {k: v for k, v in config.items() if k != "quantization_config"}
+    fields = {k: _untagged(v) for k, v in config.items() if k != "quantization_config"}
     try:
         parsed = CONFIG_MAPPING[config["model_type"]].from_dict(fields)
         with torch.device("meta"):
             return cls(parsed)
     except Exception as e:  # each config class has its own ways of refusing a value
         raise DamagedError(f"config.json does not describe a {config['model_type']} model: {one_line(e)}") from e
+
+
+def _untagged(value: Any) -> Any:
+    """A field with its infinities, which transformers writes as {"__float__": "Infinity"} (Mamba 2's time_step_limit)."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {k: _untagged(v) for k, v in value.items()}
+    return [_untagged(v) for v in value] if isinstance(value, list) else value
 
 
 def one_line(e: Exception) -> str:

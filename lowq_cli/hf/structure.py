@@ -1,9 +1,11 @@
 """What each tensor of a checkpoint is, from config.json and the safetensors headers alone: no weights are read."""
 
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from lowq_cli.hf.experts import why_not_experts
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_packers.errors import DamagedError
 
+TIED = "tied to the embedding"
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -111,7 +114,7 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
     kind = _kind(skeleton, param, module)
     stem = name.removesuffix(".weight")
     if param in skeleton.tied:
-        return Role(kind, reason="tied to the embedding")
+        return Role(kind, reason=TIED)
     if kind == "router":
         return Role(kind, reason="router")
     if kind == "norm":
@@ -138,9 +141,47 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
         if not isinstance(module, nn.Embedding) or embed_scale(module) is None:
             return Role(kind, reason=f"a special embedding ({type(module).__name__})")
         return Role(kind, (Part(stem, target=param),))
+    if reason := _read_by_its_model(skeleton, param):
+        return Role(kind, reason=reason)
     if type(module) is nn.Linear or type(module) is Conv1D:
         return Role(kind, (Part(stem, transposed=type(module) is Conv1D, target=param),))
     return Role(kind, reason=f"not a linear weight ({type(module).__name__})")
+
+
+def _read_by_its_model(skeleton: Skeleton, param: str) -> str:
+    """Why a linear's weight must stay a plain tensor, or "": code of the modules around it works with the tensor itself.
+
+    Mamba multiplies by `self.dt_proj.weight` and never calls dt_proj, casts what its head is given to that weight's dtype (of
+    packed words a whole number's), and RWKV divides the weights of some layers in place.
+    """
+    *parents, leaf, _ = param.split(".")
+    name = re.escape(leaf)
+    own = _source(type(skeleton.model.get_submodule(".".join(parents))))
+    if re.search(rf"\bself\.{name}\.weight\b", own) and not re.search(rf"\bself\.{name}\(", own):
+        return "its model multiplies by the weight itself"
+    if re.search(rf"\.to\(self\.{name}\.weight\.dtype\)", own):
+        return "its model casts to the weight's dtype"
+    around = [skeleton.model.get_submodule(".".join(parents[:n])) for n in range(len(parents))]
+    if any(re.search(rf"\.{name}\.weight\.[a-z]+_\(", _source(type(m))) for m in around):
+        return "its model rescales the weight itself"
+    return ""
+
+
+def why_not_head(config: dict[str, Any]) -> str:
+    """Why an output head made from the embedding cannot be packed, or ""."""
+    skeleton = Skeleton(build(config))
+    head = skeleton.model.get_output_embeddings()
+    name = next((n for n, m in skeleton.model.named_modules() if m is head), None)
+    return _read_by_its_model(skeleton, f"{name}.weight") if name else ""
+
+
+@cache
+def _source(cls: type) -> str:
+    """The source of a class; "" where there is none, as for modules made in a session."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
 
 
 def _embedding(skeleton: Skeleton) -> str | None:

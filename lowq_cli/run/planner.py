@@ -12,7 +12,7 @@ from lowq_cli import quantizers
 from lowq_cli.accuracy.calibrate import FEW_TOKENS
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import SINGLE, Source
-from lowq_cli.hf.structure import Role, roles
+from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
 from lowq_cli.run.plan import Cut, Item, Plan, Shard
 from lowq_cli.run.recipe import Group, Keep, Recipe, matches
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
@@ -70,7 +70,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     candidates = _candidates(source, found)
     wishes = _wishes(recipe, candidates)
     notes = list(source.notes)
-    head, stored_head = _tied_head(found, recipe, wishes, candidates)
+    head, stored_head = _tied_head(source, found, recipe, wishes, candidates)
     if head and (verdict := _verdict(head, recipe, Wish(recipe.head))).scheme is None:
         notes.append(f"the output head stays the embedding: {verdict.note}")
         head = stored_head = None
@@ -239,7 +239,7 @@ def _check_targets(candidates: list[Candidate], verdicts: Mapping[str, Verdict])
 
 
 def _tied_head(
-    found: Mapping[str, Role], recipe: Recipe, wishes: Mapping[str, Wish], candidates: list[Candidate]
+    source: Source, found: Mapping[str, Role], recipe: Recipe, wishes: Mapping[str, Wish], candidates: list[Candidate]
 ) -> tuple[Candidate | None, str | None]:
     """The head that `lm_head` asks for on a model whose head is its embedding, and the stored copy of it to leave out."""
     if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
@@ -250,6 +250,9 @@ def _tied_head(
     if wishes[table.name].bits != "keep":
         raise UsageError("lm_head: an override already quantizes the embedding, which is the head too; leave --lm-head out")
     stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
+    why = why_not_head(source.config) if stored is None or found[stored].reason == TIED else found[stored].reason
+    if why:
+        raise UsageError(f"lm_head: the output head stays as it is, because {why}; leave --lm-head out")
     return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
 
 

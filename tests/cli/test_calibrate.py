@@ -262,7 +262,7 @@ def test_text_errors(tmp_path):
         with pytest.raises(UsageError, match=why):
             texts.read_text(str(tmp_path / name))
     with pytest.raises(UsageError, match="calibration needs 64 tokens"):
-        texts.choose_windows(lambda text, **_: {"input_ids": list(range(40))}, "x", 4096)
+        texts.choose_windows(lambda text, **_: {"input_ids": list(range(40))}, "x", 4096, 32)
     with pytest.raises(UsageError, match="at least 4096"):
         make_recipe(method="gptq", calib_tokens=5)
     for method in ("rtn", "auto"):

@@ -112,7 +112,7 @@ def test_what_the_model_does_not_know_is_kept_and_integers_are_not_quantized(hea
     ("family", "change", "error", "match"),
     [
         ("llama", {"model_type": "nonsense"}, UnsupportedError, "'nonsense' is not one that transformers"),
-        ("llama", {"model_type": None}, UnsupportedError, "model_type None"),
+        ("llama", {"model_type": None}, DamagedError, "no model_type"),
         ("llama", {"model_type": "vit", "architectures": None}, UnsupportedError, "no language model"),
         ("llama", {"hidden_size": 128}, DamagedError, "has the shape .* asks for"),
         ("llama", {"hidden_size": "wide"}, DamagedError, "does not describe a llama model"),

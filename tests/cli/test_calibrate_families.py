@@ -1,0 +1,146 @@
+"""Calibration walks the layers of families other than Llama's: what each is given is what it is given inside its model."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from lowq_cli.accuracy import texts
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.blocks import Blocks, run
+from lowq_cli.hf.skeleton import build
+from lowq_cli.hf.structure import roles
+from lowq_cli.run import pipeline
+from lowq_cli.run.planner import make_plan
+from lowq_cli.run.recipe import make_recipe
+from lowq_packers.errors import UnsupportedError, UsageError
+
+CPU = torch.device("cpu")
+SMALL = {"vocab_size": 160, "hidden_size": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48, "max_position_embeddings": 64}
+EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+}  # fmt: skip
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GPT = {"vocab_size": 160, "n_embd": 32, "n_layer": 4, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
+SCAN = SMALL | {"num_hidden_layers": 2, "state_size": 4, "time_step_rank": 16}
+FAMILIES = {
+    "bloom": {
+        "vocab_size": 160,
+        "hidden_size": 32,
+        "n_layer": 4,
+        "n_head": 4,
+    },  # takes each layer's out[0]
+    "gptj": GPT | {"n_positions": 64, "rotary_dim": 4},
+    "gpt2": GPT | {"n_positions": 24},
+    "deepseek_v3": SMALL | HEADS | EXPERTS | MLA | {"num_hidden_layers": 3},  # routed by a bias that is a buffer
+    "mamba": SCAN,
+    "falcon_mamba": SCAN | {"tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """Family name -> folder with a tiny random model, in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def make(family):
+        folder = tmp_path_factory.mktemp(family) / "m"
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-1, 1)
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["bloom", "gptj", "deepseek_v3"])
+def test_layers_run_one_by_one_give_the_models_logits(family, dense):
+    from transformers import AutoModelForCausalLM
+
+    folder = dense(family)
+    ids = torch.randint(160, (4, 24), generator=torch.Generator().manual_seed(1))
+    with open_source(folder) as source:
+        blocks = Blocks(source, CPU)
+        hidden, others = blocks.start(ids, 2)
+        for number in range(len(blocks)):
+            with torch.no_grad(), blocks.layer(number) as layer:
+                hidden = [run(layer, h, others[number]) for h in hidden]
+        with torch.no_grad(), blocks.tail() as logits:
+            found = torch.cat([logits(i, h) for i, h in zip(ids.split(2), hidden, strict=True)])
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=ids).logits
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_experts_that_a_buffer_routes_to_are_calibrated(method, dense, small_calibration, text, tmp_path):
+    found = pipeline.quantize(dense("deepseek_v3"), tmp_path / "o", bits=4, group=16, method=method, calib=text)
+    assert found["quantized_fraction"] > 0.4
+
+
+def test_windows_are_no_longer_than_the_context(dense, small_calibration, text, tmp_path):
+    """GPT-2 has no position behind its 24th: windows of 32 tokens were an IndexError."""
+    assert texts.WINDOW > 24
+    pipeline.quantize(dense("gpt2"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
+    pipeline.quantize(dense("gpt2"), tmp_path / "p", bpw=7.5, group=16)
+
+
+def test_a_linear_that_its_layer_does_not_call_is_quantized_without_the_text(dense, small_calibration, text, tmp_path):
+    """FalconMamba multiplies by dt_proj's weight itself while that is dense; the run ended as if its own file were damaged."""
+    pipeline.quantize(dense("falcon_mamba"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
+    report = json.loads((tmp_path / "o" / "lowq_report.json").read_text())
+    mine = [t for t in report["tensors"] if t["name"].endswith("dt_proj")]
+    assert len(mine) == 2
+    assert all("its layer does not call it" in t["note"] for t in mine)
+
+
+def test_weights_that_a_model_reads_itself_are_kept(dense):
+    """Packed words in their place are a matrix of another shape, and a dtype that activations must not be cast to."""
+    for family, name, why in (
+        ("mamba", "backbone.layers.0.mixer.dt_proj.weight", "multiplies by the weight itself"),
+        ("falcon_mamba", "lm_head.weight", "casts to the weight's dtype"),
+    ):
+        with open_source(dense(family)) as source:
+            found = roles(source.config, source.headers)
+            assert not found[name].parts
+            assert why in found[name].reason
+            assert found["backbone.layers.0.mixer.in_proj.weight"].parts
+            with pytest.raises(UsageError, match="the output head stays as it is, because its model casts"):
+                make_plan(source, make_recipe(lm_head=8))
+
+
+def test_a_quantized_mamba_generates(dense, tmp_path):
+    from lowq_cli.hf.load import load_model
+
+    for family in ("mamba", "falcon_mamba"):
+        folder = dense(family)
+        pipeline.quantize(folder, tmp_path / family, bits=8, group=16, method="rtn")
+        ids = torch.arange(3, 19)[None]
+        with open_source(folder) as a, open_source(tmp_path / family) as b, torch.no_grad():
+            wanted, found = (load_model(s, "cpu")(input_ids=ids).logits.float() for s in (a, b))
+        assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_layers_that_need_their_model_are_unsupported_not_a_bug(dense, text, small_calibration, tmp_path, monkeypatch):
+    from transformers.models.bloom.modeling_bloom import BloomBlock
+
+    def broken(*_, **__):
+        raise ValueError("not enough values\nto unpack")
+
+    monkeypatch.setattr(BloomBlock, "forward", broken)
+    with pytest.raises(UnsupportedError, match=r"BloomBlock cannot .* \(not enough values to unpack\); use --method lsq"):
+        pipeline.quantize(dense("bloom"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
+
+
+def test_infinities_as_transformers_writes_them_are_read(dense, tmp_path):
+    """{"__float__": "Infinity"}: every Mamba 2 that transformers 5 saved was «no mamba2 model»."""
+    folder = shutil.copytree(dense("mamba"), tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    model = build(config | {"time_step_floor": {"__float__": "Infinity"}})
+    assert model.config.time_step_floor == float("inf")
