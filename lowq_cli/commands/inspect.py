@@ -9,6 +9,7 @@ from lowq_cli import console
 EXAMPLES = """Examples:
   lowq inspect
   lowq inspect my-model-gptq
+  lowq inspect my-model-lowq-4b --verify
   lowq inspect Qwen/Qwen3-8B --json"""
 
 
@@ -17,15 +18,19 @@ def inspect(
         str | None, typer.Argument(metavar="MODEL", help="Model folder, hub id or demo. Default: the checkpoint written last.")
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read every weight: is it, bit for bit, what lowq wrote?")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors. Reads no weights."""
+    """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors; from headers."""
     from lowq_cli import state
     from lowq_cli.files.inspection import inspect_model
 
-    found = inspect_model(state.checkpoint_or_last(path))
+    name = state.checkpoint_or_last(path)
+    found = inspect_model(name)
+    if verify:
+        _verify(name)
     if as_json:
-        console.out_json(found.to_json())
+        console.out_json(found.to_json() | ({"verified": True} if verify else {}))
         return
     params = sum(r.params for r in found.rows)
     of_quantized = f" ({found.quantized_bpw:.3f} over the quantized ones)" if found.quantized_bpw is not None else ""
@@ -61,3 +66,17 @@ def inspect(
         console.out(f"tuned for: {', '.join(found.tuned) or 'no GPU yet (lowq tune)'}")
     for note in found.notes:
         console.out(f"note: {note}")
+
+
+def _verify(name: str) -> None:
+    """Raise DamagedError naming the first tensor that is not what lowq wrote; UnsupportedError where nothing says what was."""
+    from lowq_cli.files.checkpoint import open_checkpoint
+    from lowq_packers.errors import UnsupportedError
+
+    checkpoint = open_checkpoint(name)
+    with checkpoint.source:
+        if not checkpoint.report:
+            raise UnsupportedError(f"{name} has no lowq_report.json, which holds the checksums; nothing to verify against")
+        with console.progress("verify", checkpoint.nbytes) as advance:
+            checkpoint.check_values(advance)
+    console.say(f"verified: {len(checkpoint.tensors)} tensors, {console.size(checkpoint.nbytes)}, are what lowq wrote")

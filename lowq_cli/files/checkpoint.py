@@ -6,6 +6,7 @@ that is told a wrong one corrupts memory silently: what does not fit is refused 
 
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -87,14 +88,17 @@ class Checkpoint:
         """Share of the weights that are packed, 0 .. 1."""
         return sum(t.params for t in self.tensors if t.scheme) / max(sum(t.params for t in self.tensors), 1)
 
-    def check_values(self) -> int:
+    def check_values(self, advance: Callable[[int, str], None] = lambda done, name: None) -> int:
         """Read every tensor: checksums as in the report where there is one, scales and zeros finite. Bytes read.
+
+        advance: told the bytes done and the tensor's name, after each.
 
         Raises DamagedError naming the tensor.
         """
         import torch
 
         known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # its shape: _check_report
+        done = 0
         for t in self.tensors:
             names = [f"{t.name}.weight", *(f"{t.name}.{c}" for c in COMPANIONS)] if t.scheme else [t.name]
             found = [n for n in names if n in self.source.headers]
@@ -104,7 +108,9 @@ class Checkpoint:
             for n in found[1:]:
                 if not torch.isfinite(self.source.read(n)).all():
                     raise DamagedError(f"{n} in {self.folder} holds NaN or infinite values; quantize again")
-        return self.nbytes
+            done += t.nbytes
+            advance(done, t.name)
+        return done
 
 
 def _crc(source: Source, name: str) -> int:

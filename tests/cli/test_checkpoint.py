@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowq_cli import main
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.run.pipeline import quantize
@@ -142,6 +143,24 @@ def test_values_are_checked_on_demand(folder):
     rewrite(folder, lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan))
     with pytest.raises(DamagedError, match=r"weight_scale .* NaN"):
         open_checkpoint(folder).check_values()
+
+
+def test_inspect_verifies(folder, monkeypatch, capsys):
+    def run():
+        monkeypatch.setattr("sys.argv", ["lowq", "inspect", str(folder), "--verify", "--json"])
+        return main._run(), json.loads(capsys.readouterr().out)
+
+    code, found = run()
+    assert (code, found["verified"]) == (0, True)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 16  # no header, no shape, no scale: nothing but the checksum tells
+    path.write_bytes(content)
+    code, found = run()
+    assert (code, "checksum" in found["error"]) == (DamagedError.exit_code, True)
+    (folder / "lowq_report.json").unlink()
+    code, found = run()
+    assert (code, "no lowq_report.json" in found["error"]) == (UnsupportedError.exit_code, True)
 
 
 def test_a_file_that_is_not_the_reported_one_is_refused(folder):
