@@ -140,6 +140,9 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
             return Role(kind, reason="not the token embedding")
         if not isinstance(module, nn.Embedding) or embed_scale(module) is None:
             return Role(kind, reason=f"a special embedding ({type(module).__name__})")
+        heads = [head for head, table in skeleton.tied.items() if table == param]
+        if reason := next((r for head in heads if (r := _read_by_its_model(skeleton, head))), ""):
+            return Role(kind, reason=f"it is the head too: {reason}")
         return Role(kind, (Part(stem, target=param),))
     if reason := _read_by_its_model(skeleton, param):
         return Role(kind, reason=reason)
