@@ -82,8 +82,14 @@ class Sensitivities:
         self.candidates = {c.name: c for c in candidates}
 
     def measure(self, ids: torch.Tensor, batch: int, watch: Watch | None = None) -> Errors:
-        """Nats per token that each scheme of each candidate costs. watch: told how many layers of how many are done."""
+        """Nats per token that each scheme of each candidate costs. watch: told how many layers of how many are done.
+
+        Raises UnsupportedError for a model whose layers cannot be run one by one, or whose embedding is projected.
+        """
         hidden, others = self.blocks.start(ids, batch)
+        for name, c in self.candidates.items():
+            if c.kind == "embedding" and c.shape[1] != hidden[0].shape[-1]:  # OPT-350m: no gradient here is by its rows
+                raise UnsupportedError(f"{name} is projected before the first layer, so what its rows cost is not measured")
         entered = [hidden]
         for number in range(len(self.blocks)):
             with torch.no_grad(), self.blocks.layer(number) as module:

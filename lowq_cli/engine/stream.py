@@ -159,7 +159,7 @@ def stream(
 
     Args:
         model, tokenizer: what `lowq.load` returns, or any causal transformers model and its tokenizer.
-        prompt: a text, several texts (decoded side by side), or the token ids of one or of each.
+        prompt: a text, or its token ids; or several of either, decoded side by side.
         chat: put the text into the model's chat template as the user's message.
         batch: continue each prompt this many times, side by side.
         decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.choose`).

@@ -140,6 +140,9 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
             return Role(kind, reason="not the token embedding")
         if not isinstance(module, nn.Embedding) or embed_scale(module) is None:
             return Role(kind, reason=f"a special embedding ({type(module).__name__})")
+        heads = [head for head, table in skeleton.tied.items() if table == param]
+        if reason := next((r for head in heads if (r := _read_by_its_model(skeleton, head))), ""):
+            return Role(kind, reason=f"it is the head too: {reason}")
         return Role(kind, (Part(stem, target=param),))
     if reason := _read_by_its_model(skeleton, param):
         return Role(kind, reason=reason)
@@ -156,13 +159,13 @@ def _read_by_its_model(skeleton: Skeleton, param: str) -> str:
     """
     *parents, leaf, _ = param.split(".")
     name = re.escape(leaf)
-    own = _source(type(skeleton.model.get_submodule(".".join(parents))))
+    own = _code(skeleton.model.get_submodule(".".join(parents)))
     if re.search(rf"\bself\.{name}\.weight\b", own) and not re.search(rf"\bself\.{name}\(", own):
         return "its model multiplies by the weight itself"
     if re.search(rf"\.to\(self\.{name}\.weight\.dtype\)", own):
         return "its model casts to the weight's dtype"
     around = [skeleton.model.get_submodule(".".join(parents[:n])) for n in range(len(parents))]
-    if any(re.search(rf"\.{name}\.weight\.[a-z]+_\(", _source(type(m))) for m in around):
+    if any(re.search(rf"\.{name}\.weight\.[a-z]+_\(", _code(m)) for m in around):
         return "its model rescales the weight itself"
     return ""
 
@@ -175,8 +178,13 @@ def why_not_head(config: dict[str, Any]) -> str:
     return _read_by_its_model(skeleton, f"{name}.weight") if name else ""
 
 
+def _code(module: nn.Module) -> str:
+    cls: Any = type(module)
+    return _source(cls)
+
+
 @cache
-def _source(cls: type) -> str:
+def _source(cls: Any) -> str:
     """The source of a class; "" where there is none, as for modules made in a session."""
     try:
         return inspect.getsource(cls)

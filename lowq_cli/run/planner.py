@@ -244,15 +244,15 @@ def _tied_head(
     """The head that `lm_head` asks for on a model whose head is its embedding, and the stored copy of it to leave out."""
     if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
         return None, None
+    stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
+    why = why_not_head(source.config) if stored is None or found[stored].reason == TIED else found[stored].reason
+    if why:
+        raise UsageError(f"lm_head: the output head stays as it is, because {why}; leave --lm-head out")
     table = next((c for c in candidates if c.kind == "embedding"), None)
     if table is None:
         raise UsageError("lm_head: this model has no output head to quantize; leave --lm-head out")
     if wishes[table.name].bits != "keep":
         raise UsageError("lm_head: an override already quantizes the embedding, which is the head too; leave --lm-head out")
-    stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
-    why = why_not_head(source.config) if stored is None or found[stored].reason == TIED else found[stored].reason
-    if why:
-        raise UsageError(f"lm_head: the output head stays as it is, because {why}; leave --lm-head out")
     return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
 
 

@@ -89,6 +89,12 @@ def needs_mixtures() -> None:
         pytest.skip(f"packed experts need transformers 5.23; this is {transformers.__version__}")
 
 
+@pytest.fixture
+def mixtures() -> None:
+    """`needs_mixtures`, for tests of their own models."""
+    needs_mixtures()
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """Three folders of one model: dense, packed, and dense with the values that the packed weights stand for."""

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from lowq_cli.accuracy import texts
+from lowq_cli.accuracy import mixed, texts
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.blocks import Blocks, run
 from lowq_cli.hf.skeleton import build
@@ -36,6 +36,7 @@ FAMILIES = {
     "gptj": GPT | {"n_positions": 64, "rotary_dim": 4},
     "gpt2": GPT | {"n_positions": 24},
     "deepseek_v3": SMALL | HEADS | EXPERTS | MLA | {"num_hidden_layers": 3},  # routed by a bias that is a buffer
+    "opt": SMALL | {"word_embed_proj_dim": 16, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
     "mamba": SCAN,
     "falcon_mamba": SCAN | {"tie_word_embeddings": False},
 }
@@ -60,9 +61,11 @@ def dense(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ["bloom", "gptj", "deepseek_v3"])
-def test_layers_run_one_by_one_give_the_models_logits(family, dense):
+def test_layers_run_one_by_one_give_the_models_logits(family, dense, request):
     from transformers import AutoModelForCausalLM
 
+    if family == "deepseek_v3":
+        request.getfixturevalue("mixtures")
     folder = dense(family)
     ids = torch.randint(160, (4, 24), generator=torch.Generator().manual_seed(1))
     with open_source(folder) as source:
@@ -79,6 +82,7 @@ def test_layers_run_one_by_one_give_the_models_logits(family, dense):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.usefixtures("mixtures")
 def test_experts_that_a_buffer_routes_to_are_calibrated(method, dense, small_calibration, text, tmp_path):
     found = pipeline.quantize(dense("deepseek_v3"), tmp_path / "o", bits=4, group=16, method=method, calib=text)
     assert found["quantized_fraction"] > 0.4
@@ -89,6 +93,14 @@ def test_windows_are_no_longer_than_the_context(dense, small_calibration, text, 
     assert texts.WINDOW > 24
     pipeline.quantize(dense("gpt2"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
     pipeline.quantize(dense("gpt2"), tmp_path / "p", bpw=7.5, group=16)
+
+
+def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, small_calibration, text, tmp_path):
+    """OPT-350m's is narrower than its layers: its rows were multiplied with gradients of another width."""
+    with open_source(dense("opt")) as source:
+        _, found = mixed.resolve(source, make_recipe(bpw=7.5, group=16), tmp_path, CPU)
+    assert "is projected before the first layer" in found.why_not_nats
+    assert found.bpw <= 7.5
 
 
 def test_a_linear_that_its_layer_does_not_call_is_quantized_without_the_text(dense, small_calibration, text, tmp_path):
@@ -113,6 +125,10 @@ def test_weights_that_a_model_reads_itself_are_kept(dense):
             assert found["backbone.layers.0.mixer.in_proj.weight"].parts
             with pytest.raises(UsageError, match="the output head stays as it is, because its model casts"):
                 make_plan(source, make_recipe(lm_head=8))
+    with open_source(dense("mamba")) as source:  # its head is its embedding, which --bpw would pack
+        assert (
+            "it is the head too: its model casts" in roles(source.config, source.headers)["backbone.embeddings.weight"].reason
+        )
 
 
 def test_a_quantized_mamba_generates(dense, tmp_path):
