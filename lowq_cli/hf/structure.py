@@ -158,14 +158,19 @@ def _read_by_its_model(skeleton: Skeleton, param: str) -> str:
     packed words a whole number's), and RWKV divides the weights of some layers in place.
     """
     *parents, leaf, _ = param.split(".")
-    name = re.escape(leaf)
-    own = _code(skeleton.model.get_submodule(".".join(parents)))
+    around = (type(skeleton.model.get_submodule(".".join(parents[:n]))) for n in range(len(parents) + 1))
+    return _read_by(leaf, *around)
+
+
+@cache
+def _read_by(leaf: str, *around: Any) -> str:
+    """The same by classes, the one that holds the linear last: layers are alike, and this takes 0.5 ms."""
+    name, own = re.escape(leaf), _source(around[-1])
     if re.search(rf"\bself\.{name}\.weight\b", own) and not re.search(rf"\bself\.{name}\(", own):
         return "its model multiplies by the weight itself"
     if re.search(rf"\.to\(self\.{name}\.weight\.dtype\)", own):
         return "its model casts to the weight's dtype"
-    around = [skeleton.model.get_submodule(".".join(parents[:n])) for n in range(len(parents))]
-    if any(re.search(rf"\.{name}\.weight\.[a-z]+_\(", _code(m)) for m in around):
+    if any(re.search(rf"\.{name}\.weight\.[a-z]+_\(", _source(cls)) for cls in around[:-1]):
         return "its model rescales the weight itself"
     return ""
 
@@ -176,11 +181,6 @@ def why_not_head(config: dict[str, Any]) -> str:
     head = skeleton.model.get_output_embeddings()
     name = next((n for n, m in skeleton.model.named_modules() if m is head), None)
     return _read_by_its_model(skeleton, f"{name}.weight") if name else ""
-
-
-def _code(module: nn.Module) -> str:
-    cls: Any = type(module)
-    return _source(cls)
 
 
 @cache
