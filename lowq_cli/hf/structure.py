@@ -158,12 +158,12 @@ def _read_by_its_model(skeleton: Skeleton, param: str) -> str:
     packed words a whole number's), and RWKV divides the weights of some layers in place.
     """
     *parents, leaf, _ = param.split(".")
-    around = (type(skeleton.model.get_submodule(".".join(parents[:n]))) for n in range(len(parents) + 1))
-    return _read_by(leaf, *around)
+    around = tuple(type(skeleton.model.get_submodule(".".join(parents[:n]))) for n in range(len(parents) + 1))
+    return _read_by(leaf, around)
 
 
 @cache
-def _read_by(leaf: str, *around: Any) -> str:
+def _read_by(leaf: str, around: tuple[Any, ...]) -> str:
     """The same by classes, the one that holds the linear last: layers are alike, and this takes 0.5 ms."""
     name, own = re.escape(leaf), _source(around[-1])
     if re.search(rf"\bself\.{name}\.weight\b", own) and not re.search(rf"\bself\.{name}\(", own):
