@@ -176,6 +176,17 @@ def test_a_cache_that_cannot_be_written_says_how_to_name_another(foreign, cache)
         runnable(folder)
 
 
+def test_zeros_that_bfloat16_would_round_are_told_of(foreign, capsys):
+    folder, _ = foreign("mlx", WHOLE)
+    runnable(folder)
+    assert "of a step off" not in capsys.readouterr().err  # whole zeros
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.biases"] *= 1.003  # 128.38 for 128, where bfloat16 has whole numbers only
+    save_file(tensors, folder / "model.safetensors", {"format": "mlx"})
+    runnable(folder)
+    assert "up to 0.38 of a step off" in capsys.readouterr().err
+
+
 def test_bad_scales_and_unknown_formats_are_one_error(foreign):
     folder, _ = foreign("awq", INT4)
     tensors = load_file(folder / "model.safetensors")
