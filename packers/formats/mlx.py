@@ -22,6 +22,8 @@ from lowq_packers.scheme import Scheme
 WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
 FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # whose experts mlx-lm stacks as below, and changes nothing else
+SILU = ("llama", "mistral", "qwen2", "qwen3", *FAMILIES)  # mlx-lm 0.32 computes them with silu, whatever config.json says
+UNWINDOWED = ("mistral", "qwen2", "qwen3", *FAMILIES)  # and without their sliding window
 LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of an expert's matrix -> the stack's
 
 
@@ -111,4 +113,17 @@ def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     return ["lowq", "MLX (mlx-lm)"]
 
 
-register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config, stack=_stack))
+def _notes(config: Config, headers: Headers) -> list[str]:
+    family, act = config.get("model_type"), config.get("hidden_act", "silu")
+    # left out, both are as in transformers: only Mistral has a window then
+    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    on = config.get("use_sliding_window", not str(family).startswith("qwen"))
+    found = []
+    if family in UNWINDOWED and window and on:
+        found.append(f"mlx-lm computes {family} without its sliding window: other numbers from token {window} on")
+    if family in SILU and act not in ("silu", "swish"):
+        found.append(f"mlx-lm computes {family} with silu, not with this model's {act}: wrong numbers")
+    return found
+
+
+register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config, _notes, _stack))

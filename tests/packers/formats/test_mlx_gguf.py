@@ -25,6 +25,23 @@ def test_mlx_offsets_that_do_not_fit_are_refused_with_the_size_of_the_error():
     assert (back.dequantize() - q.dequantize()).abs().max() < 4e-3 * (1 / 3)
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mistral"}, ["without its sliding window: other numbers from token 4096 on"]),  # transformers' own
+        ({"model_type": "mistral", "sliding_window": None}, []),
+        ({"model_type": "qwen3", "sliding_window": 1024}, []),
+        ({"model_type": "qwen3", "sliding_window": 1024, "use_sliding_window": True}, ["from token 1024 on"]),
+        ({"model_type": "llama", "hidden_act": "gelu"}, ["with silu, not with this model's gelu"]),
+        ({"model_type": "gemma3_text", "sliding_window": 512, "hidden_act": "gelu"}, []),  # mlx-lm has both
+    ],
+)
+def test_what_mlx_lm_computes_otherwise_is_noted(config, said):
+    notes = formats.get("mlx").notes(config, {})
+    assert len(notes) == len(said)
+    assert all(text in note for text, note in zip(said, notes, strict=True))
+
+
 @pytest.mark.parametrize("bits", [5, 6])
 def test_mlx_widths_that_lowq_lacks_are_widened(bits):
     codes = torch.randint(0, 1 << bits, (8, 64), dtype=torch.uint8)
