@@ -40,6 +40,7 @@ class Layer:
         self.module, self.others, self.spots = module, others, spots
         self.original = {s.path: module.get_parameter(s.path).data for s in spots.values()}
         self.quantized = dict(self.original)
+        self._found: list[list[str]] = []  # by _order, which runs the layer once
 
     def matrix(self, name: str, weights: Weights) -> torch.Tensor:
         """The (N, K) weight of a name: a view."""
@@ -123,6 +124,8 @@ class Layer:
 
     def _order(self, hidden: torch.Tensor) -> list[list[str]]:
         """Modules that hold matrices, in the order in which they run, those that share an input together."""
+        if self._found:
+            return self._found
         order: list[tuple[int, list[str]]] = []
         kept: list[torch.Tensor] = []  # alive, so that no two inputs have one id
 
@@ -143,7 +146,8 @@ class Layer:
         finally:
             for h in hooks:
                 h.remove()
-        return [names for _, names in order]
+        self._found = [names for _, names in order]
+        return self._found
 
     def _dense(self, module: str, names: list[str], original: Hidden, behind: Hidden) -> Stage:
         """The stage of plain linears: moments over all batches."""
