@@ -25,7 +25,7 @@ from lowq_cli.interop.gguf_file import (
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import GgufWriter
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
-from lowq_packers.formats import gguf
+from lowq_packers.formats import _common, gguf
 from lowq_packers.qtensor import QuantizedTensor
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -97,13 +97,11 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
 
 
 def _check_computed_alike(config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedError for what llama.cpp's graphs of these families do otherwise. What a config leaves out is as
-    transformers has it: Mistral's window 4096 wide."""
-    window = config.get("sliding_window", 4096 if config["model_type"] == "mistral" else None)
-    if window and config.get("use_sliding_window", True):
+    """Raise UnsupportedError for what llama.cpp's graphs of these families do otherwise."""
+    if _common.sliding_window(config) and config.get("use_sliding_window", True):
         raise UnsupportedError("its attention has a sliding window, which llama.cpp does not apply to this architecture")
-    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise UnsupportedError(f"its activation is {act}, llama.cpp's graph of this family has silu")
+    if not _common.has_silu(config):
+        raise UnsupportedError(f"its activation is {config['hidden_act']}, llama.cpp's graph of this family has silu")
 
 
 def _entries(found: Checkpoint) -> list[tuple[GgufTensor, list[CheckpointTensor]]]:

@@ -114,15 +114,13 @@ def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
 
 
 def _notes(config: Config, headers: Headers) -> list[str]:
-    family, act = config.get("model_type"), config.get("hidden_act", "silu")
-    # left out, both are as in transformers: only Mistral has a window then
-    window = config.get("sliding_window", 4096 if family == "mistral" else None)
+    family, window = config.get("model_type"), c.sliding_window(config)
     on = config.get("use_sliding_window", not str(family).startswith("qwen"))
     found = []
     if family in UNWINDOWED and window and on:
         found.append(f"mlx-lm computes {family} without its sliding window: other numbers from token {window} on")
-    if family in SILU and act not in ("silu", "swish"):
-        found.append(f"mlx-lm computes {family} with silu, not with this model's {act}: wrong numbers")
+    if family in SILU and not c.has_silu(config):
+        found.append(f"mlx-lm computes {family} with silu, not with this model's {config['hidden_act']}: wrong numbers")
     return found
 
 
