@@ -22,7 +22,8 @@
 // Limits  WK > 1: STAGES a multiple of WK and at least 2 * WK, and steps of a tile a multiple of WK or one tile a block: a
 //         stage always goes to the same warpgroups. One that misses a phase of its barrier takes an old one for the next.
 //         Shared out: at least one span a block; `flags` zero before, and left so.
-// Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8.
+// Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8. A tile takes `rows` rows of x, no more
+//         than there are: boxes that reach far past the end of x are slow. Sums of its other columns are of nothing, and stay here.
 // ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
 //         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
 // Source  own; y^T = W x^T with W from registers is Machete's plan, steps shared out evenly are Stream-K's (arXiv:2301.03598).
@@ -67,7 +68,7 @@ template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U,
 __global__ void __launch_bounds__(128 * (1 + WN * WK), BLOCKS)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
-           const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int whole, float4* partials, u32* flags) {
+           const u16* __restrict__ bias, u16* __restrict__ y, int M, int rows, int N, int steps, int whole, float4* partials, u32* flags) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
@@ -103,7 +104,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         const int m_tiles = (M + NB - 1) / NB, n_tiles = (N + 64 * WN - 1) / (64 * WN);
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
         const int in_band = tile - band * BAND * m_tiles;
-        n_tile = n_first + in_band % width, m0 = in_band / width * NB;
+        n_tile = n_first + in_band % width, m0 = in_band / width * rows;
     };
 
     if (threadIdx.x == 32) prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&x_map);
@@ -124,7 +125,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             constexpr bool ONCE = NB <= 32 || (BITS == 8 && NB * CONSUMERS < 512);
             auto load_weights = [&](int s, int c, int n_tile) {
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES, metas = words + W_BYTES;
-                barrier_expect(barrier, LOADED);
+                barrier_expect(barrier, LOADED - (NB - rows) * STEP * 2);
 #pragma unroll
                 for (int u = 0; u < U; u++) {
                     if (ONCE && M <= NB) tensor_load_once(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
@@ -377,7 +378,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             }
         }
         const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES + SUM_BYTES) + g * OUT * ROW * 2;
-        const int m_first = m0 + first, m_end = smaller(M, m0 + NB);
+        const int m_first = m0 + first, m_end = smaller(M, m0 + rows);
 #pragma unroll
         for (int b = 0; b < (COLUMNS + OUT - 1) / OUT; b++) {
             warpgroup_sync(g);  // the staging is free

@@ -42,7 +42,7 @@ CONFIGS: tuple[Config, ...] = tuple(
     )
     for k in splits
 )
-PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 4 + (ctypes.c_void_p,) * 2
+PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
@@ -137,6 +137,11 @@ def _steps(K: int, bits: int, group: int, config: Config) -> int:
 
 def _tiles(call: Call, config: Config) -> int:
     return math.ceil(padded_rows(call.N) / (64 * config["WN"])) * math.ceil(call.M / config["NB"])
+
+
+def rows_of_tile(M: int, NB: int) -> int:
+    """Rows of x that each tile loads: M shared out evenly over as many tiles as are needed."""
+    return math.ceil(M / math.ceil(M / NB))
 
 
 def schedule(tiles: int, steps: int, config: Config, slots: int) -> tuple[int, int]:
@@ -284,7 +289,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     tiles, K = 4 * config["WN"], x.shape[1]
     meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, group, config)) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
-    call_tiles = math.ceil(T / tiles) * math.ceil(M / config["NB"])
+    call_tiles, rows = math.ceil(T / tiles) * math.ceil(M / config["NB"]), rows_of_tile(M, config["NB"])
     steps = _steps(p.K, bits, group, config)
     blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
     partials = flags = None
@@ -295,13 +300,14 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         blocks,
         1,
         smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, config["NB"]), True),
+        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, rows), True),
         tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
         scales_map,
         scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         M,
+        rows,
         p.N,
         steps,
         whole,
