@@ -46,8 +46,8 @@ PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 5 +
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
-# What a block of 16 rows leaves of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps of 16
-# rows, 4 bits, took 2279 to 2301 us where this asked for 181 KB and 2380 to 2422 with 222, though faster alone (NOTES).
+# What a block leaves of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps, 4 bits, took 2387 us at
+# 16 rows and 2910 at 32 where this asked for all and 2242 and 2720 so, though alone both are equal (NOTES).
 BESIDE_L1 = 196 << 10
 
 
@@ -58,7 +58,7 @@ def threads(config: Config) -> int:
 
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
-    of_sm = BESIDE_L1 if config["NB"] == 16 and config["BLOCKS"] == 1 else SHARED
+    of_sm = BESIDE_L1 if config["NB"] <= 64 and config["BLOCKS"] == 1 else SHARED
     return of_sm // config["BLOCKS"] - 2048
 
 
