@@ -14,7 +14,7 @@ from operator import itemgetter
 import torch
 
 from lowq_kernels.cuda_wnax.driver import UNFOLDED, Folded, Kernel
-from lowq_kernels.cuda_wnax.tile_mma_rules import BYTES, HALVES, KEYS, RULES, config_of, tiles_of
+from lowq_kernels.cuda_wnax.tile_mma_rules import BYTES, HALVES, KEYS, RULES, config_of, idle, tiles_of
 from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, rows_of_x, shared_memory_limit
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
@@ -140,8 +140,10 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
     tiles, rows = tiles_of(call), math.ceil(call.M / fewest)
     for kinds, names, most, values in RULES:
-        if kind in kinds and tiles & set(names.split()) and rows <= most and (config := config_of(*values)) in good:
-            return config
+        if kind in kinds and tiles & set(names.split()) and rows <= most:
+            config = config_of(*values)
+            if config in good and not idle(call, config):
+                return config
     return good[0]
 
 

@@ -90,7 +90,7 @@ BYTES: tuple[Config, ...] = tuple(
 )
 # What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in nearly all cells.
 # Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `tiles_of`
-# names it), rows of x a block up to, what `config_of` takes. The first line that matches and is legal holds.
+# names it), rows of x a block up to, what `config_of` takes. The first line that matches, is legal and not `idle` holds.
 RULES = (
     ("4g", "flat", 1, (4, 1, 256, 1, 1, 1)),
     ("2", "flat", 1, (4, 4, 512, 1, 1, 1)),
@@ -105,6 +105,14 @@ RULES = (
     ("g", "some", 2, (8, 4, 256, 2, 1, 1)),
     ("g", "some deep", 2, (8, 2, 512, 1, 1, 1)),
     ("4", "uneven", 1, (4, 1, 512, 1, 1, 1)),
+    ("4", "uneven", 2, (4, 2, 256, 1, 1, 1)),
+    ("4", "uneven", 8, (4, 1, 128, 1, 7)),
+    ("2", "uneven", 1, (4, 2, 512, 1, 5, 1)),
+    ("2", "uneven", 2, (8, 2, 256, 1, 1, 1)),
+    ("2", "uneven", 8, (4, 2, 128, 2, 4)),
+    ("1", "uneven", 2, (4, 4, 256, 1, 1, 1)),
+    ("4", "short", 2, (8, 4, 256, 1, 1, 1)),
+    ("2", "short", 1, (16, 2, 256, 2, 1, 1)),
     ("4g", "many", 2, (4, 4, 256, 2, 1, 1)),
     ("g", "many", 2, (8, 1, 256, 1, 1, 1)),
     ("4g2", "long", 1, (16, 2, 512, 1, 1, 1)),
@@ -137,6 +145,7 @@ RULES = (
     ("4", "deep", 8, (8, 1, 128, 2, 1)),
     ("4g3", "few", 8, (8, 2, 256, 2, 1)),
     ("4", "tall", 16, (16, 1, 128, 2, 1)),
+    ("4", "short", 16, (8, 2, 128, 2, 1)),
     ("4g3", "few", 16, (12, 2, 128, 2, 1)),
     ("4g3", "long", 16, (16, 2, 128, 2, 1)),
     ("4", "many", 16, (2, 2, 128, 2, 1)),
@@ -203,15 +212,22 @@ RULES = (
 
 
 def tiles_of(call: Call) -> set[str]:
-    """How the row tiles fill 132 SMs: two a SM are few (tall: over K above 4096; long: above 8192), three and four fit and are
-    some; above: many (flat: over K up to 2048; deep: above 4096; uneven: eight a SM, as blocks of four, two at a time, would
-    leave over a quarter of their last round empty: 37888x3584, M = 1, 24.7 us so and 23.2 by blocks of one)."""
+    """How the row tiles fill 132 SMs: two a SM are few (short: over K up to 2048; tall: above 4096; long: above 8192), three
+    and four fit and are some; above: many (flat: over K up to 2048; deep: above 4096; uneven: eight a SM, as blocks of four,
+    two at a time, would leave over a quarter of their last round empty: 37888x3584, M = 1, 24.7 us, 23.2 by blocks of one)."""
     tiles = padded_rows(call.N) // 16
     if tiles <= 264:
-        return {"long"} if call.K > 8192 else {"few", "tall"} if call.K > 4096 else {"few"}
+        return {"long"} if call.K > 8192 else {"few"} | ({"tall"} if call.K > 4096 else {"short"} if call.K <= 2048 else set())
     if tiles <= 528:
         return {"fit"} if tiles <= 396 else {"some"}
     if call.K > 4096:
         return {"deep"}
     uneven = math.ceil(tiles / 1056) * 1056 > 1.25 * tiles
     return {"many"} | ({"flat"} if call.K <= 2048 else set()) | ({"uneven"} if uneven else set())
+
+
+def idle(call: Call, config: Config) -> bool:
+    """Whether, of a layer with many blocks, over a fifth of the warps would have no step of the last round along K:
+    27648x5120, M = 1, takes 29.3 us by 16 warps with steps of 256 (20 steps), 24.5 by what comes next."""
+    steps = math.ceil(call.K / config["STEP"])
+    return padded_rows(call.N) // 16 > 396 and math.ceil(steps / config["WARPS"]) * config["WARPS"] > 1.3 * steps

@@ -24,6 +24,7 @@
 //         Shared out: at least one span a block; `flags` zero before, and left so.
 // Edges   TMA reads zeros outside x, words and scales; stores are masked. K a multiple of 8. A tile takes `rows` rows of x, no more
 //         than there are: boxes that reach far past the end of x are slow. Sums of its other columns are of nothing, and stay here.
+//         `loaded`: bytes of a stage then, a parameter, because worked out here it cost a register too many.
 // ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
 //         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
 // Source  own; y^T = W x^T with W from registers is Machete's plan, steps shared out evenly are Stream-K's (arXiv:2301.03598).
@@ -68,7 +69,7 @@ template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NB, int U,
 __global__ void __launch_bounds__(128 * (1 + WN * WK), BLOCKS)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
-           const u16* __restrict__ bias, u16* __restrict__ y, int M, int rows, int N, int steps, int whole, float4* partials, u32* flags) {
+           const u16* __restrict__ bias, u16* __restrict__ y, int M, int rows, int loaded, int N, int steps, int whole, float4* partials, u32* flags) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
@@ -76,7 +77,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
                          : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
     constexpr u32 X_BYTES = NB * STEP * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 32;
-    constexpr u32 LOADED = X_BYTES + W_BYTES + (ZEROS ? 2 : 1) * META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
+    constexpr u32 STAGE_BYTES = (X_BYTES + W_BYTES + (ZEROS ? 2 : 1) * META_BYTES + 1023) / 1024 * 1024;
     constexpr u32 SUM_BYTES = PARTS > 1 ? CONSUMERS * NB * 256 : 0;  // fp32 sums of a block
     constexpr int OUT = smaller(32, NB);  // rows of y that pass through a warpgroup's staging at a time
     constexpr int ROW = 64 + 8;           // halves of a row there: 16 bytes more than 128, against bank conflicts
@@ -125,7 +126,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             constexpr bool ONCE = NB <= 32 || (BITS == 8 && NB * CONSUMERS < 512);
             auto load_weights = [&](int s, int c, int n_tile) {
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES, metas = words + W_BYTES;
-                barrier_expect(barrier, LOADED - (NB - rows) * STEP * 2);
+                barrier_expect(barrier, loaded);
 #pragma unroll
                 for (int u = 0; u < U; u++) {
                     if (ONCE && M <= NB) tensor_load_once(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);

@@ -42,12 +42,12 @@ CONFIGS: tuple[Config, ...] = tuple(
     )
     for k in splits
 )
-PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
+PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 6 + (ctypes.c_void_p,) * 2
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
-# What a block leaves of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps, 4 bits, took 2387 us at
-# 16 rows and 2910 at 32 where this asked for all and 2242 and 2720 so, though alone both are equal (NOTES).
+# What a block leaves of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps, 4 bits, took
+# 2387 us at 16 rows and 2910 at 32 where this asked for all, and 2242 and 2720 so, though alone both are equal (NOTES).
 BESIDE_L1 = 196 << 10
 
 
@@ -104,11 +104,16 @@ def groups_of_step(group: int, step: int) -> int:
     return step // group if step % group == 0 else (step - 1) // group + 2
 
 
-def stage_bytes(bits: int, group: int, zeros: bool, config: Config) -> int:
-    """Shared memory of a stage: x, words, scales and zeros of one step."""
+def loaded_bytes(bits: int, group: int, zeros: bool, config: Config, rows: int) -> int:
+    """Bytes of a step: `rows` rows of x, words, scales and zeros."""
     u, tiles = chunks_of_step(bits, group, config), 4 * config["WN"]
     metas = (2 if zeros else 1) * tiles * groups_of_step(group, u * CHUNK[bits]) * 32
-    return -(-(u * (config["NB"] * CHUNK[bits] * 2 + tiles * WORDS[bits] * 4) + metas) // 1024) * 1024
+    return u * (rows * CHUNK[bits] * 2 + tiles * WORDS[bits] * 4) + metas
+
+
+def stage_bytes(bits: int, group: int, zeros: bool, config: Config) -> int:
+    """Shared memory of a stage."""
+    return -(-loaded_bytes(bits, group, zeros, config, config["NB"]) // 1024) * 1024
 
 
 def plan(bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
@@ -308,6 +313,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         y.data_ptr(),
         M,
         rows,
+        loaded_bytes(bits, group, zeros is not None, config, rows),
         p.N,
         steps,
         whole,
