@@ -197,6 +197,7 @@ RULES = (
     ("4g3", "many deep", 16, (4, 2, 128, 1, 1)),
     ("1", "many deep", 8, (4, 2, 256, 1, 1)),
     ("2", "deep", 16, (2, 2, 128, 2, 1)),
+    ("2", "deep", 16, (8, 2, 128, 2, 2)),  # where the last is idle
     ("1", "deep", 16, (4, 2, 256, 1, 1)),
     ("1", "many deep", 16, (2, 4, 256, 1, 1)),
     ("21", "fit some many deep", 32, (4, 2, 256, 1, 1)),
@@ -225,7 +226,8 @@ def tiles_of(call: Call) -> set[str]:
 
 
 def idle(call: Call, config: Config) -> bool:
-    """Whether, of a layer with many blocks, over a fifth of the warps would have no step of the last round along K:
-    27648x5120, M = 1, takes 29.3 us by 16 warps with steps of 256 (20 steps), 24.5 by what comes next."""
-    steps = math.ceil(call.K / config["STEP"])
-    return padded_rows(call.N) // 16 > 396 and math.ceil(steps / config["WARPS"]) * config["WARPS"] > 1.3 * steps
+    """Whether, of a layer with many row tiles, over a fifth of a block's warps would have no step of the last round along K
+    (27648x5120, M = 1, takes 29.3 us by 16 warps with steps of 256, 24.5 by what comes next), or whether all blocks together
+    have under five warps an SM (10240x8192, 2 bits, M = 16, takes 36 us by two warps a block, 8192x8192 by eight 11)."""
+    tiles, steps, warps = padded_rows(call.N) // 16, math.ceil(call.K / config["STEP"]), config["WARPS"]
+    return tiles > 396 and (math.ceil(steps / warps) * warps > 1.3 * steps or tiles // config["NT"] * warps < 5 * 132)

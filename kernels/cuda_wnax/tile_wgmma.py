@@ -46,9 +46,10 @@ PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 6 +
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
-# What a block leaves of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps, 4 bits, took
-# 2387 us at 16 rows and 2910 at 32 where this asked for all, and 2242 and 2720 so, though alone both are equal (NOTES).
-BESIDE_L1 = 196 << 10
+# What blocks leave of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps, 4 bits, took 2387 us
+# at 16 rows and 2910 at 32 where one block an SM asked for all, and 2242 and 2720 with 196 KB; 2 bits at 16 rows, two blocks,
+# 1897 and with 164 KB 1779. Alone all of these are equal, but with fewer than four stages (so none of the two along K).
+BESIDE_L1, TWO_BESIDE_L1 = 196 << 10, 164 << 10
 
 
 def threads(config: Config) -> int:
@@ -58,7 +59,12 @@ def threads(config: Config) -> int:
 
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
-    of_sm = BESIDE_L1 if config["NB"] <= 64 and config["BLOCKS"] == 1 else SHARED
+    NB, blocks = config["NB"], config["BLOCKS"]
+    of_sm = SHARED
+    if blocks == 2 and NB == 16:
+        of_sm = TWO_BESIDE_L1
+    elif blocks == 1 and NB <= 64 and (NB, config["WK"]) != (64, 2):
+        of_sm = BESIDE_L1
     return of_sm // config["BLOCKS"] - 2048
 
 
