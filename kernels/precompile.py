@@ -40,8 +40,11 @@ class Work:
 
     @classmethod
     def of(cls, kernel: str, config: Config, scheme: Scheme, layout: str, dtype: torch.dtype, M: int, N: int, K: int) -> "Work":
-        """The work of one launch. No binary of Triton's depends on M; those of CUDA do, in steps of 8 rows up to MOST_ROWS."""
-        rows = min(-(-M // 8) * 8, MOST_ROWS) if kernel.startswith("cuda/") else 1
+        """The work of one launch. No binary of Triton's depends on M; those of CUDA do, by powers of two up to 8 rows, then in
+        steps of 8 up to MOST_ROWS."""
+        rows = 1
+        if kernel.startswith("cuda/"):
+            rows = 1 << (M - 1).bit_length() if M <= 8 else min(-(-M // 8) * 8, MOST_ROWS)
         return cls(kernel, tuple(sorted(config.items())), scheme, layout, dtype, rows, N, K)
 
 

@@ -227,10 +227,28 @@ def test_the_shipped_tables_read_and_name_kernels_and_configs_that_exist():
 
 
 def test_work_is_the_same_where_the_binary_is():
-    """Triton's kernels are compiled once for every M, CUDA's once for each number of tiles of 8 rows."""
-    rows = {kernel: [Work.of(kernel, {}, Scheme(4, 64), "tile", torch.float16, M, 64, 64).M for M in (1, 8, 9, 64, 5000)]
+    """Triton's kernels are compiled once for every M, CUDA's once for one row, two, four and each number of tiles of 8 rows."""
+    rows = {kernel: [Work.of(kernel, {}, Scheme(4, 64), "tile", torch.float16, M, 64, 64).M for M in (1, 3, 8, 9, 64, 5000)]
             for kernel in ("triton/gemm", "cuda/tile_mma")}  # fmt: skip
-    assert rows == {"triton/gemm": [1, 1, 1, 1, 1], "cuda/tile_mma": [8, 8, 16, 64, MOST_ROWS]}
+    assert rows == {"triton/gemm": [1] * 6, "cuda/tile_mma": [1, 4, 8, 16, 64, MOST_ROWS]}
+
+
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 6, 8, 16, 32])
+def test_work_is_what_a_launch_needs(M):
+    """The binary that is compiled ahead for M rows is the one that they launch: else tuning compiles it while it times."""
+    spec, scheme = registry.kernels().get("cuda/tile_mma"), Scheme(4, 128)
+    if spec is None:
+        pytest.skip("NVRTC is not installed")
+    from lowq_kernels.cuda_wnax import tile_mma
+
+    def instance(rows, config):
+        cut = tile_mma.plan(Call(rows, 4096, 4096, scheme, "tile", torch.float16, "cuda", (9, 0)), config)
+        return cut and tile_mma.expression(4, torch.float16, 128, True, config, cut.MT, cut.copies)
+
+    asked = Call(M, 4096, 4096, scheme, "tile", torch.float16, "cuda", (9, 0))
+    for config in spec.legal_configs(asked):
+        ahead = Work.of(spec.name, config, scheme, "tile", torch.float16, M, 4096, 4096)
+        assert instance(ahead.M, config) == instance(M, config), config
 
 
 def test_a_table_says_where_x_is_rounded_inside_the_product(monkeypatch):
