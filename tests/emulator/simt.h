@@ -343,6 +343,10 @@ inline void ld_global_cg_v2_u32(u32& a, u32& b, const u16* p) {
 }
 inline void ld_global_cg_u64(unsigned long long& v, const void* at) { v = *(const unsigned long long*)at; }
 inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
+inline void ld_global_cg_v4_u32(u32& a, u32& b, u32& c, u32& d, const u16* p) {
+    if ((uintptr_t)p % 16) fail("misaligned load of 16 bytes");
+    memcpy(&a, p, 4), memcpy(&b, p + 2, 4), memcpy(&c, p + 4, 4), memcpy(&d, p + 6, 4);
+}
 inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const void* at) {
     if ((uintptr_t)at % 16) fail("misaligned global address of a 16-byte load");
     const float* p = (const float*)at;
