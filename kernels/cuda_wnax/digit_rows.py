@@ -20,8 +20,10 @@ def _prepared(T: int, short: bool, device: int) -> Kernel:
 
 
 def digit_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) fp16 or bf16, aligned, K a multiple of 8 -> its digits (2 * M, K') bytes and units (K' / 128, M', 2) fp32: K' the next
-    multiple of 128, M' a power of two from 4 up, of which rows past M are not written. bits: whose order of k in a word it is."""
+    """x (M, K) fp16 or bf16, aligned, K a multiple of 8 -> its digits (2 * M, K') bytes and units (K' / 128, M', 2) fp32.
+
+    K' is the next multiple of 128, M' a power of two from 4 up: rows past M are not written. bits: whose order of k it is.
+    """
     M, K = x.shape
     steps = -(-K // SPAN)
     digits = torch.empty(2 * M, steps * SPAN, dtype=torch.uint8, device=x.device)
