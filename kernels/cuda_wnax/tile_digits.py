@@ -1,0 +1,164 @@
+"""cuda/tile_digits: 3 to 16 rows of x, from the tile layout on Hopper: codes as bytes by x in two signed bytes, in integers.
+
+Two launches: digit_rows.cu makes the bytes of x, tile_digits.cu multiplies; both are described there.
+A config: WN x WK consumer warpgroups of 64 rows of W each, WN side by side along N (a tile is 64 * WN rows), WK sharing each
+step along K; E, spans of 128 k of a step that a warpgroup takes; BLOCKS that fit an SM.
+"""
+
+import ctypes
+import math
+from functools import cache
+
+import torch
+
+from lowq_kernels.cuda_wnax import digit_rows
+from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, group_argument, multiprocessors, rows_of_x
+from lowq_kernels.cuda_wnax.tile_wgmma import groups_of_step
+from lowq_kernels.registry import Call, Config, register
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts.tile import CHUNK, WORDS
+
+KEYS = ("WN", "WK", "E", "BLOCKS")
+CONFIGS: tuple[Config, ...] = tuple(
+    dict(zip(KEYS, c, strict=True))
+    for c in (
+        (4, 1, 2, 1),
+        (4, 1, 4, 1),
+        (3, 1, 2, 1),
+        (5, 1, 2, 1),
+        (6, 1, 2, 1),
+        (7, 1, 2, 1),
+        (2, 1, 2, 2),
+        (2, 1, 4, 2),
+        (2, 2, 2, 1),
+        (2, 3, 2, 1),
+        (1, 4, 2, 1),
+        (1, 2, 2, 2),
+    )
+)
+PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
+SPAN = digit_rows.SPAN
+MAX_STAGES = 8
+SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers
+BESIDE_L1 = 200 << 10
+
+
+def columns(M: int) -> int:
+    """NC: columns of a product, two of each row of x."""
+    return -(-2 * M // 8) * 8
+
+
+def buffers(M: int, config: Config) -> int:
+    """BUF: products of a warpgroup that are under way at once, as ptxas finds registers for."""
+    return 1 if config["WN"] * config["WK"] > (4 if M > 8 else 5) else 2
+
+
+def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> int:
+    """Shared memory of a stage: digits, words, scales, zeros and units of one step."""
+    spans, tiles = config["E"] * config["WK"], 4 * config["WN"]
+    words, metas = spans * SPAN // CHUNK[bits] * tiles * WORDS[bits] * 4, tiles * groups_of_step(group, spans * SPAN) * 32
+    units = 4 if M <= 4 else 8 if M <= 8 else 16
+    return -(-(spans * (columns(M) * SPAN + units * 8) + words + (2 if zeros else 1) * metas) // 1024) * 1024
+
+
+def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
+    """(stages, dynamic shared memory): as many stages as fit beside the staging of sums."""
+    stage = stage_bytes(M, bits, group, zeros, config)
+    staging = config["WN"] * config["WK"] * columns(M) // 2 * 72 * 4
+    stages = min(MAX_STAGES, (allowed(config) - staging) // stage)
+    return stages, stages * stage + staging
+
+
+def allowed(config: Config) -> int:
+    """Dynamic shared memory that a block may ask for."""
+    return (BESIDE_L1 if config["BLOCKS"] == 1 else SHARED) // config["BLOCKS"] - 2048
+
+
+def expression(M: int, bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
+    """The template instance of tile_digits.cu."""
+    tile = f"{config['WN']}, {config['WK']}, {columns(M)}, {config['E']}, {buffers(M, config)}"
+    stages = plan(M, bits, group, zeros, config)[0]
+    return f"tile_digits<{bits}, {T}, {group}, {str(zeros).lower()}, {tile}, {stages}, {config['BLOCKS']}>"
+
+
+def _refuse(call: Call) -> str | None:
+    if call.capability != (9, 0):
+        return f"needs compute capability (9, 0), this GPU has {call.capability}"
+    group = call.scheme.group_size
+    return f"groups of {group}: takes multiples of {SPAN}, or one a row" if group != call.K and group % SPAN else None
+
+
+def _config_refuse(call: Call, config: Config) -> str | None:
+    bits, s = call.scheme.bits, call.scheme
+    group = 0 if s.group_size == call.K else s.group_size
+    return "too much shared memory" if plan(call.M, bits, group, s.zero != "none", config)[0] < 2 else None
+
+
+def _prefers(call: Call) -> bool:
+    return False
+
+
+@cache
+def _prepared(M: int, bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...], device: int) -> tuple[Kernel, int]:
+    """The kernel of a config and its shared memory, resolved once."""
+    named: Config = dict(zip(KEYS, config, strict=True))
+    smem = plan(M, bits, group, zeros, named)[1]
+    threads, instance = 128 * (1 + named["WN"] * named["WK"]), expression(M, bits, T, group, zeros, named)
+    return Kernel("tile_digits.cu", instance, device, threads, PARAMETERS, smem, serialize=True), smem
+
+
+@register(
+    "cuda/tile_digits",
+    layouts=("tile",),
+    devices=("cuda",),
+    bits=(4, 3, 2, 1),
+    m_range=(1, 16),
+    min_capability=(9, 0),
+    preferred_m=(3, 16),
+    prefer=_prefers,
+    rank=17,
+    configs=CONFIGS,
+    refuse=_refuse,
+    config_refuse=_config_refuse,
+)
+def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+    """x (M, K) fp16 or bf16 -> (M, N): x rounded to 2^-14 of the largest in 128 k, whole sums of these, scaled and added in fp32."""
+    M, bits = x.shape[0], p.scheme.bits
+    y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
+    if M == 0:
+        return y
+    x = rows_of_x(x, 8)
+    scales, zeros, bias = companions(p, bias, x.dtype)
+    group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
+    operands = (bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
+    kernel, smem = _prepared(columns(M) // 2, *operands)
+    digits, units = digit_rows.digit_rows(x, bits)
+    tiles, spans = 4 * config["WN"], config["E"] * config["WK"]
+    meta_box = (groups_of_step(group, spans * SPAN) * 16, tiles)
+    scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
+    stride = 2 * units.shape[1]
+    kernel(
+        min(math.ceil(T / tiles), multiprocessors(x.device.index) * config["BLOCKS"]),
+        1,
+        smem,
+        tensor_map(digits.data_ptr(), 1, digits.shape[1], 2 * M, digits.shape[1], (SPAN, 2 * M), True),
+        tensor_map(units.data_ptr(), 4, stride, units.shape[0], stride * 4, (stride, spans), False),
+        tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
+        scales_map,
+        scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
+        x.data_ptr(),
+        p.words.data_ptr(),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        M,
+        p.N,
+        x.shape[1],
+        math.ceil(p.K / (spans * SPAN)),
+        T,
+        p.words.shape[1] // WORDS[bits],
+        G,
+    )
+    return y
