@@ -14,20 +14,22 @@ PARAMETERS = (ctypes.c_void_p,) * 3 + (ctypes.c_int32,) * 3
 
 
 @cache
-def _prepared(T: int, short: bool, device: int) -> Kernel:
+def _prepared(T: int, short: bool, place: int, quads: bool, device: int) -> Kernel:
     serialize = torch.cuda.get_device_capability(device) >= (9, 0)
-    return Kernel("digit_rows.cu", f"digit_rows<{T}, {str(short).lower()}>", device, 128, PARAMETERS, serialize=serialize)
+    instance = f"digit_rows<{T}, {str(short).lower()}, {place}, {str(quads).lower()}>"
+    return Kernel("digit_rows.cu", instance, device, 128, PARAMETERS, serialize=serialize)
 
 
-def digit_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def digit_rows(x: torch.Tensor, bits: int, place: int = 0, quads: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) fp16 or bf16, aligned, K a multiple of 8 -> its digits (2 * M, K') bytes and units (K' / 128, M', 2) fp32.
 
-    K' is the next multiple of 128, M' a power of two from 4 up: rows past M are not written. bits: whose order of k it is.
+    K' is the next multiple of 128, M' a power of two from 4 up: rows past M are not written. bits: whose order of k it is;
+    place, quads: digit_rows.cu's PLACE and QUADS.
     """
     M, K = x.shape
     steps = -(-K // SPAN)
     digits = torch.empty(2 * M, steps * SPAN, dtype=torch.uint8, device=x.device)
     units = torch.empty(steps, max(4, 1 << (M - 1).bit_length()), 2, dtype=torch.float32, device=x.device)
-    kernel = _prepared(TYPES[x.dtype], CHUNK[bits] == 64, x.device.index)
+    kernel = _prepared(TYPES[x.dtype], CHUNK[bits] == 64, place, quads, x.device.index)
     kernel(-(-steps // 16), M, 0, x.data_ptr(), digits.data_ptr(), units.data_ptr(), K, steps, units.shape[1])
     return digits, units

@@ -25,7 +25,7 @@ __device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUN
         if constexpr (BITS == 1) {  // its low four bits are places of the span
             const u32 mine = __byte_perm(w[0][j], w[0][j] >> 4, span % 2 ? 0x7351 : 0x6240);
 #pragma unroll
-            for (int i = 0; i < 4; i++) a[i][j] = mine >> i & 0x01010101u;
+            for (int i = 0; i < 4; i++) a[i][j] = mine >> i / 2 * 2 & 0x01010101u << i % 2;
         } else if constexpr (BITS == 3) {  // as in Digits: fields of four bits, those of even places or those of odd ones
             const u32 h = w[0][4 + j / 2];
             const u32 even = pick(h << (2 - j % 2), w[0][j], 0x44444444u), odd = pick(h >> j % 2, w[0][j] >> 2, 0x44444444u);
@@ -33,10 +33,8 @@ __device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUN
             for (int i = 0; i < 4; i++) a[i][j] = (i % 2 ? odd : even) >> i / 2 * 4 & 0x07070707u;
         } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                constexpr int PLACES = 8 / BITS;
-                a[i][j] = w[i / PLACES][j] >> i % PLACES * BITS & ((1u << BITS) - 1) * 0x01010101u;
-            }
+            for (int i = 0; i < 4; i++)
+                a[i][j] = BITS == 2 ? w[0][j] >> i / 2 * 4 & 0x03030303u << i % 2 * 2 : w[i / 2][j] >> i % 2 * 4 & 0x0f0f0f0fu;
         }
     }
 }
@@ -115,13 +113,13 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
     next_grid_launch();
     const int g = group - 1, wn = g % WN, wk = WK > 1 ? g / WN : 0, t = wn * 4 + warp;
     u32 words_at = X_BYTES + wk * (E * 128 / L::CHUNK) * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = METAS + t * GROUPS * 32 + r * 4;
-    u32 units_at = UNITS_AT + wk * E * UNITS * 8 + q * 8;
+    u32 units_at = UNITS_AT + wk * E * UNITS * 8 + q * (UNITS / 4) * 8;
     asm volatile("" : "+r"(words_at), "+r"(meta_at), "+r"(units_at));  // else ptxas makes them anew for each step
     float acc[ROWS / 2];  // [i][o]: row 4 * i + q of x, row r + 8 * o of W
     int sum[BUF][ROWS];
     u32 a[BUF][4][4];
     int s = 0;
-    u32 parity = 0, stage = base, barrier = full;
+    u32 parity = 0, stage = base, barrier = full, panel = (u32)swizzled_tile(base) + wk * E * (PANEL / 16);  // low half of a descriptor
 
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #pragma unroll
@@ -137,8 +135,12 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
             float unit[ROWS / 4], total[ROWS / 4];
             auto read_units = [&](int b) {
 #pragma unroll
-                for (int i = 0; i < ROWS / 4; i++)
-                    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(unit[i]), "=f"(total[i]) : "r"(stage + units_at + (b * UNITS + 4 * i) * 8) : "memory");
+                for (int i = 0; i < ROWS / 4; i += 2) {
+                    const u32 at = stage + units_at + (b * UNITS + i) * 8;
+                    if (i + 1 < ROWS / 4)
+                        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(unit[i]), "=f"(total[i]), "=f"(unit[i + 1]), "=f"(total[i + 1]) : "r"(at) : "memory");
+                    else asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(unit[i]), "=f"(total[i]) : "r"(at) : "memory");
+                }
             };
             auto flush = [&](int which) {
                 const float2 by = to_floats<T>(scale[which]), z = ZEROS ? to_floats<T>(zero[which]) : make_float2(mid<BITS>(), mid<BITS>());
@@ -166,11 +168,11 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
                 span_codes<BITS>(w, b, a[which]);
                 alive(which);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                const u64 panel = swizzled_tile(stage + (wk * E + b) * PANEL);
+                const u64 digits = swizzled_tile(0) & 0xffffffff00000000ull | panel + b * (PANEL / 16);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    if (i == 0) Wgmma8<true, NC>::first(sum[which], a[which][i], panel);
-                    else Wgmma8<true, NC>::run(sum[which], a[which][i], panel + 2 * i, 1);
+                    if (i == 0) Wgmma8<true, NC>::first(sum[which], a[which][i], digits);
+                    else Wgmma8<true, NC>::run(sum[which], a[which][i], digits + 2 * i, 1);
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 if (BUF > 1 && b > 0) {
@@ -187,8 +189,8 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
                     flush(which);
                 }
             }
-            stage += STAGE_BYTES, barrier += 8;
-            if (++s == STAGES) s = 0, stage = base, barrier = full, parity ^= 1;
+            stage += STAGE_BYTES, barrier += 8, panel += STAGE_BYTES / 16;
+            if (++s == STAGES) s = 0, stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, panel -= STAGES * (STAGE_BYTES / 16), parity ^= 1;
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue

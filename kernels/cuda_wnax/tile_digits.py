@@ -19,22 +19,25 @@ from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
 
-KEYS = ("WN", "WK", "E", "BLOCKS")
+KEYS = ("WN", "WK", "E", "BUF", "BLOCKS")
 CONFIGS: tuple[Config, ...] = tuple(
     dict(zip(KEYS, c, strict=True))
     for c in (
-        (4, 1, 2, 1),
-        (4, 1, 4, 1),
-        (3, 1, 2, 1),
-        (5, 1, 2, 1),
-        (6, 1, 2, 1),
-        (7, 1, 2, 1),
-        (2, 1, 2, 2),
-        (2, 1, 4, 2),
-        (2, 2, 2, 1),
-        (2, 3, 2, 1),
-        (1, 4, 2, 1),
-        (1, 2, 2, 2),
+        (4, 1, 2, 2, 1),
+        (4, 1, 2, 1, 1),
+        (4, 1, 4, 2, 1),
+        (4, 1, 4, 1, 1),
+        (3, 1, 2, 2, 1),
+        (5, 1, 2, 1, 1),
+        (5, 1, 4, 1, 1),
+        (6, 1, 2, 1, 1),
+        (7, 1, 2, 1, 1),
+        (2, 1, 2, 2, 2),
+        (2, 1, 4, 1, 2),
+        (2, 2, 2, 2, 1),
+        (2, 3, 2, 1, 1),
+        (1, 4, 2, 2, 1),
+        (1, 2, 2, 2, 2),
     )
 )
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
@@ -47,11 +50,6 @@ BESIDE_L1 = 200 << 10
 def columns(M: int) -> int:
     """NC: columns of a product, two of each row of x."""
     return -(-2 * M // 8) * 8
-
-
-def buffers(M: int, config: Config) -> int:
-    """BUF: products of a warpgroup that are under way at once, as ptxas finds registers for."""
-    return 1 if config["WN"] * config["WK"] > (4 if M > 8 else 5) else 2
 
 
 def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> int:
@@ -77,7 +75,7 @@ def allowed(config: Config) -> int:
 
 def expression(M: int, bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
     """The template instance of tile_digits.cu."""
-    tile = f"{config['WN']}, {config['WK']}, {columns(M)}, {config['E']}, {buffers(M, config)}"
+    tile = f"{config['WN']}, {config['WK']}, {columns(M)}, {config['E']}, {config['BUF']}"
     stages = plan(M, bits, group, zeros, config)[0]
     return f"tile_digits<{bits}, {T}, {group}, {str(zeros).lower()}, {tile}, {stages}, {config['BLOCKS']}>"
 
@@ -133,7 +131,7 @@ def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     operands = (bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     kernel, smem = _prepared(columns(M) // 2, *operands)
-    digits, units = digit_rows.digit_rows(x, bits)
+    digits, units = digit_rows.digit_rows(x, bits, place=bits if bits < 3 else 0, quads=True)
     tiles, spans = 4 * config["WN"], config["E"] * config["WK"]
     meta_box = (groups_of_step(group, spans * SPAN) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)

@@ -304,6 +304,10 @@ inline void ld_shared_v2_f32(float& a, float& b, u32 at) {
     const float* p = (const float*)shared(at, 8);
     a = p[0], b = p[1];
 }
+inline void ld_shared_v4_f32(float& a, float& b, float& c, float& d, u32 at) {
+    const float* p = (const float*)shared(at, 16);
+    a = p[0], b = p[1], c = p[2], d = p[3];
+}
 inline void ld_shared_v2_u32(u32& a, u32& b, u32 at) {
     const u32* p = (const u32*)shared(at, 8);
     a = p[0], b = p[1];
