@@ -19,25 +19,23 @@ from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
 
-KEYS = ("WN", "WK", "E", "BUF", "BLOCKS")
+KEYS = ("WN", "WK", "NT", "E", "BLOCKS")
 CONFIGS: tuple[Config, ...] = tuple(
     dict(zip(KEYS, c, strict=True))
     for c in (
-        (4, 1, 2, 2, 1),
-        (4, 1, 2, 1, 1),
-        (4, 1, 4, 2, 1),
-        (4, 1, 4, 1, 1),
-        (3, 1, 2, 2, 1),
-        (5, 1, 2, 1, 1),
-        (5, 1, 4, 1, 1),
-        (6, 1, 2, 1, 1),
-        (7, 1, 2, 1, 1),
-        (2, 1, 2, 2, 2),
-        (2, 1, 4, 1, 2),
-        (2, 2, 2, 2, 1),
-        (2, 3, 2, 1, 1),
-        (1, 4, 2, 2, 1),
-        (1, 2, 2, 2, 2),
+        (4, 2, 4, 2, 1),
+        (4, 2, 4, 1, 1),
+        (8, 1, 2, 2, 1),
+        (8, 2, 2, 1, 1),
+        (4, 4, 2, 1, 1),
+        (4, 1, 2, 2, 2),
+        (4, 2, 2, 1, 2),
+        (2, 4, 4, 1, 1),
+        (2, 4, 2, 1, 2),
+        (2, 8, 2, 1, 1),
+        (7, 2, 4, 1, 1),
+        (7, 1, 4, 2, 1),
+        (5, 2, 4, 1, 1),
     )
 )
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
@@ -54,7 +52,7 @@ def columns(M: int) -> int:
 
 def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> int:
     """Shared memory of a stage: digits, words, scales, zeros and units of one step."""
-    spans, tiles = config["E"] * config["WK"], 4 * config["WN"]
+    spans, tiles = config["E"] * config["WK"], config["NT"] * config["WN"]
     words, metas = spans * SPAN // CHUNK[bits] * tiles * WORDS[bits] * 4, tiles * groups_of_step(group, spans * SPAN) * 32
     units = 4 if M <= 4 else 8 if M <= 8 else 16
     return -(-(spans * (columns(M) * SPAN + units * 8) + words + (2 if zeros else 1) * metas) // 1024) * 1024
@@ -63,7 +61,7 @@ def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> i
 def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
     """(stages, dynamic shared memory): as many stages as fit beside the staging of sums."""
     stage = stage_bytes(M, bits, group, zeros, config)
-    staging = config["WN"] * config["WK"] * columns(M) // 2 * 72 * 4
+    staging = config["WN"] * config["WK"] * columns(M) // 2 * (16 * config["NT"] + 8) * 4
     stages = min(MAX_STAGES, (allowed(config) - staging) // stage)
     return stages, stages * stage + staging
 
@@ -75,7 +73,7 @@ def allowed(config: Config) -> int:
 
 def expression(M: int, bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
     """The template instance of tile_digits.cu."""
-    tile = f"{config['WN']}, {config['WK']}, {columns(M)}, {config['E']}, {config['BUF']}"
+    tile = f"{config['WN']}, {config['WK']}, {config['NT']}, {columns(M)}, {config['E']}"
     stages = plan(M, bits, group, zeros, config)[0]
     return f"tile_digits<{bits}, {T}, {group}, {str(zeros).lower()}, {tile}, {stages}, {config['BLOCKS']}>"
 
@@ -102,7 +100,7 @@ def _prepared(M: int, bits: int, T: int, group: int, zeros: bool, config: tuple[
     """The kernel of a config and its shared memory, resolved once."""
     named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(M, bits, group, zeros, named)[1]
-    threads, instance = 128 * (1 + named["WN"] * named["WK"]), expression(M, bits, T, group, zeros, named)
+    threads, instance = 32 * (1 + named["WN"] * named["WK"]), expression(M, bits, T, group, zeros, named)
     return Kernel("tile_digits.cu", instance, device, threads, PARAMETERS, smem, serialize=True), smem
 
 
@@ -132,7 +130,7 @@ def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     operands = (bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     kernel, smem = _prepared(columns(M) // 2, *operands)
     digits, units = digit_rows.digit_rows(x, bits, place=bits if bits < 3 else 0, quads=True)
-    tiles, spans = 4 * config["WN"], config["E"] * config["WK"]
+    tiles, spans = config["NT"] * config["WN"], config["E"] * config["WK"]
     meta_box = (groups_of_step(group, spans * SPAN) * 16, tiles)
     scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
     stride = 2 * units.shape[1]
