@@ -34,9 +34,7 @@ __device__ __forceinline__ void cluster_sync() {
 __device__ __forceinline__ u64 swizzled_tile(u32 shared) {
     return (u64)((shared & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
-__device__ __forceinline__ void store8(u16* to, u32 shared, int width, int column) {  // eight halves of a row of y
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
+__device__ __forceinline__ void store8(u16* to, uint4 v, int width, int column) {  // eight halves of a row of y
     if (width % 8 == 0) {
         *(uint4*)to = v;
     } else {
@@ -45,4 +43,9 @@ __device__ __forceinline__ void store8(u16* to, u32 shared, int width, int colum
         for (int i = 0; i < 8; i++)
             if (column + i < width) to[i] = (u16)(four[i / 2] >> (i % 2 * 16));
     }
+}
+__device__ __forceinline__ void store8(u16* to, u32 shared, int width, int column) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(shared));
+    store8(to, v, width, column);
 }

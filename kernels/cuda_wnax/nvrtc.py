@@ -29,7 +29,7 @@ FOLDERS = (HERE, HERE.parent / "decode")  # where device code lies
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
 WGMMA_COLUMNS = (16, 32, 64, 96, 128, 192, 256)
 WGMMA_FP8_COLUMNS = (8, 16, 32, 64, 128, 192)
-WGMMA8_COLUMNS = (32, 64, 96, 128)
+WGMMA8_COLUMNS = (8, 16, 24, 32, 64, 96, 128)
 
 try:
     _lib = ctypes.CDLL(load_nvidia_dynamic_lib("nvrtc").abs_path)
@@ -132,24 +132,28 @@ def _wgmma_fp8_header() -> str:
 def _wgmma8_header() -> str:
     """Wgmma8<INT8, NB>::run(d, a, b, add): d[NB / 2] = (add ? d : 0) + a (64 x 32, registers) times b (32 x NB, shared memory).
 
-    e4m3 by e4m3 in fp32, or u8 by s8 in int32.
+    e4m3 by e4m3 in fp32, or u8 by s8 in int32; `first` is d = a times b.
     """
     lines = ["#pragma once", "template <bool INT8, int NB> struct Wgmma8;"]
     for int8, kind, c, tail in (("false", "f32.e4m3.e4m3", "float", ", 1, 1"), ("true", "s32.u8.s8", "int", "")):
         for nb in WGMMA8_COLUMNS:
-            n = nb // 2
+            n, letter = nb // 2, c[0].replace("i", "r")
             d, a = ", ".join(f"%{i}" for i in range(n)), ", ".join(f"%{n + i}" for i in range(4))
-            outputs = ", ".join(f'"+{c[0].replace("i", "r")}"(d[{i}])' for i in range(n))
-            inputs = ", ".join([*(f'"r"(a[{i}])' for i in range(4)), '"l"(b)', '"r"(add)'])
-            text = (
-                f"{{.reg .pred add; setp.ne.s32 add, %{n + 5}, 0; "
-                f"wgmma.mma_async.sync.aligned.m64n{nb}k32.{kind} {{{d}}}, {{{a}}}, %{n + 4}, add{tail};}}"
-            )
-            lines.append(
-                f"template <> struct Wgmma8<{int8}, {nb}> {{ static __device__ __forceinline__ void run({c} (&d)[{n}], "
-                f"const unsigned (&a)[4], unsigned long long b, int add) "
-                f'{{ asm volatile("{text}" : {outputs} : {inputs}); }} }};'
-            )
+            inputs = ", ".join([*(f'"r"(a[{i}])' for i in range(4)), '"l"(b)'])
+            product = f"wgmma.mma_async.sync.aligned.m64n{nb}k32.{kind} {{{d}}}, {{{a}}}, %{n + 4}, "
+            run = f"{{.reg .pred add; setp.ne.s32 add, %{n + 5}, 0; {product}add{tail};}}"
+            arguments = f"{c} (&d)[{n}], const unsigned (&a)[4], unsigned long long b"
+            lines.append(f"template <> struct Wgmma8<{int8}, {nb}> {{")
+            for name, text, modifier, more, last in (
+                ("run", run, "+", ", int add", ', "r"(add)'),
+                ("first", f"{product}0{tail};", "=", "", ""),
+            ):
+                outputs = ", ".join(f'"{modifier}{letter}"(d[{i}])' for i in range(n))
+                lines.append(
+                    f"static __device__ __forceinline__ void {name}({arguments}{more}) "
+                    f'{{ asm volatile("{text}" : {outputs} : {inputs}{last}); }}'
+                )
+            lines.append("};")
     return "\n".join(lines) + "\n"
 
 

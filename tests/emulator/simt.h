@@ -304,6 +304,10 @@ inline void ld_shared_v2_f32(float& a, float& b, u32 at) {
     const float* p = (const float*)shared(at, 8);
     a = p[0], b = p[1];
 }
+inline void ld_shared_v4_f32(float& a, float& b, float& c, float& d, u32 at) {
+    const float* p = (const float*)shared(at, 16);
+    a = p[0], b = p[1], c = p[2], d = p[3];
+}
 inline void ld_shared_v2_u32(u32& a, u32& b, u32 at) {
     const u32* p = (const u32*)shared(at, 8);
     a = p[0], b = p[1];
@@ -343,6 +347,10 @@ inline void ld_global_cg_v2_u32(u32& a, u32& b, const u16* p) {
 }
 inline void ld_global_cg_u64(unsigned long long& v, const void* at) { v = *(const unsigned long long*)at; }
 inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
+inline void ld_global_cg_v4_u32(u32& a, u32& b, u32& c, u32& d, const u16* p) {
+    if ((uintptr_t)p % 16) fail("misaligned load of 16 bytes");
+    memcpy(&a, p, 4), memcpy(&b, p + 2, 4), memcpy(&c, p + 4, 4), memcpy(&d, p + 6, 4);
+}
 inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const void* at) {
     if ((uintptr_t)at % 16) fail("misaligned global address of a 16-byte load");
     const float* p = (const float*)at;

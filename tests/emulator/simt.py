@@ -31,6 +31,7 @@ WGMMA8 = """template <bool INT8, int NB> struct Wgmma8 {
     template <class D> static void run(D (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b, int add) {
         simt::issue_wgmma({simt::wgmma8<D, NB>, d, a, b, add});
     }
+    template <class D> static void first(D (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b) { run(d, a, b, 0); }
 };
 """
 WGMMA_FP8 = """template <int NB> struct WgmmaFp8 {

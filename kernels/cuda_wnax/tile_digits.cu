@@ -1,0 +1,240 @@
+// y[M,N] = x[M,K] @ dequantize(W)^T + bias for up to 16 rows on Hopper: codes as bytes by x as two signed bytes (digit_rows.cu),
+// integer wgmma, W's codes its A operand in registers.
+//
+// Maths   sum_k x w = sum over spans of 128 k of scale * unit * (sum_k code * x' - zero * sum_k x'),  x = x' * unit
+// Columns of a product are digits: 2 m high and 2 m + 1 low ones of row m of x. So a lane has both of each sum, two rows of W and
+//         NC / 8 of x, and flushes a span at a time: 5 instructions a value, where halves cost 32 and more to be made of codes.
+// Codes   (word >> place) & mask are 32 k of a row; digit_rows writes x in that order. Words of 1 bit hold two spans, pulled
+//         apart by two byte permutations first.
+// Tile    64 * WN rows of W, WN x WK consumer warpgroups: WN side by side along N; of a step each of WK takes E spans of its own,
+//         and their sums meet in shared memory. A block takes tiles in turn; a producer thread feeds a ring of STAGES by TMA:
+//         digits (128-byte swizzled panels), words, scales, zeros, units of one step.
+// Cache   words are read once and leave the second-level cache first.
+// Spans   that hold inf or nan end as no finite number; such a y is computed once more, one by one (digits.cuh).
+// Edges   TMA reads zeros outside; stores are masked. Sums of columns past 2 M are of nothing, and stay here.
+// Limits  groups of a multiple of 128, or one a row. K of x a multiple of 8.
+// Source  own.
+#include "digits.cuh"
+#include "hopper.cuh"
+#include "wgmma8.cuh"
+
+template <int BITS>
+__device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUNK + (BITS == 1)][Tile<BITS>::REGS], int span, u32 (&a)[4][4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if constexpr (BITS == 1) {  // its low four bits are places of the span
+            const u32 mine = __byte_perm(w[0][j], w[0][j] >> 4, span % 2 ? 0x7351 : 0x6240);
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i][j] = mine >> i / 2 * 2 & 0x01010101u << i % 2;
+        } else if constexpr (BITS == 3) {  // as in Digits: fields of four bits, those of even places or those of odd ones
+            const u32 h = w[0][4 + j / 2];
+            const u32 even = pick(h << (2 - j % 2), w[0][j], 0x44444444u), odd = pick(h >> j % 2, w[0][j] >> 2, 0x44444444u);
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i][j] = (i % 2 ? odd : even) >> i / 2 * 4 & 0x07070707u;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a[i][j] = BITS == 2 ? w[0][j] >> i / 2 * 4 & 0x03030303u << i % 2 * 2 : w[i / 2][j] >> i % 2 * 4 & 0x0f0f0f0fu;
+        }
+    }
+}
+
+template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NC, int E, int BUF, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(128 * (1 + WN * WK), BLOCKS)
+tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant__ TensorMap units_map, const __grid_constant__ TensorMap words_map,
+            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map, const u16* __restrict__ x,
+            const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
+            u16* __restrict__ y, int M, int N, int K, int steps, int row_tiles, int chunks, int groups) {
+    using L = Tile<BITS>;
+    constexpr int SPANS = E * WK, STEP = SPANS * 128, TILES = 4 * WN, CONSUMERS = WN * WK, ROWS = NC / 2;
+    constexpr int PER = BITS == 4 ? 2 : 1, SHARE = BITS == 1 ? 2 : 1;  // chunks of a span, spans of a chunk
+    constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
+                         : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
+    constexpr int UNITS = ROWS <= 4 ? 4 : ROWS <= 8 ? 8 : 16;  // rows of units: as digit_rows.py has them
+    constexpr u32 PANEL = NC * 128, X_BYTES = SPANS * PANEL, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = STEP / L::CHUNK * CHUNK_BYTES;
+    constexpr u32 META_BYTES = TILES * GROUPS * 32, METAS = X_BYTES + W_BYTES, UNITS_AT = METAS + (ZEROS ? 2 : 1) * META_BYTES;
+    constexpr u32 LOADED = UNITS_AT + SPANS * UNITS * 8, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
+    static_assert(E % SHARE == 0, "whole chunks for a warpgroup");
+    constexpr int ROW = 64 + 8;  // floats of a row of y in a warpgroup's staging: 8 more against bank conflicts
+    extern __shared__ __align__(1024) unsigned char shared[];
+    __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
+
+    const int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // uniform, as ptxas sees it: else it serialises wgmma
+    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
+    const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
+    const int tiles = (row_tiles + TILES - 1) / TILES;
+
+    if (threadIdx.x == 32) prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&digits_map), prefetch(&units_map);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * CONSUMERS);
+        asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncthreads();
+
+    // of the registers a block starts with, the producer's warpgroup keeps these and the consumers' get the rest
+    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS * THREADS) / 8 * 8, KEPT = 32;
+    if (group == 0) {  // ------------------------------------------------------------------------------- producer
+        registers_down<KEPT>();
+        if (threadIdx.x == 0) {
+            auto load_weights = [&](int s, int c, int tile) {
+                const u32 barrier = full + 8 * s, at = base + s * STAGE_BYTES;
+                barrier_expect(barrier, LOADED - SPANS * (NC - 2 * M) * 128);
+#pragma unroll
+                for (int u = 0; u < STEP / L::CHUNK; u++)
+                    tensor_load_once(at + X_BYTES + u * CHUNK_BYTES, &words_map, (c * (STEP / L::CHUNK) + u) * L::WORDS, tile * TILES, barrier);
+                const int g = GROUP == 0 ? 0 : c * STEP / (GROUP ? GROUP : 1);
+                tensor_load(at + METAS, &scales_map, g * 16, tile * TILES, barrier);
+                if (ZEROS) tensor_load(at + METAS + META_BYTES, &zeros_map, g * 16, tile * TILES, barrier);
+            };
+            int s = 0, round = 0, early = 0;
+            if (blockIdx.x < tiles)  // weights do not depend on the kernel before, x does
+                for (; early < STAGES && early < steps; early++) load_weights(early, early, blockIdx.x);
+            previous_grid_wait();
+            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+                for (int c = 0; c < steps; c++) {
+                    const u32 barrier = full + 8 * s, at = base + s * STAGE_BYTES;
+                    if (early > 0) early--;
+                    else {
+                        barrier_wait(empty + 8 * s, (round & 1) ^ 1);
+                        load_weights(s, c, tile);
+                    }
+#pragma unroll
+                    for (int i = 0; i < SPANS; i++) tensor_load(at + i * PANEL, &digits_map, (c * SPANS + i) * 128, 0, barrier);
+                    tensor_load(at + UNITS_AT, &units_map, 0, c * SPANS, barrier);
+                    if (++s == STAGES) s = 0, round++;
+                }
+        }
+        return;
+    }
+
+    // ------------------------------------------------------------------------------------------------- consumers
+    registers_up<smaller(240, (STARTED * THREADS - 128 * KEPT) / (128 * CONSUMERS) / 8 * 8)>();
+    previous_grid_wait();
+    next_grid_launch();
+    const int g = group - 1, wn = g % WN, wk = WK > 1 ? g / WN : 0, t = wn * 4 + warp;
+    u32 words_at = X_BYTES + wk * (E * 128 / L::CHUNK) * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = METAS + t * GROUPS * 32 + r * 4;
+    u32 units_at = UNITS_AT + wk * E * UNITS * 8 + q * (UNITS / 4) * 8;
+    asm volatile("" : "+r"(words_at), "+r"(meta_at), "+r"(units_at));  // else ptxas makes them anew for each step
+    float acc[ROWS / 2];  // [i][o]: row 4 * i + q of x, row r + 8 * o of W
+    int sum[BUF][ROWS];
+    u32 a[BUF][4][4];
+    int s = 0;
+    u32 parity = 0, stage = base, barrier = full, panel = (u32)swizzled_tile(base) + wk * E * (PANEL / 16);  // low half of a descriptor
+
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.f;
+        for (int c = 0; c < steps; c++) {
+            u32 scale, zero = 0, w[PER][L::REGS];
+            auto alive = [&](int which) {
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) asm volatile("" : "+r"(a[which][i][j])::"memory");
+            };
+            float unit[ROWS / 4], total[ROWS / 4];
+            auto read_metas = [&](int b) {  // scales, zeros, units: late, registers are short
+                int at = 0;  // the span's group, of those in the stage
+                if (GROUP && STEP % (GROUP ? GROUP : 1) == 0) at = (wk * E + b) * 128 / (GROUP ? GROUP : 1);
+                else if (GROUP && GROUP % STEP) at = (c * STEP + (wk * E + b) * 128) / (GROUP ? GROUP : 1) - c * STEP / (GROUP ? GROUP : 1);
+                scale = read4(stage + meta_at + at * 32);
+                if (ZEROS) zero = read4(stage + meta_at + META_BYTES + at * 32);
+#pragma unroll
+                for (int i = 0; i < ROWS / 4; i += 2) {
+                    const u32 from = stage + units_at + (b * UNITS + i) * 8;
+                    if (i + 1 < ROWS / 4)
+                        asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(unit[i]), "=f"(total[i]), "=f"(unit[i + 1]), "=f"(total[i + 1]) : "r"(from) : "memory");
+                    else asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(unit[i]), "=f"(total[i]) : "r"(from) : "memory");
+                }
+            };
+            auto flush = [&](int which) {
+                const float2 by = to_floats<T>(scale), z = ZEROS ? to_floats<T>(zero) : make_float2(mid<BITS>(), mid<BITS>());
+                int(&d)[ROWS] = sum[which];
+#pragma unroll
+                for (int i = 0; i < ROWS / 2; i++) {
+                    asm volatile("" : "+r"(d[2 * i]), "+r"(d[2 * i + 1])::"memory");
+                    const float v = __fmaf_rn(i % 2 ? -z.y : -z.x, total[i / 2], (float)(256 * d[2 * i] + d[2 * i + 1]));
+                    acc[i] = __fmaf_rn((i % 2 ? by.y : by.x) * unit[i / 2], v, acc[i]);
+                }
+            };
+            barrier_wait(barrier, parity);
+#pragma unroll
+            for (int b = 0; b < E; b++) {
+                const int which = b % BUF;
+                if (b % SHARE == 0) {
+#pragma unroll
+                    for (int i = 0; i < PER; i++) read_chunk<BITS>(stage + words_at + (b / SHARE * PER + i) * CHUNK_BYTES, lane, w[i]);
+                }
+                span_codes<BITS>(w, b, a[which]);
+                alive(which);
+                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                const u64 digits = swizzled_tile(0) & 0xffffffff00000000ull | panel + b * (PANEL / 16);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    if (i == 0) Wgmma8<true, NC>::first(sum[which], a[which][i], digits);
+                    else Wgmma8<true, NC>::run(sum[which], a[which][i], digits + 2 * i, 1);
+                }
+                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                if (BUF > 1 && b > 0) {
+                    read_metas(b - 1);
+                    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    alive(which ^ 1);
+                    flush(which ^ 1);
+                }
+                if (BUF == 1 || b + 1 == E) {
+                    read_metas(b);
+                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    alive(which);
+                    if (b + 1 == E && lane == 0) barrier_arrive(barrier + 8 * STAGES);  // all have read this stage
+                    flush(which);
+                }
+            }
+            stage += STAGE_BYTES, barrier += 8, panel += STAGE_BYTES / 16;
+            if (++s == STAGES) s = 0, stage -= STAGES * STAGE_BYTES, barrier -= STAGES * 8, panel -= STAGES * (STAGE_BYTES / 16), parity ^= 1;
+        }
+
+        // ---------------------------------------------------------------------------------------------- epilogue
+        auto together = [&] { asm volatile("bar.sync %0, %1;" ::"r"(wn + 1), "n"(128 * WK) : "memory"); };  // with the others along K
+        float* const sums = (float*)(shared + STAGES * STAGE_BYTES) + wn * ROWS * ROW;  // [wk][wn][row of x][row of W]
+        constexpr int APART = WN * ROWS * ROW;
+        together();  // the sums of the tile before have been read
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++) sums[wk * APART + (i / 2 * 4 + q) * ROW + warp * 16 + r + i % 2 * 8] = acc[i];
+        together();
+#pragma unroll 1
+        for (int e = wk * 128 + (threadIdx.x & 127); e < 8 * M; e += 128 * WK) {  // 8 columns of a row of y
+            const int m = e / 8, n = (tile * WN + wn) * 64 + e % 8 * 8;
+            if (n >= N) continue;
+            float* const mine = sums + m * ROW + e % 8 * 8;
+            float v[8], none = 0.f;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                v[j] = mine[j];
+#pragma unroll
+                for (int k = 1; k < WK; k++) v[j] += mine[k * APART + j];
+                none = __fmaf_rn(v[j], 0.f, none);
+            }
+            if (!(none == 0.f)) {  // inf or nan
+#pragma unroll 1
+                for (int j = 0; j < 8; j++) {
+                    float one = mine[j];
+                    for (int k = 1; k < WK; k++) one += mine[k * APART + j];
+                    const int at = (n + j) / 16;
+                    const size_t meta = (size_t)at * groups * 16;
+                    const u16* const zero = ZEROS ? zeros + meta : nullptr;
+                    if (!(one * 0.f == 0.f))
+                        one = plainly<BITS, T, GROUP>(words + (size_t)at * chunks * L::WORDS, scales + meta, zero, x + (size_t)m * K, (n + j) % 16, K);
+                    mine[j] = one;
+                }
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[j] = mine[j];
+            }
+            if (bias) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) v[j] += n + j < N ? to_floats<T>(bias[n + j]).x : 0.f;
+            }
+            const uint4 eight = make_uint4(from_floats<T>(v[0], v[1]), from_floats<T>(v[2], v[3]), from_floats<T>(v[4], v[5]), from_floats<T>(v[6], v[7]));
+            store8(y + (size_t)m * N + n, eight, N, n);
+        }
+    }
+}

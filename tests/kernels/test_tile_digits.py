@@ -1,0 +1,208 @@
+"""cuda/tile_digits: emulated on the CPU against the definition, compiled without spills, and run on a Hopper GPU."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import emulation
+from lowq_kernels import registry
+from lowq_kernels.registry import Call
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+emulation.require("cuda/tile_digits", compiler=False)
+import simt
+from lowq_kernels.cuda_wnax import digit_rows, nvrtc, tile_digits
+
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+SPEC = registry.kernels()["cuda/tile_digits"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product; sms: of the GPU that the emulator stands in for."""
+
+    config: tuple[int, ...]
+    bits: int
+    dtype: torch.dtype
+    group: int
+    zero: str
+    M: int
+    N: int
+    K: int
+    sms: int = 132
+    bias: bool = False
+    special: bool = False  # inf and nan in x
+
+    def __str__(self):
+        kind = f"b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
+        tail = "-bias" * self.bias + "-special" * self.special
+        return f"{kind}-c{'-'.join(map(str, self.config))}-{self.M}x{self.N}x{self.K}{tail}"
+
+
+def operands(case, device="cpu"):
+    """x, the packed weight, the bias, and the product by the definition."""
+    g = torch.Generator().manual_seed(case.bits)
+    W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
+    shape = (case.N, case.K // case.group)
+    scales = (torch.rand(shape, generator=g) * 0.009 + 0.001).to(case.dtype)
+    zeros = (torch.rand(shape, generator=g) * ((1 << case.bits) - 1)).to(case.dtype)
+    zeros = None if case.zero == "none" else zeros.round() if case.zero == "int" else zeros
+    q = QuantizedTensor(W_q, scales, zeros, case.bits, case.group, case.zero)
+    x = (torch.randn(case.M, case.K, generator=g) + 0.1).to(case.dtype)
+    x[case.M // 2] *= 40
+    if case.special:
+        x[0, case.K - 1], x[1, 130], x[1, 131] = float("nan"), float("inf"), -3
+    bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
+    x, bias, p = x.to(device), None if bias is None else bias.to(device), pack(q, "tile")
+    p = dataclasses.replace(
+        p, words=p.words.to(device), scales=p.scales.to(device), zeros=None if p.zeros is None else p.zeros.to(device)
+    )
+    ref = x.float() @ q.dequantize().float().t().to(device) + (0 if bias is None else bias.float())
+    return x, p, bias, ref
+
+
+def check(case, y, ref):
+    """Close to truth where that is finite, the same inf and nan elsewhere."""
+    good = ref.isfinite()
+    assert good.all() or case.special
+    assert torch.equal(good, y.isfinite()), "inf or nan elsewhere"
+    assert torch.equal(ref.isnan(), y.isnan())
+    error = float((y.float() - ref)[good].norm() / ref[good].norm())
+    assert error < TOLERANCE[case.dtype], f"error {error:.2e}"
+
+
+HALF, BRAIN = TOLERANCE
+CASES = [
+    Case((7, 1, 4, 1), 2, HALF, 128, "float", 16, 300, 1024, bias=True),
+    Case((2, 1, 4, 2), 1, HALF, 128, "float", 16, 330, 1152, sms=1),
+    Case((2, 1, 2, 2), 1, BRAIN, 128, "none", 9, 200, 640, sms=1, bias=True),
+    Case((2, 2, 2, 1), 2, BRAIN, 256, "int", 13, 136, 2304, sms=1),
+    Case((1, 4, 2, 1), 2, HALF, 384, "float", 8, 193, 2304, sms=2, bias=True),
+    Case((1, 2, 4, 2), 3, HALF, 128, "float", 11, 65, 1152, sms=1, special=True),
+    Case((2, 1, 2, 2), 3, BRAIN, 1288, "float", 4, 264, 1288),  # a row is a group; K no multiple of 128
+    Case((2, 1, 4, 2), 4, HALF, 128, "float", 16, 140, 1408, sms=1, special=True),
+    Case((1, 2, 2, 2), 4, BRAIN, 640, "none", 3, 321, 640, bias=True),
+    Case((1, 4, 2, 1), 1, HALF, 272, "int", 3, 72, 272, special=True),
+    Case((7, 1, 2, 1), 2, HALF, 128, "none", 12, 900, 512, sms=1),
+]
+
+
+@emulated
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_emulated(case):
+    """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""
+    x, p, bias, ref = operands(case)
+    config = dict(zip(tile_digits.KEYS, case.config, strict=True))
+    call = dataclasses.replace(Call.of(x, p), device="cuda", capability=(9, 0))
+    assert SPEC.why_not(call) is None, SPEC.why_not(call)
+    assert config in SPEC.legal_configs(call)
+    found = []
+    with emulation.hopper(tile_digits, digit_rows), mock.patch.object(tile_digits, "multiprocessors", return_value=case.sms):
+        for order in (1, -1):
+            with mock.patch.object(simt.Kernel, "order", order):
+                found.append(SPEC.launch(x, p, bias, config))
+    assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num()), "the order of the threads changes the result"
+    check(case, found[0], ref)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        ("barrier_init(empty + 8 * i, 4 * CONSUMERS)", "barrier_init(empty + 8 * i, 1)"),
+        ("if (!(none == 0.f))", "if (false)"),
+        ("for (int k = 1; k < WK; k++) v[j]", "for (int k = 2; k < WK; k++) v[j]"),
+        ("span % 2 ? 0x7351 : 0x6240", "0x6240"),
+    ],
+    ids=[
+        "registers overwritten under a product",
+        "stage handed back early",
+        "inf lost",
+        "a warpgroup's sums left out",
+        "other span",
+    ],
+)
+def test_the_emulator_notices(good, bad, monkeypatch):
+    """Defects put into the source fail, as an error text or as a wrong number."""
+    source = nvrtc.sources()["tile_digits.cu"]
+    assert good in source
+    (Path(simt._folder().name) / "tile_digits_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
+    monkeypatch.setattr(simt.Kernel, "made", {})
+
+    def broken(file, *rest, **more):
+        return simt.Kernel(file.replace("tile_digits", "tile_digits_bad"), *rest, **more)
+
+    case = Case((2, 2, 2, 1), 1, HALF, 128, "float", 6, 264, 4096, sms=1, special=bad == "if (false)")
+    config = dict(zip(tile_digits.KEYS, case.config, strict=True))
+
+    def both_orders():
+        for order in (1, -1):
+            with mock.patch.object(simt.Kernel, "order", order):
+                check(case, SPEC.launch(x, p, bias, config), ref)
+
+    with emulation.hopper(tile_digits, digit_rows), mock.patch.object(tile_digits, "multiprocessors", return_value=1):
+        monkeypatch.setattr(tile_digits, "Kernel", broken)
+        x, p, bias, ref = operands(case)
+        with pytest.raises(AssertionError):
+            both_orders()
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+def test_compiles_without_spills(bits):
+    for i, config in enumerate(tile_digits.CONFIGS):
+        for M, group in ((16, 128), (8, (384, 0)[i % 2]))[bits % 2 :: 2] if i % 2 else ((12, 128), (16, 0)):
+            if tile_digits.plan(M, bits, group, True, config)[0] < 2:
+                continue
+            cubin = nvrtc.compiled(
+                "tile_digits.cu", tile_digits.expression(M, bits, (bits + i) % 2, group, True, config), "sm_90a"
+            )
+            used = cubin.resources
+            assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, (config, M, used)
+            assert "serialized" not in cubin.log, (config, M)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "M", "capability", "why"),
+    [
+        (2, 64, 16, (9, 0), "groups of 64"),
+        (2, 192, 16, (9, 0), "groups of 192"),
+        (8, 128, 16, (9, 0), "takes 4/3/2/1 bits"),
+        (2, 128, 17, (9, 0), "takes M 1 .. 16"),
+        (2, 128, 16, (10, 0), "needs compute capability (9, 0)"),
+    ],
+)
+def test_refuses(bits, group, M, capability, why):
+    call = Call(M, 256, 768, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", capability)
+    assert why in (SPEC.why_not(call) or "")
+
+
+def gpu_cases(bits):
+    """Every config: odd edges, groups of each kind, inf and nan; or more tiles than an SM takes at once."""
+    for i, config in enumerate(tile_digits.CONFIGS):
+        M, dtype, zero = (3, 16, 9, 5)[(i + bits) % 4], (HALF, BRAIN)[i % 2], ("none", "float", "int")[i % 3]
+        yield Case(tuple(config.values()), bits, dtype, (128, 384, 1152)[i % 3], zero, M, 1000, 1152, bias=True, special=True)
+        if i % 4 == bits % 4:
+            yield Case(tuple(config.values()), bits, dtype, 128, "float", 16, 60040, 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("bits", [4, 3, 2, 1])
+def test_on_the_gpu(bits):
+    for case in gpu_cases(bits):
+        x, p, bias, ref = operands(case, "cuda")
+        config = dict(zip(tile_digits.KEYS, case.config, strict=True))
+        if config not in SPEC.legal_configs(Call.of(x, p)):  # too little shared memory: 4 bits, long steps
+            continue
+        y = SPEC.launch(x, p, bias, config)
+        check(case, y, ref)
+        assert torch.equal(y.nan_to_num(), SPEC.launch(x, p, bias, config).nan_to_num()), case
