@@ -34,10 +34,14 @@ CONFIGS: tuple[Config, ...] = tuple(
 # What a tile costs more than its rows of W, on an H100 (12 layers, 2 and 1 bits): x is read, and sums are added up, for fewer.
 COST = {(2, 1): 1.0, (7, 1): 1.0, (1, 2): 1.18, (2, 2): 1.25, (1, 4): 1.55}
 ALONE = 1.45  # and in one of two blocks that an SM has room for, while the other place is empty
+# Least N and N * K, by bits, of what this is ahead in: from 9 rows on, and up to 8
+LEAST = {1: (8192, 0), 2: (8192, 40 << 20), 3: (12288, 0)}
+LEAST_FEW = {1: (9216, 0), 2: (10240, 64 << 20), 3: (10240, 56 << 20)}
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
 MAX_STAGES = 8
-SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers
-BESIDE_L1 = 200 << 10  # what one block an SM leaves is first-level cache, as in tile_wgmma.py
+# Of an SM's shared memory; each block takes 2 KB besides what it asks for. What is left is first-level cache, by which the next
+# layer's tile_mma reads x.
+BESIDE_L1 = 196 << 10
 
 
 def columns(M: int) -> int:
@@ -68,7 +72,7 @@ def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[in
 
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
-    return (BESIDE_L1 if config["BLOCKS"] == 1 else SHARED) // config["BLOCKS"] - 2048
+    return BESIDE_L1 // config["BLOCKS"] - 2048
 
 
 def expression(M: int, bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
@@ -93,10 +97,8 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 def _prefers(call: Call) -> bool:
     """Whether this comes before tile_mma and tile_wgmma."""
-    bits, N, wide = call.scheme.bits, call.N, call.N * call.K >= 48e6
-    if call.M > 8:
-        return bits <= 2 and N >= 8192 and wide
-    return N >= 10240 and (wide if bits == 1 else bits == 2 and call.N * call.K >= 80e6)
+    least_N, least = (LEAST if call.M > 8 else LEAST_FEW).get(call.scheme.bits, (1 << 62, 0))
+    return call.K >= 3584 and call.N >= least_N and call.N * call.K >= least
 
 
 def cost(call: Call, config: Config, sms: int) -> float:

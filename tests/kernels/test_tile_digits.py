@@ -83,12 +83,12 @@ HALF, BRAIN = TOLERANCE
 CASES = [
     Case((7, 1, 4, 1), 2, HALF, 128, "float", 16, 300, 1024, bias=True),
     Case((2, 1, 4, 2), 1, HALF, 128, "float", 16, 330, 1152, sms=1),
-    Case((2, 1, 2, 2), 1, BRAIN, 128, "none", 9, 200, 640, sms=1, bias=True),
+    Case((1, 2, 4, 2), 1, BRAIN, 128, "none", 9, 200, 640, sms=1, bias=True),
     Case((2, 2, 2, 1), 2, BRAIN, 256, "int", 13, 136, 2304, sms=1),
     Case((1, 4, 2, 1), 2, HALF, 384, "float", 8, 193, 2304, sms=2, bias=True),
-    Case((1, 2, 4, 2), 3, HALF, 128, "float", 11, 65, 1152, sms=1, special=True),
+    Case((1, 2, 2, 2), 3, HALF, 128, "float", 11, 65, 1152, sms=1, special=True),
     Case((2, 1, 2, 2), 3, BRAIN, 1288, "float", 4, 264, 1288),  # a row is a group; K no multiple of 128
-    Case((2, 1, 4, 2), 4, HALF, 128, "float", 16, 140, 1408, sms=1, special=True),
+    Case((2, 1, 2, 2), 4, HALF, 128, "float", 16, 140, 1408, sms=1, special=True),
     Case((1, 2, 2, 2), 4, BRAIN, 640, "none", 3, 321, 640, bias=True),
     Case((1, 4, 2, 1), 1, HALF, 272, "int", 3, 72, 272, special=True),
     Case((7, 1, 2, 1), 2, HALF, 128, "none", 12, 900, 512, sms=1),
