@@ -112,17 +112,14 @@ def against_cublas(bits: int) -> str:
 
 
 def elsewhere() -> str:
-    """4 bits: layers and rows of x that nothing was tuned to, and times as fast as cuBLAS fp16."""
+    """4 bits: other layers and rows of x, and times as fast as cuBLAS fp16. Nothing was ever tuned to Gemma's."""
     there = of_peers(measured(4))
     return grid({k: f"{c} ({c.cublas / c.us:.2f})" for k, c in measured(4).items() if k not in there})
 
 
 ABOUT = """One H100 (SXM, 80 GB), torch 2.11.0+cu130; fp16, float zeros, what dispatch picks without a table, all in one run.
 A cell: microseconds, the kernel, and that time over the best peer's (under 1 is faster). From M = 256 on a timing, ours and
-cuBLAS's, comes after 0.1 s of rest and ends within 25 ms: an H100 under such load lowers its clocks after 25 to 60 ms.
-Changed since this run and not timed: `tile_wgmma` at M = 9 to 16 asks for less shared memory (4 and 3 bits in wide layers: one
-or two stages of the ring fewer), 8 bits at M = 64 and 128 have the cache hint again that they had in the run before (3 to 12%
-less time), and 37888x3584 at M = 1 has its config of that run (23.2 us). Why: benchmarks/NOTES.md."""
+cuBLAS's, comes after 0.1 s of rest and ends within 25 ms: an H100 under such load lowers its clocks after 25 to 60 ms."""
 
 
 def text() -> str:
@@ -135,6 +132,6 @@ def text() -> str:
         *(f"### {b} bit{'s' * (b > 1)}, group 128 (times as fast as 4 bits)\n\n" + against_own(b) for b in (3, 2, 1)),
         *(f"### 4 bits, {name} (times what groups of 128 take)\n\n" + against_wide_groups(g) for g, name in GROUPS.items()),
         *(f"### {b} bits, many rows (times what cuBLAS fp16 takes)\n\n" + against_cublas(b) for b in (4, 8)),
-        "### Layers of Qwen2.5-7B, Mistral-7B and Llama-3.2-1B, 4 bits (times as fast as cuBLAS fp16)\n\n" + elsewhere(),
+        "### Layers of Qwen2.5-7B, Mistral-7B, Llama-3.2-1B, Gemma-3-27B, 4 bits (times as fast as cuBLAS)\n\n" + elsewhere(),
     ]
     return "\n\n".join(parts) + "\n"
