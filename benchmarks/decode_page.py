@@ -119,6 +119,6 @@ def _batched(rows: list[dict[str, Any]]) -> tuple[Sequence[str], list[Sequence[o
     batches = sorted({r["batch"] for r in rows})
     if batches == [1]:
         return None
-    cells = {(r["variant"], r["batch"]): f"{r['tokens_per_s']:,.0f}" for r in rows}
+    cells = {(r["variant"], r["batch"]): f"{r['tokens_per_s']:,.0f}{summary.mark(r)}" for r in rows}
     variants = [v for v in dict.fromkeys(r["variant"] for r in rows) if any((v, b) in cells for b in batches if b > 1)]
     return ("", *(f">batch {b}" for b in batches)), [(label(v), *(cells.get((v, b), "") for b in batches)) for v in variants]
