@@ -97,8 +97,8 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 def _prefers(call: Call) -> bool:
     """Whether this comes before tile_mma and tile_wgmma."""
-    least_N, least = (LEAST if call.M > 8 else LEAST_FEW).get(call.scheme.bits, (1 << 62, 0))
-    return call.K >= 3584 and call.N >= least_N and call.N * call.K >= least
+    wide, large = (LEAST if call.M > 8 else LEAST_FEW).get(call.scheme.bits, (1 << 62, 0))
+    return call.K >= 3584 and wide <= call.N and large <= call.N * call.K
 
 
 def cost(call: Call, config: Config, sms: int) -> float:
