@@ -34,10 +34,10 @@ CONFIGS: tuple[Config, ...] = tuple(
 # What a tile costs more than its rows of W, on an H100 (12 layers, 2 and 1 bits): x is read, and sums are added up, for fewer.
 COST = {(2, 1): 1.0, (7, 1): 1.0, (1, 2): 1.18, (2, 2): 1.25, (1, 4): 1.55}
 ALONE = 1.45  # and in one of two blocks that an SM has room for, while the other place is empty
-# Least N and N * K, by bits, of what this is ahead in: from 9 rows on, and up to 8. There it is ahead alone from 40 million on as
-# well, but an 8B step of 8 rows was 10 (2 bits) to 48 us (1 bit) longer with it, of 1023 and 910 (and 226 KB an SM; see NOTES).
+# Least N and N * K, by bits, of what this is ahead in: from 9 rows on, and up to 8. There it is ahead alone in smaller ones as
+# well, but an 8B step of 8 rows was 10 (2 bits) and 48 us (1 bit) longer with it, of 1023 and 910 (NOTES).
 LEAST = {1: (8192, 0), 2: (8192, 40 << 20), 3: (12288, 0)}
-LEAST_FEW = {bits: (10240, 200 << 20) for bits in (1, 2, 3)}
+LEAST_FEW = dict.fromkeys((1, 2, 3), (10240, 200 << 20))
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
 MAX_STAGES = 8
 # Of an SM's shared memory; each block takes 2 KB besides what it asks for. What is left is first-level cache, by which the next
