@@ -228,6 +228,8 @@ def tiles_of(call: Call) -> set[str]:
 def idle(call: Call, config: Config) -> bool:
     """Whether, of a layer with many row tiles, over a fifth of a block's warps would have no step of the last round along K
     (27648x5120, M = 1, takes 29.3 us by 16 warps with steps of 256, 24.5 by what comes next), or whether all blocks together
-    have under five warps an SM (10240x8192, 2 bits, M = 16, takes 36 us by two warps a block, 8192x8192 by eight 11)."""
+    are under seven warps an SM with little each under way (2 bits, M = 16, by two warps a block with two tiles of 128 k:
+    10240x8192 takes 36 us and 14336x4096 21, where tile_digits takes 15 and 10)."""
     tiles, steps, warps = padded_rows(call.N) // 16, math.ceil(call.K / config["STEP"]), config["WARPS"]
-    return tiles > 396 and (math.ceil(steps / warps) * warps > 1.3 * steps or tiles // config["NT"] * warps < 5 * 132)
+    few = tiles // config["NT"] * warps < 7 * 132 and tiles * warps * config["STEP"] * config["UNROLL"] < 5000 * 132
+    return tiles > 396 and (few or math.ceil(steps / warps) * warps > 1.3 * steps)
