@@ -40,6 +40,22 @@ __device__ __forceinline__ void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 
+// x' comes as the last bits of fma(x, a power of two, DIGIT_ROUND): it fills DIGIT_HEAD + 1 bits, and 1.5 * 2^23 leaves no room for a
+// fraction. 128 makes the second byte the high digit; the first is the low one + 128.
+constexpr int DIGIT_HEAD = 13;  // unit is 2^-DIGIT_HEAD of the largest |x|'s power of two
+constexpr float DIGIT_ROUND = 12582912.f + 128;
+constexpr u32 DIGIT_ZERO = 0x4b400080u;  // the bits of DIGIT_ROUND
+__device__ __forceinline__ void split_digits(const u32 (&one)[2], const u32 (&other)[2], u32& low, u32& high) {  // of four x', [e]: e-th of a pair
+    const u32 even = __byte_perm(one[0], other[0], 0x5140), odd = __byte_perm(one[1], other[1], 0x5140);
+    low = __byte_perm(even, odd, 0x5410) ^ 0x80808080u, high = __byte_perm(even, odd, 0x7632);
+}
+
+// Register j of a chunk of 3-bit codes as fields of four bits: codes of even places, or of odd ones. Their third bits lie beside the low two.
+__device__ __forceinline__ u32 fields_of_four(const u32 (&w)[Tile<3>::REGS], int j, int odd) {
+    const u32 h = w[4 + j / 2];
+    return odd ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
+}
+
 // sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan.
 template <int BITS, int T, int GROUP>
 __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const u16* x, int r, int K) {
@@ -67,8 +83,6 @@ struct Digits {
     static constexpr bool SPLIT = SPAN < L::CHUNK;  // the two fragments of a byte pair lie in two spans
     static constexpr int ROW = 288;                 // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
     static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * STEP * 2;
-    static constexpr int HEAD = 13;                  // unit is 2^-HEAD of the largest |x|'s power of two
-    static constexpr float ROUND = 12582912.f + 128;  // 1.5 * 2^23: the last bits become the nearest integer, and 128
     static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = 8 - FIELD;  // sums come times 2^SHIFT
     static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 32, "a chunk's spans are of one round");
 
@@ -134,22 +148,22 @@ struct Digits {
             top = larger(top & 0xffffu, top >> 16);
 #pragma unroll
             for (int d = 1; d < SPAN / VALUES; d *= 2) top = larger(top, __shfl_xor_sync(0xffffffffu, top, d));
-            const u32 e = larger(__float_as_uint(to_floats<T>(top).x) >> 23, HEAD + 2);
-            const float up = __uint_as_float((254 + HEAD - e) << 23);
-            u32 t[LOADS][PAIRS][2], sum = 0;  // and [element]: 0x4b400080 + x'
+            const u32 e = larger(__float_as_uint(to_floats<T>(top).x) >> 23, DIGIT_HEAD + 2);
+            const float up = __uint_as_float((254 + DIGIT_HEAD - e) << 23);
+            u32 t[LOADS][PAIRS][2], sum = 0;  // and [element]: DIGIT_ZERO + x'
 #pragma unroll
             for (int i = 0; i < LOADS * PAIRS; i++) {
                 const float2 two = to_floats<T>(v[i / PAIRS][i % PAIRS]);
                 u32(&to)[2] = t[i / PAIRS][i % PAIRS];
-                to[0] = __float_as_uint(__fmaf_rn(two.x, up, ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, ROUND));
+                to[0] = __float_as_uint(__fmaf_rn(two.x, up, DIGIT_ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, DIGIT_ROUND));
                 sum += to[0] + to[1];
             }
-            sum -= VALUES * 0x4b400080u;
+            sum -= VALUES * DIGIT_ZERO;
 #pragma unroll
             for (int d = 1; d < SPAN / VALUES; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
             if (TASKS % 32 && task >= TASKS) continue;
             if (mine % (SPAN / VALUES) == 0) {  // nan where an x is no finite number
-                const u32 unit = e == 255 ? 0x7fffffffu : (e - HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
+                const u32 unit = e == 255 ? 0x7fffffffu : (e - DIGIT_HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
                 store2(unit_at[n], unit, total);
             }
             if constexpr (SPLIT) {
@@ -168,11 +182,7 @@ struct Digits {
             } else {
                 u32 low[4], high[4];
 #pragma unroll
-                for (int i = 0; i < 2 * PAIRS; i++) {
-                    const u32(&one)[2] = t[i % 2][i / 2], (&other)[2] = t[2 + i % 2][i / 2];
-                    const u32 even = __byte_perm(one[0], other[0], 0x5140), odd = __byte_perm(one[1], other[1], 0x5140);
-                    low[i] = __byte_perm(even, odd, 0x5410) ^ 0x80808080u, high[i] = __byte_perm(even, odd, 0x7632);
-                }
+                for (int i = 0; i < 2 * PAIRS; i++) split_digits(t[i % 2][i / 2], t[2 + i % 2][i / 2], low[i], high[i]);
                 if constexpr (PAIRS == 2) store4(write_at[n], high), store4(write_at[n] + 32, low);
                 else store2(write_at[n], high[0], high[1]), store2(write_at[n] + 32, low[0], low[1]);
             }
@@ -230,10 +240,8 @@ struct Digits {
     static __device__ __forceinline__ void operand(const u32 (&w)[L::REGS], int place, u32 (&a)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            if constexpr (BITS == 3) {  // fields of four bits, those of even places or those of odd ones
-                const u32 h = w[4 + j / 2];
-                const u32 v = place % 2 ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
-                a[j] = v & 0x07070707u << place / 2 * 4;
+            if constexpr (BITS == 3) {
+                a[j] = fields_of_four(w, j, place % 2) & 0x07070707u << place / 2 * 4;
             } else {
                 a[j] = w[j] & ((1u << BITS) - 1) * 0x01010101u << place * BITS;
             }

@@ -23,6 +23,9 @@ struct Tile {
 
 constexpr int gcd(int a, int b) { return b ? gcd(b, a % b) : a; }
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int groups_of_step(int group, int step) {  // that a step of so many k may meet; group 0: a row is one
+    return group == 0 || group % step == 0 ? 1 : step % group == 0 ? step / group : (step - 1) / group + 2;
+}
 
 // ---------------------------------------------------------------------------------------------------- memory
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }

@@ -28,9 +28,8 @@ __device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUN
             const u32 mine = __byte_perm(w[0][j], w[0][j] >> 4, span % 2 ? 0x7351 : 0x6240);
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i][j] = mine >> i / 2 * 2 & 0x01010101u << i % 2;
-        } else if constexpr (BITS == 3) {  // as in Digits: fields of four bits, those of even places or those of odd ones
-            const u32 h = w[0][4 + j / 2];
-            const u32 even = pick(h << (2 - j % 2), w[0][j], 0x44444444u), odd = pick(h >> j % 2, w[0][j] >> 2, 0x44444444u);
+        } else if constexpr (BITS == 3) {
+            const u32 even = fields_of_four(w[0], j, 0), odd = fields_of_four(w[0], j, 1);
 #pragma unroll
             for (int i = 0; i < 4; i++) a[i][j] = (i % 2 ? odd : even) >> i / 2 * 4 & 0x07070707u;
         } else {
@@ -50,8 +49,7 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
     using L = Tile<BITS>;
     constexpr int SPANS = E * WK, STEP = SPANS * 128, TILES = 4 * WN, CONSUMERS = WN * WK, ROWS = NC / 2;
     constexpr int PER = BITS == 4 ? 2 : 1, SHARE = BITS == 1 ? 2 : 1;  // chunks of a span, spans of a chunk
-    constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
-                         : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
+    constexpr int GROUPS = groups_of_step(GROUP, STEP);
     constexpr int UNITS = ROWS <= 4 ? 4 : ROWS <= 8 ? 8 : 16;  // rows of units: as digit_rows.py has them
     constexpr u32 PANEL = NC * 128, X_BYTES = SPANS * PANEL, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = STEP / L::CHUNK * CHUNK_BYTES;
     constexpr u32 META_BYTES = TILES * GROUPS * 32, METAS = X_BYTES + W_BYTES, UNITS_AT = METAS + (ZEROS ? 2 : 1) * META_BYTES;

@@ -11,10 +11,20 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.cuda_wnax.digit_rows import SPAN, digit_rows
+from lowq_kernels.cuda_wnax.digit_rows import SPAN, digit_rows, rows_of_units
 from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, group_argument, multiprocessors, rows_of_x
-from lowq_kernels.cuda_wnax.tile_wgmma import groups_of_step
+from lowq_kernels.cuda_wnax.tile_operands import (
+    BESIDE_L1,
+    TWO_BESIDE_L1,
+    TYPES,
+    companions,
+    group_argument,
+    groups_of_step,
+    multiprocessors,
+    rows_of_x,
+    share_of_block,
+    weight_maps,
+)
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
@@ -39,10 +49,6 @@ LEAST = {1: (8192, 0), 2: (8192, 40 << 20), 3: (12288, 0)}
 LEAST_FEW = {1: (9216, 0), 2: (10240, 64 << 20), 3: (10240, 56 << 20)}
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
 MAX_STAGES = 8
-# Of an SM's shared memory; each block takes 2 KB besides what it asks for. What is left is first-level cache, by which the next
-# layer's tile_mma reads x: steps of 8B, 2 bits, 16 rows, take 1842 us with all of it for two blocks side by side along N, 1725
-# with 164 KB and 1775 without this kernel.
-BESIDE_L1, TWO_BESIDE_L1 = 196 << 10, 164 << 10
 
 
 def columns(M: int) -> int:
@@ -59,8 +65,7 @@ def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> i
     """Shared memory of a stage: digits, words, scales, zeros and units of one step."""
     spans, tiles = config["E"] * config["WK"], 4 * config["WN"]
     words, metas = spans * SPAN // CHUNK[bits] * tiles * WORDS[bits] * 4, tiles * groups_of_step(group, spans * SPAN) * 32
-    units = 4 if M <= 4 else 8 if M <= 8 else 16
-    return -(-(spans * (columns(M) * SPAN + units * 8) + words + (2 if zeros else 1) * metas) // 1024) * 1024
+    return -(-(spans * (columns(M) * SPAN + rows_of_units(M) * 8) + words + (2 if zeros else 1) * metas) // 1024) * 1024
 
 
 def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
@@ -74,7 +79,7 @@ def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[in
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
     of_sm = TWO_BESIDE_L1 if config["BLOCKS"] == 2 and config["WK"] == 1 else BESIDE_L1
-    return of_sm // config["BLOCKS"] - 2048
+    return share_of_block(of_sm, config["BLOCKS"])
 
 
 def expression(M: int, bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
@@ -155,10 +160,8 @@ def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     operands = (bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     kernel, smem = _prepared(columns(M) // 2, *operands)
-    digits, units = digit_rows(x, bits, place=bits if bits < 3 else 0, quads=True)
+    digits, units = digit_rows(x, bits)
     tiles, spans = 4 * config["WN"], config["E"] * config["WK"]
-    meta_box = (groups_of_step(group, spans * SPAN) * 16, tiles)
-    scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
     stride = 2 * units.shape[1]
     kernel(
         min(math.ceil(T / tiles), multiprocessors(x.device.index) * config["BLOCKS"]),
@@ -166,9 +169,7 @@ def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
         smem,
         tensor_map(digits.data_ptr(), 1, digits.shape[1], 2 * M, digits.shape[1], (SPAN, 2 * M), True),
         tensor_map(units.data_ptr(), 4, stride, units.shape[0], stride * 4, (stride, spans), False),
-        tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
-        scales_map,
-        scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
+        *weight_maps(p, scales, zeros, group, spans * SPAN, tiles),
         x.data_ptr(),
         p.words.data_ptr(),
         scales.data_ptr(),

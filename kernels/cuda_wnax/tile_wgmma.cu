@@ -74,8 +74,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     using C = Codes<BITS, T>;
     constexpr int STEP = U * L::CHUNK, TILES = 4 * WN, PANELS = STEP / 64, CONSUMERS = WN * WK, PARTS = SPLIT * WK;
     static_assert(SPLIT > 1 || NB / 8 % WK == 0, "partial sums of a block are as many as its tile's");
-    constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1
-                         : STEP % GROUP == 0 ? STEP / GROUP : (STEP - 1) / GROUP + 2;  // that a step may meet
+    constexpr int GROUPS = groups_of_step(GROUP, STEP);
     constexpr u32 X_BYTES = NB * STEP * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 32;
     constexpr u32 STAGE_BYTES = (X_BYTES + W_BYTES + (ZEROS ? 2 : 1) * META_BYTES + 1023) / 1024 * 1024;
     constexpr u32 SUM_BYTES = PARTS > 1 ? CONSUMERS * NB * 256 : 0;  // fp32 sums of a block

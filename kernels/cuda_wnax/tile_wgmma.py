@@ -14,7 +14,19 @@ import torch
 
 from lowq_kernels.counters import counters
 from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, companions, group_argument, multiprocessors, rows_of_x
+from lowq_kernels.cuda_wnax.tile_operands import (
+    BESIDE_L1,
+    SHARED,
+    TWO_BESIDE_L1,
+    TYPES,
+    companions,
+    group_argument,
+    groups_of_step,
+    multiprocessors,
+    rows_of_x,
+    share_of_block,
+    weight_maps,
+)
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS, padded_rows
@@ -45,11 +57,6 @@ CONFIGS: tuple[Config, ...] = tuple(
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 6 + (ctypes.c_void_p,) * 2
 MAX_STAGES = 8
 CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
-SHARED = 228 << 10  # of an SM; each block takes 2 KB besides what it asks for: the driver's, and barriers and masks
-# What blocks leave of it is first-level cache, by which the next layer's tile_mma reads x: whole 8B steps, 4 bits, took 2387 us
-# at 16 rows and 2910 at 32 where one block an SM asked for all, and 2242 and 2720 with 196 KB; 2 bits at 16 rows, two blocks,
-# 1897 and with 164 KB 1779. Alone all of these are equal, but with fewer than four stages (so none of the two along K).
-BESIDE_L1, TWO_BESIDE_L1 = 196 << 10, 164 << 10
 
 
 def threads(config: Config) -> int:
@@ -63,9 +70,10 @@ def allowed(config: Config) -> int:
     of_sm = SHARED
     if blocks == 2 and NB == 16:
         of_sm = TWO_BESIDE_L1
+    # two along K need four stages: with fewer 8 bits at 4096x14336, M = 64, take 30.4 us for 26.8
     elif blocks == 1 and NB <= 64 and (NB, config["WK"]) != (64, 2):
         of_sm = BESIDE_L1
-    return of_sm // config["BLOCKS"] - 2048
+    return share_of_block(of_sm, blocks)
 
 
 def batch(bits: int, group: int, config: Config) -> tuple[int, int]:
@@ -101,13 +109,6 @@ def band(bits: int) -> int:
     """Rows of W whose tiles run side by side, 64 (8 bits: 32) by two (four) of x on 132 SMs. 8192 rows of 28672x4096 are 33 MB
     by 8 bits, which L2 does not keep: 328 us for 325 at M = 1024, 1312 for 1297 at 4096."""
     return 4096 if bits == 8 else 8192
-
-
-def groups_of_step(group: int, step: int) -> int:
-    """Groups that a step of so many k may meet (the device code's GROUPS); group 0: a row is one group."""
-    if group == 0 or group % step == 0:
-        return 1
-    return step // group if step % group == 0 else (step - 1) // group + 2
 
 
 def loaded_bytes(bits: int, group: int, zeros: bool, config: Config, rows: int) -> int:
@@ -295,11 +296,9 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         return y
     x = rows_of_x(x, 8)
     scales, zeros, bias = companions(p, bias, x.dtype)
-    group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
+    group, T = group_argument(p), scales.shape[0]
     kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     tiles, K = 4 * config["WN"], x.shape[1]
-    meta_box = (groups_of_step(group, CHUNK[bits] * chunks_of_step(bits, group, config)) * 16, tiles)
-    scales_map = tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, meta_box, False)
     call_tiles, rows = math.ceil(T / tiles) * math.ceil(M / config["NB"]), rows_of_tile(M, config["NB"])
     steps = _steps(p.K, bits, group, config)
     blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
@@ -312,9 +311,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         1,
         smem,
         tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, rows), True),
-        tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
-        scales_map,
-        scales_map if zeros is None else tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, meta_box, False),
+        *weight_maps(p, scales, zeros, group, CHUNK[bits] * chunks_of_step(bits, group, config), tiles),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
         M,

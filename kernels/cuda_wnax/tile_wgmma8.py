@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, aligned, companions, group_argument, multiprocessors
+from lowq_kernels.cuda_wnax.tile_operands import TYPES, aligned, companions, group_argument, multiprocessors, weight_maps
 from lowq_kernels.cuda_wnax.tile_wgmma import CLUSTERS
 from lowq_kernels.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
@@ -131,8 +131,7 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
         smem,
         tensor_map(x8.data_ptr(), 1, x8.shape[1], M, x8.shape[1], (STEP, nb), True),
         tensor_map(sums.data_ptr(), 2, columns, M, sums.shape[1] * 2, (64, nb), True),
-        tensor_map(p.words.data_ptr(), 4, p.words.shape[1], T, p.words.shape[1] * 4, (WORDS[bits], tiles), False),
-        tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, (STEP // span * 16, tiles), False),
+        *weight_maps(p, scales, None, group, STEP, tiles)[:2],
         scales.data_ptr(),
         0 if zeros is None else zeros.data_ptr(),
         x_scales.data_ptr(),

@@ -1,5 +1,6 @@
 """What every test of emulated sources needs: a skip where they cannot run, and a Hopper GPU that is not there."""
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from lowq_kernels import registry
+from lowq_packers.layouts import PackedWeight, pack
+from lowq_packers.qtensor import QuantizedTensor
 
 EMPTY = torch.empty
 
@@ -30,6 +33,32 @@ def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
     return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(0x5A)
 
 
+def weight(
+    N: int, K: int, bits: int, group: int, zero: str, dtype: torch.dtype, g: torch.Generator | None = None
+) -> QuantizedTensor:
+    """A random weight; group 0: a row is one group."""
+    g, group = g or torch.Generator().manual_seed(bits), group or K
+    codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
+    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
+    zeros = (torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)).to(dtype)
+    return QuantizedTensor(
+        codes, scales, None if zero == "none" else zeros.round() if zero == "int" else zeros, bits, group, zero
+    )
+
+
+def operands(case: Any, device: str) -> tuple[torch.Tensor, PackedWeight, torch.Tensor | None, QuantizedTensor]:
+    """(x, packed weight, bias, the weight) of a case on a device; a row of x is 40 times as large as the others."""
+    g = torch.Generator().manual_seed(case.bits)
+    q = weight(case.N, case.K, case.bits, case.group, case.zero, case.dtype, g)
+    x = (torch.randn(case.M, case.K, generator=g) + 0.1).to(case.dtype)
+    x[case.M // 2] *= 40
+    bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
+    p = pack(q, "tile")
+    zeros = None if p.zeros is None else p.zeros.to(device)
+    p = dataclasses.replace(p, words=p.words.to(device), scales=p.scales.to(device), zeros=zeros)
+    return x.to(device), p, None if bias is None else bias.to(device), q
+
+
 def forget(*modules: ModuleType) -> None:
     """Drop the kernels that launchers hold."""
     for module in modules:
@@ -42,8 +71,10 @@ def forget(*modules: ModuleType) -> None:
 def hopper(*modules: ModuleType) -> Iterator[None]:
     """Inside, launchers of `modules` run emulated, behind CPU tensors on a GPU of capability 9.0, and empty tensors are NaN."""
     import simt  # needs what `require` asks for
+    from lowq_kernels.cuda_wnax import driver
 
     with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(driver, "tensor_map", simt.tensor_map))
         for module in modules:
             patches.enter_context(mock.patch.object(module, "Kernel", simt.Kernel))
             if hasattr(module, "tensor_map"):
