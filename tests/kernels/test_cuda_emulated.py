@@ -16,7 +16,6 @@ import emulation
 from lowq_kernels import registry
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
-from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS
 
 emulation.require("cuda/tile_mma")
@@ -64,14 +63,7 @@ def forget():
 
 
 def weight(case):
-    g = torch.Generator().manual_seed(case.bits)
-    group = case.group or case.K
-    W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
-    G = case.K // group
-    scales = (torch.rand(case.N, G, generator=g) * 0.009 + 0.001).to(case.dtype)
-    zeros = (torch.rand(case.N, G, generator=g) * ((1 << case.bits) - 1)).to(case.dtype)
-    zeros = None if case.zero == "none" else zeros.round() if case.zero == "int" else zeros
-    return QuantizedTensor(W_q, scales, zeros, case.bits, group, case.zero)
+    return emulation.weight(case.N, case.K, case.bits, case.group, case.zero, case.dtype)
 
 
 def launch(case, q=None):

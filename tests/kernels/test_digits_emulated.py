@@ -11,7 +11,6 @@ import torch
 import emulation
 from lowq_kernels.registry import Call
 from lowq_packers.layouts import pack
-from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
@@ -66,13 +65,7 @@ def special(bits):
 
 def weight(case):
     bits, dtype, group, zero, _, N, K, _ = case
-    g = torch.Generator().manual_seed(bits)
-    group = group or K
-    codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
-    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
-    zeros = (torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)).to(dtype)
-    zeros = None if zero == "none" else zeros.round() if zero == "int" else zeros
-    return QuantizedTensor(codes, scales, zeros, bits, group, zero)
+    return emulation.weight(N, K, bits, group, zero, dtype)
 
 
 def product(case, x):

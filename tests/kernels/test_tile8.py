@@ -10,8 +10,6 @@ import torch
 import emulation
 from lowq_kernels import activations, registry
 from lowq_kernels.registry import Call
-from lowq_packers.layouts import pack
-from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_int8", compiler=False)
@@ -46,20 +44,7 @@ class Case:
 
 def operands(case, device="cpu"):
     """x, the packed weight, the bias, and the product by the definition."""
-    g = torch.Generator().manual_seed(case.bits)
-    W_q = torch.randint(0, 1 << case.bits, (case.N, case.K), dtype=torch.uint8, generator=g)
-    shape = (case.N, case.K // case.group)
-    scales = (torch.rand(shape, generator=g) * 0.009 + 0.001).to(case.dtype)
-    zeros = (torch.rand(shape, generator=g) * ((1 << case.bits) - 1)).to(case.dtype)
-    zeros = None if case.zero == "none" else zeros
-    q = QuantizedTensor(W_q, scales, zeros, case.bits, case.group, case.zero)
-    x = (torch.randn(case.M, case.K, generator=g) + 0.1).to(case.dtype)
-    x[case.M // 2] *= 40
-    bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
-    x, bias, p = x.to(device), None if bias is None else bias.to(device), pack(q, "tile")
-    p = dataclasses.replace(
-        p, words=p.words.to(device), scales=p.scales.to(device), zeros=None if p.zeros is None else p.zeros.to(device)
-    )
+    x, p, bias, q = emulation.operands(case, device)
     rounded = activations.rounded(x.float(), case.act)
     ref = rounded @ q.dequantize().t().to(device) + (0 if bias is None else bias.float())
     return x, p, bias, ref
