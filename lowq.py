@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowq_cli.interop.exporter import export
     from lowq_cli.run.pipeline import quantize
     from lowq_cli.tensor import quantize_tensor
-    from lowq_kernels.linear import QuantLinear
+    from lowq_kernels.modules.linear import QuantLinear
     from lowq_packers.errors import LowqError
     from lowq_packers.qtensor import QuantizedTensor
     from lowq_packers.scheme import Scheme
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Generation": "lowq_cli.engine",
     "LowqError": "lowq_packers.errors",
-    "QuantLinear": "lowq_kernels.linear",
+    "QuantLinear": "lowq_kernels.modules.linear",
     "QuantizedTensor": "lowq_packers.qtensor",
     "Scheme": "lowq_packers.scheme",
     "export": "lowq_cli.interop.exporter",

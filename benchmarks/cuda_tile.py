@@ -4,7 +4,7 @@
     python benchmarks/cuda_tile.py --shapes 4096x4096 --bits 4 --m 1,8,16 --sweep    # every legal config of every kernel
     python benchmarks/cuda_tile.py --chain --m 1,8 --out ...        # an 8B model's layers in turn, as a decoder calls them
 
-Without --sweep a cell is the kernel and config that dispatch picks. Protocol: `lowq_kernels.timing.graph_time` (weights
+Without --sweep a cell is the kernel and config that dispatch picks. Protocol: `dispatch.timing.graph_time` (weights
 rotated past the L2 cache, one CUDA graph, median of replays). `read_us` is a kernel that reads the same words, scales and
 zeros and computes nothing (tile_read.cu). Writes benchmarks/results/<gpu>/cuda_tile.json, or --out.
 """
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from lowq_kernels import registry
-from lowq_kernels.cuda_wnax.driver import Kernel
-from lowq_kernels.registry import Call, Config, KernelSpec
-from lowq_kernels.timing import Thunk, graph_time, rotation
+from lowq_kernels.cuda.driver import Kernel
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec
+from lowq_kernels.dispatch.timing import Thunk, graph_time, rotation
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.layouts.tile import ROW_STEP, ROWS, expected_shapes
 from lowq_packers.scheme import Scheme

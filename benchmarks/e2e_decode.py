@@ -36,13 +36,13 @@ from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.experts import STACKS, QuantExperts
-from lowq_kernels import measure as kernel_times_alone
-from lowq_kernels import registry, timing
 from lowq_kernels.decode import launch
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.precompile import launch_all
-from lowq_kernels.stack import Stack
-from lowq_kernels.tuning import Shape
+from lowq_kernels.dispatch import measure as kernel_times_alone
+from lowq_kernels.dispatch import registry, timing
+from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.modules.stack import Stack
 from lowq_packers import bitstream
 from lowq_packers.layouts import PackedWeight, tile
 from lowq_packers.scheme import Scheme

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowq_cli.engine import stream
 from lowq_cli.engine.choose import choose
 from lowq_cli.quantizers import rtn
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.layouts import unpack
 from lowq_packers.scheme import Scheme
 

@@ -104,7 +104,7 @@ def imports() -> None:
 
     import lowq_cli.engine.choose
     import lowq_cli.hf.load
-    from lowq_kernels import registry
+    from lowq_kernels.dispatch import registry
 
     registry.load_kernels()
     assert transformers

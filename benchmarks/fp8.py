@@ -8,7 +8,7 @@
     perplexity  of --model on --text, in every format and activation mode
 
 Compile first, in parallel: `python3 benchmarks/fp8.py --compile I/N`, one process for each I; torch.compile's for each size by
-`--inductor N`. Every output is checked against fp32 before it is timed; timing as in lowq_kernels.timing.
+`--inductor N`. Every output is checked against fp32 before it is timed; timing as in lowq_kernels.dispatch.timing.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from fp8_accuracy import error_rows, perplexity_rows
 from fp8_compile import compile_inductor, compile_share
 from fp8_speed import CODES, GEMMS, Row, codes_rows, gemm_rows, quantizer_rows
 
-from lowq_kernels.tuning import Machine
+from lowq_kernels.dispatch.tuning import Machine
 
 
 def about(row: Row) -> tuple[Any, ...]:

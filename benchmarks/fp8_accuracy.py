@@ -9,8 +9,8 @@ import torch
 from fp8_speed import ACTS, Row
 
 from lowq_kernels.activations import rounded
+from lowq_kernels.dispatch.registry import matmul
 from lowq_kernels.fp8.matmul import multiply
-from lowq_kernels.registry import matmul
 from lowq_packers import fp8
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor

@@ -6,10 +6,11 @@ from functools import partial
 import torch
 from fp8_speed import ACTS, CODES, DEVICE, GEMMS, SIZES, block_pairs, compile_quantizer
 
-from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma8
+from lowq_kernels.cuda import nvrtc
+from lowq_kernels.dispatch.registry import Call, kernels
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
-from lowq_kernels.registry import Call, kernels
+from lowq_kernels.products.cuda import tile_wgmma8
 from lowq_packers import fp8
 from lowq_packers.fp8 import FP8, Fp8Matrix
 from lowq_packers.scheme import Scheme

@@ -13,10 +13,10 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from lowq_kernels.activations import rounded
+from lowq_kernels.dispatch.registry import Call, kernels, select
+from lowq_kernels.dispatch.timing import graph_time, rotation
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
-from lowq_kernels.registry import Call, kernels, select
-from lowq_kernels.timing import graph_time, rotation
 from lowq_packers import fp8
 from lowq_packers.fp8 import FP8, Fp8Matrix
 from lowq_packers.layouts import PackedWeight, pack

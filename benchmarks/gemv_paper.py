@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from lowq_kernels import registry
-from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32
-from lowq_kernels.measure import call_for, copies, random_weight
-from lowq_kernels.registry import Config
-from lowq_kernels.timing import graph_time, roofline, rotation
-from lowq_kernels.tuning import Shape
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.measure import call_for, copies, random_weight
+from lowq_kernels.dispatch.registry import Config
+from lowq_kernels.dispatch.timing import graph_time, roofline, rotation
+from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_packers.layouts import PackedWeight, repack, unpack
 from lowq_packers.scheme import Scheme
 

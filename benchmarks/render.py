@@ -79,7 +79,7 @@ def cli_help() -> str:
 
 def kernels() -> str:
     """The kernels that can be imported here."""
-    from lowq_kernels import registry
+    from lowq_kernels.dispatch import registry
 
     rows = []
     for spec in sorted(registry.kernels().values(), key=lambda s: (s.devices, s.rank, s.name)):

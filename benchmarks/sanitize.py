@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from lowq_kernels import registry
 from lowq_kernels.activations import rounded
-from lowq_kernels.cuda_wnax import nvrtc
-from lowq_kernels.cuda_wnax.tile_operands import TYPES
+from lowq_kernels.cuda import nvrtc
+from lowq_kernels.cuda.operands import TYPES
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.precompile import Work, compile_all
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec
 from lowq_kernels.fp8 import gemm_wgmma
-from lowq_kernels.precompile import Work, compile_all
-from lowq_kernels.registry import Call, Config, KernelSpec
 from lowq_packers import fp8
 from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import LAYOUTS, PackedWeight, pack

@@ -17,7 +17,7 @@ from gemv_page import table
 from triton_vs_gemlite import SCHEMES, SHAPES, all_cells
 
 from lowq_cli.tuning import benching
-from lowq_kernels.timing import Roofline
+from lowq_kernels.dispatch.timing import Roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h100"
@@ -195,7 +195,7 @@ M = 16:
 ![speed-up by split factor](img/splitk_h100.png)
 
 What changed: the paper adds partial sums with fp16 atomics on a zeroed output, and their order differs from run to run.
-Here each program writes its partial in fp32, the last one to arrive adds them in order (`kernels/triton_wnax/partial.py`):
+Here each program writes its partial in fp32, the last one to arrive adds them in order (`kernels/products/triton/partial.py`):
 two runs give the same bits, and no launch fills zeros.
 
 Their Table 7 asks why, with the profiler. The same counters, of one launch alone at ncu's fixed clocks with flushed caches

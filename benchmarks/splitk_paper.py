@@ -12,10 +12,10 @@ import math
 
 import torch
 
-from lowq_kernels.measure import call_for, copies, random_weight
-from lowq_kernels.registry import Config, kernels
-from lowq_kernels.timing import graph_time, roofline
-from lowq_kernels.tuning import Machine, Shape
+from lowq_kernels.dispatch.measure import call_for, copies, random_weight
+from lowq_kernels.dispatch.registry import Config, kernels
+from lowq_kernels.dispatch.timing import graph_time, roofline
+from lowq_kernels.dispatch.tuning import Machine, Shape
 from lowq_packers.layouts import unpack
 from lowq_packers.scheme import Scheme
 

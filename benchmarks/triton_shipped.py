@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from lowq_cli.tuning import tuner
-from lowq_kernels import measure, tuning
-from lowq_kernels.measure import Budget
-from lowq_kernels.precompile import Work, compile_all
-from lowq_kernels.tuning import Entry, Machine, Shape
+from lowq_kernels.dispatch import measure, tuning
+from lowq_kernels.dispatch.measure import Budget
+from lowq_kernels.dispatch.precompile import Work, compile_all
+from lowq_kernels.dispatch.tuning import Entry, Machine, Shape
 from lowq_packers.scheme import Scheme
 
 SHAPES = {  # (N, K), most used first: a budget that ends early leaves the rest to the nearest shape

@@ -15,11 +15,11 @@ from typing import IO, Any
 import torch
 
 from lowq_cli.tuning.benching import parse_shape
-from lowq_kernels.measure import call_for, copies, random_weight
-from lowq_kernels.precompile import Work, compile_all
-from lowq_kernels.registry import Call, Config, kernels
-from lowq_kernels.timing import graph_time, rotation
-from lowq_kernels.tuning import Shape
+from lowq_kernels.dispatch.measure import call_for, copies, random_weight
+from lowq_kernels.dispatch.precompile import Work, compile_all
+from lowq_kernels.dispatch.registry import Call, Config, kernels
+from lowq_kernels.dispatch.timing import graph_time, rotation
+from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.scheme import Scheme
 

@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from lowq_cli.tuning.benching import parse_shape
-from lowq_kernels import measure, registry
-from lowq_kernels.measure import Budget
-from lowq_kernels.precompile import Work, compile_all
-from lowq_kernels.registry import Call, Config, KernelSpec
-from lowq_kernels.timing import graph_time, rotation
-from lowq_kernels.triton_wnax import gemm_wide
-from lowq_kernels.tuning import Machine, Shape
+from lowq_kernels.dispatch import measure, registry
+from lowq_kernels.dispatch.measure import Budget
+from lowq_kernels.dispatch.precompile import Work, compile_all
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec
+from lowq_kernels.dispatch.timing import graph_time, rotation
+from lowq_kernels.dispatch.tuning import Machine, Shape
+from lowq_kernels.products.triton import gemm_wide
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme

@@ -37,7 +37,7 @@ def _launcher(act: Act, dtype: torch.dtype, device: torch.device) -> Callable[[t
     """The kernel that rounds whole tokens in one launch (torch takes 31 us at M = 64 and 870 at 4096), if there is one."""
     if torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
         return None
-    act_rows = optional("lowq_kernels.cuda_wnax.act_rows", "cuda")
+    act_rows = optional("lowq_kernels.products.cuda.act_rows", "cuda")
     if act_rows is None:
         return None
     return act_rows.rounded_rows if torch.cuda.get_device_capability(device) >= act_rows.LEAST_CAPABILITY[act] else None

@@ -1,4 +1,4 @@
-"""Modules that need a library which not everybody has: Triton, or NVRTC (which `cuda_wnax.nvrtc` reports missing as "cuda")."""
+"""Modules that need a library which not everybody has: Triton, or NVRTC (which `cuda.nvrtc` reports missing as "cuda")."""
 
 import importlib
 from typing import Any

@@ -7,10 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from lowq_kernels import registry
 from lowq_kernels.activations import rounded
-from lowq_kernels.fp8.linear import Fp8Linear
-from lowq_kernels.tuning import shipped
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.tuning import shipped
+from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers import fp8
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor

@@ -84,5 +84,5 @@ def test_the_wheel_holds_our_packages_and_nobody_elses(tmp_path):
         assert "/".join([package, *path.relative_to(ROOT / FOLDERS[package]).parts]) in names
     for data in ("lowq_cli/demo/model.safetensors", "lowq_cli/demo/tokenizer.json"):
         assert data in names
-    for source in (ROOT / "kernels" / "cuda_wnax").glob("*.cu*"):
-        assert f"lowq_kernels/cuda_wnax/{source.name}" in names
+    for source in (ROOT / "kernels").rglob("*.cu*"):
+        assert "/".join(["lowq_kernels", *source.relative_to(ROOT / "kernels").parts]) in names

@@ -10,12 +10,12 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.cuda_wnax.driver import Kernel
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, shared_memory_limit
+from lowq_kernels.cuda.driver import Kernel
+from lowq_kernels.cuda.operands import TYPES, shared_memory_limit
 from lowq_kernels.decode import attention, launch
 from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.registry import capability
+from lowq_kernels.dispatch.registry import capability
 
 PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 CLUSTER = 8  # blocks: what every GPU with clusters allows

@@ -10,11 +10,11 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.cuda_wnax.driver import Kernel
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, shared_memory_limit
+from lowq_kernels.cuda.driver import Kernel
+from lowq_kernels.cuda.operands import TYPES, shared_memory_limit
 from lowq_kernels.decode import launch
-from lowq_kernels.registry import capability
-from lowq_kernels.stack import Stack
+from lowq_kernels.dispatch.registry import capability
+from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
 

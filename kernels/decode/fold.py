@@ -17,11 +17,11 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from lowq_kernels.cuda_wnax import tile_mma, tile_mma_rules
-from lowq_kernels.cuda_wnax.driver import UNFOLDED
-from lowq_kernels.cuda_wnax.tile_mma import ADDED, GATED, NORMED
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.registry import Call, Config, kernels, select
+from lowq_kernels.cuda.driver import UNFOLDED
+from lowq_kernels.dispatch.registry import Call, Config, kernels, select
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.products.cuda import tile_mma, tile_mma_rules
+from lowq_kernels.products.cuda.tile_mma import ADDED, GATED, NORMED
 from lowq_packers.layouts.tile import padded_rows
 
 MOST_ROWS = 1  # 8B on an H100, us a step, folded (not): 4 bits 1787 (1831), 2 bits 1267 (1310); four rows 2011 (1973)

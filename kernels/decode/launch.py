@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from lowq_kernels.registry import capability
+from lowq_kernels.dispatch.registry import capability
 
 enabled = True  # benchmarks switch it off to see what it brings
 trigger = True  # whether the next kernel may start before this one ends, too

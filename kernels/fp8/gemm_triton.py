@@ -3,8 +3,8 @@
 Maths   y[m, n] = sum over k blocks of sx[m, b] * sw[n, b] * sum_k xq[m, k] * wq[n, k] + bias[n]
 Shapes  xq (M, K) e4m3 · wq (N, K) e4m3 · y (M, N). Or x itself in fp16 or bf16: wq is then widened, exactly, and sx is 1
 Scales  any blocks whose k is a multiple of BLOCK_K, or all of K; each k step's sums are scaled and added in fp32
-Grid    (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N) * SPLIT_K,), tiles of m fastest; partial sums meet as triton_wnax/partial.py says
-Source  own; SplitK as in triton_wnax/gemm.py
+Grid    (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N) * SPLIT_K,), tiles of m fastest; partial sums meet as in triton/partial.py
+Source  own; SplitK as in products/triton/gemm.py
 """
 
 import torch
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.counters import counters
-from lowq_kernels.registry import Config
-from lowq_kernels.triton_wnax.partial import arrived_last, get_partial, put_partial
+from lowq_kernels.dispatch.registry import Config
+from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
 from lowq_packers.fp8 import Fp8Matrix
 
 

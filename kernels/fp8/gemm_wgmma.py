@@ -12,9 +12,9 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.cuda_wnax.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda_wnax.tile_operands import TYPES, multiprocessors
-from lowq_kernels.registry import Config
+from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
+from lowq_kernels.cuda.operands import TYPES, multiprocessors
+from lowq_kernels.dispatch.registry import Config
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Fp8Matrix
 

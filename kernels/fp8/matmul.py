@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from lowq_kernels.activations import Act
-from lowq_kernels.dequant import SLAB_BYTES
+from lowq_kernels.dispatch.registry import Config, capability
 from lowq_kernels.optional import optional
-from lowq_kernels.registry import Config, capability
+from lowq_kernels.products.dequant import SLAB_BYTES
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix
 

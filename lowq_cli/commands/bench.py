@@ -38,8 +38,8 @@ def bench(
     from lowq_cli import state
     from lowq_cli.devices import pick_device
     from lowq_cli.tuning import benching, tuner, tuning_plan
-    from lowq_kernels import tuning
-    from lowq_kernels.timing import roofline
+    from lowq_kernels.dispatch import tuning
+    from lowq_kernels.dispatch.timing import roofline
     from lowq_packers.errors import UsageError
 
     batches, where = tuner.parse_batches(batch), pick_device(device)

@@ -9,7 +9,7 @@ from lowq_cli import console
 from lowq_cli.commands import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from lowq_kernels.tuning import Entry
+    from lowq_kernels.dispatch.tuning import Entry
 
 EXAMPLES = """Examples:
   lowq tune
@@ -34,7 +34,7 @@ def tune(
     from lowq_cli import state
     from lowq_cli.devices import pick_device
     from lowq_cli.tuning import tuner, tuning_plan
-    from lowq_kernels import measure, tuning
+    from lowq_kernels.dispatch import measure, tuning
     from lowq_packers.errors import UsageError
 
     batches = tuner.parse_batches(batch)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowq_cli.state import cache_dir
-from lowq_kernels import timing
+from lowq_kernels.dispatch import timing
 from lowq_packers.errors import NotFoundError
 
 FILE = "bandwidth.json"

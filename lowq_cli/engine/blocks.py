@@ -2,7 +2,7 @@
 
 In a mixture the last two are the router and the packed experts.
 
-q, k, v (and gate, up) are joined (`lowq_kernels.joined`): one launch instead of three, and N large enough to fill a GPU.
+q, k, v (and gate, up) are joined (modules/joined.py): one launch instead of three, and N large enough to fill a GPU.
 The model keeps working: its own modules become views into the joined weights, so nothing is held twice.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.joined import join
+from lowq_kernels.modules.joined import join
 
 MIXTURES = ("mixtral", "qwen3_moe")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES)

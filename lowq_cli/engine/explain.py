@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
-from lowq_kernels.fp8.linear import Fp8Linear
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.registry import Call, Config, capability, multiplied, refusals, select
-from lowq_kernels.tuning import chosen_by
+from lowq_kernels.dispatch.registry import Call, Config, capability, multiplied, refusals, select
+from lowq_kernels.dispatch.tuning import chosen_by
+from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.modules.linear import QuantLinear
 
 DENSE = "torch"  # what an unquantized layer takes
 EXPERT = re.compile(r"\bexperts\b")  # in the names of a mixture's experts

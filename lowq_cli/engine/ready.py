@@ -14,7 +14,7 @@ def ready(folder: str, device: str, notice: Callable[[str], None]) -> tuple[Any,
     """(model, tokenizer) of a folder, hub id or "demo". Raises what `lowq_cli.hf.load.load` raises."""
     from lowq_cli.devices import pick_device
     from lowq_cli.hf.load import load
-    from lowq_kernels import tuning
+    from lowq_kernels.dispatch import tuning
 
     chosen = pick_device(device)
     if chosen.type == "cpu":

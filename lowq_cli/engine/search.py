@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lowq_cli.engine.graph import capture
-from lowq_kernels import registry
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.registry import Call, Config
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call, Config
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import LowqError
 
 Named = tuple[str, Config]  # a kernel by name, and its config

@@ -16,8 +16,8 @@ from lowq_cli.engine.blocks import Mlp
 from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.experts import FEW_TOKENS
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.precompile import launch_all
+from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.modules.linear import QuantLinear
 
 SLOTS = 64  # of the cache that attention is compiled on; no kernel's binary depends on how many there are
 

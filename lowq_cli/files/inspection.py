@@ -15,7 +15,7 @@ from lowq_cli.interop.exporter import exportable
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.run.writer import REPORT
 from lowq_cli.state import user_path
-from lowq_kernels import tuning
+from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import DISK
 

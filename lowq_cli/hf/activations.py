@@ -3,8 +3,8 @@
 from transformers import PreTrainedModel
 
 from lowq_cli.hf.embedding import TiedHead
-from lowq_kernels.fp8.linear import Fp8Linear
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Act
 

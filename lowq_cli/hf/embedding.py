@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.scheme import Scheme

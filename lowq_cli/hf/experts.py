@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_kernels.linear import best_layout
-from lowq_kernels.ops import through_autograd
-from lowq_kernels.stack import Stack, fused
+from lowq_kernels.modules.linear import best_layout
+from lowq_kernels.modules.ops import through_autograd
+from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme

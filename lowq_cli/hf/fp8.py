@@ -20,7 +20,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_cli.interop.fp8_checkpoint import ACT_KEY, BLOCKS
 from lowq_kernels.activations import Act
-from lowq_kernels.fp8.linear import Fp8Linear
+from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.fp8 import scale_shape
 

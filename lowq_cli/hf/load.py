@@ -19,7 +19,7 @@ from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
 from lowq_cli.interop.importer import runnable
-from lowq_kernels import tuning
+from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
 
 

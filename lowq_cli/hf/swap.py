@@ -20,8 +20,8 @@ from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
 from lowq_cli.hf.structure import FLOATS, check_complete
-from lowq_kernels.joined import Part
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.joined import Part
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import Scheme

@@ -7,7 +7,7 @@ import torch
 
 from lowq_cli.quantizers._slabs import Solution, check_weight, quantize_rows
 from lowq_cli.quantizers.lsq import fit_grid
-from lowq_kernels.columns import round_block
+from lowq_kernels.gptq.round_block import round_block
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing
-from lowq_kernels.measure import call_for, copies, layouts_for, random_weight
-from lowq_kernels.registry import kernels, select
-from lowq_kernels.timing import Roofline, call_bytes, rotation, timed
-from lowq_kernels.tuning import Shape
+from lowq_kernels.dispatch.measure import call_for, copies, layouts_for, random_weight
+from lowq_kernels.dispatch.registry import kernels, select
+from lowq_kernels.dispatch.timing import Roofline, call_bytes, rotation, timed
+from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 
@@ -82,7 +82,7 @@ def measure(
 
 
 def _layouts(shape: Shape, device: torch.device, kernel: str | None) -> list[str]:
-    from lowq_kernels.linear import best_layout
+    from lowq_kernels.modules.linear import best_layout
 
     if kernel is None:
         return [best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device)]

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from lowq_cli.files.checkpoint import Checkpoint
-from lowq_kernels import measure, tuning
-from lowq_kernels.measure import Budget
-from lowq_kernels.precompile import Work, compile_all
-from lowq_kernels.tuning import Entry, Machine, Shape
+from lowq_kernels.dispatch import measure, tuning
+from lowq_kernels.dispatch.measure import Budget
+from lowq_kernels.dispatch.precompile import Work, compile_all
+from lowq_kernels.dispatch.tuning import Entry, Machine, Shape
 from lowq_packers.errors import UsageError, disk_full
 from lowq_packers.scheme import Scheme
 

@@ -5,7 +5,7 @@ import torch
 from lowq_cli.files.checkpoint import Checkpoint, open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.importer import runnable
-from lowq_kernels.tuning import Shape
+from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 

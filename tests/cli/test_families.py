@@ -12,7 +12,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.hf.load import load_model
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear
 
 FAMILIES = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral", "qwen3-moe")
 FP32 = 1e-5  # relative Frobenius; the same fp32 products, summed in another order at most

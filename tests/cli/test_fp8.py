@@ -13,8 +13,8 @@ from lowq_cli.hf.load import load
 from lowq_cli.main import app
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.activations import rounded
-from lowq_kernels.fp8.linear import Fp8Linear
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import fp8
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 

@@ -15,8 +15,8 @@ from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_kernels.decode import reference
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.stack import Stack
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 

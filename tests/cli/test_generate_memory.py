@@ -11,7 +11,8 @@ from lowq_cli.engine import explain, graph, memory, stream, warm
 from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.sampling import Sampling
-from lowq_kernels import precompile, workspaces
+from lowq_kernels import workspaces
+from lowq_kernels.dispatch import precompile
 
 TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
 PROMPTS = [[(7 * b + t) % 150 + 3 for t in range(11 - b)] for b in range(5)]

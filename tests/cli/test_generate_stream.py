@@ -11,7 +11,7 @@ from lowq_cli.engine.bandwidth import last_level_cache, measured
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.ready import threads
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
 

@@ -16,7 +16,7 @@ from lowq_cli.hf import register
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts, row_by_row, rows_by_expert
 from lowq_cli.hf.load import load_model
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.scheme import Scheme
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from lowq_cli import main
 from lowq_cli.files.inspection import inspect_model, kind_of
 from lowq_cli.files.quant_config import compact
-from lowq_kernels import tuning
+from lowq_kernels.dispatch import tuning
 from lowq_packers.bitstream import pack
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme

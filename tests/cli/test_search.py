@@ -7,8 +7,8 @@ import torch
 
 from lowq_cli.engine import search
 from lowq_cli.quantizers import rtn
-from lowq_kernels import registry
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.dispatch import registry
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.scheme import Scheme
 

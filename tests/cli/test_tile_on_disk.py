@@ -16,8 +16,8 @@ from lowq_cli.run import transform
 from lowq_cli.run.pipeline import quantize
 from lowq_cli.run.planner import make_plan
 from lowq_cli.run.recipe import Recipe
-from lowq_kernels.joined import join
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.joined import join
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor

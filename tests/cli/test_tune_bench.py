@@ -11,7 +11,7 @@ from lowq_cli import main
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.main import app
 from lowq_cli.tuning import tuner, tuning_plan
-from lowq_kernels import tuning
+from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.scheme import Scheme
 

@@ -10,9 +10,9 @@ from lowq_cli.engine import warm
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.quantizers import rtn
-from lowq_kernels import linear
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.precompile import launch_all
+from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.modules import linear
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
@@ -58,7 +58,7 @@ def test_the_launches_between_products_are_the_steps_own(decoder):
 
 def test_launches_run_side_by_side_and_a_failure_is_left_for_later(monkeypatch):
     together = threading.Barrier(2, timeout=20)
-    monkeypatch.setattr("lowq_kernels.precompile.SLOW", 0.0)
+    monkeypatch.setattr("lowq_kernels.dispatch.precompile.SLOW", 0.0)
 
     def fails() -> None:
         raise RuntimeError("no such kernel")

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowq_kernels import registry
+from lowq_kernels.dispatch import registry
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -71,7 +71,7 @@ def forget(*modules: ModuleType) -> None:
 def hopper(*modules: ModuleType) -> Iterator[None]:
     """Inside, launchers of `modules` run emulated, behind CPU tensors on a GPU of capability 9.0, and empty tensors are NaN."""
     import simt  # needs what `require` asks for
-    from lowq_kernels.cuda_wnax import driver
+    from lowq_kernels.cuda import driver
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(driver, "tensor_map", simt.tensor_map))

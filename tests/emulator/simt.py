@@ -1,6 +1,6 @@
 """Our CUDA kernels on a CPU: device sources compiled as host C++ against simt.h, launched by their own Python launchers.
 
-`Kernel` stands in for `lowq_kernels.cuda_wnax.driver.Kernel`. The sources are read as they are; two things are rewritten
+`Kernel` stands in for `lowq_kernels.cuda.driver.Kernel`. The sources are read as they are; two things are rewritten
 before g++ sees them, because it cannot: inline PTX becomes a call of the emulated instruction of that name with the
 operands of that text, and `__shared__` declarations become references into the block's memory.
 """
@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from lowq_kernels.cuda_wnax import driver, nvrtc
+from lowq_kernels.cuda import driver, nvrtc
 
 HERE = Path(__file__).parent
 WGMMA = """template <int T, int NB> struct Wgmma {

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowq_kernels.columns import round_block_torch
-from lowq_kernels.columns_triton import round_block_triton
+from lowq_kernels.gptq.round_block import round_block_torch
+from lowq_kernels.gptq.round_block_triton import round_block_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

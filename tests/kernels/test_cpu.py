@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from lowq_kernels import linear, ops, registry
-from lowq_kernels.linear import QuantLinear, best_layout
+from lowq_kernels.dispatch import registry
+from lowq_kernels.modules import linear, ops
+from lowq_kernels.modules.linear import QuantLinear, best_layout
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor

@@ -12,10 +12,11 @@ import sys
 import pytest
 import torch
 
-nvrtc = pytest.importorskip("lowq_kernels.cuda_wnax.nvrtc", reason="NVRTC is not installed")
+nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not installed")
 
-from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, tile_dequant, tile_mma, tile_wgmma
-from lowq_kernels.registry import Call
+from lowq_kernels.dispatch.registry import Call
+from lowq_kernels.papers import gemv_rows, gemv_warp32
+from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma
 from lowq_packers.scheme import BITS, Scheme
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -138,7 +139,7 @@ def test_a_write_that_fails_leaves_nothing_behind(fresh_cache, monkeypatch):
 
 
 def test_two_processes_may_start_at_once(tmp_path):
-    code = f"from lowq_kernels.cuda_wnax import nvrtc; print(len(nvrtc.compiled{PROBE!r}.image))"
+    code = f"from lowq_kernels.cuda import nvrtc; print(len(nvrtc.compiled{PROBE!r}.image))"
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     sizes = {p.communicate()[0].strip() for p in both}
@@ -153,7 +154,7 @@ def test_a_source_that_does_not_compile_says_so():
 
 
 def test_without_a_driver_the_launcher_says_what_is_missing(monkeypatch):
-    from lowq_kernels.cuda_wnax import driver
+    from lowq_kernels.cuda import driver
     from lowq_packers.errors import UnsupportedError
 
     driver._driver.cache_clear()
@@ -170,7 +171,7 @@ def test_every_call_on_the_tile_layout_finds_a_kernel():
     """Whatever the width, dtype, group, zero and M: a CUDA GPU from 8.0 up never falls back to `reference`."""
     import torch
 
-    from lowq_kernels.registry import Call, select
+    from lowq_kernels.dispatch.registry import Call, select
     from lowq_packers.scheme import Scheme
 
     calls = itertools.product(((8, 0), (8, 9), (9, 0), (12, 0)), BITS, (16, 48, 3840), (1, 16, 33, 5000))
@@ -184,7 +185,7 @@ def test_parameters_lie_where_a_launch_looks_for_them():
     """Each address holds its parameter, aligned to its size, after one `fill`; twice, so that nothing sticks."""
     import ctypes
 
-    from lowq_kernels.cuda_wnax.driver import Parameters, TensorMap
+    from lowq_kernels.cuda.driver import Parameters, TensorMap
 
     types = (ctypes.c_void_p, ctypes.c_int32, TensorMap, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
     parameters = Parameters(types)
@@ -201,7 +202,7 @@ def test_every_kernels_parameters_fit():
     """What tile_wgmma passes (four tensor maps, 540 bytes) outgrew a buffer of a fixed size once."""
     import ctypes
 
-    from lowq_kernels.cuda_wnax.driver import Parameters
+    from lowq_kernels.cuda.driver import Parameters
 
     for module in (tile_mma, tile_wgmma, tile_dequant, gemv_rows, gemv_warp32):
         parameters = Parameters(module.PARAMETERS)

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels import registry
-from lowq_kernels.registry import Call
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import BITS
 
 emulation.require("cuda/tile_mma")
 import simt
-from lowq_kernels.cuda_wnax import gemv_rows, gemv_warp32, nvrtc, tile_dequant, tile_mma, tile_mma_rules
+from lowq_kernels.cuda import nvrtc
+from lowq_kernels.papers import gemv_rows, gemv_warp32
+from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_mma_rules
 
 MODULES = (tile_mma, tile_dequant, gemv_rows, gemv_warp32)
 F16, BF16 = torch.float16, torch.bfloat16

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from emulation import poisoned
-from lowq_kernels import registry
-from lowq_kernels.registry import Call
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS

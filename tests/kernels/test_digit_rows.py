@@ -9,7 +9,7 @@ import emulation
 from lowq_packers.layouts.tile import CHUNK
 
 emulation.require("cuda/tile_mma", compiler=False)
-from lowq_kernels.cuda_wnax import digit_rows
+from lowq_kernels.products.cuda import digit_rows
 
 CASES = [
     (4, 3, 4096, torch.float16),
@@ -67,7 +67,7 @@ def test_emulated(bits, M, K, dtype):
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a"])
 def test_compiles_without_spills(bits, arch):
-    from lowq_kernels.cuda_wnax import nvrtc
+    from lowq_kernels.cuda import nvrtc
 
     used = nvrtc.compiled("digit_rows.cu", f"digit_rows<{bits % 2}, {bits}>", arch).resources
     assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, used

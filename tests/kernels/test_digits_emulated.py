@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels.registry import Call
+from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
 import simt
-from lowq_kernels.cuda_wnax import nvrtc, tile_mma, tile_mma_rules
+from lowq_kernels.cuda import nvrtc
+from lowq_kernels.products.cuda import tile_mma, tile_mma_rules
 
 F16, BF16 = torch.float16, torch.bfloat16
 WIDTHS = (4, 3, 2, 1)

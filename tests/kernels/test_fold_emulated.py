@@ -7,16 +7,16 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels import registry
+from lowq_kernels.dispatch import registry
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
 import simt
-from lowq_kernels.cuda_wnax import tile_mma, tile_mma_rules
 from lowq_kernels.decode import fold, reference
-from lowq_kernels.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.products.cuda import tile_mma, tile_mma_rules
 
 F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 1.5e-3, BF16: 8e-3}

@@ -12,7 +12,7 @@ import numpy as np
 
 from lowq_kernels import activations
 from lowq_kernels.fp8 import block_quant, gemm_triton, matmul
-from lowq_kernels.fp8.linear import Fp8Linear
+from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers import fp8
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.fp8 import Fp8Matrix
@@ -165,7 +165,7 @@ def test_a_wrong_scale_is_seen():
 # ---- Hopper ----
 
 wgmma = pytest.importorskip("lowq_kernels.fp8.gemm_wgmma", reason="NVRTC is not installed")
-from lowq_kernels.cuda_wnax import nvrtc
+from lowq_kernels.cuda import nvrtc
 
 
 @pytest.mark.parametrize("config", wgmma.CONFIGS[::3], ids=str)

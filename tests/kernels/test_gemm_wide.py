@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
-from lowq_kernels.registry import Call, kernels
-from lowq_kernels.triton_wnax import pairs
+from lowq_kernels.dispatch.registry import Call, kernels
+from lowq_kernels.products.triton import pairs
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import ZERO_KINDS, Scheme
@@ -130,9 +130,9 @@ driver.set_active(SimpleNamespace(
     get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, get_current_stream=lambda d: 0,
     get_active_torch_device=lambda: torch.device("cpu"), utils=SimpleNamespace(get_device_properties=lambda d: facts),
 ))
-from lowq_kernels.measure import random_weight
-from lowq_kernels.triton_wnax import gemm_wide
-from lowq_kernels.tuning import Shape
+from lowq_kernels.dispatch.measure import random_weight
+from lowq_kernels.products.triton import gemm_wide
+from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.scheme import Scheme
 
 run = gemm_wide._wide_kernel.run

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from lowq_kernels.activations import int8_rows, rounded
-from lowq_kernels.linear import QuantLinear
-from lowq_kernels.registry import Call, _rounds_itself, kernels, matmul
-from lowq_kernels.triton_wnax import gemm_int8 as kernel
+from lowq_kernels.dispatch.registry import Call, _rounds_itself, kernels, matmul
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.papers import gemm_int8 as kernel
 from lowq_packers.errors import UsageError
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor

@@ -8,7 +8,7 @@ from lowq_kernels.optional import optional
 
 
 def test_a_module_that_is_there():
-    assert optional("lowq_kernels.columns", "triton") is sys.modules["lowq_kernels.columns"]
+    assert optional("lowq_kernels.gptq.round_block", "triton") is sys.modules["lowq_kernels.gptq.round_block"]
 
 
 def test_only_the_named_library_may_be_missing(tmp_path, monkeypatch):
@@ -23,7 +23,8 @@ def test_only_the_named_library_may_be_missing(tmp_path, monkeypatch):
 
 def test_the_sets_for_a_gpu_are_found_where_triton_is():
     pytest.importorskip("triton")
-    from lowq_kernels import columns, decode
+    from lowq_kernels import decode
+    from lowq_kernels.gptq import round_block as columns
 
     assert columns._implementation("cuda").__name__ == "round_block_triton"
     assert decode.ops("cuda").name == "triton"

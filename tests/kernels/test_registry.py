@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
-from lowq_kernels import registry
-from lowq_kernels.registry import Call, kernels, refusals, select
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call, kernels, refusals, select
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import LAYOUTS
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme

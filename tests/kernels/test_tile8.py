@@ -8,13 +8,15 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels import activations, registry
-from lowq_kernels.registry import Call
+from lowq_kernels import activations
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_int8", compiler=False)
 import simt
-from lowq_kernels.cuda_wnax import act_rows, nvrtc, tile_wgmma8
+from lowq_kernels.cuda import nvrtc
+from lowq_kernels.products.cuda import act_rows, tile_wgmma8
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels import registry
-from lowq_kernels.registry import Call
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_digits", compiler=False)
 import simt
-from lowq_kernels.cuda_wnax import digit_rows, nvrtc, tile_digits
+from lowq_kernels.cuda import nvrtc
+from lowq_kernels.products.cuda import digit_rows, tile_digits
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowq_kernels.registry import Call, Config, KernelSpec, capability, kernels
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, kernels
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
@@ -176,7 +176,7 @@ def test_every_scheme_has_a_kernel_with_a_config():
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_compiled_graph_and_captured_graph_agree_with_eager():
     """torch.compile finds no graph break, a CUDA graph replays with new inputs, and both give eager's bits."""
-    from lowq_kernels.linear import QuantLinear
+    from lowq_kernels.modules.linear import QuantLinear
 
     q = weight(256, 512, 128, 4, "float", torch.float16)
     lin = QuantLinear.from_quantized(q, torch.randn(256).half(), "cuda", torch.float16, layout="strided")

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowq_kernels import measure, registry, sources, tuning
-from lowq_kernels.measure import Budget
-from lowq_kernels.precompile import MOST_ROWS, Work
-from lowq_kernels.registry import Call, select
-from lowq_kernels.sources import code_of, source_hash
-from lowq_kernels.tuning import Entry, Machine, Shape, Table
+from lowq_kernels.dispatch import measure, registry, sources, tuning
+from lowq_kernels.dispatch.measure import Budget
+from lowq_kernels.dispatch.precompile import MOST_ROWS, Work
+from lowq_kernels.dispatch.registry import Call, select
+from lowq_kernels.dispatch.sources import code_of, source_hash
+from lowq_kernels.dispatch.tuning import Entry, Machine, Shape, Table
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
 
@@ -76,14 +76,12 @@ def test_a_comment_leaves_entries_fresh_and_code_does_not():
 
 def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
     pytest.importorskip("triton")
-    folder, found = resources.files("lowq_kernels.triton_wnax"), {}
-    sources._collect(folder, "lowq_kernels.triton_wnax", "gemm.py", found)
-    assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= set(found)
-    assert not {"gemv.py", "gemm_streamk.py", "read.py"} & set(found)
-    found.clear()
-    sources._collect(resources.files("lowq_kernels.cuda_wnax"), "lowq_kernels.cuda_wnax", "tile_mma.py", found)
-    assert {"tile_mma.py", "tile_mma.cu", "tile.cuh", "driver.py", "nvrtc.py"} <= set(found)
-    assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py"} & set(found)
+    found = {Path(name).name for name in sources.closure("lowq_kernels.products.triton.gemm")}
+    assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= found
+    assert not {"gemv.py", "gemm_streamk.py", "read.py", "registry.py"} & found
+    found = {Path(name).name for name in sources.closure("lowq_kernels.products.cuda.tile_mma")}
+    assert {"tile_mma.py", "tile_mma.cu", "tile.cuh", "driver.py", "nvrtc.py"} <= found
+    assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py", "registry.py"} & found
 
 
 def test_a_table_shipped_with_other_sources_does_not_decide(monkeypatch):
@@ -239,7 +237,7 @@ def test_work_is_what_a_launch_needs(M):
     spec, scheme = registry.kernels().get("cuda/tile_mma"), Scheme(4, 128)
     if spec is None:
         pytest.skip("NVRTC is not installed")
-    from lowq_kernels.cuda_wnax import tile_mma
+    from lowq_kernels.products.cuda import tile_mma
 
     def instance(rows, config):
         cut = tile_mma.plan(Call(rows, 4096, 4096, scheme, "tile", torch.float16, "cuda", (9, 0)), config)

@@ -13,15 +13,16 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels import registry
-from lowq_kernels.registry import Call
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, Scheme
 
 emulation.require("cuda/tile_wgmma")
 import simt
-from lowq_kernels.cuda_wnax import nvrtc, tile_wgmma
+from lowq_kernels.cuda import nvrtc
+from lowq_kernels.products.cuda import tile_wgmma
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 

@@ -1,0 +1,80 @@
+"""What the launchers of the tile kernels share: operands as the device code wants them, and facts about the GPU."""
+
+from functools import cache
+
+import torch
+
+from lowq_kernels.cuda import driver
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts.tile import WORDS
+
+TYPES = {torch.float16: 0, torch.bfloat16: 1}  # the device code's template argument T
+SHARED = 228 << 10  # shared memory of an SM of compute capability 9.0
+# What a Hopper kernel's blocks leave of it is first-level cache, by which the next layer's tile_mma reads x. Whole 8B steps, 4
+# bits, took 2387 us at 16 rows and 2910 at 32 where one block of tile_wgmma an SM asked for all, and 2242 and 2720 with 196 KB;
+# 2 bits at 16 rows, two blocks, 1897 and with 164 KB 1779 (tile_digits' 1842 and 1725).
+BESIDE_L1, TWO_BESIDE_L1 = 196 << 10, 164 << 10
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """x at a 16-byte aligned address; x itself where it is so already."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def rows_of_x(x: torch.Tensor, step: int) -> torch.Tensor:
+    """`aligned` x with K a multiple of `step` (padded with zeros)."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % step)) if x.shape[1] % step else aligned(x)
+
+
+def companions(
+    p: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """scales, zeros and bias in x's dtype; no copy where they are already."""
+
+    def cast(t: torch.Tensor | None) -> torch.Tensor | None:
+        return t if t is None or t.dtype == dtype else t.to(dtype)  # even a `to` that does nothing costs 3 us
+
+    scales = cast(p.scales)
+    assert scales is not None
+    return scales, cast(p.zeros), cast(bias)
+
+
+def group_argument(p: PackedWeight) -> int:
+    """The device code's template argument GROUP: 0 where a row is one group."""
+    return 0 if p.scales.shape[1] == 1 else p.scheme.group_size
+
+
+def groups_of_step(group: int, step: int) -> int:
+    """Groups that a step of so many k may meet (the device code's function of that name); group 0: a row is one group."""
+    if group == 0 or group % step == 0:
+        return 1
+    return step // group if step % group == 0 else (step - 1) // group + 2
+
+
+def weight_maps(
+    p: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, step: int, tiles: int
+) -> tuple[bytes, bytes, bytes]:
+    """Tensor maps of words (a box: a chunk of `tiles` row tiles), scales and zeros (of a step's groups); zeros' where there are
+    none: scales', as a launch wants one."""
+    T, G = scales.shape[0], scales.shape[1]
+    width, box = p.words.shape[1], (groups_of_step(group, step) * 16, tiles)
+    words = driver.tensor_map(p.words.data_ptr(), 4, width, T, width * 4, (WORDS[p.scheme.bits], tiles), False)
+    metas = driver.tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, box, False)
+    return words, metas, metas if zeros is None else driver.tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, box, False)
+
+
+def share_of_block(of_sm: int, blocks: int) -> int:
+    """Dynamic shared memory for each of so many blocks: 2 KB are the driver's, and barriers and masks."""
+    return of_sm // blocks - 2048
+
+
+@cache
+def multiprocessors(device: int | None = None) -> int:
+    """SMs of a GPU; of an H100 where there is none, so that rules can be asked ahead of time."""
+    return torch.cuda.get_device_properties(device or 0).multi_processor_count if torch.cuda.is_available() else 132
+
+
+def shared_memory_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory a block may ask for."""
+    limits = {(8, 0): 163, (8, 7): 163, (8, 6): 99, (8, 9): 99, (12, 0): 99, (12, 1): 99}
+    return limits.get(capability, 227 if capability >= (9, 0) else 99) << 10

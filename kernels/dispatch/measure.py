@@ -1,0 +1,227 @@
+"""Time every kernel and config that may take a call, and keep the best: what `lowq tune` runs.
+
+`measure` times one shape over batch sizes and layouts. A model leaves out configs that stand no chance, a coarse pass ranks
+the rest, the full protocol of timing.py decides among the first few.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import torch
+
+from lowq_kernels.activations import rounded
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, kernels
+from lowq_kernels.dispatch.sources import source_hash
+from lowq_kernels.dispatch.timing import graph_time, rotation, wall_time
+from lowq_kernels.dispatch.tuning import Entry, Shape
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Act
+
+NEVER_TUNED = {"cpu": ("reference",), "cuda": ("reference", "dequant")}  # truth, and a fallback that triton's outruns
+COARSE_REPLAYS, COARSE_US = 3, 200.0  # the first look at a config; the best few are then timed by the full protocol
+FINALISTS = 5
+RUNNERS_UP = 4  # kept, for a race within whole decode steps
+RACE = 1.5
+PRUNE = 2.5  # times the cheapest config of a kernel, by the model of `candidates`: costlier ones are not timed
+failed: dict[str, str] = {}  # "kernel config" -> why it could not be compiled or launched: reported, then passed over
+
+
+def random_weight(shape: Shape, layout: str, device: torch.device) -> PackedWeight:
+    """A weight of this shape with all codes drawn, to time on: real data takes as long (zeros would not)."""
+    gen = torch.Generator(device).manual_seed(shape.N * 31 + shape.K)
+    s, G = shape.scheme, shape.scheme.groups(shape.K)
+    W_q = torch.randint(0, s.levels, (shape.N, shape.K), dtype=torch.uint8, device=device, generator=gen)
+    scales = (torch.rand(shape.N, G, device=device, generator=gen) * 0.009 + 0.001).to(shape.dtype)
+    zeros = None
+    if s.zero != "none":
+        zeros = torch.randint(0, s.levels, (shape.N, G), device=device, generator=gen).to(shape.dtype)
+    return pack(QuantizedTensor(W_q, scales, zeros, s.bits, s.group_size, s.zero), layout)
+
+
+def copies(p: PackedWeight) -> list[PackedWeight]:
+    """p and enough clones of it that no cache holds them all."""
+    rest = (p.scheme, p.N, p.K, p.layout)
+    found = [p]
+    for _ in range(rotation(p.nbytes, p.words.device) - 1):
+        words, scales, zeros, aux = (None if t is None else t.clone() for t in (p.words, p.scales, p.zeros, p.aux))
+        assert words is not None
+        assert scales is not None
+        found.append(PackedWeight(words, scales, zeros, *rest, aux))
+    return found
+
+
+def call_for(shape: Shape, M: int, layout: str, device: torch.device, act: Act = "none") -> Call:
+    """The dispatch question for M rows of this shape, rounded as `act` says by the kernel itself."""
+    return Call(M, shape.N, shape.K, shape.scheme, layout, shape.dtype, device.type, capability(device), act)
+
+
+def layouts_for(shape: Shape, device: torch.device) -> list[str]:
+    """Layouts worth measuring for this shape here, those that the rule ranks first in front.
+
+    Each offers a kernel that the ones before it do not; rowstream, what files hold, goes before a layout of the same kernels.
+    """
+    ranked = []
+    for name, layout in LAYOUTS.items():
+        if layout.why_not(shape.scheme, shape.N, shape.K) is None:
+            call = call_for(shape, 1, name, device)
+            never = NEVER_TUNED.get(device.type, ())
+            legal = {s.name: s.rank for s in kernels().values() if s.name not in never and s.why_not(call) is None}
+            if legal:
+                ranked.append((min(legal.values()), name != DISK, name, set(legal)))
+    found, offered = [], set[str]()
+    for _, _, name, legal_names in sorted(ranked, key=lambda r: r[:3]):
+        if legal_names - offered:
+            found.append(name)
+            offered |= legal_names
+    return found
+
+
+def candidates(call: Call, exhaustive: bool = False) -> list[tuple[KernelSpec, Config]]:
+    """Kernels and configs to time for a call, those that a model gives no chance left out unless `exhaustive`.
+
+    The model counts, per config, the rows it multiplies beyond M, how often it decodes each weight, and how much of the GPU
+    its programs fill; a config worse than another of its kernel by PRUNE in their product is not timed.
+    """
+    found = []
+    for spec in kernels().values():
+        if spec.name in NEVER_TUNED.get(call.device, ()) or spec.why_not(call):
+            continue
+        legal = spec.legal_configs(call)
+        if exhaustive or len(legal) < 4:
+            found += [(spec, c) for c in legal]
+            continue
+        cost = [_cost(call, c) for c in legal]
+        limit = PRUNE * min(cost)
+        found += [(spec, c) for c, t in zip(legal, cost, strict=True) if t <= limit]
+    return found
+
+
+def _cost(call: Call, c: Config) -> float:
+    """Relative time of a tiled config by the model of `candidates`; 1 for configs without tiles."""
+    if "BLOCK_N" not in c or "BLOCK_M" not in c:
+        return 1.0
+    tiles_m = math.ceil(call.M / c["BLOCK_M"])
+    programs = tiles_m * math.ceil(call.N / c["BLOCK_N"]) * c.get("SPLIT_K", 1)
+    slots = _processors() * max(1, 8 // c.get("num_warps", 4))
+    fill = min(1.0, programs / _processors()) * programs / (math.ceil(programs / slots) * slots) ** 0.5 / programs**0.5
+    padded = tiles_m * c["BLOCK_M"]
+    work = tiles_m + padded / 128  # decoding once per tile of rows, multiplying once per padded row
+    least = 1 + call.M / 128
+    return work / least / max(fill, 1e-3)
+
+
+@cache
+def _processors() -> int:
+    return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 1
+
+
+@dataclass
+class Budget:
+    """Seconds that may be spent; infinite by default."""
+
+    seconds: float = math.inf
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    @property
+    def left(self) -> bool:
+        """Whether there is any."""
+        return self.spent < self.seconds
+
+
+def measure(
+    shape: Shape, batches: Sequence[int], device: torch.device, budget: Budget, exhaustive: bool = False
+) -> Iterator[Entry]:
+    """Time one shape over batch sizes and layouts; yields an Entry per (M, layout) as soon as it is known.
+
+    All layouts are timed for the first M; on a GPU those slower than the best by more than RACE then drop out, for a weight is
+    held in one layout and the first M is the one that decoding lives on. Stops where the budget ends.
+    """
+    racing = layouts_for(shape, device)
+    weights: dict[str, list[PackedWeight]] = {}
+    for i, M in enumerate(batches):
+        times: dict[str, float] = {}
+        for layout in racing:
+            if not budget.left:
+                return
+            if layout not in weights:
+                weights[layout] = copies(random_weight(shape, layout, device))
+            if entry := best(shape, M, weights[layout], device, exhaustive):
+                times[layout] = entry.us
+                yield entry
+                if shape.act != "none" and (entry := rounding(shape, entry, weights[layout], device, exhaustive)):
+                    yield entry
+        if i == 0 and device.type == "cuda" and not exhaustive:
+            racing = [name for name in racing if times.get(name, math.inf) <= RACE * min(times.values(), default=0)]
+            weights = {name: weights[name] for name in racing}
+
+
+def best(shape: Shape, M: int, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False) -> Entry | None:
+    """The fastest kernel and config for M rows of these copies of one weight; None where none runs."""
+    call = call_for(shape, M, weights[0].layout, device)
+    return _entry(shape, call, _fastest(call, torch.randn(M, shape.K, device=device).to(shape.dtype), weights, exhaustive))
+
+
+def rounding(
+    shape: Shape, plain: Entry, weights: list[PackedWeight], device: torch.device, exhaustive: bool = False
+) -> Entry | None:
+    """What layers take that round their inputs (`shape.act`): a kernel of 8-bit products, or the entry `plain` behind a
+    rounding of x where that is faster. None where no kernel multiplies 8 bits: then there is nothing to choose."""
+    call = call_for(shape, plain.M, weights[0].layout, device, shape.act)
+    x = torch.randn(plain.M, shape.K, device=device).to(shape.dtype)
+    found = _entry(shape, call, _fastest(call, x, weights, exhaustive))
+    if found is None:
+        return None
+    alone = [partial(rounded, x, shape.act)] * 4
+    us = round(plain.us + (graph_time(alone) if x.is_cuda else wall_time(alone)), 2)
+    return found if found.us <= us else replace(plain, act=shape.act, us=us, runners_up=())
+
+
+def _fastest(
+    call: Call, x: torch.Tensor, weights: list[PackedWeight], exhaustive: bool
+) -> list[tuple[float, KernelSpec, Config]]:
+    """The candidates of a call that came in first, each with its microseconds."""
+    coarse = []
+    for spec, config in candidates(call, exhaustive):
+        us = _time(spec, config, x, weights, COARSE_REPLAYS, COARSE_US)
+        if us is not None:
+            coarse.append((us, spec, config))
+    coarse.sort(key=lambda t: t[0])
+    final = []
+    for us, spec, config in coarse[:FINALISTS]:
+        precise = _time(spec, config, x, weights, 12, 1500.0) if x.is_cuda else us
+        if precise is not None:
+            final.append((precise, spec, config))
+    return sorted(final, key=lambda t: t[0])
+
+
+def _entry(shape: Shape, call: Call, final: list[tuple[float, KernelSpec, Config]]) -> Entry | None:
+    if not final:
+        return None
+    (us, spec, config), s = final[0], shape.scheme
+    others = tuple({"kernel": k.name, "config": c, "us": round(t, 2)} for t, k, c in final[1 : 1 + RUNNERS_UP])
+    dtype = str(shape.dtype).removeprefix("torch.")
+    place = (s.bits, s.group_size, s.zero, dtype, call.layout, shape.N, shape.K, call.M)
+    return Entry(*place, spec.name, config, round(us, 2), source_hash(spec.name), others, call.act)
+
+
+def _time(
+    spec: KernelSpec, config: Config, x: torch.Tensor, weights: list[PackedWeight], replays: int, replay_us: float
+) -> float | None:
+    """Microseconds of one kernel and config, or None where it cannot run."""
+    calls = [lambda w=w: spec.launch(x, w, None, config) for w in weights]
+    try:
+        return graph_time(calls, replays, replay_us) if x.is_cuda else wall_time(calls)
+    except Exception as e:
+        if "illegal memory access" in str(e) or "misaligned" in str(e):
+            raise  # the device is lost: no later time would mean anything
+        failed[f"{spec.name} {config}"] = f"{type(e).__name__}: {e}"
+        return None

@@ -1,0 +1,150 @@
+"""How long a kernel takes where it matters: inside a CUDA graph, on weights that are not in the cache.
+
+`graph_time` is the one protocol that tuning, bench and every script in benchmarks/ share. `rotation` says how many
+copies of a weight to rotate through so that no cache level serves it twice; `roofline` measures the two ceilings
+(bytes per second read, floating-point operations per second multiplied) that percentages are percentages of.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+
+from lowq_kernels import counters, workspaces
+from lowq_kernels.optional import optional
+
+Thunk = Callable[[], object]
+ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100
+REPLAY_US = 1500.0  # a replay shorter than this measures the launch of the graph
+# Of products at full power an H100 takes 25 to 60 ms before it lowers its clocks: 28672x4096, M = 4096, 1220 then 1425 us
+# (cuBLAS 1258 then 1471), the same again after 0.1 s or 0.8 s of rest. Timings with a rest end before that.
+LOAD_US = 25_000.0
+MAX_COPIES = 24
+MAX_NODES = 960
+
+
+def rotation(nbytes: int, device: torch.device | str = "cuda") -> int:
+    """Copies of an object of `nbytes` bytes that together outgrow the caches: 2 .. 24 on a GPU, 1 on a CPU."""
+    if torch.device(device).type != "cuda":
+        return 1
+    return min(MAX_COPIES, max(2, math.ceil(ROTATION_BYTES / max(nbytes, 1))))
+
+
+def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REPLAY_US, rest: float = 0.0) -> float:
+    """Median microseconds per call over replays of one CUDA graph that runs all `calls` in turn, many times over.
+
+    Args:
+        calls: thunks doing the same work on distinct weights; they must be safe to capture (no host sync).
+        replays: timed replays; the median is returned.
+        replay_us: the least length of one replay.
+        rest: seconds of quiet before the timed replays, of which there are then no more (but three) than fit LOAD_US.
+    The cost of launching from Python is not in it; the gaps between graph nodes are.
+    """
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def between(work: Thunk) -> float:
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e3
+
+    def captured(rounds: int) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with counters.serial(), torch.cuda.graph(graph, stream=side):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        return graph
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # first calls compile, allocate and pick algorithms: not while capturing
+        for call in calls[:2]:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    once = captured(1)
+    once.replay()
+    once_us = max(between(once.replay), 1e-3)
+    rounds = math.ceil(replay_us / once_us)
+    rounds = min(rounds, max(1, MAX_NODES // len(calls)))
+    graph = captured(rounds) if rounds > 1 else once
+    if rest:
+        replays = min(replays, max(3, int(LOAD_US / (once_us * rounds)) - 1))
+        torch.cuda.synchronize()
+        time.sleep(rest)
+    graph.replay()
+    times = [between(graph.replay) for _ in range(replays)]
+    workspaces.release()  # else every `side` so far keeps one
+    return statistics.median(times) / (rounds * len(calls))
+
+
+def wall_time(calls: Sequence[Thunk], seconds: float = 0.1, least: int = 5) -> float:
+    """Least microseconds per call by the host's clock: for CPU kernels. Runs about `seconds`, at least `least` times.
+
+    The least, not the median: beside other work a median of 20 us calls was 3,248 us, and a slower kernel was chosen.
+    """
+    calls[0]()
+    times: list[float] = []
+    deadline = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < deadline:
+        call = calls[len(times) % len(calls)]
+        t0 = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - t0) * 1e6)
+    return min(times)
+
+
+def timed(calls: Sequence[Thunk], device: torch.device | str) -> float:
+    """Microseconds per call by the protocol that fits the device."""
+    return graph_time(calls) if torch.device(device).type == "cuda" else wall_time(calls)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Measured ceilings of one device."""
+
+    device: str
+    read_gbs: float  # bytes read per second from device memory, 1e9
+    tflops: float  # dense 16-bit multiply-adds counted twice, per second, 1e12
+
+    def floor_us(self, nbytes: float, flops: float) -> float:
+        """Microseconds below which no kernel moving and multiplying this much can get."""
+        return max(nbytes / self.read_gbs / 1e3, flops / self.tflops / 1e6)
+
+
+def call_bytes(M: int, N: int, K: int, bits_per_weight: float) -> float:
+    """Bytes that y (M, N) = x (M, K) @ W^T must move: the stored weight once, 16-bit x and y once."""
+    return N * K * bits_per_weight / 8 + 2 * M * (N + K)
+
+
+@cache
+def roofline(device: torch.device) -> Roofline:
+    """Measure both ceilings (under a second): a read of 1 GiB (64 MiB on a CPU), a product of 8192 (512) cubed.
+
+    A CPU multiplies in whichever of bf16 and fp32 is faster there.
+    """
+    if device.type != "cuda":
+        data = torch.ones(64 << 20, dtype=torch.uint8).view(torch.int64)
+        squares = [torch.randn(512, 512, dtype=d) for d in (torch.bfloat16, torch.float32)]
+        read_us = wall_time([lambda: data.sum()])
+        dot_us = min(wall_time([partial(torch.matmul, a, a)]) for a in squares)
+        return Roofline("cpu", data.nbytes / read_us / 1e3, 2 * 512**3 / dot_us / 1e6)
+    data = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_().view(torch.int32)
+    a = torch.randn(8192, 8192, dtype=torch.float16, device=device)
+    read_us = min(graph_time([read]) for read in _readers(data))
+    dot_us = graph_time([lambda: a @ a])
+    return Roofline(torch.cuda.get_device_name(device), data.nbytes / read_us / 1e3, 2 * 8192**3 / dot_us / 1e6)
+
+
+def _readers(data: torch.Tensor) -> list[Thunk]:
+    """Ways to read all of `data` (int32) as fast as the device allows; a copy, counted once, where triton is absent."""
+    read = optional("lowq_kernels.products.triton.read", "triton")
+    if read is None:
+        half = torch.empty(data.numel() // 2, dtype=data.dtype, device=data.device)
+        return [lambda: half.copy_(data[: half.numel()])]  # moves data.nbytes in all
+    return [partial(read.read_all, data, c) for c in read.READ_CONFIGS]

@@ -1,0 +1,148 @@
+"""Layers that read the same x as one layer along N: q, k, v or gate, up. One launch, and enough rows to fill a GPU.
+
+The layers that were joined are replaced by views into the joined weight, so that nothing is held twice and the model that
+owns them still works, saves and loads.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
+
+
+def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """One module for the products of `names` side by side; those modules become views into it."""
+    parts: list[Any] = [getattr(parent, name) for name in names]
+    if isinstance(parts[0], Part):  # joined before, by an earlier decoder of this model
+        return parts[0].whole
+    if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
+        return _join_dense(parts)
+    if all(type(p) is QuantLinear for p in parts) and len({_kind(p) for p in parts}) == 1:
+        whole = _join_packed(parts)
+        whole.set_act(parts[0].act)
+        at = 0
+        for name, p in zip(names, parts, strict=True):
+            setattr(parent, name, Part(whole, at, at + p.out_features))
+            at += p.out_features
+        return whole
+    if all(type(p) is Fp8Linear for p in parts) and _fit(parts):
+        return _join_fp8(parts)
+    return SideBySide(parts)
+
+
+def _fit(parts: list[Fp8Linear]) -> bool:
+    """Whether fp8 layers can be one: alike, and no block would begin inside a part."""
+    alike = len({(p.block, p.act, p.widened, p.bias is None) for p in parts}) == 1
+    return alike and all(p.out_features % p.block[0] == 0 for p in parts[:-1])
+
+
+def _join_fp8(parts: list[Fp8Linear]) -> Fp8Linear:
+    """One fp8 layer; the parts keep views of its tensors."""
+    first, N = parts[0], sum(p.out_features for p in parts)
+    whole = Fp8Linear(N, first.in_features, first.block, first.bias is not None, first.dtype, "meta", first.act)
+    leaves = ("weight", "weight_scale_inv") if first.bias is None else ("weight", "weight_scale_inv", "bias")
+    for leaf in leaves:
+        joined = torch.cat([getattr(p, leaf).detach() for p in parts])
+        setattr(whole, leaf, nn.Parameter(joined, requires_grad=False))
+        at = 0
+        for p in parts:
+            rows = getattr(p, leaf).shape[0]
+            setattr(p, leaf, nn.Parameter(joined[at : at + rows], requires_grad=False))
+            at += rows
+    return whole
+
+
+def _kind(p: QuantLinear) -> tuple[object, ...]:
+    """What layers must share to be one."""
+    return p.scheme, p.kernel, p.weight_scale.dtype, p.act
+
+
+def _join_dense(parts: list[nn.Linear]) -> nn.Linear:
+    weight = torch.cat([p.weight.detach() for p in parts])
+    bias = None if parts[0].bias is None else torch.cat([p.bias.detach() for p in parts])
+    whole = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta", weight.dtype)
+    whole.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        whole.bias = nn.Parameter(bias, requires_grad=False)
+    at = 0
+    for p in parts:
+        rows = slice(at, at + p.out_features)
+        p.weight = nn.Parameter(weight[rows], requires_grad=False)
+        if bias is not None:
+            p.bias = nn.Parameter(bias[rows], requires_grad=False)
+        at += p.out_features
+    return whole
+
+
+def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
+    layout = _side_by_side(parts)
+    rows = [repack(p.packed, layout) for p in parts]
+    N, first = sum(p.N for p in rows), rows[0]
+    words, scales = torch.cat([p.words for p in rows]), torch.cat([p.scales for p in rows])
+    zeros = None if first.zeros is None else torch.cat([p.zeros for p in rows if p.zeros is not None])
+    bias = None
+    if any(p.bias is not None for p in parts):
+        like = scales.new_zeros
+        bias = torch.cat([like(p.out_features) if p.bias is None else p.bias.data.to(scales.dtype) for p in parts])
+    packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, layout)
+    return QuantLinear.from_packed(packed, bias, layout=parts[0].wanted_layout, kernel=parts[0].kernel)
+
+
+def _side_by_side(parts: list[QuantLinear]) -> str:
+    """A layout in which joining along N is joining tensors: the one they are in if files may hold it so, else `DISK`."""
+    layout = LAYOUTS[parts[0].layout]
+    fits = layout.shapes and all(p.layout == layout.name and p.out_features % layout.row_step == 0 for p in parts)
+    return layout.name if fits else DISK
+
+
+class Part(nn.Module):
+    """Rows begin .. end of a joined layer, in the place of the layer that held them.
+
+    It computes the whole and cuts, so it is right but not fast; the decoder does not go through it.
+    """
+
+    whole: QuantLinear
+
+    def __init__(self, whole: QuantLinear, begin: int, end: int) -> None:
+        super().__init__()
+        self.__dict__["whole"] = whole  # no submodule: the first layer's part must not own the others' weight
+        self.begin, self.end = begin, end
+        self.in_features, self.out_features, self.scheme = whole.in_features, end - begin, whole.scheme
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole's words: for code that asks a layer for its device or dtype."""
+        return self.whole.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K) -> (..., end - begin)."""
+        return self.whole(x)[..., self.begin : self.end]
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """The whole moves with its first part; no module of the model owns it."""
+        if self.begin == 0:
+            self.whole._apply(fn, recurse)
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        p, rows = repack(self.whole.packed, DISK), slice(self.begin, self.end)
+        tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.whole.bias}
+        for name, t in tensors.items():
+            if t is not None:
+                destination[prefix + name] = t[rows].detach()
+
+
+class SideBySide(nn.Module):
+    """Layers that cannot be one weight (different widths, or some packed and some not), called one after the other."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K) -> (..., sum of N)."""
+        return torch.cat([p(x) for p in self.parts], -1)

@@ -1,0 +1,195 @@
+"""QuantLinear: the module that stands where nn.Linear stood.
+
+Its tensors are `weight`, `weight_scale`, `weight_zero`, `bias`. They come from files in the layout `stored_in` (rowstream
+unless said otherwise); before the first product `prepare` moves them into the layout that the device's kernels read, and
+`state_dict` brings them to rowstream, bit for bit.
+"""
+
+import torch
+from torch import nn
+
+from lowq_kernels.activations import Act, check_act
+from lowq_kernels.dispatch import tuning
+from lowq_kernels.dispatch.registry import Call, capability, kernels, matmul
+from lowq_kernels.modules import ops
+from lowq_packers.errors import SchemeError
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, repack, stored
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+
+def best_layout(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1) -> str:
+    """The layout that measurements prefer here, else the one whose best kernel the rule ranks first for M rows.
+
+    DISK if only `reference` can take the call.
+    """
+    if tuned := tuning.best_layout(tuning.Shape(N, K, scheme, dtype), device):
+        return tuned
+    found = []
+    for name, layout in LAYOUTS.items():
+        if layout.why_not(scheme, N, K) is None:
+            call = Call(M, N, K, scheme, name, dtype, device.type, capability(device))
+            ranks = [s.rank for s in kernels().values() if s.why_not(call) is None]
+            found.append((min(ranks, default=1 << 30), name != DISK, name))
+    return min(found)[2]
+
+
+class QuantLinear(nn.Module):
+    """y = x @ dequantize(weight)^T + bias, x (..., K) -> (..., N).
+
+    Args:
+        N, K: out_features, in_features.
+        scheme: bits, group size, kind of zero.
+        bias: whether there is one.
+        dtype: of scales, zeros, bias (fp16, bf16 or fp32).
+        layout: the layout to compute in; "auto" asks `best_layout` once the device is known.
+        kernel: force one kernel by name; None lets dispatch choose.
+        stored_in: the layout of the tensors that will be assigned to it.
+    Raises:
+        SchemeError: a K that the scheme cannot group.
+    """
+
+    def __init__(
+        self,
+        N: int,
+        K: int,
+        scheme: Scheme,
+        bias: bool = False,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str | None = None,
+        layout: str = "auto",
+        kernel: str | None = None,
+        stored_in: str = DISK,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.scheme = N, K, scheme
+        self.wanted_layout, self.kernel, self.layout = layout, kernel, stored_in
+        shapes = stored(stored_in).shapes
+        assert shapes
+        of_words, of_scales = shapes(scheme, N, K)
+        words = torch.zeros(of_words, dtype=torch.int32, device=device)
+        self.weight = nn.Parameter(words, requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.zeros(of_scales, dtype=dtype, device=device), requires_grad=False)
+        zeros = None if scheme.zero == "none" else torch.zeros(of_scales, dtype=dtype, device=device)
+        self.weight_zero = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(N, dtype=dtype, device=device), requires_grad=False) if bias else None
+        self.register_buffer("aux", None, persistent=False)
+        self._packed: PackedWeight | None = None
+
+    @classmethod
+    def from_quantized(
+        cls,
+        q: QuantizedTensor,
+        bias: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float16,
+        layout: str = "auto",
+        kernel: str | None = None,
+    ) -> "QuantLinear":
+        """A ready layer from codes, scales and zeros; scales, zeros and bias are cast to `dtype`."""
+        if layout != "auto":
+            get(layout)
+        target = q.W_q.device if device is None else torch.device(device)
+        zeros = None if q.zeros is None else q.zeros.to(dtype)
+        cast = QuantizedTensor(q.W_q, q.scales.to(dtype), zeros, q.bits, q.group_size, q.zero)
+        return cls.from_packed(pack(cast.to(target), DISK), bias, layout, kernel)
+
+    @classmethod
+    def from_packed(
+        cls, p: PackedWeight, bias: torch.Tensor | None = None, layout: str = "auto", kernel: str | None = None
+    ) -> "QuantLinear":
+        """A ready layer that takes over a packed weight, on its device; a bias (N,) is cast to the dtype of the scales."""
+        lin = cls(p.N, p.K, p.scheme, bias is not None, p.scales.dtype, "meta", layout, kernel)
+        lin._hold(p)
+        if bias is not None:
+            lin.bias = nn.Parameter(bias.detach().to(p.scales).contiguous(), requires_grad=False)
+        return lin.prepare()
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as it is held now."""
+        if self._packed is not None:
+            return self._packed
+        zeros = None if self.weight_zero is None else self.weight_zero.data
+        shape = (self.out_features, self.in_features)
+        tensors = (self.weight.data, self.weight_scale.data, zeros)
+        packed = PackedWeight(*tensors, self.scheme, *shape, self.layout, self.aux)
+        if not self.weight.is_meta:  # on meta the real tensors are still to come, by assignment
+            self._packed = packed
+        return packed
+
+    def _hold(self, p: PackedWeight) -> None:
+        """Keep `p` as this layer's tensors."""
+        self.weight = nn.Parameter(p.words, requires_grad=False)
+        self.weight_scale = nn.Parameter(p.scales, requires_grad=False)
+        self.weight_zero = None if p.zeros is None else nn.Parameter(p.zeros, requires_grad=False)
+        self.aux, self.layout, self._packed = p.aux, p.layout, None
+
+    def prepare(self, dtype: torch.dtype | None = None) -> "QuantLinear":
+        """Move the weight into the layout this device computes in. Called after loading; idempotent."""
+        if self.weight.is_meta:
+            raise SchemeError("QuantLinear holds no weight yet (meta device); load a state dict first")
+        wanted = self.wanted_layout
+        if wanted == "auto":
+            device = self.weight.device
+            wanted = best_layout(self.scheme, self.out_features, self.in_features, dtype or self.weight_scale.dtype, device)
+        if wanted != self.layout:
+            self._hold(repack(self.packed, wanted))
+        return self
+
+    act: Act = "none"
+
+    def set_act(self, act: Act) -> None:
+        """Round the rows of x to 8 bits from now on ("int8", "fp8"), or leave them ("none")."""
+        self.act = check_act(act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K) -> (..., N), in x's dtype."""
+        if x.shape[-1] != self.in_features:
+            raise SchemeError(f"x has {x.shape[-1]} features, the layer takes K={self.in_features}")
+        flat = x.reshape(-1, self.in_features)
+        if ops.through_autograd(flat):
+            s = self.scheme
+            words, scales, zeros = self.weight, self.weight_scale, self.weight_zero
+            shape = (self.out_features, self.in_features, s.bits, s.group_size, s.zero, self.layout, self.kernel, self.act)
+            y = ops.linear(flat, words, scales, zeros, self.aux, self.bias, *shape)
+        else:
+            y = matmul(flat, self.packed, self.bias, self.kernel, self.act)
+        return y.reshape(*x.shape[:-1], self.out_features)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Moving to another kind of device may change the layout; one that means nothing there goes by way of `DISK`."""
+        before = self.weight.device.type
+        if self.layout != DISK and before != "meta":
+            probe = fn(torch.empty(0, device=self.weight.device))
+            if probe.device.type != before:
+                if LAYOUTS[self.layout].shapes is None:
+                    self._hold(repack(self.packed, DISK))
+                super()._apply(fn, recurse)
+                self._packed = None
+                return self if self.weight.is_meta else self.prepare()
+        aux, self.aux = self.aux, None  # made of the weight for one kernel: its dtype is not the model's to change
+        super()._apply(fn, recurse)
+        self.aux = None if aux is None else aux.to(self.weight.device)
+        self._packed = None
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        p = self.packed if self.weight.is_meta else repack(self.packed, DISK)
+        tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.bias}
+        for name, t in tensors.items():
+            if t is not None:
+                destination[prefix + name] = t if keep_vars else t.detach()
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        ready = self.layout != DISK
+        if ready:
+            self._hold(repack(self.packed, DISK))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._packed = None
+        if ready:
+            self.prepare()
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{self.in_features}, {self.out_features}, {self.scheme}, layout={self.layout}, bias={self.bias is not None}"

@@ -1,0 +1,84 @@
+"""torch.ops.lowq.linear: the one door through which compiled graphs, and gradients, reach the kernels.
+
+A custom op with a fake, so torch.compile traces past it without a graph break and CUDA graphs capture what it launches.
+Eager calls skip it (QuantLinear calls `registry.matmul`): the dispatcher costs 15 to 20 us a call on a CPU core. Unless x
+wants a gradient: kernels get addresses, so that autograd would take their result for a constant.
+"""
+
+from typing import Any
+
+import torch
+
+from lowq_kernels.activations import check_act
+from lowq_kernels.dispatch.registry import matmul
+from lowq_packers.layouts import PackedWeight, unpack
+from lowq_packers.scheme import Scheme
+
+
+def through_autograd(x: torch.Tensor) -> bool:
+    """Whether a product of x must be one of torch's ops: it is being compiled, or x wants a gradient."""
+    return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
+
+
+@torch.library.custom_op("lowq::linear", mutates_args=())
+def linear(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    aux: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    zero: str,
+    layout: str,
+    kernel: str | None,
+    act: str = "none",
+) -> torch.Tensor:
+    """x (M, K), its rows rounded to 8 bits where `act` says so, @ dequantize(words, scales, zeros)^T + bias -> (M, N)."""
+    scheme = Scheme(bits, group_size, zero)  # type: ignore[arg-type]
+    return matmul(x, PackedWeight(words, scales, zeros, scheme, N, K, layout, aux), bias, kernel, check_act(act))
+
+
+@linear.register_fake
+def _(x, words, scales, zeros, aux, bias, N, K, bits, group_size, zero, layout, kernel, act="none"):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], N)
+
+
+@torch.library.custom_op("lowq::linear_gradient", mutates_args=())
+def linear_gradient(
+    dy: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    aux: torch.Tensor | None,
+    N: int,
+    K: int,
+    bits: int,
+    group_size: int,
+    zero: str,
+    layout: str,
+) -> torch.Tensor:
+    """dy (M, N) @ dequantize(words, scales, zeros) -> (M, K): the gradient of x, as if `act` did not round it."""
+    scheme = Scheme(bits, group_size, zero)  # type: ignore[arg-type]
+    return dy @ unpack(PackedWeight(words, scales, zeros, scheme, N, K, layout, aux)).dequantize(dy.dtype)
+
+
+@linear_gradient.register_fake
+def _(dy, words, scales, zeros, aux, N, K, bits, group_size, zero, layout):  # type: ignore[no-untyped-def]
+    return dy.new_empty(dy.shape[0], K)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:5])
+    ctx.facts = inputs[6:12]
+
+
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    dx = linear_gradient(dy, *ctx.saved_tensors, *ctx.facts) if ctx.needs_input_grad[0] else None
+    return dx, *[None] * 4, dy.sum(0) if ctx.needs_input_grad[5] else None, *[None] * 8
+
+
+linear.register_autograd(_gradients, setup_context=_keep)

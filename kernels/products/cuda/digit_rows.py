@@ -1,0 +1,37 @@
+"""x as 16-bit integers in two bytes, for the products that take codes as bytes. See digit_rows.cu."""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from lowq_kernels.cuda.driver import Kernel
+from lowq_kernels.cuda.operands import TYPES
+
+SPAN = 128  # k that share a unit
+PARAMETERS = (ctypes.c_void_p,) * 3 + (ctypes.c_int32,) * 3
+
+
+def rows_of_units(M: int) -> int:
+    """M', rows that units have room for: a power of two from 4 up."""
+    return max(4, 1 << (M - 1).bit_length())
+
+
+@cache
+def _prepared(T: int, bits: int, device: int) -> Kernel:
+    serialize = torch.cuda.get_device_capability(device) >= (9, 0)
+    return Kernel("digit_rows.cu", f"digit_rows<{T}, {bits}>", device, 128, PARAMETERS, serialize=serialize)
+
+
+def digit_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) fp16 or bf16, aligned, K a multiple of 8 -> its digits (2 * M, K') bytes and units (K' / 128, M', 2) fp32.
+
+    K' is the next multiple of 128; rows of units past M are not written. bits: whose codes they will meet, up to 4.
+    """
+    M, K = x.shape
+    steps = -(-K // SPAN)
+    digits = torch.empty(2 * M, steps * SPAN, dtype=torch.uint8, device=x.device)
+    units = torch.empty(steps, rows_of_units(M), 2, dtype=torch.float32, device=x.device)
+    kernel = _prepared(TYPES[x.dtype], bits, x.device.index)
+    kernel(-(-steps // 16), M, 0, x.data_ptr(), digits.data_ptr(), units.data_ptr(), K, steps, units.shape[1])
+    return digits, units

@@ -1,0 +1,52 @@
+"""cuda/tile_dequant: large M from the tile layout where wgmma is not: dequantise a slab of rows, cuBLAS, next slab."""
+
+import ctypes
+import math
+from functools import cache
+
+import torch
+
+from lowq_kernels.cuda.driver import Kernel
+from lowq_kernels.cuda.operands import TYPES, companions, group_argument
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts.tile import ROWS, chunks
+
+SLAB_BYTES = 64 << 20  # of dequantised weights held at once
+PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 5
+
+
+def expression(bits: int, T: int, group: int, zeros: bool) -> str:
+    """The template instance of tile_dequant.cu."""
+    return f"tile_dequant<{bits}, {T}, {group}, {'true' if zeros else 'false'}>"
+
+
+@cache
+def _kernel(instance: str, device: int) -> Kernel:
+    return Kernel("tile_dequant.cu", instance, device, 256, PARAMETERS)
+
+
+@register(
+    "cuda/tile_dequant",
+    layouts=("tile",),
+    devices=("cuda",),
+    min_capability=(8, 0),
+    rank=40,
+)
+def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+    """x (M, K) fp16 or bf16 -> (M, N): weights rounded once to x's dtype, then torch.nn.functional.linear per slab."""
+    scales, zeros, bias = companions(p, bias, x.dtype)
+    kernel = _kernel(expression(p.scheme.bits, TYPES[x.dtype], group_argument(p), zeros is not None), x.device.index)
+    y = torch.empty(x.shape[0], p.N, dtype=x.dtype, device=x.device)
+    step = max(ROWS, SLAB_BYTES // (2 * p.K) // ROWS * ROWS)
+    slab = torch.empty(min(step, p.N), p.K, dtype=x.dtype, device=x.device)
+    C = chunks(p.K, p.scheme.bits)
+    for n0 in range(0, p.N, step):
+        rows = min(step, p.N - n0)
+        pointers = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), slab.data_ptr())
+        kernel(math.ceil(C / 8), math.ceil(rows / ROWS), 0, *pointers, n0 // ROWS, rows, p.K, C, scales.shape[1])
+        part = torch.nn.functional.linear(x, slab[:rows], None if bias is None else bias[n0 : n0 + rows])
+        if step >= p.N:
+            return part
+        y[:, n0 : n0 + rows] = part
+    return y

@@ -1,0 +1,226 @@
+"""cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
+
+A config: WARPS of a block share K, NT row tiles of 16 a block, STEP k that a warp takes at once, UNROLL such steps it has
+in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M. DIGITS 1:
+codes and x as bytes, for a row or two (digits.cuh); MT is rows of x there.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+
+import torch
+
+from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
+from lowq_kernels.cuda.operands import TYPES, companions, rows_of_x, shared_memory_limit
+from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.products.cuda.tile_mma_rules import BYTES, HALVES, KEYS, RULES, config_of, idle, tiles_of
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
+from lowq_packers.scheme import Scheme, ZeroKind
+
+CONFIGS = HALVES + BYTES
+_numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
+PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
+NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
+GATED = SILU | GELU_TANH
+MOST_ROWS = 32  # of x a block: MT = 4
+MOST_DIGITS_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
+
+
+def form(dtype: torch.dtype, config: Config) -> str:
+    """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
+    return "DIGITS" if config["DIGITS"] else "EXACT" if dtype == torch.float16 else "MAGIC"
+
+
+def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
+    """Registers that an instance needs, fitted to where ptxas (sm_80 to sm_90a) begins to spill."""
+    bits, group = scheme.bits, scheme.group_size
+    groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
+    words = bits * config["STEP"] // 64
+    if config["DIGITS"]:
+        rounds = math.ceil(config["STEP"] * MT / (4 * span(scheme, K)))
+        fields = config["STEP"] // 16 if bits == 3 else 0  # of four bits, of the step that is computed
+        return 40 + config["NT"] * (config["UNROLL"] * (words + 2 * rounds) + fields + 8)
+    nt, row = config["NT"], group == K  # a row is one group
+    loads = config["UNROLL"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
+    extra = 2 * nt * config["UNROLL"] + 4 * nt * MT if groups > 1 else 6 * nt * config["STEP"] // 128 if row else 0
+    extra += (11 * nt if bits == 3 else 0) + (4 if nt == 4 else 0)
+    if (config["STEP"], config["UNROLL"], nt) == (128, 2, 1) and groups > 1 and form(dtype, config) == "EXACT":
+        extra -= 18  # ptxas needs no more where it is told to
+    if form(dtype, config) == "MAGIC":
+        extra += 12 + 4 * (MT - 1) + ((62 if row else 38) if bits <= 2 else 0)
+    return 28 + loads + 10 * nt * MT + 12 * (MT - 1) + 2 * math.ceil(copies * 64 / config["STEP"]) + extra
+
+
+def span(scheme: Scheme, K: int) -> int:
+    """DIGITS: the k whose x share a power of two, digits.cuh's SPAN."""
+    return 128 if scheme.groups(K) == 1 else math.gcd(scheme.group_size, 128)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is cut: MT tiles of 8 rows (DIGITS: rows), `rows` of x a block, copies of x a lane and step, grid, shared
+    memory bytes."""
+
+    MT: int
+    rows: int
+    copies: int
+    grid: tuple[int, int]
+    smem: int
+
+
+def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
+    """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
+    warps, nt = config["WARPS"], config["NT"]
+    at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
+    squares = call.K // 4 if fold & NORMED else 0  # bytes a row of x
+    if config["DIGITS"]:
+        rows = 1 << (call.M - 1).bit_length()
+        spans = rows * config["STEP"] // span(call.scheme, call.K)
+        buffer = config["STEP"] // 32 * 288 + (spans + 2) // 2 * 16 + rows * config["STEP"] * 2
+        smem = warps * max(buffer, nt * 256) + call.M * squares
+        fits = smem <= shared_memory_limit(call.capability) - 1024
+        return Plan(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
+    for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
+        rows = math.ceil(call.M / blocks)
+        MT = math.ceil(rows / 8)
+        copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
+        ring = config["UNROLL"] * copies * at_once * (2 * config["STEP"] + 16)
+        smem = warps * max(ring, nt * MT * 512) + rows * squares
+        if smem <= shared_memory_limit(call.capability) - 1024:
+            return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
+        if rows == 1:
+            return None
+    return None
+
+
+def expression(
+    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, fold: int = 0
+) -> str:
+    """The template instance of tile_mma.cu; group 0: one group."""
+    flags = f"{'true' if zeros else 'false'}, {form(dtype, config)}"
+    c = config
+    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}" + (f", {fold}" if fold else "")
+    return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
+
+
+def _digits_refuse(call: Call) -> str | None:
+    if call.scheme.bits == 8:
+        return "digits are for up to 4 bits"
+    rows, k = 1 << (call.M - 1).bit_length(), span(call.scheme, call.K)
+    if rows > MOST_DIGITS_ROWS:
+        return f"digits are for up to {MOST_DIGITS_ROWS} rows"
+    if k < 32:
+        return "digits take whole groups of 32"
+    return "a chunk has more spans than B columns for them" if rows * CHUNK[call.scheme.bits] > 4 * k else None
+
+
+def _config_refuse(call: Call, config: Config) -> str | None:
+    if config["STEP"] % CHUNK[call.scheme.bits]:
+        return "STEP is not whole chunks of the layout"
+    if config["DIGITS"] and (why := _digits_refuse(call)):
+        return why
+    cut = plan(call, config)
+    if cut is None:
+        return "too much shared memory"
+    cap = min(255, 65536 // (32 * config["WARPS"] * config["BLOCKS"]) // 8 * 8)
+    if registers(call.scheme, call.K, call.dtype, config, cut.MT, cut.copies) > cap:
+        return "too many registers"
+    return None
+
+
+def _default_config(call: Call, legal: list[Config]) -> Config:
+    """By RULES, among the configs with the fewest blocks of x, hence passes over W."""
+    cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
+    fewest = min(cut.grid[1] for _, cut in cuts)
+    good = [c for c, cut in cuts if cut.grid[1] == fewest]
+    kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
+    tiles, rows = tiles_of(call), math.ceil(call.M / fewest)
+    for kinds, names, most, values in RULES:
+        if kind in kinds and tiles & set(names.split()) and rows <= most:
+            config = config_of(*values)
+            if config in good and not idle(call, config):
+                return config
+    return good[0]
+
+
+@cache
+def _prepared(
+    M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, fold: int, *config: int
+) -> tuple[Kernel, Plan]:
+    """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
+    named = config_of(*config)
+    scheme = Scheme(bits, group, zero)
+    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named, fold)
+    assert cut is not None  # config_refuse has asked
+    one_group = 0 if scheme.groups(K) == 1 else group
+    instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, fold)
+    return _kernel(instance, device, named["WARPS"]), cut
+
+
+@cache
+def _kernel(instance: str, device: int, warps: int) -> Kernel:
+    capability = torch.cuda.get_device_capability(device)
+    limit = shared_memory_limit(capability) - 1024
+    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, smem=limit, serialize=capability >= (9, 0))
+
+
+@register(
+    "cuda/tile_mma",
+    layouts=("tile",),
+    devices=("cuda",),
+    min_capability=(8, 0),
+    preferred_m=(1, 128),
+    rank=20,
+    configs=CONFIGS,
+    config_refuse=_config_refuse,
+    default_config=_default_config,
+)
+def tile_mma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+    """x (M, K) fp16 or bf16 -> (M, N): fp32 sums, rounded once."""
+    return launch(x, p, bias, config)
+
+
+def launch(
+    x: torch.Tensor,
+    p: PackedWeight,
+    bias: torch.Tensor | None,
+    config: Config,
+    fold: int = 0,
+    folded: bytes = UNFOLDED,
+) -> torch.Tensor:
+    """tile_mma, doing what the bits of `fold` say for its neighbours (fold.cuh): (M, N), or (M, N / 2) where it is gated.
+
+    Args:
+        folded: the struct of that name as bytes; `lowq_kernels.decode.fold` makes it.
+    """
+    M = x.shape[0]
+    y = torch.empty(M, p.N // 2 if fold & GATED else p.N, dtype=x.dtype, device=x.device)
+    if M == 0:
+        return y
+    x = rows_of_x(x, 8)
+    scales, zeros, bias = companions(p, bias, x.dtype)
+    s = p.scheme
+    facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)
+    kernel, cut = _prepared(*facts, *_numbers(config))
+    kernel(
+        *cut.grid,
+        cut.smem,
+        p.words.data_ptr(),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        x.data_ptr(),
+        y.data_ptr(),
+        M,
+        p.N,
+        x.shape[1],
+        chunks(p.K, s.bits),
+        scales.shape[1],
+        cut.rows,
+        folded,
+    )
+    return y

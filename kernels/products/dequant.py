@@ -1,0 +1,44 @@
+"""dequant: dequantize a slab of rows, multiply by it with the library's dense matmul, next slab. Any device, any M.
+
+The fallback where no fused kernel takes the call (fp16 and fp32 on the CPU, groups of 16 or 48), and the memory bound:
+a slab holds at most SLAB_BYTES of dequantized weights, whatever the layer's size.
+"""
+
+import torch
+
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_packers import bitstream
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.qtensor import QuantizedTensor
+
+SLAB_BYTES = 64 << 20
+
+
+def dequantized_rows(p: PackedWeight, n0: int, n1: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows n0 .. n1 of a rowstream or strided weight as (n1 - n0, K) `dtype`."""
+    s = p.scheme
+    if p.layout == "rowstream":
+        words, scales = p.words[n0:n1], p.scales[n0:n1]
+        zeros = None if p.zeros is None else p.zeros[n0:n1]
+    else:
+        words, scales = p.words[:, n0:n1].t(), p.scales[:, n0:n1].t()
+        zeros = None if p.zeros is None else p.zeros[:, n0:n1].t()
+    return QuantizedTensor(bitstream.unpack(words, s.bits, p.K), scales, zeros, s.bits, s.group_size, s.zero).dequantize(dtype)
+
+
+@register(
+    "dequant",
+    layouts=("rowstream", "strided"),
+    devices=("cpu", "cuda"),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    rank=500,
+)
+def dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+    """x (M, K) -> (M, N): weights rounded once to x's dtype, then torch.nn.functional.linear per slab."""
+    rows = max(1, SLAB_BYTES // (4 * p.K))
+    y = torch.empty(x.shape[0], p.N, dtype=x.dtype, device=x.device)
+    for n0 in range(0, p.N, rows):
+        n1 = min(n0 + rows, p.N)
+        b = None if bias is None else bias[n0:n1].to(x.dtype)
+        y[:, n0:n1] = torch.nn.functional.linear(x, dequantized_rows(p, n0, n1, x.dtype), b)
+    return y

@@ -1,0 +1,24 @@
+"""reference: dequantize the whole weight, multiply in fp32. Truth for every test, on any device and layout.
+
+Chosen only by name or where nothing else can take the call: it reads 4 bytes a weight and holds them all at once.
+"""
+
+import torch
+
+from lowq_kernels.dispatch.registry import LAST_RESORT, Config, register
+from lowq_packers.layouts import LAYOUTS, PackedWeight, unpack
+
+
+@register(
+    "reference",
+    layouts=tuple(LAYOUTS),
+    devices=("cpu", "cuda"),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    rank=LAST_RESORT,
+)
+def reference(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+    """x (M, K) -> (M, N): fp32 throughout, rounded once to x's dtype."""
+    y = x.float() @ unpack(p).dequantize().t()
+    if bias is not None:
+        y += bias.float()
+    return y.to(x.dtype)
