@@ -1,0 +1,47 @@
+// AVX2: half a tile a register. Its multiply-add of bytes saturates at 16 bits, so 8-bit codes go as code - 128, whose
+// sign moves to the digit: 2 * 128 * 127 still fits.
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+struct Isa {
+    using I = __m256i;
+    using F = __m256;
+    static constexpr int LANES = 8, MOST = 2, OFFSET = 128;
+    static I load(const void* p) { return _mm256_loadu_si256((const I*)p); }
+    static I none() { return _mm256_setzero_si256(); }
+    static I eight(I v) { return _mm256_xor_si256(v, _mm256_set1_epi8((char)0x80)); }
+    static I right(I v, int n) { return n ? _mm256_srli_epi32(v, n) : v; }
+    static I left(I v, int n) { return _mm256_slli_epi32(v, n); }
+    static I masked(I v, int m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
+    static I merged(I low, I high) { return _mm256_or_si256(masked(low, 0x03030303), masked(high, 0x04040404)); }
+    static I add(I a, I b) { return _mm256_add_epi32(a, b); }
+    template <int BITS>
+    static I dot(I sum, I codes, const void* x) {
+        int32_t quad;
+        __builtin_memcpy(&quad, x, 4);
+        I digits = _mm256_set1_epi32(quad);
+        I pairs = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(digits, codes))
+                            : _mm256_maddubs_epi16(codes, digits);
+        return add(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    static F zero() { return _mm256_setzero_ps(); }
+    static F all(float f) { return _mm256_set1_ps(f); }
+    static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+    static F minus(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F times(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F plus_product(F sum, F a, F b) { return _mm256_fmadd_ps(a, b, sum); }
+    static F minus_product(F sum, F a, F b) { return _mm256_fnmadd_ps(a, b, sum); }
+    static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+    static F meta(const void* p, int dtype, size_t at) {
+        if (dtype == 2) return _mm256_loadu_ps((const float*)p + at);
+        __m128i v = _mm_loadu_si128((const __m128i*)((const uint16_t*)p + at));
+        return dtype == 1 ? _mm256_cvtph_ps(v) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(v), 16));
+    }
+};
+}  // namespace
+
+#include "product.h"
+
+void product_avx2(const Args& a) { product(a); }
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }

@@ -1,0 +1,49 @@
+// AVX-512 with VNNI: a tile's 16 rows are one register, one instruction multiplies 64 codes.
+#include <immintrin.h>
+#include <stdint.h>
+
+namespace {
+struct Isa {
+    using I = __m512i;
+    using F = __m512;
+    static constexpr int LANES = 16, MOST = 8, OFFSET = 0;
+    static I load(const void* p) { return _mm512_loadu_si512(p); }
+    static I none() { return _mm512_setzero_si512(); }
+    static I eight(I v) { return v; }
+    static I right(I v, int n) { return n ? _mm512_srli_epi32(v, n) : v; }
+    static I left(I v, int n) { return _mm512_slli_epi32(v, n); }
+    static I masked(I v, int m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
+    static I merged(I low, I high) {  // bits 0 and 1 of each byte from low, 2 from high
+        I v = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi32(0x03030303), 0xe4);
+        return masked(v, 0x07070707);
+    }
+    static I add(I a, I b) { return _mm512_add_epi32(a, b); }
+    template <int BITS>
+    static I dot(I sum, I codes, const void* x) {
+        int32_t quad;
+        __builtin_memcpy(&quad, x, 4);
+        return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(quad));
+    }
+    static F zero() { return _mm512_setzero_ps(); }
+    static F all(float f) { return _mm512_set1_ps(f); }
+    static F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+    static F minus(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F times(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F plus_product(F sum, F a, F b) { return _mm512_fmadd_ps(a, b, sum); }
+    static F minus_product(F sum, F a, F b) { return _mm512_fnmadd_ps(a, b, sum); }
+    static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    static F meta(const void* p, int dtype, size_t at) {
+        if (dtype == 2) return _mm512_loadu_ps((const float*)p + at);
+        __m256i v = _mm256_loadu_si256((const __m256i*)((const uint16_t*)p + at));
+        return dtype == 1 ? _mm512_cvtph_ps(v) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+    }
+};
+}  // namespace
+
+#include "product.h"
+
+void product_avx512(const Args& a) { product(a); }
+bool has_avx512() {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");
+}

@@ -1,0 +1,103 @@
+"""The C++ of this folder as a shared library: built at the first use by the C++ compiler that is here, kept in the cache.
+
+One library holds every instruction set of the machine's kind, each in its own translation unit with its own flags; which
+one runs is asked of the CPU. $CXX names the compiler, else c++, g++ or clang++. Where none is, or it fails, or it has
+no OpenMP, `library` is None, `why_not` says so, and torch's own products stay. LOWQ_CPU_ISA=avx2 forces an instruction set,
+LOWQ_CPU_ISA=off none. The library's OpenMP is the one that torch has loaded already: the same threads.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden")
+X86 = {
+    "api.cpp": (),
+    "avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mf16c", "-mfma"),
+    "avx2.cpp": ("-mavx2", "-mf16c", "-mfma"),
+}
+ARM = {"api.cpp": (), "neon.cpp": ("-march=armv8.2-a+dotprod+fp16",)}
+UNITS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
+BUILD_SECONDS = 300
+
+
+def compiler() -> str | None:
+    """The C++ compiler to use, or None."""
+    return next((found for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (found := shutil.which(name))), None)
+
+
+def cache_dir() -> Path:
+    """Where built libraries are kept. Raises RuntimeError for a user of no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowq" / "cpu"
+
+
+def build(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...] = ()) -> Path:
+    """The library, from `folder` if it is there. Raises OSError or CalledProcessError where it cannot be built."""
+    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
+    sources = [p.read_text() for p in sorted(HERE.iterdir()) if p.suffix in (".cpp", ".h")]
+    key = hashlib.sha256(repr((version, FLAGS, extra, units, sources)).encode()).hexdigest()[:24]
+    path = folder / f"lowq_cpu_{key}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        running = [
+            (subprocess.Popen([*args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), args)
+            for name, flags in units.items()
+            for args in [(cxx, *FLAGS, *extra, *flags, "-c", str(HERE / name), "-o", f"{work}/{name}.o")]
+        ]
+        for process, args in running:
+            log, _ = process.communicate(timeout=BUILD_SECONDS)
+            if process.returncode:
+                raise subprocess.CalledProcessError(process.returncode, args, log)
+        objects = [f"{work}/{name}.o" for name in units]
+        subprocess.run([cxx, "-shared", *FLAGS, *extra, *objects, "-o", f"{work}/done"], check=True, capture_output=True, text=True)
+        os.replace(f"{work}/done", path)  # whole or not at all: two processes may build at once
+    return path
+
+
+@cache
+def _found() -> tuple[ctypes.CDLL | None, int, str]:
+    """(library, number of the instruction set, its name), or (None, 0, why not)."""
+    wanted, units, cxx = os.environ.get("LOWQ_CPU_ISA", ""), UNITS.get(platform.machine().lower()), compiler()
+    if wanted == "off":
+        return None, 0, "LOWQ_CPU_ISA=off"
+    if units is None:
+        return None, 0, f"none are written for {platform.machine()}"
+    if cxx is None:
+        return None, 0, "no C++ compiler is here; install g++ or clang"
+    try:
+        lib = ctypes.CDLL(str(build(cxx, units, cache_dir())))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+        log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
+        return None, 0, f"{cxx} does not build them: {log.splitlines()[0]}"
+    lib.lowq_cpu_set.restype = ctypes.c_char_p
+    here, i, refused = ctypes.c_int(), 0, []
+    while name := lib.lowq_cpu_set(i, ctypes.byref(here)):
+        if here.value and wanted in ("", name.decode()):
+            return lib, i, name.decode()
+        refused.append(name.decode())
+        i += 1
+    return None, 0, f"LOWQ_CPU_ISA={wanted or '(not set)'}: this CPU has none such of {', '.join(refused)}"
+
+
+def library() -> ctypes.CDLL | None:
+    """The library, built on the first call (about 15 s of CPU time), or None."""
+    return _found()[0]
+
+
+def isa() -> tuple[int, str]:
+    """Number and name of the instruction set in use."""
+    return _found()[1:]
+
+
+def why_not() -> str | None:
+    """Why there is no library, or None."""
+    return None if _found()[0] else _found()[2]

@@ -1,0 +1,41 @@
+// NEON with the dot product of bytes (ARMv8.2 dotprod: every Apple, Graviton and Ampere since 2019): a quarter tile a register.
+#include <arm_neon.h>
+#include <stddef.h>
+
+namespace {
+struct Isa {
+    using I = int32x4_t;
+    using F = float32x4_t;
+    static constexpr int LANES = 4, MOST = 8, OFFSET = 128;
+    static I load(const void* p) { return vld1q_s32((const int32_t*)p); }
+    static I none() { return vdupq_n_s32(0); }
+    static I eight(I v) { return veorq_s32(v, vreinterpretq_s32_u8(vdupq_n_u8(0x80))); }
+    static I right(I v, int n) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v), vdupq_n_s32(-n))); }
+    static I left(I v, int n) { return vshlq_s32(v, vdupq_n_s32(n)); }
+    static I masked(I v, int m) { return vandq_s32(v, vdupq_n_s32(m)); }
+    static I merged(I low, I high) { return vorrq_s32(masked(low, 0x03030303), masked(high, 0x04040404)); }
+    static I add(I a, I b) { return vaddq_s32(a, b); }
+    template <int BITS>
+    static I dot(I sum, I codes, const void* x) {
+        I digits = vld1q_dup_s32((const int32_t*)x);
+        return vdotq_s32(sum, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(digits));
+    }
+    static F zero() { return vdupq_n_f32(0); }
+    static F all(float f) { return vdupq_n_f32(f); }
+    static F to_float(I v) { return vcvtq_f32_s32(v); }
+    static F minus(F a, F b) { return vsubq_f32(a, b); }
+    static F times(F a, F b) { return vmulq_f32(a, b); }
+    static F plus_product(F sum, F a, F b) { return vfmaq_f32(sum, a, b); }
+    static F minus_product(F sum, F a, F b) { return vfmsq_f32(sum, a, b); }
+    static void store(float* p, F v) { vst1q_f32(p, v); }
+    static F meta(const void* p, int dtype, size_t at) {
+        if (dtype == 2) return vld1q_f32((const float*)p + at);
+        uint16x4_t v = vld1_u16((const uint16_t*)p + at);
+        return dtype == 1 ? vcvt_f32_f16(vreinterpret_f16_u16(v)) : vreinterpretq_f32_u32(vshll_n_u16(v, 16));
+    }
+};
+}  // namespace
+
+#include "product.h"
+
+void product_neon(const Args& a) { product(a); }

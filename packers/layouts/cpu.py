@@ -1,0 +1,106 @@
+"""cpu: rows interleaved for a CPU's registers. One load of 16 words holds the same codes of 16 rows.
+
+Rows come in tiles of 16, n = 16*t + r; N is padded to whole tiles, K to whole chunks of 32 codes, both with code 0.
+words (T, C*bits*16) int32, T = N'/16, C = K'/32: [chunk][word of the row's chunk][r 16].
+  8, 4, 2, 1 bits: the words of rowstream, so that packing is a transpose of words.
+  3 bits: words 0 and 1 hold code & 3 of codes 0..15 and 16..31 as at 2 bits; bit 4*w + i of byte b of word 2 is
+          code >> 2 of code 16*w + 4*b + i.
+Four codes that a dot product takes at once lie in the four bytes of a word, at the same shift.
+scales, zeros (T, G, 16); padded rows hold 0.
+"""
+
+import torch
+from torch.nn.functional import pad
+
+from lowq_packers import bitstream
+from lowq_packers.layouts import Layout, PackedWeight, register
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+ROWS = 16  # of a tile
+CHUNK = 32  # codes of a row that fill whole words at every width
+
+
+def chunks(K: int) -> int:
+    """C: chunks of a row of K codes."""
+    return -(-K // CHUNK)
+
+
+def _why_not(scheme: Scheme, N: int, K: int) -> str | None:
+    if scheme.group_size % CHUNK and scheme.group_size != K:
+        return f"groups are multiples of {CHUNK} or whole rows, not {scheme.group_size}"
+    return None
+
+
+def _tiles(t: torch.Tensor) -> torch.Tensor:
+    """(N, X) -> (T, X, 16), rows padded with 0."""
+    t = pad(t, (0, 0, 0, -t.shape[0] % ROWS)) if t.shape[0] % ROWS else t
+    return t.reshape(-1, ROWS, t.shape[1]).transpose(1, 2).contiguous()
+
+
+def _rows(t: torch.Tensor, N: int) -> torch.Tensor:
+    """Inverse of `_tiles`."""
+    return t.transpose(1, 2).reshape(-1, t.shape[1])[:N].contiguous()
+
+
+def _high_order(codes: torch.Tensor) -> torch.Tensor:
+    """(N, K') codes as the third word of a 3-bit chunk takes them: place 8*b + 4*w + i from 16*w + 4*b + i."""
+    return codes.reshape(codes.shape[0], -1, 2, 4, 4).transpose(2, 3).reshape(codes.shape)
+
+
+def _row_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """(N, K') codes -> (N, C*bits) words of each row."""
+    if bits != 3:
+        return bitstream.pack(codes, bits)
+    N = codes.shape[0]
+    low = bitstream.pack(codes & 3, 2).reshape(N, -1, 2)
+    high = bitstream.pack(_high_order(codes >> 2), 1).reshape(N, -1, 1)
+    return torch.cat([low, high], 2).reshape(N, -1)
+
+
+def _row_codes(words: torch.Tensor, bits: int, K: int) -> torch.Tensor:
+    """Inverse of `_row_words`, cut to K codes."""
+    N, wide = words.shape[0], chunks(K) * CHUNK
+    if bits != 3:
+        return bitstream.unpack(words, bits, K)
+    split = words.reshape(N, -1, 3)
+    low = bitstream.unpack(split[..., :2].reshape(N, -1), 2, wide)
+    high = bitstream.unpack(split[..., 2].contiguous(), 1, wide)
+    high = high.reshape(N, -1, 4, 2, 4).transpose(2, 3).reshape(N, wide)
+    return (low | high << 2)[:, :K].contiguous()
+
+
+def _packed(row_words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, s: Scheme, N: int, K: int) -> PackedWeight:
+    words = _tiles(row_words)
+    return PackedWeight(
+        words.reshape(words.shape[0], -1), _tiles(scales), None if zeros is None else _tiles(zeros), s, N, K, "cpu"
+    )
+
+
+def _pack(q: QuantizedTensor) -> PackedWeight:
+    N, K = q.shape
+    return _packed(_row_words(pad(q.W_q, (0, -K % CHUNK)), q.bits), q.scales, q.zeros, q.scheme, N, K)
+
+
+def _from_rowstream(p: PackedWeight) -> PackedWeight:
+    bits = p.scheme.bits
+    if bits == 3:
+        words = _row_words(bitstream.unpack(p.words, bits, chunks(p.K) * CHUNK), bits)
+    else:
+        words = pad(p.words, (0, chunks(p.K) * bits - p.words.shape[1]))
+    return _packed(words, p.scales, p.zeros, p.scheme, p.N, p.K)
+
+
+def _unpack(p: PackedWeight) -> QuantizedTensor:
+    s, T = p.scheme, p.words.shape[0]
+    codes = _row_codes(_rows(p.words.reshape(T, -1, ROWS), p.N), s.bits, p.K)
+    zeros = None if p.zeros is None else _rows(p.zeros, p.N)
+    return QuantizedTensor(codes, _rows(p.scales, p.N), zeros, s.bits, s.group_size, s.zero)
+
+
+def _shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    T = -(-N // ROWS)
+    return (T, chunks(K) * scheme.bits * ROWS), (T, scheme.groups(K), ROWS)
+
+
+register(Layout("cpu", _pack, _unpack, _why_not, _from_rowstream, _shapes, ROWS))
