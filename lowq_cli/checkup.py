@@ -108,7 +108,7 @@ def _fp8() -> Check:
 
 
 def _tried(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
-    """Whether the kernel is right on this device, None where it is not for it, and what was found; an error is a finding too."""
+    """Whether the kernel is right on this device, None where it is not for it; and what was found, an error too."""
     try:
         return _try(spec, layout, bits, device)
     except Exception as e:

@@ -1,4 +1,4 @@
-"""lowq doctor on machines that are not this one: devices are asked for first, and an error of one kernel is a row of the table."""
+"""lowq doctor on machines that are not this one: a device is asked for first, an error of one kernel is a row."""
 
 from dataclasses import replace
 
