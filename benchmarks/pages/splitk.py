@@ -1,27 +1,17 @@
-"""docs/splitk.md from measured results, for render.py. No number is typed here.
-
-    python benchmarks/splitk_page.py    draws its pictures
-
-Reads results/h100/: splitk_paper.json (splitk_paper.py), ncu_splitk_1.txt and _8.txt (ncu over `splitk_paper.py --profile`),
-triton_vs_gemlite.json (triton_vs_gemlite.py), bench.json (`lowq bench --json`).
+"""docs/splitk.md, whole. Results: h100/{splitk_paper.json,ncu_splitk_1.txt,ncu_splitk_8.txt} (papers.py splitk; ncu over its
+--profile), h100/triton_vs_gemlite.json.
 """
 
-import json
 import re
 import statistics
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
-from gemv_page import table
 from triton_vs_gemlite import SCHEMES, SHAPES, all_cells
 
 from lowq_cli.tuning import benching
-from lowq_kernels.dispatch.timing import Roofline
+from pages import RESULTS, Row, read
+from pages.gemv import numbers
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "h100"
-IMAGES = ROOT / "docs" / "img"
 LARGE_M = 1024
 RUNS = {"": "2026-11-21 about 04:30", "first": "a run before that"}  # of rows from before the script noted the time
 COUNTERS = (  # ncu's names, and the section where a name occurs twice
@@ -40,7 +30,7 @@ COUNTERS = (  # ncu's names, and the section where a name occurs twice
 
 def counters(name: str) -> list[str]:
     """The values of COUNTERS in one ncu report, the last of a name that occurs in two units."""
-    text = (RESULTS / name).read_text()
+    text = (RESULTS / "h100" / name).read_text()
     found = []
     for counter, _ in COUNTERS:
         values = re.findall(rf"^\s*{re.escape(counter)}\s+(?:\S+\s+)?([\d.,]+)\s*$", text, re.M)
@@ -48,7 +38,7 @@ def counters(name: str) -> list[str]:
     return found
 
 
-def split_table(rows: list[dict[str, Any]], M: int) -> tuple[str, list[float]]:
+def split_table(rows: list[Row], M: int) -> tuple[str, list[float]]:
     """us per split factor and the gain of the best over SPLIT_K = 1, per size."""
     by_size: dict[int, dict[int, float]] = {}
     for r in rows:
@@ -60,42 +50,10 @@ def split_table(rows: list[dict[str, Any]], M: int) -> tuple[str, list[float]]:
         best = min(times, key=lambda s: times[s])
         gains.append(100 * (times[1] / times[best] - 1))
         lines.append([n, *(times.get(s, "") for s in splits), best, f"{gains[-1]:.0f}%"])
-    return table(["N = K", *(f"{s}" for s in splits), "best", "gain"], lines), gains
+    return numbers(["N = K", *splits, "best", "gain"], lines), gains
 
 
-def draw_splits(rows: list[dict[str, Any]], gpu: str) -> None:
-    """Speed-up over SPLIT_K = 1 against the split factor, a line per size, a panel per M."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True, sharey=True)
-    for axis, M in zip(axes, (1, 16), strict=True):
-        sizes = sorted({r["N"] for r in rows})
-        for n in sizes:
-            times = {r["split_k"]: r["us"] for r in rows if r["N"] == n and r["M"] == M}
-            axis.plot(list(times), [times[1] / t for t in times.values()], marker="o", markersize=4, label=f"N = K = {n}")
-        axis.axhline(1, color="grey", linewidth=1)
-        axis.set(xscale="log", xlabel="SPLIT_K", title=f"M = {M}, 4 bits, groups of 128")
-        axis.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("speed-up over SPLIT_K = 1")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(gpu, fontsize=10)
-    figure.savefig(IMAGES / "splitk_h100.png", dpi=130)
-    plt.close(figure)
-
-
-def draw_bench() -> None:
-    """The pictures of `lowq bench --plot`, drawn again from its rows."""
-    data = json.loads((RESULTS / "bench.json").read_text())
-    rows = [benching.Row(**r) for r in data["rows"]]
-    benching.plot(rows, Roofline(data["gpu"], data["read_gbs"], data["tflops"]), IMAGES / "bench_h100.png")
-
-
-def gemlite_table(rows: list[dict[str, Any]]) -> str:
+def gemlite_table(rows: list[Row]) -> str:
     """GemLite's time over ours per scheme, shape and M."""
     Ms = sorted({r["M"] for r in rows})
     cells: dict[tuple[int, int, int, int], dict[int, str]] = {}
@@ -104,10 +62,10 @@ def gemlite_table(rows: list[dict[str, Any]]) -> str:
             ratio = f"{r['us']:.1f} ({r['gemlite_us'] / r['us']:.2f})"
             cells.setdefault((r["bits"], r["group"], r["N"], r["K"]), {})[r["M"]] = ratio
     body = [[f"{b}-bit g{g} {n}x{k}", *(found.get(m, "") for m in Ms)] for (b, g, n, k), found in cells.items()]
-    return table(["", *(f"M={m}" for m in Ms)], body)
+    return numbers(["", *(f"M={m}" for m in Ms)], body)
 
 
-def runs(rows: list[dict[str, Any]]) -> str:
+def runs(rows: list[Row]) -> str:
     """Which run the cells are from, and how many are missing, counted."""
     schemes, shapes = SCHEMES.split(","), [benching.parse_shape(s) for s in SHAPES.split(",")]
     wanted = sum(len(ms) for _, ms in all_cells([(0, 0)] * len(schemes), shapes))
@@ -119,7 +77,7 @@ def runs(rows: list[dict[str, Any]]) -> str:
     return f"{len(rows)} cells are measured{missing}:\n{parts} (UTC); the result file says which run a cell is of."
 
 
-def large_ratios(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], dict[tuple[int, int], float]]:
+def large_ratios(rows: list[Row]) -> dict[tuple[int, int, int], dict[tuple[int, int], float]]:
     """Our time over cuBLAS's from M = 1024 on: (N, K, M) -> (bits, group) -> ratio."""
     found: dict[tuple[int, int, int], dict[tuple[int, int], float]] = {}
     for r in rows:
@@ -128,30 +86,30 @@ def large_ratios(rows: list[dict[str, Any]]) -> dict[tuple[int, int, int], dict[
     return found
 
 
-def median_large(rows: list[dict[str, Any]]) -> str:
+def median_large(rows: list[Row]) -> str:
     """The median of `large_ratios`."""
     return f"{statistics.median(v for found in large_ratios(rows).values() for v in found.values()):.3f}"
 
 
-def large_table(rows: list[dict[str, Any]]) -> str:
+def large_table(rows: list[Row]) -> str:
     """`large_ratios`, a line per shape and M."""
     schemes = sorted({(r["bits"], r["group"]) for r in rows}, reverse=True)
     body = [
         [f"{n}x{k}, M={m}", *(f"{found[s]:.2f}" if s in found else "" for s in schemes)]
         for (n, k, m), found in sorted(large_ratios(rows).items())
     ]
-    return table(["", *(f"{b}-bit g{g}" for b, g in schemes)], body)
+    return numbers(["", *(f"{b}-bit g{g}" for b, g in schemes)], body)
 
 
 def page() -> str:
     """The whole page."""
-    paper = json.loads((RESULTS / "splitk_paper.json").read_text())
-    versus = json.loads((RESULTS / "triton_vs_gemlite.json").read_text())
+    paper = read("h100/splitk_paper.json")
+    versus = read("h100/triton_vs_gemlite.json")
     one, gains_one = split_table(paper["splitk"], 1)
     sixteen, gains_sixteen = split_table(paper["splitk"], 16)
     every = gains_one + gains_sixteen
     names = [f"{c} ({u})" if u else c for c, u in COUNTERS]
-    profile = table(
+    profile = numbers(
         ["M = 16, 4096x4096", "SPLIT_K = 1", "SPLIT_K = 8"],
         list(zip(names, counters("ncu_splitk_1.txt"), counters("ncu_splitk_8.txt"), strict=True)),
     )
@@ -210,7 +168,7 @@ the programs that share a multiprocessor.
 
 Best registered config of each schedule, next to the best split of the tensor-core kernel above (M = 1):
 
-{table(["N = K", *schedules, "gemm_splitk, fixed tile"], gemv_rows)}
+{numbers(["N = K", *schedules, "gemm_splitk, fixed tile"], gemv_rows)}
 
 ## The family against GemLite {versus["gemlite"]}
 
@@ -233,14 +191,3 @@ All kernels competing (the CUDA ones over the `tile` layout win here):
 
 ![lowq bench on an H100](img/bench_h100.png)
 """
-
-
-def main() -> None:
-    """Draw the pictures."""
-    paper = json.loads((RESULTS / "splitk_paper.json").read_text())
-    draw_splits(paper["splitk"], paper["gpu"])
-    draw_bench()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,15 @@
-"""docs/gemv.md from measured results, for render.py. No number is typed here.
-
-Reads results/h100/gemv_paper.json (gemv_paper.py), results/h100/peers.jsonl (FastGEMV's published code on the same GPU) and
-results/published/fastgemv_3090.json (its authors' table).
+"""docs/gemv.md, whole. Results: h100/gemv_paper.json (papers.py gemv), h100/peers.jsonl (FastGEMV's published code on the same
+GPU), published/fastgemv_3090.json (its authors' table).
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-Row = dict[str, Any]
+from pages import Row, read, table
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, numbers to the right."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---:"] * len(header)) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(str(c) for c in row) + " |" for row in rows])
+def numbers(header: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """A table with every column to the right."""
+    return table([f">{h}" for h in header], rows, end="")
 
 
 def only(rows: Sequence[Row], **facts: object) -> Row | None:
@@ -38,14 +31,14 @@ def fastgemv(rows: Sequence[Row], ceiling: float) -> str:
         found += [only(rows, N=n, kernel="tile_mma", bits=b, group=128) for b in (8, 4)]
         body.append([n, *(cell(r, ceiling) for r in found)])
     names = ["cuBLAS fp16", "fp16", "8 bits", "8 bits g128", "4 bits", "4 bits g128", "tile 8 bits g128", "tile 4 bits g128"]
-    return table(["N = K", *names], body)
+    return numbers(["N = K", *names], body)
 
 
 def published(data: Row) -> str:
     """FastGEMV's own table."""
     names = list(dict.fromkeys(r["kernel"] for r in data["rows"]))
     sizes = sorted({r["N"] for r in data["rows"]})
-    return table(
+    return numbers(
         ["N = K", *names], [[n, *(cell(only(data["rows"], N=n, kernel=k), data["peak_gbs"]) for k in names)] for n in sizes]
     )
 
@@ -60,7 +53,7 @@ def their_code(peers: Sequence[Row], ours: Sequence[Row]) -> str:
             b = only(ours, N=n, kernel="gemv_rows", bits=bits, group=n)
             line.append("" if a is None or b is None else f"{a['us']:.1f} / {b['us']:.1f} = {a['us'] / b['us']:.2f}")
         body.append(line)
-    return table(["N = K", "fp16", "8 bits", "4 bits"], body)
+    return numbers(["N = K", "fp16", "8 bits", "4 bits"], body)
 
 
 def speedups(rows: Sequence[Row], data: Row) -> str:
@@ -77,7 +70,7 @@ def speedups(rows: Sequence[Row], data: Row) -> str:
             assert b
             line.append(f"{theirs['us'] / a['us']:.2f} / {base['us'] / b['us']:.2f}")
         body.append(line)
-    return table(["N = K", "fp16", "8 bits", "4 bits"], body)
+    return numbers(["N = K", "fp16", "8 bits", "4 bits"], body)
 
 
 def gemlite(rows: Sequence[Row], cublas: Sequence[Row], ceiling: float) -> str:
@@ -86,15 +79,14 @@ def gemlite(rows: Sequence[Row], cublas: Sequence[Row], ceiling: float) -> str:
     names = list(dict.fromkeys(r["kernel"] for r in rows))
     body = [["cuBLAS fp16", *(cell(only(cublas, N=n, kernel="cublas"), ceiling) for n in sizes)]]
     body += [[k, *(cell(only(rows, N=n, kernel=k), ceiling) for n in sizes)] for k in names]
-    return table(["N = K", *map(str, sizes)], body)
+    return numbers(["N = K", *sizes], body)
 
 
 def page() -> str:
     """The whole page."""
-    paper = json.loads((RESULTS / "h100" / "gemv_paper.json").read_text())
-    theirs = json.loads((RESULTS / "published" / "fastgemv_3090.json").read_text())
-    peers = [json.loads(line) for line in (RESULTS / "h100" / "peers.jsonl").read_text().splitlines()]
-    peers = [r for r in peers if r["peer"] == "fastgemv"]
+    paper = read("h100/gemv_paper.json")
+    theirs = read("published/fastgemv_3090.json")
+    peers = [r for r in read("h100/peers.jsonl") if r["peer"] == "fastgemv"]
     ours = [r for r in paper["rows"] if r["experiment"] == "fastgemv"]
     warp32 = [r for r in paper["rows"] if r["experiment"] == "gemlite"]
     return f"""# The GEMVs of the source systems, measured again

@@ -1,17 +1,14 @@
-"""The tables of docs/formats.md: what other tools make of our exports, and two GPUs beside one."""
+"""docs/formats.md: exports read by other tools, two GPUs beside one. Results: accuracy/interop.json, h200x2/two_gpus.json."""
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-Markdown = Callable[[Any, Any], str]
+from pages import part, read, table, versions
 
 
-def judged(markdown: Markdown) -> str:
+@part
+def judged() -> str:
     """Each export beside the tool that read it; widths of which every matrix was looked at share a line."""
-    report = json.loads((RESULTS / "accuracy" / "interop.json").read_text())
+    report = read("accuracy/interop.json")
     lines, counted = [], dict[tuple[str, ...], list[dict[str, Any]]]()
     for r in report["rows"]:
         zero = f", {r['zero']} zero" if "zero" in r else ""
@@ -31,15 +28,16 @@ def judged(markdown: Markdown) -> str:
         what = "have the shapes and dtypes it expects" if "schema" in reader else "equal, every weight"
         widths = ", ".join(str(r["bits"]) for r in rows)
         lines.append((name, reader, f"{widths}-bit {scheme}", f"{equal} of {all_of} matrices {what}", ""))
-    versions = ", ".join(f"{k} {v}" for k, v in report["versions"].items() if v)
     tokens = max(r.get("tokens", 0) for r in report["rows"])
-    told = f"Model `{report['model']}`, {report['text']}, {tokens:,} tokens; {report['date']}, on a CPU ({versions}).\n\n"
-    return told + markdown(("export", "read by", "scheme", "found", ">ours"), lines)
+    told = f"Model `{report['model']}`, {report['text']}, {tokens:,} tokens; {report['date']}, on a CPU "
+    told += f"({versions(report['versions'])}).\n\n"
+    return told + table(("export", "read by", "scheme", "found", ">ours"), lines)
 
 
-def two_gpus(markdown: Markdown) -> str:
+@part
+def two_gpus() -> str:
     """Quantizing and decoding on two GPUs beside one."""
-    report = json.loads((RESULTS / "h200x2" / "two_gpus.json").read_text())
+    report = read("h200x2/two_gpus.json")
     lines: list[tuple[object, ...]] = []
     alone = 0.0
     for r in report["rows"]:
@@ -60,7 +58,7 @@ def two_gpus(markdown: Markdown) -> str:
             same = sum(a == b for a, b in zip(r["tokens"], r["equal_tokens_in_front"], strict=True))
             text = f"{same} of {len(r['tokens'])} texts of {r['tokens'][0]} tokens the same; logits within "
             lines[-1] = (*lines[-1][:3], f"{text}{r['largest_logit_difference']:.2g} of {r['largest_logit']:.1f}")
-    shape, versions = report["shape"], ", ".join(f"{k} {v}" for k, v in report["versions"].items())
+    shape = report["shape"]
     told = f"Layers of {shape['hidden_size']} x {shape['intermediate_size']}, random weights, files in memory; "
-    told += f"{report['date']}, {report.get('gpu', 'CPU')} ({versions}).\n\n"
-    return told + markdown(("what", ">GPUs", "measured", "compared"), lines)
+    told += f"{report['date']}, {report.get('gpu', 'CPU')} ({versions(report['versions'])}).\n\n"
+    return told + table(("what", ">GPUs", "measured", "compared"), lines)
