@@ -82,16 +82,16 @@ def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> I
     """Perplexity per format and activation mode."""
     from lowq_cli.evaluate.perplexity import measure, measure_modes
     from lowq_cli.interop.foreign import open_decoded
-    from lowq_cli.run import fp8 as fp8_checkpoint
+    from lowq_cli.run.fp8 import make_plan, write
     from lowq_cli.run.pipeline import quantize
 
     plain = measure(model, text, device=device, max_tokens=tokens)
     yield {"format": "unquantized", "none": plain.ppl, "tokens": plain.tokens}
     with tempfile.TemporaryDirectory() as folder:
-        for name, block in fp8_checkpoint.BLOCKS.items():
+        for name, block in fp8.BLOCKS.items():
             out = Path(folder) / name
             with open_decoded(model) as source:
-                fp8_checkpoint.write(source, fp8_checkpoint.make_plan(source, block), out, torch.device(device))
+                write(source, make_plan(source, block), out, torch.device(device))
             yield {"format": f"fp8 {name}"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
         for bits in WIDTHS:
             out = Path(folder) / str(bits)

@@ -166,7 +166,7 @@ def page() -> str:
     behind = s["cells_slower_than_gemlite"]
     older = (  # none of the cells below 1 is of a run that --open made
         "\nThey are older than `triton/gemm_wide`'s ranges of k, which took 10 to 40% off all of them in a run without GemLite"
-        "\n(benchmarks/NOTES.md); the same form takes 1.02 to 1.11 of cuBLAS's time from M = 1024 on."
+        "\n(benchmarks/notes/triton.md); the same form takes 1.02 to 1.11 of cuBLAS's time from M = 1024 on."
         if behind and all(len(r.get("run", "")) < 16 for r in versus["rows"])
         else ""
     )

@@ -126,7 +126,7 @@ def _search(layer: Layer, fold: Fold, x: _Inputs, schemes: Mapping[str, Scheme])
     """The scales (K,) with the least error; None where no scale is best.
 
     The error of each linear counts relative to its output's size, and weights are rounded to the nearest: base model, 3 bits
-    g64, WikiText-2: see benchmarks/NOTES.md.
+    g64, WikiText-2: see benchmarks/notes/accuracy.md.
     """
     mean = (x.size / max(x.tokens, 1)).clamp(min=1e-8)
     if fold.heads:

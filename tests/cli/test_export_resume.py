@@ -20,14 +20,14 @@ SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 KILLED = """
 import os, signal, sys
 from lowq_cli.files import shards
-from lowq_cli.run import pipeline
+from lowq_cli.interop.exporter import export
 shards.SHARD = int(sys.argv[4])
 def progress(percent, name):
     progress.count += 1
     if progress.count == int(sys.argv[5]):
         os.kill(os.getpid(), signal.SIGKILL)
 progress.count = 0
-exporter.export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress)
+export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress)
 """
 
 

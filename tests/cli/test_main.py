@@ -40,7 +40,16 @@ def test_help_is_quick():
 
 @pytest.mark.parametrize("args", [["--help"], ["quantize", "--bitz"], ["quantise"]], ids=" ".join)
 def test_help_and_typos_import_nothing_heavy(args):
-    heavy = {"torch", "transformers", "rich", "lowq_cli.run", "lowq_cli.files", "lowq_cli.interop", "lowq_packers.scheme"}
+    heavy = {
+        "torch",
+        "transformers",
+        "rich",
+        "lowq_cli.plan",
+        "lowq_cli.run",
+        "lowq_cli.files",
+        "lowq_cli.interop",
+        "lowq_packers.scheme",
+    }
     code = f"import sys, lowq_cli.main as m; m._run(); sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code, *args], capture_output=True).returncode == 0
 
