@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from lowq_cli.calibrate.texts import WINDOW, read_utf8, tokenize, window_of, windows
 from lowq_kernels.activations import check_act
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.errors import UsageError
 
-WINDOW = 512
 SAMPLE = Path(__file__).parents[1] / "demo" / "sample.txt"  # 56 kB that the bundled model has not seen
 LOGITS_AT_ONCE = 1 << 26  # fp32 logits held at a time: 256 MB
 Progress = Callable[[int, str], None]
@@ -37,18 +37,6 @@ class Report:
     def ppl_increase_pct(self) -> float | None:
         """How much higher ppl is than the other model's, in percent."""
         return None if self.base_ppl is None else 100 * (self.ppl / self.base_ppl - 1)
-
-
-def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = None) -> torch.Tensor:
-    """(windows, window) from a (T,) sequence of token ids: the first `max_tokens`, the incomplete last window dropped.
-
-    A text shorter than one window is one window of its own length. Raises UsageError for fewer than 2 tokens.
-    """
-    ids = ids[:max_tokens]
-    if ids.numel() < 2 or window < 2:
-        raise UsageError(f"perplexity needs at least 2 tokens, the text has {ids.numel()} and the window {window}")
-    window = min(window, ids.numel())
-    return ids[: ids.numel() // window * window].reshape(-1, window)
 
 
 @torch.inference_mode()
@@ -102,11 +90,6 @@ def evaluate(
     return Report(report.ppl, report.tokens, predicted, report.window, *compared)
 
 
-def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
-    """(T,) token ids of the text, without special tokens added."""
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
-
-
 def read_text(path: Path | str | None) -> str:
     """The text file's contents (UTF-8), or the bundled sample for None. Raises NotFoundError, or UsageError if empty."""
     file = SAMPLE if path is None else Path(path)
@@ -114,16 +97,6 @@ def read_text(path: Path | str | None) -> str:
     if not text.strip():
         raise UsageError(f"the text {file} is empty")
     return text
-
-
-def read_utf8(file: Path, what: str) -> str:
-    """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as e:
-        raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None
-    except OSError as e:
-        raise NotFoundError(f"cannot read the {what} {file}: {e.strerror}") from None
 
 
 def measure(
@@ -144,7 +117,7 @@ def measure(
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
     """
-    from lowq_cli.hf.load import load
+    from lowq_cli.loading import load
 
     loaded, tokenizer = load(model, device=device)
     if act is not None:
@@ -161,7 +134,7 @@ def measure_modes(
 ) -> dict[str, Report]:
     """Activation mode -> `evaluate` on a text, for every mode that the model's layers take. Arguments as of `measure`."""
     from lowq_cli.hf.activations import modes, set_activations
-    from lowq_cli.hf.load import load
+    from lowq_cli.loading import load
 
     loaded, tokenizer = load(model, device=device)
     ids = tokenize(tokenizer, text)
@@ -177,12 +150,6 @@ def perplexity(
 ) -> dict[str, float | int | None]:
     """`measure` as a dict: ppl, tokens, predicted, window, base_ppl, kl, top1_agreement (None where not measured)."""
     return vars(measure(model, text, against, device, max_tokens)).copy()
-
-
-def window_of(model: Any) -> int:
-    """WINDOW, or the model's longest context where that is shorter."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)
 
 
 def _exp(x: float) -> float:

@@ -18,10 +18,10 @@ from torch import nn
 from lowq_cli.files.source import Source
 from lowq_cli.hf.blocks import Blocks, Spot, run
 from lowq_cli.hf.embedding import embed_scale
+from lowq_cli.plan.planner import Candidate
+from lowq_cli.plan.recipe import NOT_CALIBRATED
+from lowq_cli.plan.rows import read_rows
 from lowq_cli.quantizers.gptq import Moments, column_costs
-from lowq_cli.run.planner import Candidate
-from lowq_cli.run.recipe import NOT_CALIBRATED
-from lowq_cli.run.transform import read_rows
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.scheme import Scheme
 

@@ -1,4 +1,4 @@
-"""What calibrated methods read: a text's tokens, in windows of one length."""
+"""What is read to calibrate and to evaluate: a text's tokens, in windows of one length."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from lowq_cli.accuracy.perplexity import read_utf8, tokenize, window_of, windows
 from lowq_cli.state import user_path
 from lowq_packers.errors import NotFoundError, UsageError
 
@@ -63,3 +62,36 @@ def unseen_windows(tokenizer: Any, count: int, rows: int, window: int) -> torch.
     """
     words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
     return words[torch.randint(len(words), (count, window), generator=torch.Generator().manual_seed(0))]
+
+
+def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = None) -> torch.Tensor:
+    """(windows, window) from a (T,) sequence of token ids: the first `max_tokens`, the incomplete last window dropped.
+
+    A text shorter than one window is one window of its own length. Raises UsageError for fewer than 2 tokens.
+    """
+    ids = ids[:max_tokens]
+    if ids.numel() < 2 or window < 2:
+        raise UsageError(f"perplexity needs at least 2 tokens, the text has {ids.numel()} and the window {window}")
+    window = min(window, ids.numel())
+    return ids[: ids.numel() // window * window].reshape(-1, window)
+
+
+def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
+    """(T,) token ids of the text, without special tokens added."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
+def read_utf8(file: Path, what: str) -> str:
+    """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None
+    except OSError as e:
+        raise NotFoundError(f"cannot read the {what} {file}: {e.strerror}") from None
+
+
+def window_of(model: Any) -> int:
+    """WINDOW, or the model's longest context where that is shorter."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)

@@ -19,19 +19,18 @@ import torch
 from safetensors.torch import save
 
 from lowq_cli import quantizers
-from lowq_cli.accuracy import scaling, texts
-from lowq_cli.accuracy.layer_file import load_item, load_notes, load_tensor, save_item
-from lowq_cli.accuracy.learn import learn
-from lowq_cli.accuracy.walk import Hidden, Layer
+from lowq_cli.calibrate import scaling, texts
+from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
+from lowq_cli.calibrate.learn import learn
+from lowq_cli.calibrate.walk import Hidden, Layer
+from lowq_cli.files.atomic import writing
 from lowq_cli.files.safetensors_io import TORCH_NAMES
-from lowq_cli.files.source import Source
+from lowq_cli.files.source import STAGED, Source
 from lowq_cli.hf.structure import FLOATS
-from lowq_cli.quantizers.gptq import SLAB
-from lowq_cli.run.plan import Item, Plan
-from lowq_cli.run.writer import STAGED, writing
+from lowq_cli.plan.plan import Item, Plan
+from lowq_cli.quantizers.gptq import FEW_TOKENS, SLAB
 from lowq_packers.qtensor import QuantizedTensor
 
-FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
 # `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
 # story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
 UNSEEN = 8

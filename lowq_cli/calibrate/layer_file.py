@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lowq_cli.run.plan import Item
+from lowq_cli.plan.plan import Item
 from lowq_packers.errors import DamagedError
 from lowq_packers.qtensor import QuantizedTensor
 

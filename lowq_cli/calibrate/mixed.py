@@ -19,13 +19,12 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing, quantizers
-from lowq_cli.accuracy import sensitivity, texts
-from lowq_cli.accuracy.allocation import Choice, allocate
+from lowq_cli.calibrate import sensitivity, texts
+from lowq_cli.calibrate.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
-from lowq_cli.files.source import Source
-from lowq_cli.run.planner import Candidate, free_candidates, make_plan, scale_dtype
-from lowq_cli.run.recipe import Override, Recipe
-from lowq_cli.run.writer import SENSITIVITY
+from lowq_cli.files.source import SENSITIVITY, Source
+from lowq_cli.plan.planner import Candidate, free_candidates, make_plan, scale_dtype
+from lowq_cli.plan.recipe import Override, Recipe
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
 from lowq_packers.formats import FUSED

@@ -13,21 +13,18 @@ from typing import Any
 
 import torch
 
+from lowq_cli.files.atomic import writing
 from lowq_cli.files.shards import ShardWriter, new_folder, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.hf.structure import roles
 from lowq_cli.interop.foreign import SECTIONS, fetcher
-from lowq_cli.run.budget import peak_rss
-from lowq_cli.run.planner import refuse_quantized
-from lowq_cli.run.recipe import matches
-from lowq_cli.run.writer import writing
+from lowq_cli.memory import peak_rss
+from lowq_cli.plan.planner import refuse_quantized
+from lowq_cli.plan.recipe import matches
 from lowq_packers import fp8
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
-from lowq_packers.fp8 import Block
+from lowq_packers.fp8 import ACT_KEY, BLOCKS, Block
 
-BLOCKS: dict[str, Block] = {"128x128": (128, 128), "256x256": (256, 256)}
-DEFAULT_BLOCK = "128x128"  # what DeepSeek's own checkpoints and every other engine have
-ACT_KEY = "lowq_act"  # in the quantization_config, where activations are not the layout's own "dynamic"
 SLAB = 1 << 24  # weights quantized at a time
 Progress = Callable[[int, str], None]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from lowq_cli.accuracy.orthogonal import Rotation
+from lowq_cli.calibrate.orthogonal import Rotation
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_cli.hf.structure import roles
-from lowq_cli.run.planner import refuse_quantized
+from lowq_cli.plan.planner import refuse_quantized
 from lowq_packers.errors import UnsupportedError
 
 # Pre-norm, RMSNorm times its weight, nothing else on the stream: checked against transformers' code and by tests/cli.

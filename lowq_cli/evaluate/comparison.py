@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing
-from lowq_cli.accuracy.perplexity import evaluate, tokenize, window_of
+from lowq_cli.calibrate.texts import tokenize, window_of
+from lowq_cli.evaluate.perplexity import evaluate
 
 PROMPT_TOKENS = 32  # of the text, to start the timed generation from
 
@@ -41,8 +42,8 @@ def compare(
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: other vocabularies, too short a text.
     """
-    from lowq_cli.files.inspection import inspect_model
-    from lowq_cli.hf.load import load
+    from lowq_cli.interop.inspection import inspect_model
+    from lowq_cli.loading import load
 
     reference: Any = None
     inspected = [inspect_model(name) for name in models]  # what is missing is told before any is measured

@@ -10,10 +10,9 @@ from typing import Any
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
-from lowq_cli.files.source import Source
+from lowq_cli.files.source import REPORT, Source
 from lowq_cli.interop.exporter import exportable
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
-from lowq_cli.run.writer import REPORT
 from lowq_cli.state import user_path
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError

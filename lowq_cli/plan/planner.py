@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from lowq_cli import quantizers
-from lowq_cli.accuracy.calibrate import FEW_TOKENS
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import SINGLE, Source
 from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
-from lowq_cli.run.plan import Cut, Item, Plan, Shard
-from lowq_cli.run.recipe import Group, Keep, Recipe, matches
+from lowq_cli.plan.plan import Cut, Item, Plan, Shard
+from lowq_cli.plan.recipe import Group, Keep, Recipe, matches
+from lowq_cli.quantizers.gptq import FEW_TOKENS
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group

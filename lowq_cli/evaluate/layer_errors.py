@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.accuracy.perplexity import WINDOW, tokenize, window_of, windows
+from lowq_cli.calibrate.texts import WINDOW, tokenize, window_of, windows
 from lowq_packers.errors import UsageError
 
 TOKENS = 8 * WINDOW  # of the text
@@ -33,8 +33,8 @@ def layer_errors(model: str | Path, against: str | Path, text: str, device: str 
 
     Raises UsageError where the two have no layers in common, or the model's space was turned (--rotate); as `lowq.load` too.
     """
-    from lowq_cli.files.inspection import inspect_model
-    from lowq_cli.hf.load import load
+    from lowq_cli.interop.inspection import inspect_model
+    from lowq_cli.loading import load
 
     quantized, tokenizer = load(model, device=device)
     original, _ = load(against, device=device)

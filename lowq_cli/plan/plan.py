@@ -17,7 +17,7 @@ from typing import Any
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
 from lowq_cli.files.source import Source
-from lowq_cli.run.recipe import Recipe
+from lowq_cli.plan.recipe import Recipe
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.interop.sharding import fusion_problems
+from lowq_cli.files.sharding import fusion_problems
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 
 if TYPE_CHECKING:
-    from lowq_cli.run.plan import Plan
+    from lowq_cli.plan.plan import Plan
 
 
 @dataclass(frozen=True)
