@@ -11,6 +11,7 @@ from lowq_kernels.activations import rounded
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.tuning import shipped
 from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.products.cpu import native
 from lowq_packers import fp8
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor
@@ -56,7 +57,9 @@ def _libraries() -> Iterator[Check]:
 
 
 def _devices() -> Iterator[Check]:
-    yield Check("cpu", True, f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}")
+    why = native.why_not()
+    own = f"own kernels with {native.isa()[1]}" if why is None else f"torch's kernels: {why}"
+    yield Check("cpu", True if why is None else None, f"{torch.get_num_threads()} threads, {own}")
     if not torch.cuda.is_available():
         why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         yield Check("gpu", None, f"none ({why}): everything runs on the CPU, slower")

@@ -1,8 +1,8 @@
 """What a kernel is made of, as a hash: a time or a config measured with other code says nothing of today's.
 
 Counted are the module of the launcher, the modules of this package that it imports (but for dispatch and the root's, which
-all kernels share), the CUDA sources that any of them names and what those include; not comments, docstrings or blank lines,
-which change no binary.
+all kernels share), the CUDA and C++ sources that any of them names and what those include; not comments, docstrings or
+blank lines, which change no binary.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 from lowq_kernels.dispatch.registry import kernels
 
 ROOT = Path(__file__).parents[1]
-DEVICE_CODE = {p.name: p for p in sorted(ROOT.rglob("*.cu*"))}  # a flat namespace, as NVRTC has it
+COMPILED = {p.name: p for p in sorted(ROOT.rglob("*.*")) if p.suffix in (".cu", ".cuh", ".cpp", ".h")}  # flat, as NVRTC has it
 
 
 @cache
@@ -45,9 +45,9 @@ def _collect(path: Path, found: dict[str, str]) -> None:
         if not package.startswith("lowq_kernels.dispatch"):
             for module in (package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))):
                 _collect(_path_of(module), found)
-    for name in re.findall(r"""["'](\w+\.cuh?)["']""", text):
-        if name in DEVICE_CODE:
-            _collect(DEVICE_CODE[name], found)
+    for name in re.findall(r"""["'](\w+\.(?:cuh?|cpp|h))["']""", text):
+        if name in COMPILED:
+            _collect(COMPILED[name], found)
 
 
 def code_of(text: str, file: str) -> str:

@@ -70,25 +70,21 @@ def _row_codes(words: torch.Tensor, bits: int, K: int) -> torch.Tensor:
     return (low | high << 2)[:, :K].contiguous()
 
 
-def _packed(row_words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, s: Scheme, N: int, K: int) -> PackedWeight:
-    words = _tiles(row_words)
-    return PackedWeight(
-        words.reshape(words.shape[0], -1), _tiles(scales), None if zeros is None else _tiles(zeros), s, N, K, "cpu"
-    )
+def _packed(row_words: torch.Tensor, like: QuantizedTensor | PackedWeight, N: int, K: int) -> PackedWeight:
+    """From each row's words, and scales and zeros (N, G)."""
+    words, zeros = _tiles(row_words), None if like.zeros is None else _tiles(like.zeros)
+    return PackedWeight(words.reshape(words.shape[0], -1), _tiles(like.scales), zeros, like.scheme, N, K, "cpu")
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
-    N, K = q.shape
-    return _packed(_row_words(pad(q.W_q, (0, -K % CHUNK)), q.bits), q.scales, q.zeros, q.scheme, N, K)
+    return _packed(_row_words(pad(q.W_q, (0, -q.shape[1] % CHUNK)), q.bits), q, *q.shape)
 
 
 def _from_rowstream(p: PackedWeight) -> PackedWeight:
-    bits = p.scheme.bits
+    bits, wide = p.scheme.bits, chunks(p.K) * CHUNK
     if bits == 3:
-        words = _row_words(bitstream.unpack(p.words, bits, chunks(p.K) * CHUNK), bits)
-    else:
-        words = pad(p.words, (0, chunks(p.K) * bits - p.words.shape[1]))
-    return _packed(words, p.scales, p.zeros, p.scheme, p.N, p.K)
+        return _packed(_row_words(bitstream.unpack(p.words, bits, wide), bits), p, p.N, p.K)
+    return _packed(pad(p.words, (0, wide * bits // 32 - p.words.shape[1])), p, p.N, p.K)
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:

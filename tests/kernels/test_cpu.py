@@ -8,6 +8,7 @@ import torch
 from lowq_kernels.dispatch import registry
 from lowq_kernels.modules import linear, ops
 from lowq_kernels.modules.linear import QuantLinear, best_layout
+from lowq_kernels.products.cpu import native
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor
@@ -85,7 +86,16 @@ def test_quant_linear(bits, dtype):
     assert error(y.reshape(6, 50), truth_of(x.reshape(6, 128), q, bias.to(dtype))) < TOLERANCE[dtype]
 
 
-def test_bf16_on_the_cpu_takes_torchs_int4_kernel():
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """A machine on which own kernels cannot be built."""
+    monkeypatch.setattr(native, "_found", lambda: (None, 0, "no C++ compiler is here"))
+    registry.forget_choices()
+    yield
+    registry.forget_choices()
+
+
+def test_bf16_on_a_cpu_without_a_compiler_takes_torchs_int4_kernel(no_compiler):
     lin = QuantLinear.from_quantized(make(64, 128, 64, 4, "float", torch.bfloat16), dtype=torch.bfloat16)
     assert lin.layout == "cpu_int4"
     assert registry.select(registry.Call.of(torch.zeros(1, 128, dtype=torch.bfloat16), lin.packed))[0].name == "cpu/int4"
@@ -125,7 +135,7 @@ def test_deepcopy_and_dtype_change_keep_the_weight():
     assert error(half(x.bfloat16()), truth_of(x, q)) < 2 * TOLERANCE[torch.bfloat16]
 
 
-def test_a_dtype_change_leaves_what_torchs_kernel_reads():
+def test_a_dtype_change_leaves_what_torchs_kernel_reads(no_compiler):
     q = make(32, 64, 32, 4, "float", torch.bfloat16)
     lin = QuantLinear.from_quantized(q, dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
@@ -209,7 +219,7 @@ def test_no_kernel_lists_every_reason():
         registry.select(call)
 
 
-def test_best_layout_prefers_disk_order_only_when_nothing_reads_better():
+def test_best_layout_prefers_disk_order_only_when_nothing_reads_better(no_compiler):
     cpu = torch.device("cpu")
     assert best_layout(Scheme(4, 64), 64, 128, torch.bfloat16, cpu) == "cpu_int4"
     assert best_layout(Scheme(4, 16), 64, 128, torch.bfloat16, cpu) == "rowstream"

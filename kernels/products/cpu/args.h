@@ -3,7 +3,11 @@
 #include <cstdint>
 
 enum { BF16, FP16, FP32 };
+#ifdef __aarch64__
+typedef __fp16 Half;  // g++ knows _Float16 there from version 13 on
+#else
 typedef _Float16 Half;
+#endif
 constexpr int AHEAD = 2048;  // bytes that weights are asked for ahead of their use
 
 struct Args {

@@ -30,7 +30,8 @@ BUILD_SECONDS = 300
 
 def compiler() -> str | None:
     """The C++ compiler to use, or None."""
-    return next((found for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name and (found := shutil.which(name))), None)
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def cache_dir() -> Path:
@@ -58,7 +59,8 @@ def build(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tupl
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, args, log)
         objects = [f"{work}/{name}.o" for name in units]
-        subprocess.run([cxx, "-shared", *FLAGS, *extra, *objects, "-o", f"{work}/done"], check=True, capture_output=True, text=True)
+        link = [cxx, "-shared", *FLAGS, *extra, *objects, "-o", f"{work}/done"]
+        subprocess.run(link, check=True, capture_output=True, text=True)
         os.replace(f"{work}/done", path)  # whole or not at all: two processes may build at once
     return path
 
@@ -78,14 +80,26 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
     except (OSError, RuntimeError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
         return None, 0, f"{cxx} does not build them: {log.splitlines()[0]}"
+    found = _sets(lib)
+    for i, (name, here) in enumerate(found):
+        if here and wanted in ("", name):
+            return lib, i, name
+    names = ", ".join(name for name, _ in found)
+    return None, 0, f"LOWQ_CPU_ISA={wanted} is none that this CPU has of {names}" if wanted else f"this CPU has none of {names}"
+
+
+def _sets(lib: ctypes.CDLL) -> list[tuple[str, bool]]:
     lib.lowq_cpu_set.restype = ctypes.c_char_p
-    here, i, refused = ctypes.c_int(), 0, []
-    while name := lib.lowq_cpu_set(i, ctypes.byref(here)):
-        if here.value and wanted in ("", name.decode()):
-            return lib, i, name.decode()
-        refused.append(name.decode())
-        i += 1
-    return None, 0, f"LOWQ_CPU_ISA={wanted or '(not set)'}: this CPU has none such of {', '.join(refused)}"
+    here, found = ctypes.c_int(), list[tuple[str, bool]]()
+    while name := lib.lowq_cpu_set(len(found), ctypes.byref(here)):
+        found.append((name.decode(), bool(here.value)))
+    return found
+
+
+def sets() -> list[tuple[str, bool]]:
+    """The instruction sets that the library has code for, best first, and whether this CPU has them."""
+    lib = library()
+    return _sets(lib) if lib else []
 
 
 def library() -> ctypes.CDLL | None:

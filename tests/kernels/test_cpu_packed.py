@@ -1,0 +1,168 @@
+"""cpu/packed: own C++ products on every instruction set that this CPU has, against the definition in fp64."""
+
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from lowq_kernels.dispatch import registry
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.products.cpu import native, packed
+from lowq_packers.layouts import pack, repack, unpack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import BITS, ZERO_KINDS
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+SHAPES = [(33, 64, 32), (80, 384, 128), (64, 256, 256), (95, 96, 96), (17, 30, 30), (1, 100, 100), (48, 320, 64)]  # N K group
+ROWS = (1, 2, 3, 5, 8, 9, 13, 19)  # M: every block of rows and what is left over
+SETS = [name for name, here in native.sets() if here]
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not built: {native.why_not()}")
+
+
+def make(N, K, group, bits, zero="float", dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(N + K + bits)
+    W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)
+    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
+    zeros = torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)
+    zeros = None if zero == "none" else (zeros.round() if zero == "int" else zeros).to(dtype)
+    return QuantizedTensor(W_q, scales, zeros, bits, group, zero)
+
+
+def rows(M, K, dtype=torch.bfloat16, seed=0):
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def error(y, truth):
+    return float((y.double() - truth).norm() / truth.norm())
+
+
+@pytest.fixture(params=SETS)
+def isa(request, monkeypatch):
+    """One instruction set after the other, and outputs that hold NaN until they are written."""
+    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
+    native._found.cache_clear()
+    monkeypatch.setattr(packed.torch, "empty", lambda *shape, **kind: torch.full(shape, float("nan"), **kind))
+    yield request.param
+    native._found.cache_clear()
+
+
+@pytest.mark.parametrize("zero", ZERO_KINDS)
+@pytest.mark.parametrize("bits", BITS)
+def test_products_against_the_definition(isa, bits, zero):
+    assert native.isa()[1] == isa
+    for N, K, group in SHAPES:
+        for dtype in TOLERANCE:
+            q = make(N, K, group, bits, zero, dtype)
+            p, bias = pack(q, "cpu"), rows(1, N, dtype)[0]
+            for M in ROWS:
+                x = rows(M, K, dtype, M)
+                y = packed.packed(x, p, bias, {})
+                truth = x.double() @ q.dequantize().double().t() + bias.double()
+                assert y.shape == (M, N)
+                assert error(y, truth) < TOLERANCE[dtype] / 2, (N, K, group, dtype, M)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_row_does_not_depend_on_its_batch_or_on_threads(isa, bits):
+    p, x = pack(make(80, 384, 128, bits), "cpu"), rows(19, 384)
+    whole, threads = packed.packed(x, p, None, {}), torch.get_num_threads()
+    try:
+        for n in (1, 2, 5):
+            torch.set_num_threads(n)
+            assert torch.equal(packed.packed(x, p, None, {}), whole)
+            for M in ROWS:
+                assert torch.equal(packed.packed(x[:M], p, None, {}), whole[:M])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_activations_of_every_size_keep_their_digits(isa, bits):
+    """A block's largest decides its scale alone: tiny blocks beside huge ones, and one outlier of 64 times the rest."""
+    q = make(40, 256, 32, bits)
+    x = rows(3, 256)
+    x[:, :64] *= 1e30
+    x[:, 64:128] *= 1e-25
+    p, truth = pack(q, "cpu"), x.double() @ q.dequantize().double().t()
+    assert error(packed.packed(x, p, None, {}), truth) < 4e-3
+    x[:, :64] = 0
+    x[:, 130] = 64
+    truth = x.double() @ q.dequantize().double().t()
+    assert error(packed.packed(x, p, None, {}), truth) < 4e-3
+
+
+def test_what_is_no_number_stays_none_and_stays_in_its_row(isa):
+    q = make(40, 256, 32, 4)
+    p, x = pack(q, "cpu"), rows(4, 256)
+    clean = packed.packed(x, p, None, {})
+    x[1, 7], x[2, 200] = float("inf"), float("nan")
+    y = packed.packed(x, p, None, {})
+    assert y[1:3].isnan().all()
+    assert torch.equal(y[[0, 3]], clean[[0, 3]])
+    assert (packed.packed(torch.zeros_like(x), p, None, {}) == 0).all()
+    assert packed.packed(x[:0], p, None, {}).shape == (0, 40)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_one_wrong_code_is_seen(isa, bits):
+    q = make(32, 64, 32, bits)
+    wrong = q.W_q.clone()
+    wrong[3, 5] ^= 1 << (bits - 1)
+    p = pack(QuantizedTensor(wrong, q.scales, q.zeros, bits, 32), "cpu")
+    x = torch.zeros(1, 64).bfloat16()
+    x[0, 5] = 1
+    y, truth = packed.packed(x, p, None, {}), x.double() @ q.dequantize().double().t()
+    half_of_it = q.scales[:, 0].double() * 2 ** (bits - 2)
+    assert [n for n in range(32) if abs(y[0, n] - truth[0, n]) > half_of_it[n]] == [3]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_layout_gives_back_what_it_was_given(bits):
+    for N, K, group in SHAPES:
+        q = make(N, K, group, bits)
+        p = pack(q, "cpu")
+        back, moved = unpack(p), repack(pack(q), "cpu")
+        assert all(torch.equal(getattr(back, name), getattr(q, name)) for name in ("W_q", "scales", "zeros"))
+        assert all(torch.equal(getattr(moved, name), getattr(p, name)) for name in ("words", "scales", "zeros"))
+
+
+def test_it_is_chosen_wherever_it_can_be():
+    for dtype in TOLERANCE:
+        lin = QuantLinear.from_quantized(make(64, 128, 64, 3, dtype=dtype), dtype=dtype)
+        assert lin.layout == "cpu"
+        assert registry.select(registry.Call.of(rows(5, 128, dtype), lin.packed))[0].name == "cpu/packed"
+    assert QuantLinear.from_quantized(make(64, 96, 48, 4), dtype=torch.bfloat16).layout != "cpu"
+
+
+def test_where_no_compiler_is_the_reason_says_so(monkeypatch):
+    p, x = pack(make(32, 64, 32, 4), "cpu"), rows(1, 64)
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    native._found.cache_clear()
+    try:
+        refusal = registry.refusals(registry.Call.of(x, p))["cpu/packed"]
+        assert refusal == "own CPU kernels are not in use: no C++ compiler is here; install g++ or clang"
+    finally:
+        native._found.cache_clear()
+
+
+def test_a_compiler_that_fails_is_named_with_its_first_line(tmp_path, monkeypatch):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\n[ $1 = --version ] && exit 0\necho 'cannot find omp.h' >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._found.cache_clear()
+    try:
+        assert native.why_not() == f"{broken} does not build them: cannot find omp.h"
+    finally:
+        native._found.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="no cross compiler for aarch64 is installed")
+def test_neon_compiles(tmp_path):
+    for name, flags in native.ARM.items():
+        command = ["aarch64-linux-gnu-g++", *native.FLAGS, *flags, "-c", str(native.HERE / name), "-o", str(tmp_path / name)]
+        subprocess.run(command, check=True)
