@@ -53,7 +53,7 @@ def quantize(
         str | None, typer.Option(metavar="FILE.png", help="With --bpw or --size: draw the width of every layer.")
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Order of the words in the files: auto (rowstream), or tile for CUDA.")
+        str | None, typer.Option(help="Order of the words in the files: auto (rowstream), tile for CUDA, or cpu.")
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep.")

@@ -7,7 +7,7 @@
 Keys of `tensors` are checkpoint names without ".weight". `activations` ("int8", "fp8"), where it is there, says how
 layers round their inputs, per token, at run time. "*" stands for one component of a name; an exact name wins over
 a pattern, and a pattern with fewer stars over one with more. Tensors that no key matches are not quantized. `layout` is
-the order of the words in the files: rowstream, or tile (schemes named w4g64_tile), which CUDA kernels read as it is.
+the order of the words in the files: rowstream, or tile or cpu (schemes named w4g64_tile), which kernels read as it is.
 """
 
 from collections import defaultdict

@@ -155,8 +155,9 @@ def _lowq(folder: Path, name: str) -> Inspection:
         else:
             rows.append(_kept(t.name, found.source.headers[t.name], kind))
     notes: tuple[str, ...] = () if known else (f"no {REPORT}: errors of the tensors are not known",)
-    if tiled := sum(t.layout != DISK for t in found.tensors):
-        notes += (f"{tiled} of {len(found.schemes)} packed matrices are stored in layout tile: as CUDA kernels read them",)
+    for layout in sorted({t.layout for t in found.tensors} - {DISK}):
+        n = sum(t.layout == layout for t in found.tensors)
+        notes += (f"{n} of {len(found.schemes)} packed matrices are stored in layout {layout}: as kernels read them",)
     act = found.config["quantization_config"].get("activations", "none")
     if act != "none":
         notes += (f"linear layers round their inputs to {act} while running",)

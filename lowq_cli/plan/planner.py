@@ -286,7 +286,7 @@ def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str, shar
     """The item of a matrix that gets a scheme. shared: parameters of the model that several matrices are parts of."""
     scheme = verdict.scheme
     assert scheme is not None, c.name  # parts of one tensor agree: _check_targets
-    layout, why = _layout(c, recipe, shared)
+    layout, why = _layout(c, scheme, recipe, shared)
     shapes = stored(layout).shapes
     assert shapes
     of_words, of_scales = shapes(scheme, *c.shape)
@@ -298,7 +298,7 @@ def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str, shar
     return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
 
 
-def _layout(c: Candidate, recipe: Recipe, shared: Collection[str]) -> tuple[str, str]:
+def _layout(c: Candidate, scheme: Scheme, recipe: Recipe, shared: Collection[str]) -> tuple[str, str]:
     """The layout that a matrix is stored in, and why it is not the recipe's."""
     asked = DISK if recipe.layout == "auto" else recipe.layout
     step = stored(asked).row_step
@@ -306,7 +306,8 @@ def _layout(c: Candidate, recipe: Recipe, shared: Collection[str]) -> tuple[str,
         return asked, ""
     if c.kind in ("embedding", "expert") or c.target in shared:
         return DISK, f"stored in {DISK}: {asked} is for linear layers of their own"
-    return (DISK, f"stored in {DISK}: N={c.shape[0]} is no multiple of {step}") if c.shape[0] % step else (asked, "")
+    why = stored(asked).why_not(scheme, *c.shape) or (f"N={c.shape[0]} is no multiple of {step}" if c.shape[0] % step else "")
+    return (DISK, f"stored in {DISK}: {why}") if why else (asked, "")
 
 
 def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) -> Item:

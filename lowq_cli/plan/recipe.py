@@ -38,7 +38,7 @@ NOT_CALIBRATED = ("head", "embedding", "router")
 # head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers or 2 GB of 2-bit ones. A tied head is the embedding:
 # quantized apart it would make the model larger.
 HEAD_BITS = {2: 4, 4: 8}
-LAYOUTS = ("auto", "rowstream", "tile")  # what files may hold
+LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # what files may hold
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Recipe:
         method: a file of `quantizers`, or "auto": each width's measured winner.
         zero: kind of zero.
         layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; "tile" is what
-            CUDA kernels read as it is (embeddings, experts and odd row counts stay rowstream).
+            CUDA kernels read as it is, "cpu" what CPU kernels do (embeddings, experts and odd row counts stay rowstream).
         lm_head: bits of the output head, or "keep"; "auto" is 8 beside 4 and 3 bits, 4 beside fewer, none if tied.
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 
+from lowq_kernels.activations import int8_rows
 from lowq_kernels.dispatch import registry
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import native, packed
@@ -62,6 +63,18 @@ def test_products_against_the_definition(isa, bits, zero):
                 truth = x.double() @ q.dequantize().double().t() + bias.double()
                 assert y.shape == (M, N)
                 assert error(y, truth) < TOLERANCE[dtype] / 2, (N, K, group, dtype, M)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_rows_rounded_to_8_bits_against_the_definition(isa, bits):
+    for N, K, group in SHAPES:
+        q = make(N, K, group, bits)
+        p, bias = pack(q, "cpu"), rows(1, N)[0]
+        for M in ROWS:
+            x = rows(M, K, seed=M)
+            digits, scales = int8_rows(x)
+            truth = digits.double() * scales.double() @ q.dequantize().double().t() + bias.double()
+            assert error(packed.packed_int8(x, p, bias, {}), truth) < 6e-3, (N, K, group, M)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -133,6 +146,8 @@ def test_it_is_chosen_wherever_it_can_be():
         lin = QuantLinear.from_quantized(make(64, 128, 64, 3, dtype=dtype), dtype=dtype)
         assert lin.layout == "cpu"
         assert registry.select(registry.Call.of(rows(5, 128, dtype), lin.packed))[0].name == "cpu/packed"
+    lin.set_act("int8")
+    assert registry.select(registry.Call.of(rows(5, 128, dtype), lin.packed, "int8"))[0].name == "cpu/packed_int8"
     assert QuantLinear.from_quantized(make(64, 96, 48, 4), dtype=torch.bfloat16).layout != "cpu"
 
 

@@ -14,6 +14,7 @@ struct Args {
     const void* x;         // (M, K) `dtype`
     const int32_t* words;  // layout `cpu`
     const void *scales, *zeros, *bias;  // `meta`; zeros and bias may be null
+    const float* most;     // (M,) the largest |x| of each row, for one digit
     void* y;               // (M, N) `dtype`
     int32_t M, N, K, bits, group, groups, chunks;
     int32_t block, blocks;  // k that share a scale of x: 32, 64 or 128, dividing the group

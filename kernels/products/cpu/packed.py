@@ -11,6 +11,7 @@ import torch
 
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.cpu import native
+from lowq_packers import fp8
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.cpu import chunks
 
@@ -22,7 +23,7 @@ class Args(ctypes.Structure):
     """args.h's struct."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "y")]
+        [(name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "most", "y")]
         + [(name, ctypes.c_int32) for name in ("M", "N", "K", "bits", "group", "groups", "chunks")]
         + [(name, ctypes.c_int32) for name in ("block", "blocks", "dtype", "meta", "digits", "threads")]
         + [("mid", ctypes.c_float)]
@@ -36,11 +37,17 @@ def _refuse(call: Call) -> str | None:
 @register("cpu/packed", layouts=("cpu",), devices=("cpu",), refuse=_refuse, rank=5)
 def packed(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) bf16 or fp16 -> (M, N)."""
-    return product(x, p, bias, digits=2)
+    return _product(x, p, bias)
 
 
-def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, digits: int) -> torch.Tensor:
-    """x (M, K), a block of it as integers of `digits` digits of 8 bits, @ dequantize(p)^T + bias -> (M, N)."""
+@register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=_refuse, acts=("int8",), rank=5)
+def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+    """As `packed`, each row of x rounded to 8 bits as `--act int8` says: half the dot products."""
+    return _product(x, p, bias, x.abs().amax(1).float().clamp(min=fp8.LEAST))
+
+
+def _product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, most: torch.Tensor | None = None) -> torch.Tensor:
+    """x (M, K) @ dequantize(p)^T + bias -> (M, N). most (M,): round rows of x to 8 bits between minus it and it."""
     s, M, lib = p.scheme, x.shape[0], native.library()
     assert lib is not None  # `_refuse` promises it
     y = torch.empty(M, p.N, dtype=x.dtype)
@@ -50,8 +57,8 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, digits:
     block = next(b for b in BLOCKS if whole % b == 0)
     if bias is not None:
         bias = bias.to(p.scales.dtype).contiguous()
-    pointers = [None if t is None else t.data_ptr() for t in (x, p.words, p.scales, p.zeros, bias, y)]
+    pointers = [None if t is None else t.data_ptr() for t in (x, p.words, p.scales, p.zeros, bias, most, y)]
     sizes = (M, p.N, p.K, s.bits, whole, s.groups(p.K), chunks(p.K), block, chunks(p.K) * 32 // block)
-    kinds = (DTYPES[x.dtype], DTYPES[p.scales.dtype], digits, torch.get_num_threads())
+    kinds = (DTYPES[x.dtype], DTYPES[p.scales.dtype], 2 if most is None else 1, torch.get_num_threads())
     lib.lowq_cpu_product(native.isa()[0], ctypes.byref(Args(*pointers, *sizes, *kinds, s.mid)))
     return y

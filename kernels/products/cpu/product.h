@@ -69,13 +69,15 @@ struct Rounded {
 
 // One block of one row. Two digits: x ~ scale * (128 h + l), scale a power of two, |128 h + l| < 2^14, so that a bf16 or
 // fp16 within 2^-6 or 2^-3 of the block's largest is exact and any other is off by at most 2^-14 of that.
-// One digit: x ~ scale * h, scale = max / 127. Anything infinite or no number makes the whole block so.
+// One digit: x ~ scale * h, the row's scale = max / 127 as `activations.int8_rows` has it. Anything infinite or no number
+// makes the whole block so.
 template <int BITS, int D>
-inline void round_block(const Args& a, const void* row, int k0, int n, int block, int m, int MB, const Rounded& out) {
+inline void round_block(const Args& a, int row, int block, int m, int MB, const Rounded& out) {
+    const int n = a.block, k0 = block * n;
     alignas(64) float x[128];
     alignas(64) int8_t digit[D][128];
     int have = a.K - k0 < n ? a.K - k0 : n;
-    for (int i = 0; i < have; i++) x[i] = read(row, a.dtype, k0 + i);
+    for (int i = 0; i < have; i++) x[i] = read(a.x, a.dtype, (size_t)row * a.K + k0 + i);
     for (int i = have; i < n; i++) x[i] = 0;
     uint32_t top = 0;
     for (int i = 0; i < n; i++) {
@@ -92,16 +94,15 @@ inline void round_block(const Args& a, const void* row, int k0, int n, int block
         uint32_t e = (top & 0x7f800000), s = e - (13u << 23), r = (254u << 23) - s;
         memcpy(&scale, &s, 4);
         memcpy(&inverse, &r, 4);
-    } else if (amax > 1e-30f) {
-        scale = amax / 127, inverse = 127 / amax;
+    } else if (D == 1) {
+        scale = a.most[row] / 127, inverse = 127 / a.most[row];
     }
     const float most = D == 2 ? 16383.f : 127.f;
     int total = 0;
     for (int i = 0; i < n; i++) {
         float f = x[i] * inverse;
         f = f > most ? most : f < -most ? -most : f;
-        int v = (int)(f + (f < 0 ? -0.5f : 0.5f));
-        if (!(top < 0x7f800000)) v = 0;
+        int v = top < 0x7f800000 ? (int)__builtin_rintf(f) : 0;
         total += v;
         if (D == 2) digit[0][i] = (int8_t)(v / 128), digit[D - 1][i] = (int8_t)(v % 128);
         else digit[0][i] = (int8_t)v;
@@ -214,9 +215,7 @@ struct Product {
 
     void round(long i) const {  // row i / blocks, block i % blocks
         int m = i / a.blocks, b = i % a.blocks, m0 = m / Isa::MOST * Isa::MOST;
-        int MB = rows_at(a.M, m0);
-        const char* x = (const char*)a.x + (size_t)m * a.K * (a.dtype == FP32 ? 4 : 2);
-        round_block<BITS, D>(a, x, b * a.block, a.block, b, m - m0, MB, block(m0));
+        round_block<BITS, D>(a, m, b, m - m0, rows_at(a.M, m0), block(m0));
     }
 
     void tiles(int t0, int t1) const {
