@@ -10,6 +10,7 @@ from lowq_kernels.cuda import nvrtc
 from lowq_kernels.dispatch.registry import Call, kernels
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
+from lowq_kernels.gpu import HOPPER
 from lowq_kernels.products.cuda import tile_wgmma8
 from lowq_packers import fp8
 from lowq_packers.fp8 import FP8, Fp8Matrix
@@ -27,7 +28,7 @@ def compile_share(index: int, of: int, parts: Sequence[str]) -> None:
         for N, K, bits, group, Ms in CODES:
             for act, M in ((a, m) for a in ACTS for m in Ms):
                 spec = kernels()[f"cuda/tile_{act}"]
-                call = Call(M, N, K, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", (9, 0), act)
+                call = Call(M, N, K, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", HOPPER.capability, act)
                 if spec.why_not(call) is None:
                     for c in spec.legal_configs(call):
                         instance = tile_wgmma8.expression(bits, 0, act == "int8", group, True, c)

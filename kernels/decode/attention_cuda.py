@@ -10,12 +10,12 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import attention, launch
 from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.dispatch.registry import capability
 
 PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 CLUSTER = 8  # blocks: what every GPU with clusters allows
@@ -28,7 +28,7 @@ def why_not(B: int, dtype: torch.dtype, device: torch.device, R: int, h: Heads) 
     """The reason B sequences with heads of this shape are not for attend.cu, or ""."""
     if dtype not in TYPES:
         return f"takes fp16 and bf16, not {dtype}"
-    if capability(device) < (9, 0):
+    if gpu.of(gpu.capability(device)).max_cluster < CLUSTER:
         return "clusters need compute capability 9.0"
     if h.D not in (64, 128) or R % 64 or h.HQ // h.HKV > 8:
         return f"takes heads of 64 or 128 with up to 8 queries, not D={h.D}, R={R}, {h.HQ // h.HKV} queries a key head"
@@ -66,7 +66,7 @@ def attend(
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     tile = 64 * h.D  # bytes of 16 slots, k and v; a warp has two on their way
-    wide = S >= LONG and 16 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
+    wide = S >= LONG and 16 * tile + STATIC <= gpu.here(qkv.device.index).smem_block
     warps = 8 if wide else 4
     instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, CLUSTER)
     kernel = _kernel(instance, qkv.device.index, warps, 2 * warps * tile, CLUSTER, launch.enabled)

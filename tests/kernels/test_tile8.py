@@ -83,7 +83,7 @@ def test_emulated(case):
     assert spec.why_not(call) is None, spec.why_not(call)
     assert config in spec.legal_configs(call)
     found = []
-    with emulation.hopper(tile_wgmma8), mock.patch.object(tile_wgmma8, "multiprocessors", return_value=case.sms):
+    with emulation.hopper(tile_wgmma8), emulation.sms(case.sms):
         for order in (1, -1):
             with mock.patch.object(simt.Kernel, "order", order):
                 found.append(spec.launch(x, p, bias, config))

@@ -91,7 +91,7 @@ def test_emulated(case):
     assert SPEC.why_not(call) is None, SPEC.why_not(call)
     assert config in SPEC.legal_configs(call)
     found = []
-    with emulation.hopper(tile_digits, digit_rows), mock.patch.object(tile_digits, "multiprocessors", return_value=case.sms):
+    with emulation.hopper(tile_digits, digit_rows), emulation.sms(case.sms):
         for order in (1, -1):
             with mock.patch.object(simt.Kernel, "order", order):
                 found.append(SPEC.launch(x, p, bias, config))
@@ -135,7 +135,7 @@ def test_the_emulator_notices(good, bad, monkeypatch):
             with mock.patch.object(simt.Kernel, "order", order):
                 check(case, SPEC.launch(x, p, bias, config), ref)
 
-    with emulation.hopper(tile_digits, digit_rows), mock.patch.object(tile_digits, "multiprocessors", return_value=1):
+    with emulation.hopper(tile_digits, digit_rows), emulation.sms(1):
         monkeypatch.setattr(tile_digits, "Kernel", broken)
         x, p, bias, ref = operands(case)
         with pytest.raises(AssertionError):
@@ -163,7 +163,7 @@ def test_compiles_without_spills(bits):
         (2, 192, 16, (9, 0), "groups of 192"),
         (8, 128, 16, (9, 0), "takes 4/3/2/1 bits"),
         (2, 128, 17, (9, 0), "takes M 1 .. 16"),
-        (2, 128, 16, (10, 0), "needs compute capability (9, 0)"),
+        (2, 128, 16, (10, 0), "wgmma is Hopper's"),
     ],
 )
 def test_refuses(bits, group, M, capability, why):

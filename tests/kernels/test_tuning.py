@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.dispatch import measure, registry, sources, tuning
 from lowq_kernels.dispatch.measure import Budget
 from lowq_kernels.dispatch.precompile import MOST_ROWS, Work
@@ -241,7 +242,7 @@ def test_work_is_what_a_launch_needs(M):
 
     def instance(rows, config):
         cut = tile_mma.plan(Call(rows, 4096, 4096, scheme, "tile", torch.float16, "cuda", (9, 0)), config)
-        return cut and tile_mma.expression(4, torch.float16, 128, True, config, cut.MT, cut.copies)
+        return cut and tile_mma.expression(4, torch.float16, 128, True, config, cut.MT, cut.copies, gpu.HOPPER.sms)
 
     asked = Call(M, 4096, 4096, scheme, "tile", torch.float16, "cuda", (9, 0))
     for config in spec.legal_configs(asked):

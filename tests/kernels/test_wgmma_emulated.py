@@ -64,7 +64,7 @@ def drawn():
             dtype, group = rng.choice(tuple(TOLERANCE)), rng.choice((32, 128))
             for bits, (M, N, K, sms) in rng.sample([(b, s) for b in BITS for s in shapes], 20):
                 call = Call(M, N, K, Scheme(bits, group), "tile", dtype, "cuda", (9, 0))
-                with mock.patch.object(tile_wgmma, "multiprocessors", return_value=sms):
+                with emulation.sms(sms):
                     if tile_wgmma._config_refuse(call, c) is None:
                         yield Case(i, bits, dtype, group, "float", M, N, K, sms, i % 2 == 0)
                         break
@@ -96,14 +96,14 @@ def check(case):
     bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
     p, spec, config = pack(q, "tile"), registry.kernels()["cuda/tile_wgmma"], tile_wgmma.CONFIGS[case.config]
     call = dataclasses.replace(Call.of(x, p), device="cuda")
-    with mock.patch.object(tile_wgmma, "multiprocessors", return_value=case.sms):
+    with emulation.sms(case.sms):
         if config not in spec.legal_configs(call):
             pytest.skip(f"{config} does not take this")
     found = []
     for order in (1, -1):
         with (
             mock.patch.object(simt.Kernel, "order", order),
-            mock.patch.object(tile_wgmma, "multiprocessors", return_value=case.sms),
+            emulation.sms(case.sms),
         ):
             found.append(spec.launch(x, p, bias, config))
     ref = x.float() @ q.dequantize().t() + (0 if bias is None else bias.float())

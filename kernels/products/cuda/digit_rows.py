@@ -19,8 +19,7 @@ def rows_of_units(M: int) -> int:
 
 @cache
 def _prepared(T: int, bits: int, device: int) -> Kernel:
-    serialize = torch.cuda.get_device_capability(device) >= (9, 0)
-    return Kernel("digit_rows.cu", f"digit_rows<{T}, {bits}>", device, 128, PARAMETERS, serialize=serialize)
+    return Kernel("digit_rows.cu", f"digit_rows<{T}, {bits}>", device, 128, PARAMETERS, serialize=True)
 
 
 def digit_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

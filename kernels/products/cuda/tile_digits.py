@@ -11,15 +11,14 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import (
-    BESIDE_L1,
-    TWO_BESIDE_L1,
+    SMEM_KEEPING_L1,
     TYPES,
     companions,
     group_argument,
     groups_of_step,
-    multiprocessors,
     rows_of_x,
     share_of_block,
     weight_maps,
@@ -78,7 +77,7 @@ def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[in
 
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
-    of_sm = TWO_BESIDE_L1 if config["BLOCKS"] == 2 and config["WK"] == 1 else BESIDE_L1
+    of_sm = SMEM_KEEPING_L1[2 if config["BLOCKS"] == 2 and config["WK"] == 1 else 1]
     return share_of_block(of_sm, config["BLOCKS"])
 
 
@@ -90,8 +89,8 @@ def expression(M: int, bits: int, T: int, group: int, zeros: bool, config: Confi
 
 
 def _refuse(call: Call) -> str | None:
-    if call.capability != (9, 0):
-        return f"needs compute capability (9, 0), this GPU has {call.capability}"
+    if why := gpu.no_wgmma(call.capability):
+        return why
     group = call.scheme.group_size
     return f"groups of {group}: takes multiples of {SPAN}, or one a row" if group != call.K and group % SPAN else None
 
@@ -121,7 +120,7 @@ def cost(call: Call, config: Config, sms: int) -> float:
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    sms = multiprocessors()
+    sms = gpu.of(call.capability).sms
     return min(legal, key=lambda c: cost(call, c, sms))
 
 
@@ -140,7 +139,6 @@ def _prepared(M: int, bits: int, T: int, group: int, zeros: bool, config: tuple[
     devices=("cuda",),
     bits=(4, 3, 2, 1),
     m_range=(1, 16),
-    min_capability=(9, 0),
     preferred_m=(3, 16),
     prefer=_prefers,
     rank=17,
@@ -164,7 +162,7 @@ def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     tiles, spans = 4 * config["WN"], config["E"] * config["WK"]
     stride = 2 * units.shape[1]
     kernel(
-        min(math.ceil(T / tiles), multiprocessors(x.device.index) * config["BLOCKS"]),
+        min(math.ceil(T / tiles), gpu.here(x.device.index).sms * config["BLOCKS"]),
         1,
         smem,
         tensor_map(digits.data_ptr(), 1, digits.shape[1], 2 * M, digits.shape[1], (SPAN, 2 * M), True),

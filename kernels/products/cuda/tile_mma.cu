@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0>
+template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int LATE, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
@@ -126,7 +126,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         }
     };
     if (warp < steps) load_weights(0, warp);
-    const bool both = UNROLL > 1 && blockIdx.x >= 264;  // past two blocks an SM: the kernel before has ended, x will come at once
+    const bool both = UNROLL > 1 && blockIdx.x >= LATE;  // two blocks an SM ran before: the previous kernel has ended, x is ready
     if (both && warp + WARPS < steps) load_weights(UNROLL - 1, warp + WARPS);
 
     // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart

@@ -13,8 +13,9 @@ from operator import itemgetter
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
-from lowq_kernels.cuda.operands import TYPES, companions, rows_of_x, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES, companions, rows_of_x
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.cuda.tile_mma_rules import BYTES, HALVES, KEYS, RULES, config_of, idle, tiles_of
 from lowq_packers.layouts import PackedWeight
@@ -82,7 +83,7 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
         spans = rows * config["STEP"] // span(call.scheme, call.K)
         buffer = config["STEP"] // 32 * 288 + (spans + 2) // 2 * 16 + rows * config["STEP"] * 2
         smem = warps * max(buffer, nt * 256) + call.M * squares
-        fits = smem <= shared_memory_limit(call.capability) - 1024
+        fits = smem <= gpu.of(call.capability).smem_block - 1024
         return Plan(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
@@ -90,7 +91,7 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
         copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
         ring = config["UNROLL"] * copies * at_once * (2 * config["STEP"] + 16)
         smem = warps * max(ring, nt * MT * 512) + rows * squares
-        if smem <= shared_memory_limit(call.capability) - 1024:
+        if smem <= gpu.of(call.capability).smem_block - 1024:
             return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
         if rows == 1:
             return None
@@ -98,12 +99,13 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
 
 
 def expression(
-    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, fold: int = 0
+    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, sms: int, fold: int = 0
 ) -> str:
-    """The template instance of tile_mma.cu; group 0: one group."""
+    """The template instance of tile_mma.cu for a GPU of so many SMs; group 0: one group."""
     flags = f"{'true' if zeros else 'false'}, {form(dtype, config)}"
     c = config
-    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}" + (f", {fold}" if fold else "")
+    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}, {2 * sms}"
+    tail += f", {fold}" if fold else ""
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
@@ -153,26 +155,25 @@ def _prepared(
 ) -> tuple[Kernel, Plan]:
     """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
     named = config_of(*config)
-    scheme = Scheme(bits, group, zero)
-    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named, fold)
+    scheme, on = Scheme(bits, group, zero), gpu.here(device)
+    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", on.capability), named, fold)
     assert cut is not None  # config_refuse has asked
     one_group = 0 if scheme.groups(K) == 1 else group
-    instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, fold)
+    instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, on.sms, fold)
     return _kernel(instance, device, named["WARPS"]), cut
 
 
 @cache
 def _kernel(instance: str, device: int, warps: int) -> Kernel:
-    capability = torch.cuda.get_device_capability(device)
-    limit = shared_memory_limit(capability) - 1024
-    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, smem=limit, serialize=capability >= (9, 0))
+    on = gpu.here(device)
+    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, on.smem_block - 1024, serialize=on.dependent_launch)
 
 
 @register(
     "cuda/tile_mma",
     layouts=("tile",),
     devices=("cuda",),
-    min_capability=(8, 0),
+    min_capability=gpu.LEAST,
     preferred_m=(1, 128),
     rank=20,
     configs=CONFIGS,

@@ -12,17 +12,15 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.counters import counters
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import (
-    BESIDE_L1,
-    SHARED,
-    TWO_BESIDE_L1,
+    SMEM_KEEPING_L1,
     TYPES,
     companions,
     group_argument,
     groups_of_step,
-    multiprocessors,
     rows_of_x,
     share_of_block,
     weight_maps,
@@ -56,7 +54,6 @@ CONFIGS: tuple[Config, ...] = tuple(
 )
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 6 + (ctypes.c_void_p,) * 2
 MAX_STAGES = 8
-CLUSTERS = {1: 132, 2: 66, 3: 39, 4: 30}  # of so many blocks, one an SM, that an H100 runs at once (132 SMs in uneven groups)
 
 
 def threads(config: Config) -> int:
@@ -67,12 +64,12 @@ def threads(config: Config) -> int:
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
     NB, blocks = config["NB"], config["BLOCKS"]
-    of_sm = SHARED
+    of_sm = gpu.HOPPER.smem_sm
     if blocks == 2 and NB == 16:
-        of_sm = TWO_BESIDE_L1
+        of_sm = SMEM_KEEPING_L1[2]
     # two along K need four stages: with fewer 8 bits at 4096x14336, M = 64, take 30.4 us for 26.8
     elif blocks == 1 and NB <= 64 and (NB, config["WK"]) != (64, 2):
-        of_sm = BESIDE_L1
+        of_sm = SMEM_KEEPING_L1[1]
     return share_of_block(of_sm, blocks)
 
 
@@ -106,8 +103,8 @@ def chunks_of_step(bits: int, group: int, config: Config) -> int:
 
 
 def band(bits: int) -> int:
-    """Rows of W whose tiles run side by side, 64 (8 bits: 32) by two (four) of x on 132 SMs. 8192 rows of 28672x4096 are 33 MB
-    by 8 bits, which L2 does not keep: 328 us for 325 at M = 1024, 1312 for 1297 at 4096."""
+    """Rows of W whose tiles run side by side, 64 (8 bits: 32) by two (four) of x on an H100. 8192 rows of 28672x4096 are 33
+    MB by 8 bits, which L2 does not keep: 328 us for 325 at M = 1024, 1312 for 1297 at 4096."""
     return 4096 if bits == 8 else 8192
 
 
@@ -166,18 +163,14 @@ def schedule(tiles: int, steps: int, config: Config, slots: int) -> tuple[int, i
     return min(tiles, slots), tiles
 
 
-def _refuse(call: Call) -> str | None:
-    # wgmma is not in later architectures: 10.0 and 12.0 have other instructions
-    return None if call.capability == (9, 0) else f"needs compute capability (9, 0), this GPU has {call.capability}"
-
-
 def _config_refuse(call: Call, config: Config) -> str | None:
     bits, s = call.scheme.bits, call.scheme
     group = 0 if s.group_size == call.K else s.group_size
     stages, smem = plan(bits, group, s.zero != "none", config)
     if stages < 2 * config["WK"] or smem > allowed(config):
         return "too much shared memory"
-    steps, tiles, slots = _steps(call.K, bits, group, config), _tiles(call, config), multiprocessors() * config["BLOCKS"]
+    steps, tiles = _steps(call.K, bits, group, config), _tiles(call, config)
+    slots = gpu.of(call.capability).sms * config["BLOCKS"]
     uneven = steps % config["WK"] != 0
     if uneven and config["SPLIT"] == 1 and tiles > slots:
         return "several tiles a block, and steps that the warpgroups along K cannot share evenly"
@@ -192,21 +185,21 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return None
 
 
-def at_once(config: Config, sms: int) -> int:
+def at_once(config: Config, on: gpu.Gpu) -> int:
     """Tiles that run at once: one for each block or cluster. Two blocks an SM double the clusters of two, those of four not."""
     split, blocks = config["SPLIT"], config["BLOCKS"]
-    return sms * blocks if split < 2 else CLUSTERS[split] * sms // 132 * (blocks if split == 2 else 1)
+    return on.sms * blocks if split < 2 else on.clusters[split - 1] * (blocks if split == 2 else 1)
 
 
-def estimate(call: Call, config: Config, sms: int) -> float:
+def estimate(call: Call, config: Config, on: gpu.Gpu) -> float:
     """Microseconds of a call by a model fitted to 94 cells on an H100 (8, 4 and 2 bits, 13 layers) and, between these, to the
     model before it: its pick is within 0.8% of the best in their geometric mean, 7% at worst. A step of 128 k takes a smooth
     maximum of what its parts take: tensor cores, issue slots of dequantising, loads of words and x; nothing beats reading the
     weights once."""
     WN, WK, NB, split, most, bits, M = *(config[k] for k in KEYS), call.scheme.bits, call.M
-    steps, tiles, slots, size = math.ceil(call.K / 128), _tiles(call, config), sms * most, WN * NB / 256
+    steps, tiles, slots, size = math.ceil(call.K / 128), _tiles(call, config), on.sms * most, WN * NB / 256
     blocks = tiles * split if split > 1 else min(tiles if split else tiles * steps, slots)
-    beside = min(most, math.ceil(blocks / sms))  # blocks that do share an SM
+    beside = min(most, math.ceil(blocks / on.sms))  # blocks that do share an SM
     parts = (2.359 * WN * NB, 212.3 * WN, (WN * 1024 * bits + 256 * NB) / 52.89)  # cycles
     step = beside * sum(p**1.51 for p in parts) ** (1 / 1.51) / 1700
     step *= 1.1 if bits == 8 and beside < most else 1  # half of an SM's ring, and stages twice as large: too few in flight
@@ -221,7 +214,7 @@ def estimate(call: Call, config: Config, sms: int) -> float:
         us += 0.963 * size * max(steps / run, 1)
         us += 3.3 if M > NB else 4.24 if most == 1 else 4.67 if WN == 2 else 3.8
     else:
-        us = math.ceil(tiles / max(at_once(config, sms), 1)) * (math.ceil(steps / split) * step + end)
+        us = math.ceil(tiles / max(at_once(config, on), 1)) * (math.ceil(steps / split) * step + end)
         if split > 1:
             us = us * (1.15 if far else 1) + 0.18 * size * split + (3.3 if most == 1 else 2.34 if split == 2 else 1.45)
     us += 2.64 if (WN, most) == (4, 1) and NB <= 32 else 1.3
@@ -245,10 +238,10 @@ def _in_steps(call: Call, config: Config) -> float:
 def _default_config(call: Call, legal: list[Config]) -> Config:
     """By `estimate`, among what it was fitted to; splits only where one round of clusters takes all tiles: 6144 x 4096 at
     M = 1000 takes 85.2 us in three rounds of pairs, 73.4 with its steps shared out."""
-    sms = multiprocessors()
+    on = gpu.of(call.capability)
     known = [c for c in legal if c["BLOCKS"] == 1 or c["NB"] >= call.M]
-    known = [c for c in known or legal if c["SPLIT"] < 2 or _tiles(call, c) <= at_once(c, sms)]
-    return min(known or legal, key=lambda c: estimate(call, c, sms) * _in_steps(call, c))
+    known = [c for c in known or legal if c["SPLIT"] < 2 or _tiles(call, c) <= at_once(c, on)]
+    return min(known or legal, key=lambda c: estimate(call, c, on) * _in_steps(call, c))
 
 
 def _preferred(call: Call) -> bool:
@@ -279,12 +272,11 @@ def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...
     "cuda/tile_wgmma",
     layouts=("tile",),
     devices=("cuda",),
-    min_capability=(9, 0),
     preferred_m=(9, 1 << 62),
     prefer=_preferred,
     rank=18,
     configs=CONFIGS,
-    refuse=_refuse,
+    refuse=lambda call: gpu.no_wgmma(call.capability),
     config_refuse=_config_refuse,
     default_config=_default_config,
 )
@@ -301,7 +293,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     tiles, K = 4 * config["WN"], x.shape[1]
     call_tiles, rows = math.ceil(T / tiles) * math.ceil(M / config["NB"]), rows_of_tile(M, config["NB"])
     steps = _steps(p.K, bits, group, config)
-    blocks, whole = schedule(call_tiles, steps, config, multiprocessors(x.device.index) * config["BLOCKS"])
+    blocks, whole = schedule(call_tiles, steps, config, gpu.here(x.device.index).sms * config["BLOCKS"])
     partials = flags = None
     if whole < call_tiles:
         partials = torch.empty(blocks * 64 * config["WN"] * config["NB"], dtype=torch.float32, device=x.device)

@@ -11,10 +11,10 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument, multiprocessors, weight_maps
+from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument, share_of_block, weight_maps
 from lowq_kernels.dispatch.registry import Call, Config, register
-from lowq_kernels.products.cuda.tile_wgmma import CLUSTERS
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
 
@@ -33,7 +33,7 @@ ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
 STEP = 128  # k of a stage
 BAND = 8192  # rows of W whose tiles run side by side
 MAX_STAGES = 8
-SHARED = 226 << 10
+SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
 
 
 def sum_span(group: int) -> int:
@@ -59,8 +59,8 @@ def expression(bits: int, T: int, int8: bool, group: int, zeros: bool, config: C
 
 
 def _refuse(call: Call) -> str | None:
-    if call.capability != (9, 0):
-        return f"needs compute capability (9, 0), this GPU has {call.capability}"
+    if why := gpu.no_wgmma(call.capability):
+        return why
     bits, group = call.scheme.bits, call.scheme.group_size
     if call.act == "fp8" and bits == 8:
         return "codes of 8 bits are no numbers of e4m3"
@@ -80,7 +80,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
     def cost(c: Config) -> float:
         tiles = math.ceil(call.N / (128 * c["MH"])) * math.ceil(call.M / c["NB"])
-        at_once = max(1, CLUSTERS[c["SPLIT"]] * multiprocessors() // 132)
+        at_once = gpu.of(call.capability).clusters[c["SPLIT"] - 1]
         step = STEP_US[call.act][c["MH"], c["NB"]]
         if call.act == "int8" and call.scheme.bits <= 3 and c["MH"] * c["NB"] == 256:
             step *= 1.1  # 2 bits, 8192 x 8192, M = 1024: 196 us, 169 in tiles half as large; 3 bits: 187 and 182
@@ -124,7 +124,7 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     tiles, nb = 8 * config["MH"], config["NB"]
     all_tiles = math.ceil(T / tiles) * math.ceil(M / nb)
     split = config["SPLIT"]
-    blocks = all_tiles * split if split > 1 else min(all_tiles, multiprocessors(device.index))
+    blocks = all_tiles * split if split > 1 else min(all_tiles, gpu.here(device.index).sms)
     kernel(
         blocks,
         1,
@@ -149,7 +149,6 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
 FACTS: dict[str, object] = {
     "layouts": ("tile",),
     "devices": ("cuda",),
-    "min_capability": (9, 0),
     # below, rounding x and multiplying in 16 bits is as fast: 27 and 27 us at M = 64, at 128 36 and 31 (fp8) or 34 (int8), at
     # 256 56 and 43 (8192 x 8192, 4 bits). In groups of 64 int8 loses throughout: integer sums are converted twice as often
     "preferred_m": (97, 1 << 62),

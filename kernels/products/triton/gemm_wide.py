@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowq_kernels import gpu
 from lowq_kernels.counters import counters
 from lowq_kernels.dispatch.registry import Call, Config, register
-from lowq_kernels.products.triton.fit import processors
 from lowq_kernels.products.triton.pairs import operand, pair_ptx, pairs_layout, pick, twice
 from lowq_packers.layouts import PackedWeight
 
@@ -37,7 +37,7 @@ ROWS_A_GROUP = 64  # rows of W that a warp group multiplies: wgmma's height
 BAND_BYTES = 16 << 20  # of x that the tiles of one band read: a third of an H100's second-level cache
 WARPS = 12  # two groups, and the loading warp's, of which three idle
 LOADER_REGISTERS = 24
-SHARED_BYTES, RESERVED_BYTES = 228 << 10, 1 << 10  # of a multiprocessor; of it the system's, a program
+SHARED_BYTES, RESERVED_BYTES = gpu.HOPPER.smem_sm, 1 << 10  # of an SM; of it the driver's, a program
 MOST_PARTIALS = 64 << 20  # bytes: more sums than the second-level cache holds cost more than idle multiprocessors
 
 
@@ -251,7 +251,7 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     if splits > 1:
         partials = torch.empty(tiles * splits * BLOCK_M * BLOCK_N, dtype=torch.float32, device=x.device)
         slots = counters(2 * tiles, x.device)
-    _wide_kernel[(min(tiles * splits, processors() * per_sm),)](
+    _wide_kernel[(min(tiles * splits, gpu.here(x.device.index).sms * per_sm),)](
         words, rows, out, p.scales, zeros, p.scales if bias is None else bias, partials, slots, M, p.N, p.K, band, splits,
         PTX=pair_ptx(bits, x.dtype), PICK=pick(bits, x.dtype), BITS=bits, GROUP_SIZE=p.scheme.group_size, MID=mid,
         BIAS=bias is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, STAGES=config["STAGES"], SPLIT=splits > 1,
@@ -261,8 +261,8 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
 
 
 def _refuse(call: Call) -> str | None:
-    if call.capability[0] != 9:
-        return f"wgmma is Hopper's, this GPU has capability {call.capability}"
+    if why := gpu.no_wgmma(call.capability):
+        return why
     if call.K % (2 * BLOCK_K) or call.N % 8 or call.scheme.group_size % BLOCK_K:
         return f"K={call.K}, N={call.N}, group {call.scheme.group_size}; takes multiples of {2 * BLOCK_K}, 8 and {BLOCK_K}"
     return None
@@ -295,8 +295,9 @@ def cost(call: Call, config: Config) -> float:
     """
     tall, splits = config["BLOCK_M"], config["SPLIT_K"]
     units = triton.cdiv(call.M, tall) * triton.cdiv(call.N, config["BLOCK_N"]) * splits
-    rounds = triton.cdiv(units, processors() * config["PER_SM"])
-    shared = config["PER_SM"] > 1 and units > processors()
+    sms = gpu.of(call.capability).sms
+    rounds = triton.cdiv(units, sms * config["PER_SM"])
+    shared = config["PER_SM"] > 1 and units > sms
     step = 0.40 + 0.003 * tall if shared else 0.27 + 0.0017 * tall
     sums = 1 + splits * tall / 64 if splits > 1 else 0
     return 3 + rounds * (triton.cdiv(call.K // BLOCK_K, splits) * step + 2 + sums)
@@ -312,7 +313,6 @@ register(
     layouts=("strided",),
     devices=("cuda",),
     bits=(8, 4, 2, 1),
-    min_capability=(9, 0),
     preferred_m=(5, 1 << 62),
     prefer=lambda call: call.M > 16 or call.scheme.bits <= 2,  # up to 16 rows gemm_splitk was ahead at 8 and 4 bits
     rank=39,
