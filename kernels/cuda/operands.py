@@ -9,7 +9,7 @@ from lowq_packers.layouts.tile import WORDS
 TYPES = {torch.float16: 0, torch.bfloat16: 1}  # the device code's template argument T
 # What a Hopper kernel's blocks leave of an SM's shared memory is L1 cache, by which the next layer's tile_mma reads x. Steps of
 # 8B, 4 bits, took 2387 us at 16 rows and 2910 at 32 where one block of tile_wgmma an SM asked for all, and 2242 and 2720 with
-# 196 KB; 2 bits at 16 rows, two blocks, 1897 and with 164 KB 1779 (tile_digits' 1842 and 1725).
+# 196 KB; 2 bits at 16 rows, two blocks, 1897 and with 164 KB 1779 (tile_int8x2' 1842 and 1725).
 SMEM_KEEPING_L1 = {1: 196 << 10, 2: 164 << 10}  # of one block an SM, of two
 
 

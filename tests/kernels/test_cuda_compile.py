@@ -60,7 +60,7 @@ def test_tile_wgmma(bits):
         group = (128, 48, 0)[i % 3]
         if tile_wgmma.plan(bits, group, True, c)[0] >= 2:
             used = clean("tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, i % 2 == 0, c), "sm_90a")
-            assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS"])
+            assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -45,7 +45,7 @@ def test_facts_of_gpus_stand_nowhere_else():
             code = re.sub(r'"{3}.*?"{3}', "", sources.code_of(path.read_text(), path.name), flags=re.S)
             if lines := [line for line in code.splitlines() if CONSTANTS.search(line)]:
                 found[path.name] = lines
-    assert set(found) == {"gpu.py", "tile_mma_rules.py"}, found
+    assert set(found) == {"gpu.py"}, found
 
 
 def test_a_gpu_newer_than_the_rows_is_like_the_newest_before_it_and_an_older_one_like_no_nvidia_gpu():
@@ -95,9 +95,9 @@ INSTANCES = {
     "gemv_warp32": lambda on: ("gemv_warp32.cu", "gemv_warp32<4, 0, 128, true, 0, 8>"),
     "gemv_rows": lambda on: _gemv_rows(),
     "attend": lambda on: ("attend.cu", "attend<1, 128, 128, 4, 0, 4, 8>") if on.max_cluster > 1 else None,
-    "digit_rows": lambda on: ("digit_rows.cu", "digit_rows<0, 2>"),
+    "int8_planes": lambda on: ("int8_planes.cu", "int8_planes<0, 2>"),
     "tile_wgmma": lambda on: _wgmma(on, "tile_wgmma", lambda m: (4, 0, 128, True, m.CONFIGS[0])),
-    "tile_digits": lambda on: _wgmma(on, "tile_digits", lambda m: (8, 2, 0, 128, True, m.CONFIGS[0])),
+    "tile_int8x2": lambda on: _wgmma(on, "tile_int8x2", lambda m: (8, 2, 0, 128, True, m.CONFIGS[0])),
     "tile_wgmma8": lambda on: _wgmma(on, "tile_wgmma8", lambda m: (4, 0, True, 128, True, m.CONFIGS[0])),
     "fp8_gemm": lambda on: _fp8_gemm(on),
 }

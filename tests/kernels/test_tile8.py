@@ -78,7 +78,7 @@ CASES = [
 def test_emulated(case):
     """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""
     x, p, bias, ref = operands(case)
-    spec, config = registry.kernels()[f"cuda/tile_{case.act}"], dict(zip(("MH", "NB", "SPLIT"), case.config, strict=True))
+    spec, config = registry.kernels()[f"cuda/tile_{case.act}"], dict(zip(tile_wgmma8.KEYS, case.config, strict=True))
     call = dataclasses.replace(Call.of(x, p, case.act), device="cuda", capability=(9, 0))
     assert spec.why_not(call) is None, spec.why_not(call)
     assert config in spec.legal_configs(call)
