@@ -1,7 +1,7 @@
 """Write kernels/tuned/*.json, the files that decide where no checkpoint's table does, from measurements on a GPU.
 
-    python benchmarks/ship.py measure TIMES.json                            on the GPU: what `lowq tune` measures, for common layers
-    python benchmarks/ship.py write TIMES.json kernels/tuned/h100.json      anywhere: put these times into a file that ships
+    python benchmarks/ship.py measure TIMES.json                        on the GPU: what `lowq tune` measures, for common layers
+    python benchmarks/ship.py write TIMES.json kernels/tuned/h100.json  anywhere: put these times into a file that ships
 
 `measure` keeps what it has after every shape; a later run adds to it. `write` puts the fastest config in front of each row that
 answers for a measured call, fits the constants of tile_wgmma's model to all of its times and replaces the exact shapes of the
@@ -93,7 +93,7 @@ def put_in_front(file: dict[str, Any], kernel: str, times: TIMES) -> int:
 
 
 def fit(model: dict[str, float], times: TIMES, rounds: int = 40) -> dict[str, float]:
-    """Constants of tile_wgmma's model that bring its microseconds nearest to the times: one after the other, in smaller steps."""
+    """Constants of tile_wgmma's model that bring its microseconds nearest to the times: one after the other, ever finer."""
     from lowq_kernels.products.cuda import tile_wgmma
 
     def error(m: dict[str, float]) -> float:

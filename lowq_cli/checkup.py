@@ -74,8 +74,12 @@ def _devices() -> Iterator[Check]:
         file = policy.file_for(here)
         own = policy.made_for(file, here)
         rule = f"configs of the CUDA kernels are chosen by {file['file']}, {file['origin']}"
-        yield Check(f"gpu {i} table", own or None, rule if own else f"{rule}: nothing ships for this architecture",
-                    "" if own else "lowq tune measures a checkpoint's shapes here")
+        yield Check(
+            f"gpu {i} table",
+            own or None,
+            rule if own else f"{rule}: nothing ships for this architecture",
+            "" if own else "lowq tune measures a checkpoint's shapes here",
+        )
 
 
 def _kernel_files() -> Iterator[Check]:

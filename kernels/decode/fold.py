@@ -129,7 +129,7 @@ def _alone(call: Call) -> Config:
 
 @lru_cache(1024)
 def _pairs(call: Call) -> Config | None:
-    """The first of the shipped pairs of its width that is legal: gate and up need pairs of row tiles, and blocks that leave room
-    for the next product's, where a config that is fast alone does not. A table's choice was made in whole steps."""
+    """The first of the shipped pairs of its width that is legal: gate and up need pairs of row tiles, and blocks that leave
+    room for the next product's, where a config that is fast alone does not. A table's choice was made in whole steps."""
     legal = kernels()[KERNEL].legal_configs(call)
     return next((pairs for pairs in policy.gated(call, tile_mma.KEYS) if pairs in legal), None)

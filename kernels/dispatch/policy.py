@@ -31,8 +31,8 @@ FORMAT = 2
 @cache
 def files() -> tuple[dict[str, Any], ...]:
     """Every shipped file, by name."""
-    found = sorted((f for f in resources.files("lowq_kernels.tuned").iterdir() if f.name.endswith(".json")), key=lambda f: f.name)
-    return tuple({"file": f.name, **json.loads(f.read_text())} for f in found)
+    found = [f for f in resources.files("lowq_kernels.tuned").iterdir() if f.name.endswith(".json")]
+    return tuple({"file": f.name, **json.loads(f.read_text())} for f in sorted(found, key=lambda f: f.name))
 
 
 @cache
@@ -62,8 +62,8 @@ def prefers(kernel: str) -> Callable[[Call], bool]:
             and _up_to(call.M, row["M"][1])
             and row["N"][0] <= call.N
             and _up_to(call.N, row["N"][1])
-            and call.K >= row.get("K", 0)
-            and call.N * call.K >= row.get("NK", 0)
+            and row.get("K", 0) <= call.K
+            and row.get("NK", 0) <= call.N * call.K
             and s.group_size >= min(row.get("group", 0), call.K)
             for row in file_for(gpu.of(call.capability))["prefer"]
         )
@@ -72,7 +72,8 @@ def prefers(kernel: str) -> Callable[[Call], bool]:
 
 
 def row_of(table: list[dict[str, Any]], kernel: str, call: Call) -> list[list[int]]:
-    """[most rows of x, *values] in the order to try them: the first row of `configs` (they ascend) that is as large as the call."""
+    """[most rows of x, *values] in the order to try them, of the first row of `configs` that is as large as the call: they
+    ascend."""
     asked = (call.scheme.group_size, padded_rows(call.N), call.K)
     rows = (row for row in table if row["kernel"] == kernel and row["bits"] == call.scheme.bits)
     return next((row["configs"] for row in rows if all(map(_up_to, asked, row["up_to"]))), [])
@@ -98,7 +99,7 @@ def answers(kernel: str, call: Call) -> bool:
 
 def gated(call: Call, keys: tuple[str, ...]) -> list[Config]:
     """Configs with pairs of row tiles for act(gate) * up, the best first: what whole steps of an 8B model were fastest with,
-    then what fits (us a step by [8, 2, 256, 1, 1, 1] and by these: 4 bits 1930, 1897; 3 1788, 1747; 2 1582, 1432; 1 1438, 1240)."""
+    then what fits (us by [8, 2, 256, 1, 1, 1], by these: 4 bits 1930, 1897; 3 1788, 1747; 2 1582, 1432; 1 1438, 1240)."""
     rows = file_for(gpu.of(call.capability))["gated"][str(call.scheme.bits)]
     return [dict(zip(keys, v, strict=True)) for v in rows]
 

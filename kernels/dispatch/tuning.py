@@ -23,8 +23,8 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.dispatch import policy, registry
 from lowq_kernels.dispatch.registry import Call, Config, kernels
-from lowq_kernels.gpu import Gpu, capability
 from lowq_kernels.dispatch.sources import source_hash
+from lowq_kernels.gpu import Gpu, capability
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import LAYOUTS
 from lowq_packers.scheme import Act, Scheme
@@ -119,10 +119,11 @@ class Table:
         self.entries: dict[tuple[Any, ...], dict[int, Entry]] = {}
         self.stale = 0
         for e in entries:
-            if e.kernel not in kernels() or not (e.source == source_hash(e.kernel) if e.source else e.config in kernels()[e.kernel].configs):
-                self.stale += 1
-            else:
+            spec = kernels().get(e.kernel)
+            if spec and (e.source == source_hash(e.kernel) if e.source else e.config in spec.configs):
                 self.add(e)
+            else:
+                self.stale += 1
 
     def add(self, e: Entry) -> None:
         """Keep an entry, in place of an older one for the same call."""
@@ -302,10 +303,10 @@ def forget() -> None:
 
 @cache
 def shipped(on: Gpu) -> Table:
-    """The exact shapes measured for this GPU's architecture and shipped, possibly none. Versions of torch and triton may differ."""
+    """The exact shapes that ship for this GPU's architecture, possibly none; measured with whatever torch and triton."""
     file = policy.file_for(on)
     return Table(
-        Entry(*(row[k] for k in PLACE[:-1]), int(M), kernel, config, us, "", act=row["act"])
+        Entry(**{k: row[k] for k in PLACE}, M=int(M), kernel=kernel, config=config, us=us, source="")
         for row in (file["measured"] if policy.made_for(file, on) else ())
         for M, (kernel, config, us) in row["M"].items()
     )

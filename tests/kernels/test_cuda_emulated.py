@@ -29,6 +29,7 @@ F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 2e-3, BF16: 1.2e-2}
 KERNELS = ("cuda/tile_mma", "cuda/tile_dequant", "cuda/gemv_rows", "cuda/gemv_warp32")
 GROUPS = (16, 32, 48, 64, 96, 128, 0)  # 0: a row is one group
+HALVES = [c for c in tile_mma.CONFIGS if not c["INT8_PLANES"]]
 
 
 @dataclasses.dataclass(frozen=True)

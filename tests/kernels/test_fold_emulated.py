@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch import policy, registry
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -119,7 +119,7 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
     monkeypatch.setattr(registry, "TABLES", [])
     registry.forget_choices()
-    alone, pairs = registry.select(call)[1], fold.PAIRS[bits][0]
+    alone, pairs = registry.select(call)[1], policy.gated(call, tile_mma.KEYS)[0]
     assert fold._config(call, None, tile_mma.SILU) == pairs
     assert fold._config(call, None, tile_mma.NORMED) == alone
     told = tile_mma.config_of(8, 2, 256, 2, 1)

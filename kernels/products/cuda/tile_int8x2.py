@@ -98,14 +98,14 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 def cost(call: Call, config: Config, on: gpu.Gpu, model: dict[str, Any]) -> float:
-    """Of the SM that has most to do: rows of W in 64, times spans of k, weighed by what was measured (12 layers, 2 and 1 bits)."""
+    """Of the SM that has most to do: rows of W in 64, times spans of k, weighed as 12 layers of 2 and 1 bits measured."""
     WN, WK, E, blocks = (config[k] for k in KEYS)
     tiles, bits = math.ceil(call.N / (64 * WN)), call.scheme.bits
     waves, rest = divmod(tiles, on.sms * blocks)
     last = 0.0 if rest == 0 else model["half_full_sm"] if blocks == 2 and rest <= on.sms else blocks
     spans = math.ceil(call.K / (SPAN * E * WK)) * E * WK
     # of four spans: fewer barriers, but fewer stages, too few of 2 bits
-    four = model["four_spans"]["1 bit" if bits == 1 else "long rows" if WN == 1 and call.K >= model["long_rows"] else "else"]
+    four = model["four_spans"]["1 bit" if bits == 1 else "long rows" if WN == 1 and model["long_rows"] <= call.K else "else"]
     return (waves * blocks + last) * WN * spans * model["tile_cost"][f"{WN}x{WK}"] * (1.0 if E == 2 else four)
 
 

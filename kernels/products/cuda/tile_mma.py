@@ -1,8 +1,8 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
 A config: WARPS of a block share K; ROW_TILES of 16 rows of W a block; BLOCK_K, k that a warp takes at once; STEPS_IN_FLIGHT of
-these; BLOCKS_PER_SM, which caps the registers; INT8_PLANES 1: codes and x as bytes, for a row or two (split_int8.cuh). The device
-code calls them NT, STEP, UNROLL and BLOCKS. MT, tiles of 8 rows of x (with INT8_PLANES: rows), follows from M.
+these; BLOCKS_PER_SM, which caps the registers; INT8_PLANES 1: codes and x as bytes, for a row or two (split_int8.cuh). The
+device code calls them NT, STEP, UNROLL and BLOCKS. MT, tiles of 8 rows of x (with INT8_PLANES: rows), follows from M.
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 """cuda/tile_wgmma: large M from the tile layout on Hopper. The kernel and its plan are described in tile_wgmma.cu.
 
 A config: WARPGROUPS_N x WARPGROUPS_K consumer warpgroups of 64 rows of W each, those of N side by side (a tile is
-64 * WARPGROUPS_N rows), those of K taking the steps in turn; BLOCK_M, rows of x of a tile; SPLIT_K, blocks of a cluster that split
-K of one tile, for layers with fewer tiles than the GPU has SMs, or STREAM_K; BLOCKS_PER_SM: with two, the next kernel's weights are
-on their way while this one's last sums are written. The device code calls them WN, WK, NB, SPLIT and BLOCKS.
+64 * WARPGROUPS_N rows), those of K taking the steps in turn; BLOCK_M, rows of x of a tile; SPLIT_K, blocks of a cluster that
+split K of one tile, for layers with fewer tiles than the GPU has SMs, or STREAM_K; BLOCKS_PER_SM: with two, the next kernel's
+weights are on their way while this one's last sums are written. The device code calls them WN, WK, NB, SPLIT and BLOCKS.
 """
 
 import ctypes
@@ -196,8 +196,8 @@ def at_once(config: Config, on: gpu.Gpu) -> int:
 def estimate(call: Call, config: Config, on: gpu.Gpu, model: dict[str, float]) -> float:
     """Microseconds of a call in a decode step, by a model whose constants `benchmarks/ship.py` fits to measured times (94 cells
     on an H100, 8, 4 and 2 bits, 13 layers: its pick is within 0.8% of the best in their geometric mean, 7% at worst). A step of
-    128 k takes a smooth maximum of what its parts take: tensor cores, issue slots of dequantising, loads of words and x; nothing
-    beats reading the weights once."""
+    128 k takes a smooth maximum of its parts: tensor cores, issue slots of dequantising, loads of words and x; nothing beats
+    reading the weights once."""
     WN, WK, NB, split, most, bits, M, c = *(config[k] for k in KEYS), call.scheme.bits, call.M, SimpleNamespace(**model)
     steps, tiles, slots, size = math.ceil(call.K / 128), _tiles(call, config), on.sms * most, WN * NB / 256
     blocks = tiles * split if split > 1 else min(tiles if split else tiles * steps, slots)
@@ -206,7 +206,7 @@ def estimate(call: Call, config: Config, on: gpu.Gpu, model: dict[str, float]) -
     step = beside * sum(p**c.sharpness for p in parts) ** (1 / c.sharpness) / c.mhz
     step *= c.half_ring if bits == 8 and beside < most else 1  # half of an SM's ring, and stages twice as large
     end = size / beside + c.tile_us + (c.tile_us_along_k * WK**0.5 if WK > 1 and split < 2 else 0)
-    far = M * call.K > c.far_from  # blocks at different k share no lines of L2: M = 4096, K = 14336 takes 687 us for 598
+    far = c.far_from < M * call.K  # blocks at different k share no lines of L2: M = 4096, K = 14336 takes 687 us for 598
     if split == STREAM_K:
         whole = max(tiles // slots - 1, 0)
         run = (tiles - whole * slots) * steps / slots  # a block's share

@@ -1,8 +1,8 @@
 """cuda/tile_int8, cuda/tile_fp8: x rounded to int8 or e4m3 per token, times codes of the tile layout, on 8-bit tensor cores.
 
 Two launches: act_rows.cu rounds x and orders it as codes lie in words, tile_wgmma8.cu multiplies; both are described there.
-A config: ROW_TILES_64 of 64 rows of W that each of two warpgroups owns (a tile is 128 * ROW_TILES_64 rows); BLOCK_M, rows of x of
-a tile; SPLIT_K, blocks of a cluster that split K of one tile, for layers with fewer tiles than the GPU has SMs.
+A config: ROW_TILES_64 of 64 rows of W that each of two warpgroups owns (a tile is 128 * ROW_TILES_64 rows); BLOCK_M, rows of x
+of a tile; SPLIT_K, blocks of a cluster that split K of one tile, for layers with fewer tiles than the GPU has SMs.
 """
 
 import ctypes
