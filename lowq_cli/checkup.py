@@ -51,7 +51,7 @@ def _libraries() -> Iterator[Check]:
     if any(name.startswith("cuda/") for name in registry.kernels()):
         yield Check("nvrtc", True, f"{_installed('nvidia-cuda-nvrtc') or 'found'}: CUDA C++ kernels can be compiled")
     else:
-        fix = "pip install 'lowq[cuda]'" if torch.cuda.is_available() else ""
+        fix = "pip install cuda-pathfinder nvidia-cuda-nvrtc" if torch.cuda.is_available() else ""
         yield Check("nvrtc", None, "not installed: no CUDA C++ kernels", fix)
 
 
@@ -85,7 +85,7 @@ def _kernels() -> Iterator[Check]:
     """One small product with each kernel that takes it on this machine, against the definition."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name, spec in registry.kernels().items():
-        tried = [_try(spec, layout, bits, device) for layout in spec.layouts if layout in LAYOUTS for bits in spec.bits]
+        tried = [_tried(spec, layout, bits, device) for layout in spec.layouts if layout in LAYOUTS for bits in spec.bits]
         done = [t for t in tried if t[0] is not None]
         wrong = [why for ok, why in done if not ok]
         if done:
@@ -107,7 +107,19 @@ def _fp8() -> Check:
     return Check("fp8 weights", error <= TOLERANCE[torch.bfloat16], f"{path}; relative error {error:.1e} on {device.type}")
 
 
+def _tried(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
+    """Whether the kernel is right on this device, None where it is not for it; and what was found, an error too."""
+    try:
+        return _try(spec, layout, bits, device)
+    except Exception as e:
+        return False, f"{type(e).__name__} at {bits} bits, layout {layout}: {(str(e).splitlines() or [''])[0]}"
+
+
 def _try(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
+    if device.type not in spec.devices:  # asked before anything is packed: torch packs cpu_int4 on a CPU alone
+        return None, f"runs on {'/'.join(spec.devices)}, not on {device.type}"
+    if LAYOUTS[layout].device not in (None, device.type):
+        return None, f"layout {layout} is packed on {LAYOUTS[layout].device} alone"
     zeros = "none" if "float" not in spec.zeros else "float"
     g = torch.Generator().manual_seed(bits)
     W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)

@@ -24,7 +24,7 @@ def figure(width: float, height: float, **layout: Any) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise UsageError("--plot needs matplotlib; install it with: pip install 'lowq[plot]'") from None
+        raise UsageError("--plot needs matplotlib; install it with: pip install matplotlib") from None
     return Figure(figsize=(width, height), **layout)
 
 

@@ -95,4 +95,4 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     return QuantizedTensor(W_q.to(p.words.device), p.scales, p.zeros, s.bits, s.group_size, s.zero)
 
 
-register(Layout("cpu_int4", _pack, _unpack, _why_not))
+register(Layout("cpu_int4", _pack, _unpack, _why_not, device="cpu"))
