@@ -11,7 +11,7 @@ import typer
 
 from lowq_cli import main, quantizers
 from lowq_cli.interop import exporter
-from lowq_cli.run import recipe, targets
+from lowq_cli.plan import recipe, targets
 from lowq_packers.scheme import ACTS, ZERO_KINDS
 
 ROOT = Path(__file__).parent.parent

@@ -170,7 +170,7 @@ def _answer_all(model: Any, tokenizer: Any, prompts: list[str], batch: int, sett
 
 def _encode_all(model: Any, tokenizer: Any, prompts: list[str], chat: bool) -> list[list[int]]:
     """The token ids of each prompt. Raises UsageError naming the first that cannot be answered."""
-    from lowq_cli.engine.stream import check_length, encode
+    from lowq_cli.engine.prompts import check_length, encode
 
     found = []
     for number, text in enumerate(prompts, 1):
@@ -203,7 +203,8 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
     """What --json prints."""
     from dataclasses import asdict
 
-    from lowq_cli.engine import explain, memory
+    from lowq_cli import memory
+    from lowq_cli.engine import explain
 
     g = generation
     batch = len(g.prompts)
