@@ -24,8 +24,9 @@ def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Itera
             finally:
                 os.close(fd)
         os.replace(made, path)
-    finally:
-        made.unlink(missing_ok=True)  # gone already where all went well
+    except BaseException:
+        made.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, content: bytes) -> None:
