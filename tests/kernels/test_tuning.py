@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,14 +145,14 @@ def test_other_versions_are_ignored_with_a_notice(tmp_path):
 
 
 def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path, monkeypatch):
-    path, replace = tmp_path / tuning.FILE, Path.replace
+    path, replace = tmp_path / tuning.FILE, os.replace
 
     def overtaken(partial, target):
-        monkeypatch.setattr(Path, "replace", replace)
+        monkeypatch.setattr(os, "replace", replace)
         tuning.write_file(path, HERE, [entry(2)])
         return replace(partial, target)
 
-    monkeypatch.setattr(Path, "replace", overtaken)
+    monkeypatch.setattr(os, "replace", overtaken)
     tuning.write_file(path, HERE, [entry(1)])
     assert [e["M"] for m in tuning.read_file(path) for e in m["entries"]] == [1]
     assert [p.name for p in tmp_path.iterdir()] == [tuning.FILE]
