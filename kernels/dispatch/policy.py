@@ -7,7 +7,8 @@
               shape is slow at the next (docs/cuda.md), and 30 constants do what 45,000 rows do worse
     measured  winners of exact shapes (tuning.Table); they hold on GPUs of the file's capability alone
 
-A file is for the GPU in its head; others ask the file of their name, else of their capability, else the nearest SM count.
+A file is for the GPU in its head; others ask the file of their name, else of their capability,
+else of its major number, among these the one of the nearest SM count.
 Configs stand as numbers in the order of `keys`. A key never changes its meaning, a new meaning is a new key: rows whose keys
 are not the kernel's are left out, as are configs that a kernel no longer has, and nothing else makes a row stale.
 `benchmarks/ship.py` writes the files from measurements on a GPU.
@@ -39,8 +40,9 @@ def files() -> tuple[dict[str, Any], ...]:
 def file_for(on: Gpu) -> dict[str, Any]:
     """The file that answers for a GPU."""
 
-    def distance(file: dict[str, Any]) -> tuple[bool, bool, float]:
-        return file["gpu"] != on.name, tuple(file["capability"]) != on.capability, abs(math.log(file["sms"] / on.sms))
+    def distance(file: dict[str, Any]) -> tuple[bool, bool, bool, float]:
+        (major, minor), ratio = file["capability"], file["sms"] / on.sms
+        return file["gpu"] != on.name, (major, minor) != on.capability, major != on.capability[0], abs(math.log(ratio))
 
     return min(files(), key=distance)
 

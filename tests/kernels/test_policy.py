@@ -166,7 +166,8 @@ def test_times_of_a_gpu_change_the_file_and_then_dispatch(changed):
         entries.append(entry(c, WGMMA, legal, [tile_wgmma.estimate(c, k, gpu.HOPPER, slower) for k in legal]))
     machine = {"gpu": "x", "capability": [9, 0], "torch": "1", "triton": "1", "date": "today", "entries": entries}
     new = ship.updated(changed, machine)
-    assert policy.row_of(new["configs"], MMA, asked)[0][1:] == list(winner.values())
+    for_eight = [v for most, *v in policy.row_of(new["configs"], MMA, asked) if most >= asked.M]
+    assert for_eight[0] == list(winner.values())
     times = ship.times_of(WGMMA, tuning._entries(machine), (9, 0))
 
     def worst(m):
