@@ -4,11 +4,11 @@
     configs   of a kernel by bits and, up to so many, by group, N and K: [rows of x up to, config], first what was fastest. The
               next larger row answers, with its first config that is legal and for so many rows
     models    constants of the cost models that kernels' launchers evaluate: where many tiles of x make waves, what wins at one
-              shape is slow at the next (docs/cuda.md), and 30 constants do what 45,000 rows do worse
+              shape is slow at the next and 30 constants do better than 45,000 rows
+              (benchmarks/notes/tile_wgmma.md)
     measured  winners of exact shapes (tuning.Table); they hold on GPUs of the file's capability alone
 
-A file is for the GPU in its head; others ask the file of their name, else of their capability,
-else of its major number, among these the one of the nearest SM count.
+A GPU asks the file of its name, else of its capability, else of its major number; of several the one of the nearest SM count.
 Configs stand as numbers in the order of `keys`. A key never changes its meaning, a new meaning is a new key: rows whose keys
 are not the kernel's are left out, as are configs that a kernel no longer has, and nothing else makes a row stale.
 `benchmarks/ship.py` writes the files from measurements on a GPU.
