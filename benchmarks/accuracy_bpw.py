@@ -54,9 +54,10 @@ def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterato
             if "target" in cell and asked in known:
                 made.mkdir()
                 (made / SENSITIVITY).write_bytes(known[asked])
-            planned, *_, finished = pipeline.run(folder, recipe, made, device=pick_device())
+            with pipeline.prepare(folder, recipe, made, device=pick_device()) as prepared:
+                *_, finished = prepared.run()
             fill(judge.model, dequantized(made))
-        mixed = planned.mixed
+        mixed = prepared.mixed
         if mixed:
             known[asked] = mixed.cache
         bpw = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()
