@@ -78,7 +78,7 @@ def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
     pytest.importorskip("triton")
     found = {Path(name).name for name in sources.closure("lowq_kernels.products.triton.gemm")}
     assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= found
-    assert not {"gemv.py", "gemm_streamk.py", "read.py", "registry.py"} & found
+    assert not {"gemv_splitk.py", "gemm_streamk.py", "read.py", "registry.py"} & found
     found = {Path(name).name for name in sources.closure("lowq_kernels.products.cuda.tile_mma")}
     assert {"tile_mma.py", "tile_mma.cu", "tile.cuh", "driver.py", "nvrtc.py"} <= found
     assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py", "registry.py"} & found
