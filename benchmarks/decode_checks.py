@@ -3,8 +3,8 @@
     python benchmarks/decode_checks.py tokens MODEL --out FILE.json [--bits 4] [--group 64] [--new 256] [--dtype bfloat16]
     python benchmarks/decode_checks.py first --out FILE.json [--model 8b] [--variant 4h8] [--folder FOLDER] [--runs 3]
 
-tokens: does the engine give the tokens of transformers' greedy decoding of the dequantized model? Quantizes MODEL's linear layers
-in memory, decodes NEW tokens with the engine, then reads the whole text once with the dequantized model in fp32: at each place,
+tokens: does the engine give the tokens of transformers' greedy decoding of the dequantized model? Quantizes MODEL's linears in
+memory, decodes NEW tokens with the engine, then reads the whole text once with the dequantized model in fp32: at each place,
 was the engine's token its likeliest, and where not, how far apart were the two logits (a tie within rounding, or a fault)?
 Also compares with `model.generate` of the dequantized model token by token. On a CPU or a GPU.
 first: from nothing to the first token, seconds of a fresh process that loads a checkpoint of random weights, reads a prompt of
