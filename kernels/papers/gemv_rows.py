@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument
 from lowq_kernels.dispatch.registry import Call, Config, register
@@ -64,10 +65,9 @@ def _launch(
     layouts=("rowstream",),
     devices=("cuda",),
     bits=(8, 4, 2, 1),
-    min_capability=(8, 0),
+    min_capability=gpu.LEAST,
     m_range=(1, 65535),
-    preferred_m=(1, 1),
-    rank=70,
+    reproduction=True,
     configs=CONFIGS,
     refuse=_refuse,
     default_config=_default_config,

@@ -4,10 +4,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.checkpoint import open_checkpoint, read_matrix
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
-from lowq_cli.interop.exporter import read_matrix
 from lowq_cli.run import transform
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.products.cpu import native
