@@ -57,9 +57,9 @@ def _libraries() -> Iterator[Check]:
 
 
 def _devices() -> Iterator[Check]:
-    why = native.why_not()
-    own = f"own kernels with {native.isa()[1]}" if why is None else f"torch's kernels: {why}"
-    yield Check("cpu", True if why is None else None, f"{torch.get_num_threads()} threads, {own}")
+    refusal = native.why_not()
+    own = f"own kernels with {native.isa()[1]}" if refusal is None else f"torch's kernels: {refusal}"
+    yield Check("cpu", True if refusal is None else None, f"{torch.get_num_threads()} threads, {own}")
     if not torch.cuda.is_available():
         why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         yield Check("gpu", None, f"none ({why}): everything runs on the CPU, slower")
