@@ -58,8 +58,8 @@ def _libraries() -> Iterator[Check]:
 
 def _devices() -> Iterator[Check]:
     refusal = native.why_not()
-    own = f"own kernels with {native.isa()[1]}" if refusal is None else f"torch's kernels: {refusal}"
-    yield Check("cpu", True if refusal is None else None, f"{torch.get_num_threads()} threads, {own}")
+    whose = f"own kernels with {native.isa()[1]}" if refusal is None else f"torch's kernels: {refusal}"
+    yield Check("cpu", True if refusal is None else None, f"{torch.get_num_threads()} threads, {whose}")
     if not torch.cuda.is_available():
         why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         yield Check("gpu", None, f"none ({why}): everything runs on the CPU, slower")
