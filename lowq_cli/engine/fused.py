@@ -17,6 +17,7 @@ from lowq_cli.engine.blocks import Blocks, Layer, Mixture, Mlp
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
 from lowq_kernels.decode import ops
+from lowq_kernels.products.cpu import dense
 
 SMALLEST_BUCKET = 512
 CHUNK = 2048  # prompt tokens per pass, of all sequences together: bounds the memory of activations
@@ -214,7 +215,7 @@ class FusedDecoder:
         self._choose(self._head(layers(x, attend)), advance=1)
 
     def _head(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.blocks.head(x)
+        logits = dense.linear(self.blocks.head, x)
         if self.blocks.softcap:
             logits = self.blocks.softcap * torch.tanh(logits.float() / self.blocks.softcap)
         return logits

@@ -9,7 +9,7 @@ import torch
 from lowq_kernels.activations import int8_rows
 from lowq_kernels.dispatch import registry
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_kernels.products.cpu import native, packed
+from lowq_kernels.products.cpu import dense, native, packed
 from lowq_packers.layouts import pack, repack, unpack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS
@@ -75,6 +75,16 @@ def test_rows_rounded_to_8_bits_against_the_definition(isa, bits):
             digits, scales = int8_rows(x)
             truth = digits.double() * scales.double() @ q.dequantize().double().t() + bias.double()
             assert error(packed.packed_int8(x, p, bias, {}), truth) < 6e-3, (N, K, group, M)
+
+
+def test_a_16_bit_layer_against_the_definition(isa):
+    for N, K in ((33, 64), (5, 200), (70, 45)):
+        for dtype in TOLERANCE:
+            layer, x = torch.nn.Linear(K, N, dtype=dtype), rows(1, K, dtype)
+            truth = x.double() @ layer.weight.double().t() + layer.bias.double()
+            y = dense.linear(layer, x)
+            assert error(y, truth) < TOLERANCE[dtype] / 2
+            assert torch.equal(dense.linear(layer, x), y)
 
 
 @pytest.mark.parametrize("bits", BITS)

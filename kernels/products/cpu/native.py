@@ -16,6 +16,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden")
 X86 = {
@@ -26,6 +28,18 @@ X86 = {
 ARM = {"api.cpp": (), "neon.cpp": ("-march=armv8.2-a+dotprod+fp16",)}
 UNITS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
 BUILD_SECONDS = 300
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
+
+
+class Args(ctypes.Structure):
+    """args.h's struct."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "most", "y")]
+        + [(name, ctypes.c_int32) for name in ("M", "N", "K", "bits", "group", "groups", "chunks")]
+        + [(name, ctypes.c_int32) for name in ("block", "blocks", "dtype", "meta", "digits", "threads")]
+        + [("mid", ctypes.c_float)]
+    )
 
 
 def compiler() -> str | None:
@@ -115,3 +129,12 @@ def isa() -> tuple[int, str]:
 def why_not() -> str | None:
     """Why there is no library, or None."""
     return None if _found()[0] else _found()[2]
+
+
+def product(tensors: dict[str, torch.Tensor | None], meta: torch.dtype, **numbers: float) -> None:
+    """Fill args.h's struct and run it; x and y among `tensors` share a dtype, weights' companions have `meta`."""
+    lib, dtype = library(), tensors["y"].dtype  # type: ignore[union-attr]
+    assert lib is not None  # kernels refuse without one
+    pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
+    args = Args(**pointers, **numbers, dtype=DTYPES[dtype], meta=DTYPES[meta], threads=torch.get_num_threads())
+    lib.lowq_cpu_product(isa()[0], ctypes.byref(args))

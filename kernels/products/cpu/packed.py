@@ -5,8 +5,6 @@ largest are exact, and the rest are off by at most 2^-14 of it, less than bf16 r
 whole numbers, and y does not depend on M, on threads or on the batch that a row is in.
 """
 
-import ctypes
-
 import torch
 
 from lowq_kernels.dispatch.registry import Call, Config, register
@@ -15,19 +13,7 @@ from lowq_packers import fp8
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.cpu import chunks
 
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
 BLOCKS = (128, 64, 32)  # k that share a scale of x: the first that divides the group
-
-
-class Args(ctypes.Structure):
-    """args.h's struct."""
-
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "most", "y")]
-        + [(name, ctypes.c_int32) for name in ("M", "N", "K", "bits", "group", "groups", "chunks")]
-        + [(name, ctypes.c_int32) for name in ("block", "blocks", "dtype", "meta", "digits", "threads")]
-        + [("mid", ctypes.c_float)]
-    )
 
 
 def _refuse(call: Call) -> str | None:
@@ -48,17 +34,15 @@ def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
 
 def _product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, most: torch.Tensor | None = None) -> torch.Tensor:
     """x (M, K) @ dequantize(p)^T + bias -> (M, N). most (M,): round rows of x to 8 bits between minus it and it."""
-    s, M, lib = p.scheme, x.shape[0], native.library()
-    assert lib is not None  # `_refuse` promises it
+    s, M = p.scheme, x.shape[0]
     y = torch.empty(M, p.N, dtype=x.dtype)
     if M == 0:
         return y
     whole = chunks(p.K) * 32 if s.group_size == p.K else s.group_size
     block = next(b for b in BLOCKS if whole % b == 0)
-    if bias is not None:
-        bias = bias.to(p.scales.dtype).contiguous()
-    pointers = [None if t is None else t.data_ptr() for t in (x, p.words, p.scales, p.zeros, bias, most, y)]
-    sizes = (M, p.N, p.K, s.bits, whole, s.groups(p.K), chunks(p.K), block, chunks(p.K) * 32 // block)
-    kinds = (DTYPES[x.dtype], DTYPES[p.scales.dtype], 2 if most is None else 1, torch.get_num_threads())
-    lib.lowq_cpu_product(native.isa()[0], ctypes.byref(Args(*pointers, *sizes, *kinds, s.mid)))
+    bias = None if bias is None else bias.to(p.scales.dtype).contiguous()
+    tensors = {"x": x, "words": p.words, "scales": p.scales, "zeros": p.zeros, "bias": bias, "most": most, "y": y}
+    sizes = {"M": M, "N": p.N, "K": p.K, "bits": s.bits, "group": whole, "groups": s.groups(p.K), "chunks": chunks(p.K)}
+    blocks = {"block": block, "blocks": chunks(p.K) * 32 // block, "digits": 2 if most is None else 1, "mid": s.mid}
+    native.product(tensors, p.scales.dtype, **sizes, **blocks)
     return y

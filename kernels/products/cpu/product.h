@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "args.h"
+#include "dense.h"
 
 namespace {
 
@@ -33,32 +34,6 @@ constexpr int code_of(int bits, int j) {
 template <int BITS, size_t... J>
 inline Bytes in_quads(Bytes v, std::index_sequence<J...>) {
     return __builtin_shufflevector(v, v, code_of(BITS, J)...);
-}
-
-inline float widen_bf16(uint16_t h) {
-    uint32_t u = (uint32_t)h << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
-inline float read(const void* p, int dtype, size_t i) {
-    if (dtype == BF16) return widen_bf16(((const uint16_t*)p)[i]);
-    if (dtype == FP16) return (float)((const Half*)p)[i];
-    return ((const float*)p)[i];
-}
-
-inline void write(void* p, int dtype, size_t i, float f) {
-    if (dtype == FP16) {
-        ((Half*)p)[i] = (Half)f;
-    } else if (dtype == BF16) {
-        uint32_t u;
-        memcpy(&u, &f, 4);
-        // half to even; a NaN stays one
-        ((uint16_t*)p)[i] = (u & 0x7fffffff) > 0x7f800000 ? (u >> 16) | 64 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    } else {
-        ((float*)p)[i] = f;
-    }
 }
 
 // Activations of MB rows as the kernel reads them: quads[chunk][q][m][d] of 4 digits; scale and sum[block][m].
@@ -260,6 +235,9 @@ void widths(const Args& a) {
     }
 }
 
-inline void product(const Args& a) { a.digits == 2 ? widths<2>(a) : widths<1>(a); }
+inline void product(const Args& a) {
+    if (a.bits == 16) return dense(a);
+    a.digits == 2 ? widths<2>(a) : widths<1>(a);
+}
 
 }  // namespace
