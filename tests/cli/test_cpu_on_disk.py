@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowq_cli.files.checkpoint import open_checkpoint, read_matrix
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.run import transform
@@ -34,7 +34,7 @@ def test_the_same_weights_in_another_order(both):
     for a, b in zip(row.tensors, cpu.tensors, strict=True):
         assert (a.name, a.shape, a.scheme, a.dtype) == (b.name, b.shape, b.scheme, b.dtype)
         if a.scheme:
-            p, q = read_matrix(row, a), read_matrix(cpu, b)
+            p, q = row.read_matrix(a), cpu.read_matrix(b)
             assert all(torch.equal(getattr(p, part), getattr(q, part)) for part in ("W_q", "scales", "zeros")), a.name
     assert cpu.check_values() == cpu.nbytes
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from lowq_kernels.products.cpu import native
 
+
 def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """layer(x), by own code where the layer is a 16-bit nn.Linear on a CPU and x is one row: fp32 sums."""
     if type(layer) is not nn.Linear or x.shape[0] != 1 or x.device.type != "cpu":
