@@ -44,7 +44,11 @@ def isa(request, monkeypatch):
     """One instruction set after the other, and outputs that hold NaN until they are written."""
     monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
     native._found.cache_clear()
-    monkeypatch.setattr(packed.torch, "empty", lambda *shape, **kind: torch.full(shape, float("nan"), **kind))
+
+    def poisoned(*size, **kind):
+        return torch.full(size if isinstance(size[0], int) else size[0], float("nan"), **kind)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     yield request.param
     native._found.cache_clear()
 
