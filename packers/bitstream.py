@@ -38,7 +38,8 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
     `contiguous` leaves the strides of one-row tensors, and where in its storage a run of rows or columns begins.
     """
     flat = t.contiguous().flatten()
-    return (flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat).reshape(t.shape)
+    wrong = flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 8  # a single element keeps any stride
+    return (flat.clone(memory_format=torch.contiguous_format) if wrong else flat).reshape(t.shape)
 
 
 def pack(codes: torch.Tensor, bits: int, container: torch.dtype = torch.int32) -> torch.Tensor:
