@@ -77,11 +77,14 @@ def test_a_plot_is_whole_or_not_there(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_fp8_promises_no_continuation(run, tmp_path):
-    code, said = run("quantize", "demo", "--format", "fp8", "--out", tmp_path / "out", limit=2_000_000)
+def test_fp8_is_continued_like_any_other(run, tmp_path):
+    command = ("quantize", "demo", "--format", "fp8", "--out", tmp_path / "out")
+    code, said = run(*command, limit=2_000_000)
     assert code == 4
     assert said.endswith("make room and run the same command again\n")
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert run(*command, limit=resource.RLIM_INFINITY)[0] == 0
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(command, monkeypatc
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     monkeypatch.setattr("lowq_kernels.dispatch.timing.roofline", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr("lowq_cli.evaluate.comparison.compare", lambda *_: pytest.fail("compared"))
-    monkeypatch.setattr("lowq_cli.run.pipeline.run", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr("lowq_cli.run.pipeline.prepare", lambda *_, **__: pytest.fail("planned"))
     for path, why in ((tmp_path / "x.xyz", "use .png, .svg or .pdf"), (tmp_path / "no" / "x.png", "there is no folder")):
         monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(path)])
         assert main._run() == 2
