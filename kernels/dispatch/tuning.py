@@ -8,7 +8,6 @@ triton versions, a hash of the kernel's sources. Stale ones are skipped, and `st
 import datetime
 import json
 import math
-import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -325,7 +324,7 @@ def _from_shipped(call: Call) -> tuple[str, Config] | None:
 
 def chosen_by(call: Call, kernel: str | None = None) -> str:
     """Who made `registry.select`'s choice for a call: "name", "tuned" (the checkpoint's table), "shipped" or "rule"."""
-    if kernel or os.environ.get("LOWQ_KERNEL"):
+    if registry.forced(kernel, call.op):
         return "name"
     spec, config = registry.select(call)
     asked = {"tuned": _from_checkpoint, "shipped": _from_shipped}

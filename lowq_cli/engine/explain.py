@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
-from lowq_kernels.dispatch.registry import Call, Config, capability, multiplied, refusals, select
+from lowq_kernels.dispatch.registry import Call, Config, after_rounding, capability, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
@@ -53,7 +53,7 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
         if layout == "fp8":
             kernel = forced
         elif layout != "dense" and forced != EXPERTS:
-            call = multiplied(Call(M, N, K, scheme, layout, dtype, device.type, capability(device), act), forced)
+            call = after_rounding(Call(M, N, K, scheme, layout, dtype, device.type, capability(device), act), forced)
             spec, config = select(call, forced)
             config = {k: config[k] for k in spec.configs[0]}  # a table's file has its own order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
