@@ -9,7 +9,7 @@
 
     fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
 
-On CUDA these are the kernels of this package (attention by CUDA where NVRTC is installed and the heads fit, the rest Triton);
+On CUDA these are the kernels of this package (`attend` by what dispatch chooses, the rest Triton);
 elsewhere the torch functions they are held to (`reference`). `experts` computes a mixture's layer from packed experts.
 """
 
@@ -54,12 +54,11 @@ def ops(device_type: str) -> Ops:
     """The set for a kind of device; torch's where Triton is not installed."""
     if device_type != "cuda":
         return TORCH
-    attention = optional("lowq_kernels.decode.attention", "triton")
-    if attention is None:
+    if optional("lowq_kernels.decode.elementwise", "triton") is None:
         return TORCH
     from lowq_kernels.decode import elementwise, prompt, router, sample
+    from lowq_kernels.decode.attend import attend
 
-    faster, folding = (optional(f"lowq_kernels.decode.{name}", "cuda") for name in ("attention_cuda", "fold"))
-    attend = (faster or attention).attend
+    folding = optional("lowq_kernels.decode.fold", "cuda")
     own = (elementwise.add_norm, attend, prompt.attend_prompt, elementwise.gated, router.route, sample.choose)
     return Ops("triton", *own, folding)

@@ -208,9 +208,11 @@ def _named_in(text: str) -> dict[Op, str]:
 def forced(kernel: str | None = None, op: Op = "product") -> KernelSpec | None:
     """The kernel that a layer (`kernel`), else LOWQ_KERNEL, asks for by name for an operation, or None.
 
-    Raises UnsupportedError for a name that there is not.
+    Raises UnsupportedError for a name that there is not, or one of another operation.
     """
     name = kernel or _name_from_environment(op)
+    if name and named(name).op != op:
+        raise UnsupportedError(f"kernel {name} was asked for by name but computes {named(name).op}, not {op}")
     return named(name) if name else None
 
 
@@ -230,10 +232,12 @@ def select(call: AnyCall, kernel: str | None = None) -> Choice:
 
 def find(call: AnyCall) -> Choice | None:
     """As `select`, None where no kernel takes the call: for operations that have another way. A forced one fails aloud."""
-    load_kernels()
-    if forced(op=call.op) is None and all(s.why_not(call) for s in dispatched(call.op)):
+    try:
+        return select(call)
+    except UnsupportedError:
+        if forced(op=call.op):
+            raise
         return None
-    return select(call)
 
 
 def after_rounding(call: Call, kernel: str | None = None) -> Call:

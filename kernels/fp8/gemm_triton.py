@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.counters import counters
-from lowq_kernels.dispatch.registry import Config
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
 from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
 from lowq_packers.fp8 import Fp8Matrix
 
@@ -74,6 +75,49 @@ def _gemm_kernel(
             _store(total, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
 
 
+def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps", "num_stages")
+    return tuple(dict(zip(names, row, strict=True)) for row in rows)
+
+
+SPLITK_CONFIGS = _configs(  # what won somewhere on an H100
+    (16, 64, 128, 2, 4, 4), (16, 64, 128, 4, 4, 4), (16, 64, 128, 8, 4, 4), (16, 32, 128, 4, 4, 4),
+    (64, 64, 128, 2, 4, 5), (64, 64, 128, 4, 4, 4),
+)  # fmt: skip
+GEMM_CONFIGS = _configs((64, 64, 128, 1, 4, 5), (64, 128, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3))
+BLOCK_K = 128  # of every config
+PROGRAMS = 512  # that fill a large GPU
+
+
+def config_for(M: int, N: int, K: int) -> Config:
+    """A config by rule: tiles that fit M, and the split that comes nearest to filling a GPU."""
+    if M > 64:
+        return GEMM_CONFIGS[2] if M > 128 else GEMM_CONFIGS[1]
+    fitting = [
+        c for c in (*SPLITK_CONFIGS, *GEMM_CONFIGS[:1]) if c["BLOCK_N"] == 64 and c["BLOCK_M"] == (16 if M <= 16 else 64)
+    ]
+    legal = [c for c in fitting if c["SPLIT_K"] <= max(1, K // 512)] or fitting[:1]
+    return min(legal, key=lambda c: abs(PROGRAMS - triton.cdiv(N, 64) * c["SPLIT_K"]))
+
+
+def _refuse(call: Fp8Call) -> str | None:
+    for name, block in (("x", call.x_block), ("W", call.w_block)):
+        if block and block[1] % BLOCK_K and block[1] < call.K:
+            return f"{name} has a scale per {block[0]}x{block[1]}; takes multiples of {BLOCK_K} along K"
+    return None
+
+
+@register(
+    "triton/fp8_gemm",
+    op="fp8_product",
+    devices=("cuda",),
+    min_capability=(8, 9),
+    rank=20,
+    prefer=lambda call: call.x_block is not None or call.M <= WIDEN_M,
+    configs=SPLITK_CONFIGS + GEMM_CONFIGS,
+    refuse=_refuse,
+    default_config=lambda call, legal: config_for(call.M, call.N, call.K),
+)
 def fp8_gemm(
     x: Fp8Matrix | torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, config: Config
 ) -> torch.Tensor:
@@ -94,27 +138,3 @@ def fp8_gemm(
         BIAS=bias is not None, EVEN_K=K % config["BLOCK_K"] == 0, **config,
     )  # fmt: skip
     return y
-
-
-def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps", "num_stages")
-    return tuple(dict(zip(names, row, strict=True)) for row in rows)
-
-
-SPLITK_CONFIGS = _configs(  # what won somewhere on an H100
-    (16, 64, 128, 2, 4, 4), (16, 64, 128, 4, 4, 4), (16, 64, 128, 8, 4, 4), (16, 32, 128, 4, 4, 4),
-    (64, 64, 128, 2, 4, 5), (64, 64, 128, 4, 4, 4),
-)  # fmt: skip
-GEMM_CONFIGS = _configs((64, 64, 128, 1, 4, 5), (64, 128, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3))
-PROGRAMS = 512  # that fill a large GPU
-
-
-def config_for(M: int, N: int, K: int) -> Config:
-    """A config by rule: tiles that fit M, and the split that comes nearest to filling a GPU."""
-    if M > 64:
-        return GEMM_CONFIGS[2] if M > 128 else GEMM_CONFIGS[1]
-    fitting = [
-        c for c in (*SPLITK_CONFIGS, *GEMM_CONFIGS[:1]) if c["BLOCK_N"] == 64 and c["BLOCK_M"] == (16 if M <= 16 else 64)
-    ]
-    legal = [c for c in fitting if c["SPLIT_K"] <= max(1, K // 512)] or fitting[:1]
-    return min(legal, key=lambda c: abs(PROGRAMS - triton.cdiv(N, 64) * c["SPLIT_K"]))

@@ -4,13 +4,13 @@ Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gat
 `down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowq_kernels.dispatch.layouts import best_layout
+from lowq_kernels.dispatch.registry import Choice
 from lowq_kernels.modules.ops import through_autograd
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers import bitstream
@@ -104,11 +104,11 @@ class QuantExperts(nn.Module):
         one kernel that reads nothing but their experts; the rest is grouped by expert.
         """
         top_k, few = top_k_index.shape[-1], hidden_states.dim() == 2 and hidden_states.shape[0] <= FEW_TOKENS
-        if hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing()) and not through_autograd(hidden_states):
-            kernel = self.fused(hidden_states.dtype, top_k)
-            if kernel is not None:
-                stacks = (self.stack(name) for name in STACKS)
-                return kernel(hidden_states, top_k_index, top_k_weights, *stacks, self.act)
+        few = hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing())
+        if few and not through_autograd(hidden_states) and (chosen := self.fused(hidden_states.dtype, top_k)):
+            spec, config = chosen
+            stacks = (self.stack(name) for name in STACKS)
+            return spec.launch(hidden_states, top_k_index, top_k_weights, *stacks, self.act, config)
         experts = top_k_index.reshape(-1)
         gate: Any = self.__dict__["gating"]._apply_gate
         h = gate(self._product(hidden_states.repeat_interleave(top_k, 0), experts, "gate_up_proj"))
@@ -122,7 +122,7 @@ class QuantExperts(nn.Module):
         usual = type(gating)._apply_gate.__name__ == "_default_apply_gate"
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
-    def fused(self, dtype: torch.dtype, top_k: int) -> Callable[..., torch.Tensor] | None:
+    def fused(self, dtype: torch.dtype, top_k: int) -> Choice | None:
         """The kernel that computes the layer from the chosen experts alone, where there is one for this device and shape."""
         up, down = (self.stack(name) for name in STACKS)
         return fused(up, down, top_k, self.act, dtype)
