@@ -235,7 +235,7 @@ def find(call: AnyCall) -> Choice | None:
     try:
         return select(call)
     except UnsupportedError:
-        if forced(op=call.op):
+        if _name_from_environment(call.op):
             raise
         return None
 
