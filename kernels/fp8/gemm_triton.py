@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.counters import counters
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
+from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
 from lowq_packers.fp8 import Fp8Matrix
 
 
@@ -127,10 +126,7 @@ def fp8_gemm(
     y = torch.empty(M, N, dtype=dtype, device=q.device)
     splits = config["SPLIT_K"]
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
-    partials = slots = y
-    if splits > 1:
-        partials = torch.empty(tiles * splits * config["BLOCK_M"] * config["BLOCK_N"], dtype=torch.float32, device=q.device)
-        slots = counters(tiles, q.device)
+    partials, slots = split_scratch(y, tiles, splits, config["BLOCK_M"] * config["BLOCK_N"])
     strides = (xs.stride(0), xs.stride(1), w.scales.stride(0), w.scales.stride(1))
     _gemm_kernel[(tiles * splits,)](
         q, w.q, xs, w.scales, w.scales if bias is None else bias, y, M, N, K, *strides, partials, slots,

@@ -14,7 +14,7 @@ from lowq_kernels.dispatch.registry import Choice
 from lowq_kernels.modules.ops import through_autograd
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers import bitstream
-from lowq_packers.layouts import DISK
+from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Scheme
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -130,8 +130,7 @@ class QuantExperts(nn.Module):
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""
         s = self.stack(name)
-        scheme = (0, 0, "") if s.scheme is None else (s.scheme.bits, s.scheme.group_size, s.scheme.zero)
-        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, s.N, s.K, *scheme, s.layout)
+        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout))
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device changes the layout; go through the one that every device knows."""
@@ -196,21 +195,15 @@ def experts_linear(
     scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
     aux: torch.Tensor | None,
-    N: int,
-    K: int,
-    bits: int,
-    group_size: int,
-    zero: str,
-    layout: str,
+    facts: str,
 ) -> torch.Tensor:
-    """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. bits = 0: `words` (E, N, K) is dense."""
-    scheme = Scheme(bits, group_size, zero) if bits else None  # type: ignore[arg-type]
-    stack = Stack(words, scales, zeros, aux, scheme, N, K, layout)
+    """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. No scheme in the facts: `words` is dense."""
+    stack = Stack(words, scales, zeros, aux, *read_facts(facts))
     if x.is_cuda and (x.shape[0] <= FEW_ROWS or torch.cuda.is_current_stream_capturing()):
         return row_by_row(x, experts, stack)
     return rows_by_expert(x, experts, stack)
 
 
 @experts_linear.register_fake
-def _(x, experts, words, scales, zeros, aux, N, K, bits, group_size, zero, layout):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], N)
+def _(x, experts, words, scales, zeros, aux, facts):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], read_facts(facts)[1])

@@ -17,7 +17,7 @@ from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.layouts import DISK
+from lowq_packers.layouts import DISK, pack_facts
 from lowq_packers.scheme import Scheme
 
 ACTS = {
@@ -135,8 +135,7 @@ def _kernel(x: torch.Tensor, ids: torch.Tensor, up: Stack, down: Stack, act: str
 
 def _product(x: torch.Tensor, experts: torch.Tensor, s: Stack) -> torch.Tensor:
     """Row i of x times the weight of expert `experts[i]`; a few rows at a time where a graph must hold copies of experts."""
-    assert s.scheme is not None
-    facts = (s.words, s.scales, s.zeros, s.aux, s.N, s.K, s.scheme.bits, s.scheme.group_size, s.scheme.zero, s.layout)
+    facts = (s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout))
     if x.is_cuda and torch.cuda.is_current_stream_capturing() and x.shape[0] > FEW_ROWS:
         parts = zip(x.split(FEW_ROWS), experts.split(FEW_ROWS), strict=True)
         return torch.cat([experts_linear(a, e, *facts) for a, e in parts])
