@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from lowq_cli import console
+from lowq_packers.atomic import write_whole
 from lowq_packers.errors import NotFoundError
 
 LAST = "last.json"
@@ -46,10 +47,7 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 def remember(checkpoint: Path) -> None:
     """Note `checkpoint` as the last one written; a home that is read-only or not there is no error."""
     try:
-        state_dir().mkdir(parents=True, exist_ok=True)
-        partial = state_dir() / f"{LAST}.{os.getpid()}"
-        partial.write_text(json.dumps({"checkpoint": str(checkpoint.resolve())}))
-        partial.replace(state_dir() / LAST)
+        write_whole(state_dir() / LAST, json.dumps({"checkpoint": str(checkpoint.resolve())}).encode())
     except (OSError, NotFoundError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         console.say(f"note: could not remember this checkpoint for later commands ({why})")

@@ -29,6 +29,7 @@ from lowq_cli.files.source import STAGED, Source
 from lowq_cli.hf.structure import FLOATS
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers.gptq import FEW_TOKENS, SLAB
+from lowq_packers.atomic import write_whole
 from lowq_packers.qtensor import QuantizedTensor
 
 # `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
@@ -211,10 +212,8 @@ class Calibration:
         for name, q in learn(layer, learning, dtypes, original, behind).items():
             results |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
-        partial = path.with_suffix(".partial")
         with writing(path):
-            partial.write_bytes(save(results, {"notes": json.dumps([notes, unscaled])}))
-            partial.replace(path)
+            write_whole(path, save(results, {"notes": json.dumps([notes, unscaled])}))
         return sum(errors) / max(len(errors), 1)
 
     def _joined(self, names: list[str]) -> Iterator[list[str]]:

@@ -21,7 +21,7 @@ from lowq_packers.errors import DoesNotFitError
 from lowq_packers.scheme import Scheme
 
 SLAB = {"cpu": 1 << 23, "cuda": 1 << 25}  # weights quantized at a time, whatever the tensor's size
-BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_memory.py
+BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_cost.py
 WORKING = 160 << 20  # buffers of the quantizers, of copying and of the allocator that do not grow with the slab
 ROTATING = 12  # bytes per weight of a matrix that is rotated: what mixes rows is made whole, in fp32
 PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights in the timing sample
