@@ -16,12 +16,35 @@ elsewhere the torch functions they are held to (`reference`). `experts` computes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lowq_kernels.decode import reference
+from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.optional import optional
+
+if TYPE_CHECKING:
+    from lowq_kernels.decode import fold
+
+
+class Fold(Protocol):
+    """What decode/fold.py offers: products (a layer each) that do the row-wise work of a step, too."""
+
+    NORMED: int
+    ADDED: int
+    SQUARES: int
+    ACTS: dict[str, int]
+    Stream: "type[fold.Stream]"
+
+    def why_not(self, layer: Any, M: int, dtype: torch.dtype, fold: int) -> str | None: ...
+    def config_of(self, layer: Any, M: int, dtype: torch.dtype, fold: int) -> Config: ...
+    def normed(self, layer: Any, s: "fold.Stream") -> tuple[torch.Tensor, torch.Tensor]: ...
+    def gated(self, layer: Any, s: "fold.Stream", act: str) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def activated(self, layer: Any, x: torch.Tensor, act: str) -> torch.Tensor: ...
+    def added(
+        self, layer: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
+    ) -> "fold.Stream": ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +58,7 @@ class Ops:
     gated: Callable[..., torch.Tensor]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
-    fold: Any = None
+    fold: Fold | None = None
 
 
 TORCH = Ops(

@@ -122,9 +122,9 @@ def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | No
     return None if find(call) else "; ".join(refusals(call).values())
 
 
-def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Config | None:
+def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Config:
     """The config that the product takes where it does what `fold` says."""
-    return _config(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), layer.kernel, fold)
+    return select(FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel))[1]
 
 
 def normed(layer: QuantLinear, s: Stream) -> tuple[torch.Tensor, torch.Tensor]:
