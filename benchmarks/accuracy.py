@@ -227,9 +227,10 @@ def bpw(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterat
             if "target" in cell and asked in known:
                 made.mkdir()
                 (made / SENSITIVITY).write_bytes(known[asked])
-            planned, *_, finished = pipeline.run(folder, recipe, made, device=device())
+            with pipeline.prepare(folder, recipe, made, device=device()) as prepared:
+                *_, finished = prepared.run()
             fill(judge.model, dequantized(made))
-        mixed = planned.mixed
+        mixed = prepared.mixed
         if mixed:
             known[asked] = mixed.cache
         bits = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()

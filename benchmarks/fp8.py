@@ -49,7 +49,7 @@ from lowq_packers import fp8
 from lowq_packers.fp8 import FP8, Fp8Matrix
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import BLOCKS, Scheme
 
 WIDTHS = (8, 4, 2)  # whose perplexity is measured
 LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")  # whose inputs are captured
@@ -117,17 +117,14 @@ def error_rows(model: str, text: str, device: str) -> Iterator[Row]:
 def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> Iterator[Row]:
     """Perplexity per format and activation mode."""
     from lowq_cli.evaluate.perplexity import measure, measure_modes
-    from lowq_cli.interop.foreign import open_decoded
-    from lowq_cli.run.fp8 import make_plan, write
     from lowq_cli.run.pipeline import quantize
 
     plain = measure(model, text, device=device, max_tokens=tokens)
     yield {"format": "unquantized", "none": plain.ppl, "tokens": plain.tokens}
     with tempfile.TemporaryDirectory() as folder:
-        for name, block in fp8.BLOCKS.items():
+        for name in BLOCKS:
             out = Path(folder) / name
-            with open_decoded(model) as source:
-                write(source, make_plan(source, block), out, torch.device(device))
+            quantize(model, out, format="fp8", block=name, device=device)
             yield {"format": f"fp8 {name}"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
         for bits in WIDTHS:
             out = Path(folder) / str(bits)

@@ -102,24 +102,24 @@ def measure_memory(model: Path, out: Path, device: str, options: Row) -> Row:
     baseline = status("VmRSS")
     start, cpu = time.monotonic(), time.process_time()
     recipe = make_recipe(**options)
-    for event in pipeline.run(model, recipe, out, device=device):
-        if isinstance(event, pipeline.Planned):
-            planned = event
+    with pipeline.prepare(model, recipe, out, device=device) as prepared:
+        for _ in prepared.run():
+            pass
     seconds, cpu = time.monotonic() - start, time.process_time() - cpu
     peak = status("VmHWM")
-    source = planned.plan.source_bytes
+    source = prepared.plan.source_bytes
     return {
         "source_bytes": source,
-        "bytes": planned.plan.nbytes,
-        "bpw": round(planned.plan.bpw, 4),
+        "bytes": prepared.plan.nbytes,
+        "bpw": round(prepared.plan.bpw, 4),
         "seconds": round(seconds, 2),
-        "estimated_seconds": round(planned.budget.seconds or 0, 2),
+        "estimated_seconds": round(prepared.budget.seconds or 0, 2),
         "seconds_per_gb": round(seconds / source * 1e9, 2),
         "cpu_seconds": round(cpu, 2),  # of all threads: what load on the machine changes least
         "import_bytes": baseline,
         "peak_bytes": peak,
         "above_import_bytes": peak - baseline,
-        "estimated_peak_bytes": planned.budget.peak_bytes,
+        "estimated_peak_bytes": prepared.budget.peak_bytes,
     }
 
 
