@@ -1,6 +1,7 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 from contextlib import ExitStack
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
@@ -58,8 +59,9 @@ def quantize(
     layout: Annotated[
         str | None, typer.Option(help="Order of the words in the files: auto (rowstream), or tile for CUDA.")
     ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep.")
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--override", metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep."),
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights as they are.")] = None,
     lm_head: Annotated[
@@ -92,32 +94,12 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
+    given = dict(locals())  # flags of the recipe have its fields' names
     from lowq_cli import state
     from lowq_cli.plan import targets
+    from lowq_cli.plan.recipe import Recipe, parse_size
 
-    flags = {
-        "format": format,
-        "block": block,
-        "bits": bits,
-        "group": group,
-        "method": method,
-        "zero": zero,
-        "layout": layout,
-        "overrides": override,
-        "skip": skip,
-        "lm_head": lm_head,
-        "dtype": dtype,
-        "calib": calib,
-        "calib_tokens": calib_tokens,
-        "rotate": rotate,
-        "act": act,
-        "bpw": bpw,
-        "size": size,
-        "widths": widths,
-    }
-    from lowq_cli.plan.recipe import parse_size
-
-    asked = _recipes(recipe, flags, engine)
+    asked = _recipes(recipe, {f.name: given[f.name] for f in fields(Recipe)}, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.bpw or one.size for one in asked)
     for name, value in (("plot", plot), ("widths", widths)):
