@@ -11,14 +11,15 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.counters import counters
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, multiprocessors, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.dispatch.registry import Config, capability, register
+from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 11, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 CLUSTER = 8  # blocks: what every GPU with clusters allows
@@ -33,7 +34,7 @@ def _refuse(call: AttendCall) -> str | None:
         return f"takes heads of 64 or 128 with up to 8 queries, not D={call.D}, R={call.R}, {queries} queries a key head"
     if call.norm not in (None, call.dtype, torch.float32):
         return f"takes norms of {call.dtype} or fp32"
-    if (multiprocessors() if call.S >= LONG else MOST_HEADS) < call.M * call.HKV:
+    if (gpu.here().sms if call.S >= LONG else MOST_HEADS) < call.M * call.HKV:
         return f"{call.M * call.HKV} key heads of all sequences, which Triton's kernel takes as fast"
     return None
 
@@ -65,10 +66,11 @@ def attend(
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     tile = 64 * h.D  # bytes of 16 slots, k and v; a warp has two on their way
-    long = S >= LONG and 16 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
+    on = gpu.here(qkv.device.index)
+    long = S >= LONG and 16 * tile + STATIC <= on.smem_block
     warps, cluster = (8, 1) if long else (4, CLUSTER)
     G, heads = h.HQ // h.HKV, B * h.HKV
-    blocks = max(1, multiprocessors(qkv.device.index) // heads) if cluster == 1 else cluster
+    blocks = max(1, on.sms // heads) if cluster == 1 else cluster
     partial = arrived = None
     if cluster == 1 and blocks > 1:
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)

@@ -10,10 +10,11 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.dispatch.registry import Config, capability, register
+from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
@@ -43,7 +44,7 @@ def _refuse(call: ExpertsCall) -> str | None:
         return f"activation {call.act}"
     if call.top_k > MOST_WARPS:
         return f"{call.top_k} experts a token, at most {MOST_WARPS} are taken"
-    limit = min(LIMIT, shared_memory_limit(call.capability) - 4096)
+    limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
     for (_, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
         if scheme is None or layout != "tile":
             return "experts that are not packed in the layout tile"
@@ -76,7 +77,7 @@ def _launch(
     bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
     n = parts(s.K, bits, down_of)
     instance = expression(s.scheme, s.K, TYPES[x.dtype], zeros is not None, mode)
-    serialize = launch.enabled and capability(x.device) >= (9, 0)
+    serialize = launch.enabled and gpu.here(x.device.index).dependent_launch
     _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(
         math.ceil(y.shape[1] / 16),
         y.shape[0],

@@ -8,6 +8,7 @@ anything else                  widened once to 16 bits and multiplied as such: `
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.activations import Act
 from lowq_kernels.dispatch.registry import Config, capability, register, select
 from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
@@ -20,7 +21,7 @@ GROUP = 128  # values of a token that share a scale
 
 def has_fp8(device: torch.device) -> bool:
     """Whether the device multiplies e4m3: NVIDIA from capability 8.9 on, with triton installed."""
-    if device.type != "cuda" or torch.version.hip is not None or capability(device) < (8, 9):
+    if not gpu.of(gpu.capability(device)).fp8:
         return False
     try:
         import triton  # noqa: F401

@@ -18,6 +18,7 @@ try:
     from lowq_kernels.decode import experts as mixture
 except ModuleNotFoundError:
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+import lowq_kernels.gpu
 import simt
 from lowq_kernels.decode import reference
 from lowq_kernels.decode.attend import AttendCall
@@ -62,8 +63,9 @@ def gpu():
         return
     modules = (attention_cuda, mixture)
     patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in modules]
-    patches += [mock.patch.object(m, "capability", return_value=(9, 0)) for m in modules]
-    patches += [mock.patch.object(attention_cuda, "multiprocessors", return_value=SMS)]
+    here = dataclasses.replace(lowq_kernels.gpu.HOPPER, sms=SMS, clusters=())
+    patches.append(mock.patch.object(lowq_kernels.gpu, "capability", return_value=here.capability))
+    patches += [mock.patch.object(lowq_kernels.gpu, name, return_value=here) for name in ("here", "of")]
     for p in patches:
         p.start()
     for m in modules:
@@ -149,7 +151,7 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
 )
 def test_heads_it_does_not_take_go_to_triton(changed, why):
     call, cuda = dataclasses.replace(CALL, **changed), named("cuda/attend")
-    with mock.patch.object(attention_cuda, "multiprocessors", return_value=132):
+    with mock.patch.object(attention_cuda.gpu, "here", return_value=attention_cuda.gpu.HOPPER):
         assert (cuda.why_not(call) is None) if why is None else why in cuda.why_not(call)
         registry.forget_choices()
         assert select(call)[0].name == ("cuda/attend" if why is None else "triton/attend")
