@@ -12,6 +12,7 @@ import torch
 
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.stopping import Stopper, check
 from lowq_packers.errors import UnsupportedError, UsageError
 
 
@@ -52,6 +53,7 @@ class Generation:
         self.finish_reasons = ["interrupted" for _ in prompts]
         self._open = set(range(len(prompts)))
         self._text = [Detokenizer(tokenizer, p) for p in prompts]
+        self._stoppers = [Stopper(how["stop"]) for _ in prompts]
         self.ttft_s = self.prefill_s = self.decode_s = 0.0
         self.steps = 0
 
@@ -94,11 +96,14 @@ class Generation:
         """Note a token of sequence i; the text it completes."""
         self.tokens[i].append(token)
         stopped = token in self.stop_ids
+        ended = stopped or len(self.tokens[i]) == self.room
         piece = "" if stopped else self._text[i].push(token)
-        if stopped or len(self.tokens[i]) == self.room:
-            self.finish_reasons[i] = "stop" if stopped else self.limited_by
+        piece, cut = self._stoppers[i].push(piece + self._text[i].flush() if ended else piece)
+        if ended and not cut:
+            piece += self._stoppers[i].flush()
+        if ended or cut:
+            self.finish_reasons[i] = "stop" if stopped or cut else self.limited_by
             self._open.discard(i)
-            piece += self._text[i].flush()
         return piece
 
     def _steps(self) -> Iterator[list[int]]:
@@ -153,6 +158,7 @@ def stream(
     repetition_penalty: float = 1.0,
     chat: bool = False,
     batch: int = 1,
+    stop: str | Sequence[str] = (),
     decoder: Decoder | None = None,
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
@@ -162,6 +168,7 @@ def stream(
         prompt: a text, or its token ids; or several of either, decoded side by side.
         chat: put the text into the model's chat template as the user's message.
         batch: continue each prompt this many times, side by side.
+        stop: a text, or several, that end a sequence where they come up; they are no part of it.
         decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.choose`).
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
@@ -175,6 +182,7 @@ def stream(
     if batch < 1:
         raise UsageError(f"batch={batch} must be at least 1")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    stops = check([stop] if isinstance(stop, str) else stop)
     given = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
     prompts = [encode(tokenizer, p, chat) if isinstance(p, str) else list(p) for p in given for _ in range(batch)]  # type: ignore[call-overload]
     if not prompts:
@@ -187,7 +195,7 @@ def stream(
 
         decoder = choose(model)
     limited_by = "length" if room == max_new_tokens else "context"
-    how = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began}
+    how = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
 
 
