@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from lowq_cli.hf import register
 
 if TYPE_CHECKING:
-    from lowq_cli.accuracy.perplexity import perplexity
     from lowq_cli.engine import Generation, stream
-    from lowq_cli.hf.load import load
+    from lowq_cli.evaluate.perplexity import perplexity
     from lowq_cli.interop.exporter import export
+    from lowq_cli.loading import load
     from lowq_cli.run.pipeline import quantize
     from lowq_cli.tensor import quantize_tensor
     from lowq_kernels.modules.linear import QuantLinear
@@ -37,8 +37,8 @@ _HOME = {
     "QuantizedTensor": "lowq_packers.qtensor",
     "Scheme": "lowq_packers.scheme",
     "export": "lowq_cli.interop.exporter",
-    "load": "lowq_cli.hf.load",
-    "perplexity": "lowq_cli.accuracy.perplexity",
+    "load": "lowq_cli.loading",
+    "perplexity": "lowq_cli.evaluate.perplexity",
     "quantize": "lowq_cli.run.pipeline",
     "quantize_tensor": "lowq_cli.tensor",
     "stream": "lowq_cli.engine",

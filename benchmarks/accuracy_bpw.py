@@ -19,9 +19,9 @@ from accuracy_rows import TEXTS, Judge, Results, Row, parser, run
 from accuracy_rows import device as pick_device
 from transformers import AutoModelForCausalLM
 
-from lowq_cli.accuracy import perplexity
+from lowq_cli.evaluate import perplexity
+from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.recipe import Recipe, make_recipe
 from lowq_cli.run.writer import SENSITIVITY
 from lowq_packers.scheme import Scheme
 

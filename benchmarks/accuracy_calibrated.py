@@ -20,9 +20,9 @@ from accuracy_rows import device as pick_device
 
 from lowq_cli.files.quant_config import expand
 from lowq_cli.files.source import open_source
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_cli.run.events import LayerDone
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.scheme import BITS, Scheme
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from accuracy_rows import Judge, Results, Row, parser, run
 from accuracy_rows import device as pick_device
 
-from lowq_cli.accuracy import texts
+from lowq_cli.calibrate import texts
 from lowq_cli.interop.foreign import open_decoded
 from lowq_packers.scheme import Scheme
 

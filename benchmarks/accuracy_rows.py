@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowq_cli.accuracy import perplexity
+from lowq_cli.evaluate import perplexity
 
 RESULTS = Path(__file__).parent / "results" / "accuracy"
 TEXTS = {"wikitext2_test": 131072, "mix_valid_sample": None}  # file -> tokens read

@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from summary import widths
+from pages.decode import widths
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowq_cli.engine import Generation, explain, search, stream, warm

@@ -114,8 +114,8 @@ def imports() -> None:
 def write(folder: Path, shape: str, variant: str, device: str) -> int:
     """A checkpoint of random codes, in shards, with the demo's tokenizer; its bytes."""
     import e2e_decode
+    from pages.decode import widths
     from safetensors.torch import save_file
-    from summary import widths
 
     from lowq_cli import demo
     from lowq_cli.files.quant_config import compact

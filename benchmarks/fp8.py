@@ -59,7 +59,7 @@ def main() -> None:
     if given.inductor:
         return compile_inductor(given.inductor)
     torch.manual_seed(0)
-    from lowq_cli.accuracy.perplexity import read_text
+    from lowq_cli.evaluate.perplexity import read_text
 
     text = read_text(given.text)
     device = "cuda" if torch.cuda.is_available() else "cpu"

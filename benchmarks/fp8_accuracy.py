@@ -36,8 +36,8 @@ def error_rows(model: str, text: str, device: str) -> Iterator[Row]:
     Operands are rounded by the definition and multiplied in fp64. On a GPU also by kernels: "kernel" is the first way as
     cuda/fp8_gemm multiplies it; "4 bits, ..." are products with the layer's codes against fp64 products with the same codes.
     """
-    from lowq_cli.accuracy.perplexity import tokenize, windows
-    from lowq_cli.hf.load import load
+    from lowq_cli.evaluate.perplexity import tokenize, windows
+    from lowq_cli.loading import load
 
     loaded, tokenizer = load(model, device=device)
     captured: dict[str, torch.Tensor] = {}
@@ -80,18 +80,18 @@ def error_rows(model: str, text: str, device: str) -> Iterator[Row]:
 
 def perplexity_rows(model: str, text: str, device: str, tokens: int | None) -> Iterator[Row]:
     """Perplexity per format and activation mode."""
-    from lowq_cli.accuracy.perplexity import measure, measure_modes
-    from lowq_cli.interop import fp8_checkpoint
+    from lowq_cli.evaluate.perplexity import measure, measure_modes
     from lowq_cli.interop.foreign import open_decoded
+    from lowq_cli.run.fp8 import make_plan, write
     from lowq_cli.run.pipeline import quantize
 
     plain = measure(model, text, device=device, max_tokens=tokens)
     yield {"format": "unquantized", "none": plain.ppl, "tokens": plain.tokens}
     with tempfile.TemporaryDirectory() as folder:
-        for name, block in fp8_checkpoint.BLOCKS.items():
+        for name, block in fp8.BLOCKS.items():
             out = Path(folder) / name
             with open_decoded(model) as source:
-                fp8_checkpoint.write(source, fp8_checkpoint.make_plan(source, block), out, torch.device(device))
+                write(source, make_plan(source, block), out, torch.device(device))
             yield {"format": f"fp8 {name}"} | {mode: r.ppl for mode, r in measure_modes(out, text, device, tokens).items()}
         for bits in WIDTHS:
             out = Path(folder) / str(bits)

@@ -24,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lowq
-from lowq_cli.accuracy.perplexity import WINDOW, evaluate, tokenize, windows
+from lowq_cli.evaluate.perplexity import WINDOW, evaluate, tokenize, windows
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, open_foreign
 
 OUT = Path(__file__).parent / "results" / "accuracy" / "interop.json"
@@ -45,7 +45,7 @@ def installed(name: str) -> bool:
 def dense(folder: Path, model: Path) -> torch.nn.Module:
     """The fp32 model with the weights that a lowq checkpoint stands for."""
     found = open_checkpoint(folder)
-    state = {f"{t.name}.weight": read_matrix(found, t).dequantize() for t in found.tensors if t.scheme}
+    state = {f"{t.name}.weight": found.read_matrix(t).dequantize() for t in found.tensors if t.scheme}
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     loaded.load_state_dict(state, strict=False)
     return loaded.eval()
@@ -114,7 +114,7 @@ def mlx_rows(model: Path, work: Path) -> Iterator[Row]:
             if t.scheme:
                 w, s, b = (tensors[f"{t.name}.{leaf}"] for leaf in ("weight", "scales", "biases"))
                 theirs = mx.dequantize(w, s.astype(mx.float32), b.astype(mx.float32), group_size=64, bits=bits)
-                equal += torch.equal(torch.tensor(theirs.tolist()), read_matrix(found, t).dequantize())
+                equal += torch.equal(torch.tensor(theirs.tolist()), found.read_matrix(t).dequantize())
         yield {"format": "mlx", "reader": "mlx", "bits": bits, "group": 64, "matrices": len(found.schemes), "equal": equal}
 
 
@@ -135,7 +135,7 @@ def hqq_rows(model: Path, work: Path) -> Iterator[Row]:
                 state = {n.removeprefix(f"{t.name}."): fetch(n) for n in source.headers if n.startswith(f"{t.name}.")}
                 layer = HQQLinear(None, None, compute_dtype=torch.bfloat16, device="cpu")
                 layer.load_state_dict(state)
-                q = read_matrix(found, t)
+                q = found.read_matrix(t)
                 codes = Quantizer.unpack[layer.meta["packing"]](layer.W_q, dtype=torch.uint8)[: q.scales.numel()]
                 same = torch.equal(codes.reshape(q.shape), q.W_q) and torch.equal(
                     layer.meta["scale"].reshape(q.scales.shape), q.scales

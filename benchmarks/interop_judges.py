@@ -13,7 +13,7 @@ import torch
 
 import lowq
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
-from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, open_foreign
 
 Row = dict[str, Any]
@@ -165,12 +165,12 @@ def mlx_lm_rows(work: Path) -> Iterator[Row]:
 
 def _values(found: Checkpoint, t: CheckpointTensor) -> torch.Tensor:
     """A tensor's weights in fp32."""
-    return read_matrix(found, t).dequantize() if t.scheme else found.source.read(t.name).reshape(t.shape).float()
+    return found.read_matrix(t).dequantize() if t.scheme else found.source.read(t.name).reshape(t.shape).float()
 
 
 def _ours(t: CheckpointTensor, out: Path) -> torch.Tensor:
     """The weights that the checkpoint beside an export holds for `t`."""
-    return read_matrix(open_checkpoint(out.parent / "ours"), t).dequantize()
+    return open_checkpoint(out.parent / "ours").read_matrix(t).dequantize()
 
 
 def _file_of(package: str, path: str) -> ModuleType:

@@ -13,6 +13,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"lowq_cli": "lowq_cli", "lowq_kernels": "kernels", "lowq_packers": "packers"}
 MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli": {"lowq_packers", "lowq_kernels"}}
+FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
+    "lowq_packers": ("errors", "scheme", "bitstream", "qtensor", "fp8", "layouts", "formats"),
+    "lowq_kernels": (
+        *("optional", "workspaces", "counters", "activations", "tuned"),
+        *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
+    ),
+    "lowq_cli": (
+        *("ranks", "console", "devices", "memory", "drawing", "state", "demo"),
+        *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop", "run"),
+        *("loading", "engine", "evaluate", "tuning", "checkup", "vllm_plugin", "typing_in", "completion", "commands", "main"),
+    ),
+}
+CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -27,6 +40,26 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+def module_name(package: str, path: Path) -> str:
+    parts = [package, *path.relative_to(ROOT / FOLDERS[package]).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(package, path): path for package, path in SOURCES}
+
+
+def arrows(name: str) -> set[str]:
+    """The modules of ours that a module imports, lazily too: `from a import b` is a.b where that is a module."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            found |= {f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return found & set(MODULES) - {name}
+
+
 def ids(case):
     return str(case[1].relative_to(ROOT))
 
@@ -38,6 +71,36 @@ def test_imports_point_one_way(case):
     wrong = (tops & set(FOLDERS)) - MAY_IMPORT[package] - {package}
     assert not wrong, f"{path} imports {wrong}"
     assert not tops & {"kernels", "packers"}, f"{path} uses a folder name as an import name"
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_every_folder_has_a_floor(package):
+    found = {name.split(".")[1] for name in MODULES if name.startswith(package + ".")}
+    assert found == set(FLOORS[package]), "FLOORS says where each folder stands: add the new one, take out what is gone"
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_no_arrow_climbs(package):
+    floor = {name: i for i, name in enumerate(FLOORS[package])}
+    own = [n for n in MODULES if n.startswith(package + ".")]
+    inner = [(a, b) for a in own for b in arrows(a) if b in own]
+    climbing = {(a, b) for a, b in inner if floor[b.split(".")[1]] > floor[a.split(".")[1]]}
+    assert climbing == set(CLIMBS) & set(inner)
+
+
+def test_no_import_circle():
+    seen, above = set(), []
+
+    def visit(name):
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name not in seen:
+            above.append(name)
+            for other in sorted(arrows(name)):
+                visit(other)
+            seen.add(above.pop())
+
+    for name in MODULES:
+        visit(name)
 
 
 @pytest.mark.parametrize("case", SOURCES, ids=ids)

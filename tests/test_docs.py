@@ -11,10 +11,11 @@ import typer
 
 from lowq_cli import main, quantizers
 from lowq_cli.interop import exporter
-from lowq_cli.run import recipe, targets
+from lowq_cli.plan import recipe, targets
 from lowq_packers.scheme import ACTS, ZERO_KINDS
 
 ROOT = Path(__file__).parent.parent
+NOTES = sorted((ROOT / "benchmarks" / "notes").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -29,13 +30,33 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "NOTES.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_inside_the_repository_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
         if "://" not in target:
             found = page.parent / target if target else page
             assert found.exists(), target
             assert not anchor or anchor in anchors(found), f"{target}#{anchor}"
+
+
+def test_every_page_of_the_notes_is_in_their_index():
+    index = next(p for p in NOTES if p.name == "README.md")
+    named = re.findall(r"\]\((\w+\.md)\)", index.read_text())
+    assert sorted(named) == sorted(p.name for p in NOTES if p != index)
+
+
+@pytest.mark.parametrize(
+    "folder", ["", "benchmarks", "docs", "kernels", "lowq_cli", "packers", "tests"], ids=lambda f: f or "root"
+)
+def test_no_file_names_a_benchmark_that_is_gone(folder):
+    """Command lines and comments too, which hold no link."""
+    files = [
+        p
+        for p in (ROOT / folder).glob("**/*" if folder else "*")
+        if p.suffix in {".md", ".py", ".cu", ".cuh"} or p.name == "Makefile"
+    ]
+    named = {(p, name) for p in files for name in re.findall(r"benchmarks/[\w/]+\.(?:py|md|jsonl?|txt|log)\b", p.read_text())}
+    assert sorted(f"{p.relative_to(ROOT)}: {name}" for p, name in named if not (ROOT / name).exists()) == []
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "cli.md"], ids=lambda p: p.name)

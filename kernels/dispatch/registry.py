@@ -151,18 +151,27 @@ def refusals(call: Call) -> dict[str, str]:
     return {k: why for k, s in kernels().items() if (why := s.why_not(call))}
 
 
+def named(kernel: str) -> KernelSpec:
+    """The kernel of that name. Raises UnsupportedError naming those that there are."""
+    if kernel not in kernels():
+        raise UnsupportedError(f"no kernel is called {kernel!r}; there are {', '.join(sorted(kernels()))}")
+    return kernels()[kernel]
+
+
+def forced(kernel: str | None = None) -> KernelSpec | None:
+    """The kernel that a layer (`kernel`), else LOWQ_KERNEL, asks for by name, or None. Raises UnsupportedError for no name."""
+    name = kernel or os.environ.get("LOWQ_KERNEL")
+    return named(name) if name else None
+
+
 def select(call: Call, kernel: str | None = None) -> Choice:
     """The kernel and config for a call. Raises UnsupportedError with every kernel's reason when none can take it.
 
     `kernel` (or LOWQ_KERNEL) forces one by name and fails aloud if it cannot.
     """
-    forced = kernel or os.environ.get("LOWQ_KERNEL")
-    if forced:
-        spec = kernels().get(forced)
-        if spec is None:
-            raise UnsupportedError(f"no kernel is called {forced!r}; there are {', '.join(sorted(kernels()))}")
+    if spec := forced(kernel):
         if why := spec.why_not(call):
-            raise UnsupportedError(f"kernel {forced} was asked for by name but {why}")
+            raise UnsupportedError(f"kernel {spec.name} was asked for by name but {why}")
         return spec, spec.default_config(call, spec.legal_configs(call))
     if call not in _choices:
         _choices[call] = _choose(call)

@@ -10,19 +10,30 @@ from torch import nn
 
 from lowq_kernels.activations import Act, check_act
 from lowq_kernels.dispatch import tuning
-from lowq_kernels.dispatch.registry import Call, capability, kernels, matmul
+from lowq_kernels.dispatch.registry import Call, capability, forced, kernels, matmul
 from lowq_kernels.modules import ops
-from lowq_packers.errors import SchemeError
+from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, repack, stored
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 
-def best_layout(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1) -> str:
-    """The layout that measurements prefer here, else the one whose best kernel the rule ranks first for M rows.
+def best_layout(
+    scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1, kernel: str | None = None
+) -> str:
+    """The layout that a forced kernel reads (`kernel`, LOWQ_KERNEL), else the one that measurements prefer here, else the one
+    whose best kernel the rule ranks first for M rows; DISK if only `reference` can take the call.
 
-    DISK if only `reference` can take the call.
+    A kernel of another device decides nothing here: the weight may yet move there.
+    Raises UnsupportedError where no layout of the forced kernel holds such a weight.
     """
+    if (asked := forced(kernel)) and device.type in asked.devices:
+        refused = {name: LAYOUTS[name].why_not(scheme, N, K) for name in asked.layouts}
+        fits = [name for name, why in refused.items() if why is None]
+        if not fits:
+            why = "; ".join(f"layout {name}: {why}" for name, why in refused.items())
+            raise UnsupportedError(f"kernel {asked.name} was asked for by name but no layout that it reads holds this: {why}")
+        return min(fits, key=lambda name: (name != DISK, name))
     if tuned := tuning.best_layout(tuning.Shape(N, K, scheme, dtype), device):
         return tuned
     found = []
@@ -132,7 +143,8 @@ class QuantLinear(nn.Module):
         wanted = self.wanted_layout
         if wanted == "auto":
             device = self.weight.device
-            wanted = best_layout(self.scheme, self.out_features, self.in_features, dtype or self.weight_scale.dtype, device)
+            shape = (self.scheme, self.out_features, self.in_features, dtype or self.weight_scale.dtype)
+            wanted = best_layout(*shape, device, kernel=self.kernel)
         if wanted != self.layout:
             self._hold(repack(self.packed, wanted))
         return self

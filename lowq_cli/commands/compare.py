@@ -8,7 +8,7 @@ import typer
 from lowq_cli import console, drawing
 
 if TYPE_CHECKING:
-    from lowq_cli.accuracy.comparison import Compared
+    from lowq_cli.evaluate.comparison import Compared
 
 EXAMPLES = """Examples:
   lowq compare demo demo-lowq-4b-g64 demo-lowq-2b-g64
@@ -37,8 +37,8 @@ def compare(
         drawing.check(Path(plot))
     check_there(*models)
 
-    from lowq_cli.accuracy import comparison
-    from lowq_cli.accuracy.perplexity import read_text
+    from lowq_cli.evaluate import comparison
+    from lowq_cli.evaluate.perplexity import read_text
 
     contents = read_text(text)
     rows = []

@@ -7,7 +7,7 @@ import typer
 from lowq_cli import console
 
 if TYPE_CHECKING:
-    from lowq_cli.accuracy.layer_errors import LayerError
+    from lowq_cli.evaluate.layer_errors import LayerError
 
 EXAMPLES = """Examples:
   lowq eval --against demo
@@ -51,7 +51,7 @@ def eval(
     check_there(name, against)
 
     with console.status("starting"):
-        from lowq_cli.accuracy.perplexity import measure, measure_modes, read_text
+        from lowq_cli.evaluate.perplexity import measure, measure_modes, read_text
 
     contents = read_text(text)
     if act == "all":
@@ -70,7 +70,7 @@ def eval(
     increase = report.ppl_increase_pct
     errors = []
     if layers and against is not None:
-        from lowq_cli.accuracy.layer_errors import layer_errors
+        from lowq_cli.evaluate.layer_errors import layer_errors
 
         with console.status("comparing layers"):
             errors = layer_errors(name, against, contents, device)

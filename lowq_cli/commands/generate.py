@@ -139,7 +139,7 @@ def _bare_text(given: str | None) -> tuple[None, str]:
 
 
 def _read_prompts(where: str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file or stdin, each with its "prompt" and its other keys. Raises NotFoundError, UsageError (the line)."""
+    """The lines of a JSONL file or stdin: each "prompt" and its other keys. Raises NotFoundError, UsageError (with the line)."""
     try:
         text = sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")
     except OSError as e:
@@ -202,7 +202,7 @@ def _answer_all(
 
 def _encode_all(model: Any, tokenizer: Any, prompts: list[str], chat: bool) -> list[list[int]]:
     """The token ids of each prompt. Raises UsageError naming the first that cannot be answered."""
-    from lowq_cli.engine.stream import check_length, encode
+    from lowq_cli.engine.prompts import check_length, encode
 
     found = []
     for number, text in enumerate(prompts, 1):
@@ -235,7 +235,8 @@ def _numbers(model: Any, generation: "Generation", kernels: bool) -> dict[str, A
     """What --json prints."""
     from dataclasses import asdict
 
-    from lowq_cli.engine import explain, memory
+    from lowq_cli import memory
+    from lowq_cli.engine import explain
 
     g = generation
     batch = len(g.prompts)

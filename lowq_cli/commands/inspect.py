@@ -23,7 +23,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors; from headers."""
     from lowq_cli import state
-    from lowq_cli.files.inspection import inspect_model
+    from lowq_cli.interop.inspection import inspect_model
 
     name = state.checkpoint_or_last(path)
     found = inspect_model(name)

@@ -1,6 +1,7 @@
 """lowq push: a checkpoint on the Hugging Face hub, with a model card made from its report."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +27,13 @@ def push(
     from lowq_cli.interop.publish import publish
 
     with console.progress("eval", 100) as advance:
-        found = publish(state.checkpoint_or_last(ckpt), repo, against, private, dry_run, advance)
+
+        def measure(folder: Path) -> dict[str, Any]:
+            from lowq_cli.evaluate import perplexity
+
+            return vars(perplexity.measure(folder, perplexity.read_text(None), against, progress=advance))
+
+        found = publish(state.checkpoint_or_last(ckpt), repo, against, private, dry_run, measure if against else None)
     if as_json:
         console.out_json(found)
     elif dry_run:

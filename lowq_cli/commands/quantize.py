@@ -13,9 +13,9 @@ from lowq_packers.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lowq_cli.accuracy.mixed import Mixed
+    from lowq_cli.calibrate.mixed import Mixed
+    from lowq_cli.plan.recipe import Recipe
     from lowq_cli.run.events import Event, LayerDone, Planned, Result
-    from lowq_cli.run.recipe import Recipe
 
 METHODS = quantizers.methods()
 EXAMPLES = """Examples:
@@ -88,7 +88,7 @@ def quantize(
 ) -> None:
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
     from lowq_cli import state
-    from lowq_cli.run import targets
+    from lowq_cli.plan import targets
 
     flags = {
         "bits": bits,
@@ -120,7 +120,7 @@ def quantize(
         raise UsageError(f"format {format!r} does not exist; use lowq or fp8")
     if block is not None:
         raise UsageError("--block needs --format fp8")
-    from lowq_cli.run.recipe import parse_size
+    from lowq_cli.plan.recipe import parse_size
 
     asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
@@ -157,7 +157,7 @@ def quantize(
             raise UnsupportedError(f"--for {engine}: {faults[0]}")
     _show_plan(planned)
     if plot and planned.mixed:
-        from lowq_cli.accuracy import mixed
+        from lowq_cli.calibrate import mixed
 
         mixed.plot(planned.mixed, Path(plot))
         console.say(f"drew {plot}")
@@ -194,10 +194,11 @@ def _fp8(
     check_there(model)
     with console.status(f"reading {model}"):
         from lowq_cli.devices import pick_device
-        from lowq_cli.interop import fp8_checkpoint as fp8
         from lowq_cli.interop.foreign import open_decoded
+        from lowq_cli.run import fp8
+        from lowq_packers.fp8 import DEFAULT_BLOCK
     with open_decoded(model, headers_only=dry_run) as source:
-        block = fp8.block_of(asked["block"] or fp8.DEFAULT_BLOCK)
+        block = fp8.block_of(asked["block"] or DEFAULT_BLOCK)
         head = asked["lm_head"] in ("fp8", "8")
         plan = fp8.make_plan(source, block, asked["act"] or "fp8", asked["skip"] or (), head)
         target = Path(out) if out else fp8.default_out(source, plan)
@@ -226,8 +227,8 @@ def _fp8(
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
     """The recipe of the flags, or with --for those to try, best first. Raises NotFoundError, UsageError."""
-    from lowq_cli.run import targets
-    from lowq_cli.run.recipe import make_recipe, read_toml
+    from lowq_cli.plan import targets
+    from lowq_cli.plan.recipe import make_recipe, read_toml
 
     if engine is None:
         return [make_recipe(file, **flags)]
@@ -260,7 +261,7 @@ def _show_plan(planned: "Planned") -> None:
         console.say(f"note: {note}")
     for warning in plan.warnings:
         console.warn(warning)
-    from lowq_cli.run.recipe import NOT_CALIBRATED
+    from lowq_cli.plan.recipe import NOT_CALIBRATED
 
     few = (i for i in plan.items if i.scheme and i.scheme.bits <= FEW_BITS and i.kind not in NOT_CALIBRATED)
     if any(i.method and not quantizers.needs_text(i.method) for i in few):
@@ -279,7 +280,7 @@ def _show_mixed(mixed: "Mixed") -> None:
 
 def _run(events: "Iterator[Event]", planned: "Planned") -> "Result":
     """Follow the run: a line per calibrated layer, then a progress bar; the result."""
-    from lowq_cli.accuracy.calibrate import is_calibrated
+    from lowq_cli.calibrate.calibration import is_calibrated
     from lowq_cli.run.events import Finished, LayerDone, TensorDone
 
     if is_calibrated(planned.plan):
@@ -328,7 +329,7 @@ def _show_result(result: "Result", engine: str | None) -> None:
     )
     console.out(result.out)
     if engine:
-        from lowq_cli.run import targets
+        from lowq_cli.plan import targets
 
         console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
     console.say("next: lowq tune, then lowq generate --prompt 'Hello'")

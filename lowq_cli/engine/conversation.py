@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.engine.stream import check_characters
+from lowq_cli.engine.prompts import check_characters
 
 if TYPE_CHECKING:
     from lowq_cli.engine.stream import Generation

@@ -11,9 +11,9 @@ CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def ready(folder: str, device: str, notice: Callable[[str], None]) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder, hub id or "demo". Raises what `lowq_cli.hf.load.load` raises."""
+    """(model, tokenizer) of a folder, hub id or "demo". Raises what `lowq_cli.loading.load` raises."""
     from lowq_cli.devices import pick_device
-    from lowq_cli.hf.load import load
+    from lowq_cli.loading import load
     from lowq_kernels.dispatch import tuning
 
     chosen = pick_device(device)

@@ -12,14 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
-from lowq_cli.files.safetensors_io import TensorHeader, read_json
+from lowq_cli.files.safetensors_io import DTYPES, TensorHeader, read_json
 from lowq_cli.files.shapes import check_shapes
-from lowq_cli.files.source import DEMO, Source, open_source
-from lowq_cli.run.writer import REPORT
+from lowq_cli.files.source import DEMO, REPORT, Source, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
-from lowq_packers.layouts import DISK, stored
+from lowq_packers.layouts import DISK, PackedWeight, stored, unpack
+from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 SCALE_DTYPES = ("F16", "BF16", "F32")
@@ -88,6 +90,26 @@ class Checkpoint:
         """Share of the weights that are packed, 0 .. 1."""
         return sum(t.params for t in self.tensors if t.scheme) / max(sum(t.params for t in self.tensors), 1)
 
+    def read_matrix(self, t: CheckpointTensor) -> QuantizedTensor:
+        """One packed matrix of a checkpoint."""
+        assert t.scheme
+
+        def read(leaf: str) -> torch.Tensor | None:
+            name = f"{t.name}.{leaf}"
+            return self.source.read(name).reshape(self.source.headers[name].shape) if name in self.source.headers else None
+
+        words, scales, zeros = read("weight"), read("weight_scale"), read("weight_zero")
+        assert words is not None
+        assert scales is not None
+        return unpack(PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout))
+
+    def read_plain(self, t: CheckpointTensor) -> torch.Tensor:
+        """One tensor that is not packed, as stored."""
+        header = self.source.headers[t.name]
+        raw = self.source.read_raw(t.name, 0, header.nbytes)
+        kind = getattr(torch, DTYPES[header.dtype])
+        return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
+
     def check_values(self, advance: Callable[[int, str], None] = lambda done, name: None) -> int:
         """Read every tensor: checksums as in the report where there is one, scales and zeros finite. Bytes read.
 
@@ -95,8 +117,6 @@ class Checkpoint:
 
         Raises DamagedError naming the tensor.
         """
-        import torch
-
         known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # its shape: _check_report
         done = 0
         for t in self.tensors:

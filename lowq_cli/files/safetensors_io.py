@@ -30,6 +30,23 @@ ITEMSIZE = {
 }  # fmt: skip
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}  # those lowq reads
 ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
+DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "F64": "float64",
+}
 
 
 @dataclass(frozen=True)

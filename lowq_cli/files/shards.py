@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 
-from lowq_cli.files.safetensors_io import TensorHeader, build_header, read_header
+from lowq_cli.files.atomic import writing
+from lowq_cli.files.safetensors_io import DTYPES, TensorHeader, build_header, read_header
 from lowq_cli.files.source import INDEX, SINGLE
-from lowq_cli.interop.foreign import DTYPES
-from lowq_cli.run.writer import writing
 from lowq_packers.errors import DoesNotFitError, UsageError
 
 RUN = "lowq-run"  # what an unfinished folder is a part of

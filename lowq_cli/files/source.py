@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 DEMO = Path(__file__).parents[1] / "demo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, REPORT, LOG = "config.json", "lowq_report.json", "lowq.log"
 JOURNAL = "lowq-journal.jsonl"  # of a run of ours that has not finished
+SENSITIVITY = "lowq-sensitivity.json"  # what mixed.py measured of a model
+STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
+PARTIAL = ".partial"  # + a name: the file until it is whole
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 COMPANIONS = (  # what a checkpoint needs beside its weights; copied as it is
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",

@@ -18,11 +18,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowq_cli.files.safetensors_io import TensorHeader, read_header
 from lowq_cli.files.source import Source
 from lowq_cli.hf.skeleton import Skeleton, build
-from lowq_cli.interop.fp8_checkpoint import ACT_KEY, BLOCKS
 from lowq_kernels.activations import Act
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.fp8 import scale_shape
+from lowq_packers.fp8 import ACT_KEY, BLOCKS, scale_shape
 
 METHOD = "lowq_fp8"  # what transformers is told while it loads; files keep saying "fp8"
 WEIGHT, SCALE = ".weight", ".weight_scale_inv"

@@ -1,6 +1,5 @@
 """A model folder, hub id or "demo" as a transformers model with kernels in place, and its tokenizer."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,32 +12,13 @@ from transformers.utils import logging
 from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device
 from lowq_cli.files.quant_config import METHOD
-from lowq_cli.files.source import Source, open_source
+from lowq_cli.files.source import Source
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class, one_line
 from lowq_cli.hf.structure import check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
-from lowq_cli.interop.importer import runnable
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
-
-
-def load(
-    model: str | os.PathLike[str], device: str | torch.device = "auto", dtype: torch.dtype | str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model ready for `generate`, and its tokenizer.
-
-    Args:
-        model: a folder that lowq wrote, any other safetensors model (folder or hub id), or "demo". A checkpoint of another
-            tool (GPTQ, AWQ, ...) is imported into the cache folder first.
-        device: "auto" is the GPU where there is one, otherwise the CPU.
-        dtype: of activations, scales and dense weights. None is the checkpoint's own; packed weights on a CPU get
-            bfloat16, the only dtype that its 4-bit kernel takes.
-    Raises:
-        NotFoundError, DamagedError, UnsupportedError, DoesNotFitError: in one line each.
-    """
-    with open_source(runnable(model)) as source:
-        return load_model(source, device, dtype), load_tokenizer(source)
 
 
 def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.device) -> torch.dtype | str:
@@ -52,7 +32,7 @@ def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.devi
 
 
 def load_model(source: Source, device: str | torch.device = "auto", dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-    """The model of an open source; see `load`."""
+    """The model of an open source; see `lowq_cli.loading.load`."""
     register()
     config = source.config
     quantization = config.get("quantization_config")

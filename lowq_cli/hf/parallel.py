@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lowq_cli.files.sharding import column_problem, row_problem
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import STACKS, QuantExperts
-from lowq_cli.interop.sharding import column_problem, row_problem
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight

@@ -7,27 +7,25 @@ a kill the same call goes on behind the last file that was finished.
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
 from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files.sharding import fusion_problems, shard_problems
 from lowq_cli.files.shards import NAMES, ShardWriter, new_folder, to_json
-from lowq_cli.interop.foreign import DTYPES, foreign_matrices, open_foreign, slabs
+from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
+from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.interop.older_config import spelled_out
-from lowq_cli.interop.sharding import fusion_problems, shard_problems
-from lowq_cli.run.writer import writing
 from lowq_cli.state import user_path
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.formats import Format, Tensors
-from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.qtensor import QuantizedTensor
 
 TARGETS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
@@ -35,24 +33,6 @@ GATHERED = ("embed_tokens", "wte", "word_embeddings")
 TABLES = ("mlx", "gguf")  # formats that hold a packed embedding
 EXPERTS = ("compressed-tensors", "gptq", "awq", "hqq", "gguf")  # formats that hold experts: under their own names, or stacked
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
-
-Progress = Callable[[int, str], None]
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was written. `engines` serve it; `bytes` are those of its weight files."""
-
-    out: str
-    format: str
-    bytes: int
-    matrices: int
-    engines: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def export(
@@ -204,10 +184,10 @@ def _write(
     for t in found.tensors:
         name, members = modules.get(t.name, (t.name, []))
         if members and name not in finished:
-            parts = [encoded(fmt, name, read_matrix(found, m), {**config, "round": rounding}) for m in members]
+            parts = [encoded(fmt, name, found.read_matrix(m), {**config, "round": rounding}) for m in members]
             shards.add(_stacked(parts) if name != t.name else parts[0])
         elif not t.scheme and t.name not in shards.done:
-            shards.add({t.name: read_plain(found, t)})
+            shards.add({t.name: found.read_plain(t)})
         done += t.params
         if progress:
             progress(100 * done // total, t.name)
@@ -228,11 +208,6 @@ def _stacked(parts: list[Tensors]) -> Tensors:
     return {n: torch.stack([p[n].view(torch.uint8) for p in parts]).view(t.dtype) for n, t in parts[0].items()}
 
 
-def run_name(found: Checkpoint, to: str, rounding: bool) -> str:
-    """What names an export: two share it only if they write the same bytes."""
-    return " ".join((version("lowq"), found.source.identity, to, "round" if rounding else "exact"))
-
-
 def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> Tensors:
     """The tensors of one matrix, read back and compared. Raises UnsupportedError if the format does not hold its values."""
     assert fmt.write
@@ -250,38 +225,6 @@ def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any
     (matrix,) = fmt.matrices(config, headers, fetch)
     check_same(matrix.read(fetch), q, name, bool(config.get("round")))
     return tensors
-
-
-def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: str, rounding: bool) -> None:
-    """Raise AssertionError unless `back` stands for the weights of `q`: all equal, or within half a step if `rounding`."""
-    if isinstance(back, torch.Tensor) or back.shape != q.shape:
-        raise AssertionError(f"{name} ({q.scheme}) does not read back as a quantized matrix")
-    for (_, theirs), (_, ours) in zip(slabs(back), slabs(q), strict=True):
-        a, b = theirs.dequantize(), ours.dequantize()
-        if not (((a - b).abs() <= ours.scales.float().abs().max() / 2).all() if rounding else torch.equal(a, b)):
-            raise AssertionError(f"{name} ({q.scheme}) does not read back as it was written")
-
-
-def read_matrix(found: Checkpoint, t: CheckpointTensor) -> QuantizedTensor:
-    """One packed matrix of a checkpoint."""
-    assert t.scheme
-
-    def read(leaf: str) -> torch.Tensor | None:
-        name = f"{t.name}.{leaf}"
-        return found.source.read(name).reshape(found.source.headers[name].shape) if name in found.source.headers else None
-
-    words, scales, zeros = read("weight"), read("weight_scale"), read("weight_zero")
-    assert words is not None
-    assert scales is not None
-    return unpack(PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout))
-
-
-def read_plain(found: Checkpoint, t: CheckpointTensor) -> torch.Tensor:
-    """One tensor that is not packed, as stored."""
-    header = found.source.headers[t.name]
-    raw = found.source.read_raw(t.name, 0, header.nbytes)
-    kind = getattr(torch, DTYPES[header.dtype])
-    return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowq_cli.files.quant_config import METHOD
-from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json
+from lowq_cli.files.safetensors_io import DTYPES, ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
@@ -25,23 +25,6 @@ if TYPE_CHECKING:
 SECTIONS = ("quantization_config", "compression_config", "quantization", "gguf")  # of config.json, once the weights are plain
 QMODEL = "qmodel.pt"
 SLAB = 1 << 22  # weights dequantized at a time
-DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "F64": "float64",
-}
 
 
 def fetcher(source: Source) -> "Fetch":

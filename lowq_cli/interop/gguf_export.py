@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
-from lowq_cli.interop.exporter import Exported, Progress, check_same, read_matrix, read_plain, run_name
+from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.gguf_file import (
     GgufTensor,
     Value,
@@ -22,30 +22,13 @@ from lowq_cli.interop.gguf_file import (
     text,
     u32,
 )
+from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, MIXTURES, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import GgufWriter
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.formats import _common, gguf
 from lowq_packers.qtensor import QuantizedTensor
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-MIXTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # written, not read
-PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
-TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-ROUTERS = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), "ffn_gate_inp")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
     **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
@@ -149,9 +132,9 @@ def _bytes(found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int |
         return rows if heads is None else gguf.permute_heads(rows, heads).contiguous()
 
     if t.scheme is None:
-        plain = read_plain(found, t)
+        plain = found.read_plain(t)
         return permuted(plain.float() if row.kind == "F32" else plain).contiguous()
-    q = read_matrix(found, t)
+    q = found.read_matrix(t)
     zeros = None if q.zeros is None else permuted(q.zeros)
     q = QuantizedTensor(permuted(q.W_q), permuted(q.scales), zeros, q.bits, q.group_size, q.zero)
     try:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lowq_cli import state
 from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
 from lowq_cli.files.source import Source
-from lowq_cli.interop.gguf_export import ARCHITECTURES, LAYER, PERMUTED, TOP
 from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
+from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_folder
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 
 from lowq_cli.files import shards
+from lowq_cli.files.atomic import writing
 from lowq_cli.files.shards import BusyError
 from lowq_cli.interop.gguf_file import GgufTensor, finish_tensor
-from lowq_cli.run.writer import writing
 from lowq_packers.errors import DoesNotFitError, UsageError
 
 

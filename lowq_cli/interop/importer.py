@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from lowq_cli import console, state
+from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import is_checkpoint
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.shards import ShardWriter, new_folder, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
-from lowq_cli.run.writer import writing
 from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.formats import Fetch, Matrix
 from lowq_packers.layouts import pack

@@ -2,13 +2,13 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.source import JOURNAL
+from lowq_cli.files.source import JOURNAL, LOG
 from lowq_cli.interop.card import CARD, model_card
-from lowq_cli.run.writer import LOG
 from lowq_packers.errors import NotFoundError, UsageError
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -21,9 +21,11 @@ def publish(
     against: str | None = None,
     private: bool = False,
     dry_run: bool = False,
-    progress: Callable[[int, str], None] | None = None,
+    measure: Callable[[Path], Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Upload a checkpoint's files and card to `repo`: {url, files, card}. dry_run: send nothing, url is None.
+
+    measure: `perplexity.Report`'s fields of a folder held against the model `against`, for the card.
 
     Raises UsageError for a name that is no repository, NotFoundError where the hub refuses or is not reached.
     """
@@ -32,12 +34,7 @@ def publish(
     with (found := open_checkpoint(checkpoint)).source:
         if not dry_run:
             _check_logged_in()
-        measured = None
-        if against is not None:
-            from lowq_cli.accuracy.perplexity import measure, read_text
-
-            measured = vars(measure(found.folder, read_text(None), against, progress=progress))
-        card = model_card(found, repo, against, measured)
+        card = model_card(found, repo, against, measure(found.folder) if measure else None)
         files = sorted(p.name for p in found.folder.iterdir() if p.is_file() and p.name not in LEFT_OUT)
         url = None if dry_run else _send(str(found.folder), repo, private, card)
     return {"url": url, "files": [*files, CARD], "card": card}

@@ -7,10 +7,10 @@ from contextlib import suppress
 
 from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
+from lowq_cli.files.sharding import fusion_problems, shard_problems
 from lowq_cli.files.source import DEMO
 from lowq_cli.interop.exporter import check, export
 from lowq_cli.interop.importer import cached, copy_new
-from lowq_cli.interop.sharding import fusion_problems, shard_problems
 from lowq_cli.state import user_path
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError

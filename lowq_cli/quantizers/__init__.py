@@ -56,7 +56,7 @@ def needs_scales(name: str) -> bool:
 
 
 def needs_learning(name: str) -> bool:
-    """Whether `calibrate` lets a layer's results follow their gradient (accuracy/learn.py): its file says LEARN."""
+    """Whether `calibrate` lets a layer's results follow their gradient (calibrate/learn.py): its file says LEARN."""
     return _says(name, "LEARN")
 
 

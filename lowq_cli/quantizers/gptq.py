@@ -27,6 +27,9 @@ SHRINK, ENOUGH = 2, 32
 ALPHA = 0.5
 
 
+FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
+
+
 @dataclass
 class Moments:
     """What a layer's inputs were on the calibration text: x in the original model, x' behind the layers quantized so far.

@@ -4,4 +4,4 @@ from lowq_cli.quantizers.gptq import CARRIES, quantize
 
 __all__ = ["CARRIES", "quantize"]
 
-LEARN = True  # `calibrate` hands a layer's results to accuracy/learn.py
+LEARN = True  # `calibrate` hands a layer's results to calibrate/learn.py

@@ -1,9 +1,6 @@
 """What a run will take: memory, disk and time, against what there is. Asked before the first byte is written."""
 
-import os
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,11 +10,12 @@ from typing import Any
 import torch
 
 from lowq_cli import quantizers
-from lowq_cli.accuracy.calibrate import working_bytes
+from lowq_cli.calibrate.calibration import working_bytes
 from lowq_cli.console import size
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
+from lowq_cli.memory import available_memory, current_rss
+from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
-from lowq_cli.run.plan import Item, Plan
 from lowq_cli.run.workers import GPU_WORKERS, shared_threads
 from lowq_packers.errors import DoesNotFitError
 from lowq_packers.scheme import Scheme
@@ -106,35 +104,3 @@ def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str, 
             quantizers.get(method)(W, scheme, dtype).scales[:1].cpu()  # waits for a GPU
             seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel() / at_once
     return seconds
-
-
-def available_memory() -> int | None:
-    """Bytes of memory a process may still take: what the kernel says, or the container's limit if that is lower."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        cache = int(stat["inactive_file"]) + int(stat["active_file"])  # given back when asked for
-        return min(free, max(0, limit - used + cache))
-    except (OSError, ValueError, KeyError):  # no such limit ("max" is no number)
-        return free
-
-
-def current_rss() -> int:
-    """Resident bytes of this process now."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return peak_rss()
-
-
-def peak_rss() -> int:
-    """Largest number of resident bytes of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -4,12 +4,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.accuracy.calibrate import LayerDone
+from lowq_cli.calibrate.calibration import LayerDone
+from lowq_cli.plan.plan import Plan
 from lowq_cli.run.budget import Budget
-from lowq_cli.run.plan import Plan
 
 if TYPE_CHECKING:
-    from lowq_cli.accuracy.mixed import Mixed
+    from lowq_cli.calibrate.mixed import Mixed
 
 
 @dataclass(frozen=True)

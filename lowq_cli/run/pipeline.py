@@ -20,21 +20,21 @@ from typing import Any
 
 import torch
 
-from lowq_cli.accuracy import calibrate
-from lowq_cli.accuracy.rotation import rotated
+from lowq_cli.calibrate.calibration import Calibration, identity, is_calibrated
+from lowq_cli.calibrate.rotation import rotated
 from lowq_cli.devices import pick_devices
 from lowq_cli.files.shards import to_json
-from lowq_cli.files.source import INDEX, Source
+from lowq_cli.files.source import INDEX, REPORT, SENSITIVITY, Source
 from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.plan.plan import Item, Plan, Shard, default_out, index_json, output_config
+from lowq_cli.plan.planner import SHARD_SIZE, make_plan
+from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import transform
 from lowq_cli.run.budget import make_budget
 from lowq_cli.run.events import Event, Finished, Planned, Result, ShardDone, TensorDone
-from lowq_cli.run.plan import Item, Plan, Shard, default_out, index_json, output_config
-from lowq_cli.run.planner import SHARD_SIZE, make_plan
-from lowq_cli.run.recipe import Recipe, make_recipe
 from lowq_cli.run.report import known_result, make_report, result_of
 from lowq_cli.run.workers import in_order, spread, worker_devices
-from lowq_cli.run.writer import REPORT, SENSITIVITY, OutputFolder, ShardFile, output_names
+from lowq_cli.run.writer import OutputFolder, ShardFile, output_names
 from lowq_packers.errors import LowqError, UsageError
 
 FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # that workers write into
@@ -93,7 +93,7 @@ def run(
         folder = default_out(source, recipe) if out is None else Path(out)
         found = None
         if budgeted:
-            from lowq_cli.accuracy import mixed  # builds a model with transformers
+            from lowq_cli.calibrate import mixed  # builds a model with transformers
 
             recipe, found = mixed.resolve(source, recipe, folder, on, watch)
         plan = make_plan(source, recipe, shard_size)
@@ -106,14 +106,14 @@ def run(
                 "read, or the method is calibrated); name one device"
             )
         budget = make_budget(plan, folder, on, len(lanes), _bytes_in(folder, plan), source.held_bytes)
-        calibrate.identity(plan)  # a calibration text that is missing or empty is told with the plan
+        identity(plan)  # a calibration text that is missing or empty is told with the plan
         yield Planned(plan, folder, ", ".join(map(str, devices)), budget, found)
         if dry_run:
             return
         budget.check(folder)
         companions = [p.name for p in source.companions()]
         name = run_hash(source, plan, on)
-        calibration = calibrate.Calibration(source, plan, folder, name, on) if calibrate.is_calibrated(plan) else None
+        calibration = Calibration(source, plan, folder, name, on) if is_calibrated(plan) else None
         with OutputFolder(folder, name, output_names(plan, companions), fresh) as output:
             if output.already_done:
                 yield Finished(known_result(plan, output, time.monotonic() - start))
@@ -136,13 +136,13 @@ def run(
 def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
     """What names a run: two runs share it only if they write the same bytes."""
     facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
-    facts += [text] if (text := calibrate.identity(plan)) else []
+    facts += [text] if (text := identity(plan)) else []
     return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
 
 
 def _independent(source: Source, plan: Plan) -> bool:
     """Whether tensors can be worked on side by side: other sources decode as they read, calibration goes layer by layer."""
-    return type(source) is Source and not calibrate.is_calibrated(plan)
+    return type(source) is Source and not is_calibrated(plan)
 
 
 def _bytes_in(folder: Path, plan: Plan) -> int:
@@ -161,7 +161,7 @@ def _write(
     output: OutputFolder,
     devices: tuple[torch.device, ...],
     start: float,
-    calibration: calibrate.Calibration | None = None,
+    calibration: Calibration | None = None,
 ) -> Generator[Event, None, Result]:
     """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
     done = params = resumed = 0

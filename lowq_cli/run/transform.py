@@ -1,16 +1,15 @@
 """One item of a plan, from the source's bytes to the output's: read -> quantize -> pack -> write, a slab at a time."""
 
 import zlib
-from collections.abc import Callable
 
 import torch
 
 from lowq_cli import quantizers
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES, as_tensor
 from lowq_cli.files.source import Source
+from lowq_cli.plan.plan import Item
+from lowq_cli.plan.rows import read_rows
 from lowq_cli.run.budget import slab_rows
-from lowq_cli.run.plan import Item
-from lowq_cli.run.planner import Candidate
 from lowq_cli.run.writer import ShardFile
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import pack, stored
@@ -74,19 +73,6 @@ def quantize(
     assert at == [h.nbytes for _, h in item.outputs], item.name
     relative = (squared_error / squared_norm) ** 0.5 if squared_norm else float(squared_error > 0)
     return float(f"{relative:.6g}"), crc
-
-
-def read_rows(item: Item | Candidate, source: Source) -> Callable[[int, int], torch.Tensor]:
-    """A function (first, last) -> those rows of the item's matrix, read from the source."""
-    shape, cut = source.headers[item.source].shape, item.cut
-    A, B = shape[-2:]
-    start = (cut.expert or 0) * A * B
-    if cut.transposed:  # rows of the matrix are columns of the file: read it once, whole
-        whole = source.read(item.source, start, A * B).reshape(A, B).t()
-        offset = cut.rows[0] if cut.rows else 0
-        return lambda first, last: whole[offset + first : offset + last].contiguous()
-    start += cut.rows[0] * B if cut.rows else 0
-    return lambda first, last: source.read(item.source, start + first * B, (last - first) * B).reshape(last - first, B)
 
 
 def _cut(q: QuantizedTensor, before: QuantizedTensor | None, unit: int) -> tuple[QuantizedTensor, QuantizedTensor | None]:

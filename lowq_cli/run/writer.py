@@ -10,29 +10,21 @@ A rerun checks the bytes of every journalled item in a partial file against its 
 a line that reached the disk before its data does no harm. The journal goes when config.json is there.
 """
 
-import contextlib
-import errno
 import fcntl
 import json
 import os
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowq_cli import state
+from lowq_cli.files.atomic import reserve, write_at, writing
 from lowq_cli.files.safetensors_io import read_bytes, read_header
-from lowq_cli.files.source import INDEX, JOURNAL
-from lowq_cli.run.plan import Item, Plan, Shard
-from lowq_packers.errors import LowqError, UsageError, disk_full
+from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT, SENSITIVITY, STAGED
+from lowq_cli.plan.plan import Item, Plan, Shard
+from lowq_packers.errors import LowqError, UsageError
 
-REPORT, LOG, CONFIG = "lowq_report.json", "lowq.log", "config.json"
-PARTIAL = ".partial"
-NO_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-SENSITIVITY = "lowq-sensitivity.json"
-STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
 CHUNK = 1 << 24
 
 Record = dict[str, Any]
@@ -261,39 +253,6 @@ def _read_report(path: Path) -> Record:
     except (OSError, ValueError):
         return {}
     return report if isinstance(report, dict) and "run" in report else {}
-
-
-def reserve(fd: int, size: int) -> None:
-    """Give a file its full size, and its disk blocks where the file system can, so that a full disk shows now."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except AttributeError:  # macOS
-        os.ftruncate(fd, size)
-    except OSError as e:
-        if e.errno not in NO_RESERVE:
-            raise
-        os.ftruncate(fd, size)
-
-
-def write_at(fd: int, content: memoryview | bytes | bytearray, offset: int) -> None:
-    """Write all of `content` at `offset`."""
-    view = memoryview(content).cast("B")
-    at = 0
-    while at < len(view):
-        at += os.pwrite(fd, view[at : at + (1 << 30)], offset + at)
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals into errors that say the way out."""
-    try:
-        yield
-    except OSError as e:
-        if full := disk_full(e, path):
-            raise full from e
-        cached = state.is_cached(path)
-        way_out = "name another cache folder: XDG_CACHE_HOME=DIR" if cached else "use another --out"
-        raise UsageError(f"cannot write to {path}: {e.strerror}; {way_out}") from e
 
 
 def output_names(plan: Plan, companions: list[str]) -> list[str]:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing
-from lowq_kernels.dispatch.measure import call_for, copies, layouts_for, random_weight
-from lowq_kernels.dispatch.registry import kernels, select
+from lowq_kernels.dispatch.measure import call_for, copies, random_weight
+from lowq_kernels.dispatch.registry import forced, kernels, select
 from lowq_kernels.dispatch.timing import Roofline, call_bytes, rotation, timed
 from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.modules.linear import best_layout
 from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
 
 SPEEDUP_TICKS = (0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
@@ -64,52 +66,41 @@ def measure(
 ) -> Iterator[Row]:
     """Rows in order: per shape and M, the kernel that dispatch takes in its best layout; `kernel` names one, or "all".
 
-    Raises UnsupportedError where the named kernel takes none of it.
+    Raises UnsupportedError where the named kernel cannot take one of them.
     """
     names = list(kernels()) if kernel == "all" else [kernel]
-    if kernel and kernel != "all" and kernel not in kernels():
-        raise UnsupportedError(f"no kernel is called {kernel!r}; there are {', '.join(sorted(kernels()))}")
     for shape in shapes:
         dense = _dense_times(shape, batches, device)
-        weights = {layout: copies(random_weight(shape, layout, device)) for layout in _layouts(shape, device, kernel)}
+        weights: dict[str, list[PackedWeight]] = {}
         for M in batches:
-            found = [row for name in names if (row := _row(shape, M, name, weights, device, ceiling, dense[M]))]
-            if kernel and kernel != "all" and not found:
-                call = call_for(shape, M, next(iter(weights), "strided"), device)
-                why = kernels()[kernel].why_not(call)
-                raise UnsupportedError(f"{kernel} cannot take {shape.N}x{shape.K} {shape.scheme}, M={M}: {why}")
-            yield from found
-
-
-def _layouts(shape: Shape, device: torch.device, kernel: str | None) -> list[str]:
-    from lowq_kernels.modules.linear import best_layout
-
-    if kernel is None:
-        return [best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device)]
-    if kernel == "all":
-        return layouts_for(shape, device)
-    fits = [n for n in kernels()[kernel].layouts if kernels()[kernel].why_not(call_for(shape, 1, n, device)) is None]
-    return fits[:1] or list(kernels()[kernel].layouts[:1])
+            for name in names:
+                try:
+                    yield _row(shape, M, name, weights, device, ceiling, dense[M])
+                except UnsupportedError:
+                    if kernel != "all":
+                        raise
 
 
 def _row(
-    shape: Shape, M: int, name: str | None, weights: dict[str, Any], device: torch.device, ceiling: Roofline, dense: float
-) -> Row | None:
+    shape: Shape,
+    M: int,
+    name: str | None,
+    weights: dict[str, list[PackedWeight]],
+    device: torch.device,
+    ceiling: Roofline,
+    dense: float,
+) -> Row:
+    """M rows by the kernel called `name` (None: dispatch's), on copies of a weight in its layout, which `weights` keeps."""
+    layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device, kernel=name)
+    asked = forced(name)
+    act = asked.acts[0] if asked else "none"  # a kernel that multiplies 8-bit activations is timed on such
+    spec, config = select(call_for(shape, M, layout, device, act), name)
+    if layout not in weights:
+        weights[layout] = copies(random_weight(shape, layout, device))
     x = torch.randn(M, shape.K, device=device).to(shape.dtype)
-    best: tuple[float, str, str] | None = None
-    for layout, held in weights.items():
-        call = call_for(shape, M, layout, device)
-        if name is not None and kernels()[name].why_not(call):
-            continue
-        spec, config = select(call, name)
-        us = timed([partial(spec.launch, x, w, None, config) for w in held], device)
-        if best is None or us < best[0]:
-            best = us, spec.name, layout
-    if best is None:
-        return None
-    us, kernel, layout = best
+    us = timed([partial(spec.launch, x, w, None, config) for w in weights[layout]], device)
     flops, moved = 2.0 * M * shape.N * shape.K, call_bytes(M, shape.N, shape.K, shape.scheme.bits_per_weight())
-    place = (shape.N, shape.K, M, shape.scheme.bits, shape.scheme.group_size, kernel, layout)
+    place = (shape.N, shape.K, M, shape.scheme.bits, shape.scheme.group_size, spec.name, layout)
     percent = 100 * ceiling.floor_us(moved, flops) / us
     return Row(*place, round(us, 2), round(moved / us / 1e3, 4), round(flops / us / 1e6, 6), round(percent, 1), round(dense, 2))
 

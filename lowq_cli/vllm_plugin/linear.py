@@ -12,7 +12,7 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
 
-from lowq_cli.interop.sharding import row_problem
+from lowq_cli.files.sharding import row_problem
 from lowq_kernels.modules import ops
 from lowq_kernels.modules.linear import best_layout
 from lowq_packers.bitstream import words_per_row

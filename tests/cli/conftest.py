@@ -53,7 +53,7 @@ MIXTURES = ("mixtral", "qwen3-moe")
 @pytest.fixture
 def small_calibration(monkeypatch):
     """Windows of 32 tokens, two at a time; a tokenizer whose tokens are the text's bytes."""
-    from lowq_cli.accuracy import texts
+    from lowq_cli.calibrate import texts
 
     monkeypatch.setattr(texts, "WINDOW", 32)
     monkeypatch.setattr(texts, "BATCH", 2)

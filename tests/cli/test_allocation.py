@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lowq_cli.accuracy.allocation import Choice, allocate
+from lowq_cli.calibrate.allocation import Choice, allocate
 from lowq_packers.errors import UsageError
 
 

@@ -7,14 +7,14 @@ import torch
 from folders import files
 
 from lowq_cli import quantizers
-from lowq_cli.accuracy import calibrate, texts
-from lowq_cli.accuracy.walk import Layer
+from lowq_cli.calibrate import calibration, texts
+from lowq_cli.calibrate.walk import Layer
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.blocks import Blocks, run
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import gptq, lsq
 from lowq_cli.quantizers.gptq import Moments
 from lowq_cli.run import pipeline
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import DamagedError, NotFoundError, SchemeError, UsageError
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 
@@ -125,7 +125,7 @@ def test_families_are_calibrated_whole(family, family_checkpoints, text, tmp_pat
     dense = family_checkpoints(family, schemes={}).dense
     recipe = make_recipe(bits=2, group=16, method="gptq", calib=text)
     *events, finished = pipeline.run(dense, recipe, tmp_path / "out")
-    layers = [e for e in events if isinstance(e, calibrate.LayerDone)]
+    layers = [e for e in events if isinstance(e, calibration.LayerDone)]
     assert [e.index for e in layers] == [1, 2]
     assert all(0 < e.error < 0.5 for e in layers)
     assert not list((tmp_path / "out").glob("lowq-calibrated-*"))
@@ -139,21 +139,21 @@ def test_a_rerun_continues_behind_the_finished_layers(family_checkpoints, text, 
     dense = family_checkpoints("llama").dense
     recipe = make_recipe(bits=3, group=16, method="gptq", calib=text)
     list(pipeline.run(dense, recipe, tmp_path / "whole"))
-    for stop in (calibrate.LayerDone, pipeline.TensorDone):
+    for stop in (calibration.LayerDone, pipeline.TensorDone):
         out = tmp_path / stop.__name__
         events = pipeline.run(dense, recipe, out)
         while not isinstance(next(events), stop):
             pass
         events.close()
         again = list(pipeline.run(dense, recipe, out))
-        assert next(e for e in again if isinstance(e, calibrate.LayerDone)).resumed
+        assert next(e for e in again if isinstance(e, calibration.LayerDone)).resumed
         assert files(out) == files(tmp_path / "whole")
 
 
 def test_a_damaged_finished_layer_is_named(family_checkpoints, text, tmp_path):
     dense, recipe = family_checkpoints("llama").dense, make_recipe(bits=3, group=16, method="gptq", calib=text)
     events = pipeline.run(dense, recipe, tmp_path / "out")
-    while not isinstance(next(events), calibrate.LayerDone):
+    while not isinstance(next(events), calibration.LayerDone):
         pass
     events.close()
     (layer,) = (tmp_path / "out").glob("lowq-calibrated-*/*.safetensors")
@@ -211,10 +211,10 @@ def test_experts_that_few_tokens_visit_are_quantized_without_them_and_named(fami
     recipe = make_recipe(bits=3, group=16, method="gptq", calib=text)
 
     def notes(few):
-        monkeypatch.setattr(calibrate, "FEW_TOKENS", few)
+        monkeypatch.setattr(calibration, "FEW_TOKENS", few)
         out = tmp_path / str(few)
         events = list(pipeline.run(dense, recipe, out))
-        found = [n for e in events if isinstance(e, calibrate.LayerDone) for n in e.notes.items()]
+        found = [n for e in events if isinstance(e, calibration.LayerDone) for n in e.notes.items()]
         report = json.loads((out / "lowq_report.json").read_text())
         assert {t["name"]: t["note"] for t in report["tensors"] if "tokens" in t.get("note", "")} == dict(found)
         return dict(found), {t["name"]: t["rel_error"] for t in report["tensors"] if "rel_error" in t}
@@ -274,7 +274,7 @@ def test_text_errors(tmp_path):
 def test_fresh_removes_the_layers_of_a_calibration(family_checkpoints, text, tmp_path):
     dense = family_checkpoints("llama").dense
     events = pipeline.run(dense, make_recipe(bits=3, group=16, method="gptq", calib=text), tmp_path / "out")
-    while not isinstance(next(events), calibrate.LayerDone):
+    while not isinstance(next(events), calibration.LayerDone):
         pass
     events.close()
     assert list((tmp_path / "out").glob("lowq-calibrated-*"))

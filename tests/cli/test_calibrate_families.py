@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 
-from lowq_cli.accuracy import mixed, texts
+from lowq_cli.calibrate import mixed, texts
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.blocks import Blocks, run
 from lowq_cli.hf.skeleton import build
 from lowq_cli.hf.structure import roles
+from lowq_cli.plan.planner import make_plan
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.planner import make_plan
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import UnsupportedError, UsageError
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from lowq_cli import main
 from lowq_cli.files import shards
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.inspection import inspect_model
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.exporter import export, exportable
 from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.inspection import inspect_model
 from lowq_packers import formats
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme

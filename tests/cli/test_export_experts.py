@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import lowq
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.inspection import inspect_model
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.source import open_source
-from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.interop.importer import runnable
+from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.interop.older_config import spelled_out
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.scheme import Scheme
@@ -74,7 +74,7 @@ def test_mlx_gets_experts_stacked_and_they_come_back_one_by_one(mixture, tmp_pat
     assert back.keys() == found.schemes.keys()
     for t in found.tensors:
         if t.scheme:
-            assert torch.equal(back[t.name].dequantize(), read_matrix(found, t).dequantize()), t.name
+            assert torch.equal(back[t.name].dequantize(), found.read_matrix(t).dequantize()), t.name
     shown = inspect_model(str(tmp_path / "out"))
     assert sum(r.bytes for r in shown.rows) == sum(t.numel() * t.element_size() for t in written.values())
     assert done.matrices == len(back)

@@ -12,7 +12,7 @@ import lowq
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop import gguf_export
-from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.gguf_export import MIXTURES
 from lowq_cli.interop.gguf_file import GgufTensor, array, head, padded, text, u32
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
@@ -69,7 +69,7 @@ def test_the_gguf_reader_finds_our_weights(demo4, demo_gguf):
         w = torch.from_numpy(package.quants.dequantize(theirs.data, theirs.tensor_type).copy())
         if leaf in ("q_proj", "k_proj"):
             w = permute_heads(w, 8 if leaf == "q_proj" else 4, inverse=True)
-        assert torch.equal(w, read_matrix(checkpoint, t).dequantize()), t.name
+        assert torch.equal(w, checkpoint.read_matrix(t).dequantize()), t.name
     assert kinds == {"Q4_0", "Q8_0"}
 
 
@@ -79,7 +79,7 @@ def test_llama_cpp_predicts_as_we_do(demo4, demo_gguf):
         pytest.skip("needs llama-cpp-python (extra interop; builds from source)")
     import llama_cpp
 
-    from lowq_cli.accuracy.perplexity import evaluate, read_text, tokenize
+    from lowq_cli.evaluate.perplexity import evaluate, read_text, tokenize
 
     model, tokenizer = lowq.load(demo4, device="cpu", dtype="float32")
     story = read_text(None)

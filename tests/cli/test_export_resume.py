@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from lowq_cli.files import shards
-from lowq_cli.interop import exporter, gguf_export
+from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_foreign
 from lowq_cli.run import pipeline
@@ -20,15 +20,14 @@ SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 KILLED = """
 import os, signal, sys
 from lowq_cli.files import shards
-from lowq_cli.interop import exporter, gguf_export
-from lowq_cli.run import pipeline
+from lowq_cli.interop.exporter import export
 shards.SHARD = int(sys.argv[4])
 def progress(percent, name):
     progress.count += 1
     if progress.count == int(sys.argv[5]):
         os.kill(os.getpid(), signal.SIGKILL)
 progress.count = 0
-exporter.export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress)
+export(sys.argv[1], sys.argv[2], sys.argv[3], progress=progress)
 """
 
 
@@ -48,8 +47,8 @@ def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, t
         assert not out.exists()
     parts = len(list((tmp_path / "out.partial").glob("part-*.safetensors")))
     assert parts > 1
-    real = exporter.read_matrix
-    monkeypatch.setattr(exporter, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
+    real = Checkpoint.read_matrix
+    monkeypatch.setattr(Checkpoint, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
     export(made.packed, "compressed-tensors", out)
     assert 0 < len(read) < len(made.schemes), "what was written is not made again"
     assert contents(out) == contents(tmp_path / "whole")
@@ -96,8 +95,8 @@ def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path, monkeypatch):
         assert not out.exists()
     left = json.loads((tmp_path / "out.gguf.partial.json").read_text())
     assert 5 < left["tensors"] < 60
-    real = gguf_export.read_matrix
-    monkeypatch.setattr(gguf_export, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
+    real = Checkpoint.read_matrix
+    monkeypatch.setattr(Checkpoint, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
     with open(tmp_path / "out.gguf.partial", "ab") as f:
         f.write(b"what was written after the note does not count")
     export(tmp_path / "m", "gguf", out)

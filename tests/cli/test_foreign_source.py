@@ -8,10 +8,10 @@ import torch
 from exported import FLOAT, HEAD, SYM, dense_tensors
 
 import lowq
-from lowq_cli.files.inspection import inspect_model
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
+from lowq_cli.interop.inspection import inspect_model
 from lowq_packers.errors import DamagedError, UnsupportedError
 
 
@@ -37,8 +37,8 @@ def test_quantize_takes_a_foreign_checkpoint(gptq_folder, bf16_checkpoints, tmp_
 
 def test_a_dry_run_reads_no_weights(gptq_folder, monkeypatch):
     from lowq_cli.interop import foreign
+    from lowq_cli.plan.recipe import Recipe
     from lowq_cli.run import pipeline
-    from lowq_cli.run.recipe import Recipe
 
     monkeypatch.setattr(foreign, "dense", lambda *_: pytest.fail("weights were read"))
     planned = next(pipeline.run(gptq_folder, Recipe(bits=4, group=32), dry_run=True))

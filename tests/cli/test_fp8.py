@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from lowq_cli.hf.activations import modes, set_activations
-from lowq_cli.hf.load import load
+from lowq_cli.loading import load
 from lowq_cli.main import app
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.activations import rounded

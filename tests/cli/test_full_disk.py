@@ -92,7 +92,7 @@ def test_fp8_promises_no_continuation(run, tmp_path):
 def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(command, monkeypatch, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     monkeypatch.setattr("lowq_kernels.dispatch.timing.roofline", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr("lowq_cli.accuracy.comparison.compare", lambda *_: pytest.fail("compared"))
+    monkeypatch.setattr("lowq_cli.evaluate.comparison.compare", lambda *_: pytest.fail("compared"))
     monkeypatch.setattr("lowq_cli.run.pipeline.run", lambda *_, **__: pytest.fail("planned"))
     for path, why in ((tmp_path / "x.xyz", "use .png, .svg or .pdf"), (tmp_path / "no" / "x.png", "there is no folder")):
         monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(path)])

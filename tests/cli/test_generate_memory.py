@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lowq_cli import memory
 from lowq_cli.commands import generate
-from lowq_cli.engine import explain, graph, memory, stream, warm
+from lowq_cli.engine import explain, graph, stream, warm
 from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.sampling import Sampling

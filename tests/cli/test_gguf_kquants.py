@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.inspection import inspect_model
-from lowq_cli.interop.exporter import read_matrix
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.interop.gguf_file import GgufTensor, f32, finish_tensor, head, text, u32
+from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.run import pipeline
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import gguf
@@ -93,7 +92,7 @@ def test_one_is_quantized_anew_and_inspected(tmp_path):
     t = next(t for t in checkpoint.tensors if t.name.endswith("down_proj"))
     with open_decoded(str(tmp_path / "m.gguf")) as source:
         W = source.read(f"{t.name}.weight").reshape(t.shape).float()
-    error = (read_matrix(checkpoint, t).dequantize() - W).norm() / W.norm()
+    error = (checkpoint.read_matrix(t).dequantize() - W).norm() / W.norm()
     assert error < 0.01
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == "lowq"
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import lowq
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.inspection import inspect_model
 from lowq_cli.interop import gguf_export, gguf_tokenizer
-from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.inspection import inspect_model
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError
 
 DEMO = Path(gguf_export.__file__).parents[1] / "demo"
@@ -34,7 +34,7 @@ def test_a_gguf_file_is_a_source(demo4, demo_gguf, tmp_path):
         assert source.config["tie_word_embeddings"]
         for t in found.tensors:
             name = f"{t.name}.weight" if t.scheme else t.name
-            wanted = read_matrix(found, t).dequantize() if t.scheme else found.source.read(t.name).reshape(t.shape)
+            wanted = found.read_matrix(t).dequantize() if t.scheme else found.source.read(t.name).reshape(t.shape)
             assert torch.equal(
                 source.read(name).reshape(t.shape), wanted.to(torch.float16) if t.scheme else wanted.to(source.read(name).dtype)
             ), name

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from lowq_cli import main
-from lowq_cli.files.inspection import inspect_model, kind_of
 from lowq_cli.files.quant_config import compact
+from lowq_cli.interop.inspection import inspect_model, kind_of
 from lowq_kernels.dispatch import tuning
 from lowq_packers.bitstream import pack
 from lowq_packers.errors import DamagedError

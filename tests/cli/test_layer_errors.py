@@ -6,8 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowq_cli.accuracy.layer_errors import layer_errors
-from lowq_cli.accuracy.perplexity import read_text
+from lowq_cli.evaluate.layer_errors import layer_errors
+from lowq_cli.evaluate.perplexity import read_text
 from lowq_cli.main import app
 from lowq_cli.run import pipeline
 from lowq_packers.errors import UsageError
@@ -22,7 +22,7 @@ def demo_4b(tmp_path_factory):
 
 
 def test_errors_begin_where_quantizing_does(demo_4b):
-    from lowq_cli.hf.load import load
+    from lowq_cli.loading import load
 
     text = read_text(None)[:2500]
     found = layer_errors(demo_4b, "demo", text, "cpu")

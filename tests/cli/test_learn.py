@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lowq_cli.accuracy import calibrate, learn, texts
+from lowq_cli.calibrate import calibration, learn, texts
 from lowq_cli.hf import load
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.qtensor import QuantizedTensor
 
 
@@ -41,7 +41,7 @@ def losses(monkeypatch):
         found.append((before, distance(layer, original, behind)))
         return better
 
-    monkeypatch.setattr(calibrate, "learn", spy)
+    monkeypatch.setattr(calibration, "learn", spy)
     return found
 
 
@@ -67,7 +67,7 @@ def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, te
     recipe = make_recipe(bits=2, group=16, method="learn", calib=text)
     list(pipeline.run(dense, recipe, tmp_path / "first"))
     events = pipeline.run(dense, recipe, tmp_path / "second")
-    while not isinstance(next(events), calibrate.LayerDone):
+    while not isinstance(next(events), calibration.LayerDone):
         pass
     events.close()
     list(pipeline.run(dense, recipe, tmp_path / "second"))
@@ -89,17 +89,17 @@ def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path, monke
     text = tmp_path / "text.txt"
     text.write_text("abcdefgh" * 32 * 4)  # 32 windows
     seen = {}
-    made = calibrate.Calibration.__init__
+    made = calibration.Calibration.__init__
 
     def spy(self, source, plan, *args):
         made(self, source, plan, *args)
         seen[plan.recipe.method] = self.ids
 
-    monkeypatch.setattr(calibrate.Calibration, "__init__", spy)
+    monkeypatch.setattr(calibration.Calibration, "__init__", spy)
     dense = family_checkpoints("llama", schemes={}).dense
     for method in ("gptq", "learn"):
         recipe = make_recipe(bits=2, group=16, method=method, calib=str(text))
-        next(e for e in pipeline.run(dense, recipe, tmp_path / method) if isinstance(e, calibrate.LayerDone))
+        next(e for e in pipeline.run(dense, recipe, tmp_path / method) if isinstance(e, calibration.LayerDone))
     assert len(seen["gptq"]) == 32
     assert torch.equal(seen["learn"][:32], seen["gptq"])
     more = seen["learn"][32:]

@@ -40,7 +40,16 @@ def test_help_is_quick():
 
 @pytest.mark.parametrize("args", [["--help"], ["quantize", "--bitz"], ["quantise"]], ids=" ".join)
 def test_help_and_typos_import_nothing_heavy(args):
-    heavy = {"torch", "transformers", "rich", "lowq_cli.run", "lowq_cli.files", "lowq_cli.interop", "lowq_packers.scheme"}
+    heavy = {
+        "torch",
+        "transformers",
+        "rich",
+        "lowq_cli.plan",
+        "lowq_cli.run",
+        "lowq_cli.files",
+        "lowq_cli.interop",
+        "lowq_packers.scheme",
+    }
     code = f"import sys, lowq_cli.main as m; m._run(); sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code, *args], capture_output=True).returncode == 0
 
@@ -78,7 +87,7 @@ def test_ctrl_c_is_one_line(monkeypatch, capsys):
     def stopped(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowq_cli.files.inspection.inspect_model", stopped)
+    monkeypatch.setattr("lowq_cli.interop.inspection.inspect_model", stopped)
     monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo"])
     assert main._run() == 130
     assert capsys.readouterr().err == "lowq: interrupted\n"
@@ -213,7 +222,7 @@ def test_an_error_after_the_result_is_no_second_object(monkeypatch, capsys):
         console.out_json({"found": 1})
         raise UsageError("the plot cannot be written")
 
-    monkeypatch.setattr("lowq_cli.files.inspection.inspect_model", late)
+    monkeypatch.setattr("lowq_cli.interop.inspection.inspect_model", late)
     monkeypatch.setattr(sys, "argv", ["lowq", "inspect", "demo", "--json"])
     for _ in range(2):  # each run has one, whatever the one before it in this process did
         assert main._run() == 2

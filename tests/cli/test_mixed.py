@@ -6,13 +6,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowq_cli.accuracy import mixed, sensitivity
+from lowq_cli.calibrate import mixed, sensitivity
+from lowq_cli.files.sharding import fusion_problems
 from lowq_cli.files.source import open_source
-from lowq_cli.interop.sharding import fusion_problems
 from lowq_cli.main import app
+from lowq_cli.plan.planner import free_candidates, make_plan
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.planner import free_candidates, make_plan
-from lowq_cli.run.recipe import make_recipe
 from lowq_cli.run.writer import SENSITIVITY
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme

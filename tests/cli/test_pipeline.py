@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from lowq_cli import quantizers
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import _slabs
 from lowq_cli.run import budget, pipeline
 from lowq_cli.run.pipeline import Finished, Planned, ShardDone, TensorDone, run
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 

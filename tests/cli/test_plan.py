@@ -9,13 +9,13 @@ import pytest
 from lowq_cli.files import source as source_module
 from lowq_cli.files.quant_config import expand
 from lowq_cli.files.source import open_source
+from lowq_cli.plan.plan import default_out, output_config
+from lowq_cli.plan.planner import assign, make_plan
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers._slabs import SLAB
 from lowq_cli.run import budget
 from lowq_cli.run.budget import Budget, make_budget, slab_rows
 from lowq_cli.run.pipeline import Planned, run
-from lowq_cli.run.plan import default_out, output_config
-from lowq_cli.run.planner import assign, make_plan
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import DoesNotFitError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 

@@ -66,7 +66,7 @@ def test_a_dry_run_sends_nothing(folder, monkeypatch, capsys):
 
 def test_who_is_not_logged_in_is_told_before_anything_is_measured(folder, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    monkeypatch.setattr("lowq_cli.accuracy.perplexity.measure", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("lowq_cli.evaluate.perplexity.measure", lambda *_, **__: pytest.fail("measured"))
     assert cli(monkeypatch, "me/small", "--ckpt", folder, "--against", "demo") == 3
     assert capsys.readouterr().err == "lowq: you are not logged in to the hub; run: hf auth login (or set HF_TOKEN)\n"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowq_cli.run.recipe import Override, Recipe, make_recipe, matches
+from lowq_cli.plan.recipe import Override, Recipe, make_recipe, matches
 from lowq_packers.errors import NotFoundError, UsageError
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(12) for m in ("mlp.down_proj", "mlp.up_proj", "self_attn.q_proj")] + ["lm_head"]

@@ -19,9 +19,9 @@ from folders import files
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import JOURNAL
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import writer
 from lowq_cli.run.pipeline import Finished, TensorDone, quantize, run
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UsageError
 
 RECIPE = make_recipe(method="rtn")

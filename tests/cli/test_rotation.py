@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 
-from lowq_cli.accuracy.orthogonal import Rotation
-from lowq_cli.accuracy.rotation import EXACT, rotated
+from lowq_cli.calibrate.orthogonal import Rotation
+from lowq_cli.calibrate.rotation import EXACT, rotated
 from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import UnsupportedError, UsageError
 
 FAMILIES = ["llama", "llama-tied", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3-moe"]

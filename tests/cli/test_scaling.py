@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowq_cli.accuracy import calibrate, scaling
-from lowq_cli.accuracy.walk import Layer
+from lowq_cli.calibrate import calibration, scaling
+from lowq_cli.calibrate.walk import Layer
 from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
 from lowq_cli.hf.blocks import Blocks
 from lowq_cli.hf.folds import find
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import awq, lsq
 from lowq_cli.quantizers.gptq import Moments
 from lowq_cli.run import pipeline
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import SchemeError
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 
@@ -105,7 +105,7 @@ def test_an_awq_checkpoint_is_an_ordinary_one(family, family_checkpoints, text, 
         family_checkpoints(family)  # skips where transformers cannot load packed experts
     dense = family_checkpoints(family, schemes={}).dense
     *events, finished = pipeline.run(dense, make_recipe(bits=8, group=16, method="awq", calib=text), tmp_path / "out")
-    layers = [e for e in events if isinstance(e, calibrate.LayerDone)]
+    layers = [e for e in events if isinstance(e, calibration.LayerDone)]
     assert all(0 < e.error < 1e-3 for e in layers)
     found, wanted = logits(tmp_path / "out"), logits(dense)
     by_token = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
@@ -132,11 +132,11 @@ def test_a_rerun_continues_behind_the_finished_layers(family_checkpoints, text, 
     recipe = make_recipe(bits=3, group=16, method="awq", calib=text, rotate=True)
     list(pipeline.run(dense, recipe, tmp_path / "whole"))
     events = pipeline.run(dense, recipe, tmp_path / "out")
-    while not isinstance(next(events), calibrate.LayerDone):
+    while not isinstance(next(events), calibration.LayerDone):
         pass
     events.close()
     again = list(pipeline.run(dense, recipe, tmp_path / "out"))
-    assert next(e for e in again if isinstance(e, calibrate.LayerDone)).resumed
+    assert next(e for e in again if isinstance(e, calibration.LayerDone)).resumed
     for path in (tmp_path / "whole").iterdir():
         assert path.name == "lowq.log" or path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 

@@ -8,9 +8,9 @@ import torch
 from folders import files
 
 from lowq_cli.devices import pick_devices
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import _slabs
 from lowq_cli.run import budget, pipeline, transform, workers
-from lowq_cli.run.recipe import make_recipe
 from lowq_packers.errors import UnsupportedError, UsageError
 
 RECIPE = {"bits": 4, "group": 32, "method": "rtn", "shard_size": 1 << 20}

@@ -6,7 +6,7 @@ import pytest
 
 from lowq_cli import main
 from lowq_cli.interop.exporter import export
-from lowq_cli.run import targets
+from lowq_cli.plan import targets
 from lowq_packers.errors import UsageError
 
 

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.inspection import inspect_model
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
-from lowq_cli.interop.exporter import export, read_matrix
+from lowq_cli.interop.exporter import export
+from lowq_cli.interop.inspection import inspect_model
+from lowq_cli.plan.planner import make_plan
+from lowq_cli.plan.recipe import Recipe
 from lowq_cli.run import transform
 from lowq_cli.run.pipeline import quantize
-from lowq_cli.run.planner import make_plan
-from lowq_cli.run.recipe import Recipe
 from lowq_kernels.modules.joined import join
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
@@ -54,7 +54,7 @@ def test_the_same_weights_in_another_order(both):
     assert layouts["model.layers.0.self_attn.k_proj"] == layouts["model.layers.0.mlp.up_proj"] == "rowstream"
     for a, b in zip(row.tensors, tile.tensors, strict=True):
         if a.scheme:
-            p, q = read_matrix(row, a), read_matrix(tile, b)
+            p, q = row.read_matrix(a), tile.read_matrix(b)
             assert torch.equal(p.W_q, q.W_q), a.name
             assert torch.equal(p.scales, q.scales)
             assert torch.equal(p.zeros, q.zeros)
@@ -85,7 +85,7 @@ def test_saving_brings_it_back_to_rowstream(both, tmp_path):
     for t in row.tensors:
         if t.scheme:
             mine = next(s for s in saved.tensors if s.name == t.name)
-            assert torch.equal(read_matrix(saved, mine).dequantize(), read_matrix(row, t).dequantize()), t.name
+            assert torch.equal(saved.read_matrix(mine).dequantize(), row.read_matrix(t).dequantize()), t.name
 
 
 def test_inspect_and_export(family_checkpoints, both, tmp_path):

@@ -157,9 +157,19 @@ def test_bench_takes_a_checkpoint_and_any_kernel(folder):
     assert "shapes" in said
 
 
+@pytest.mark.parametrize("name", ["cpu/int4", "dequant", "reference"])
+def test_bench_times_the_kernel_that_is_named(name, monkeypatch):
+    result, _ = lowq("bench", "--shape", "64x128", "--group", "32", "--batch", "1", "--device", "cpu", "--kernel", name)
+    assert [r["kernel"] for r in result["rows"]] == [name]
+    monkeypatch.setenv("LOWQ_KERNEL", name)
+    result, _ = lowq("bench", "--shape", "64x128", "--group", "32", "--batch", "1", "--device", "cpu")
+    assert [r["kernel"] for r in result["rows"]] == [name]
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [
+        (["--shape", "64x64", "--group", "32", "--kernel", "cuda/tile_mma"], "cuda/tile_mma .* runs on cuda, not on cpu"),
         (["--shape", "64"], "NxK"),
         (["--shape", "64x0"], "NxK"),
         (["--shape", "64x100"], "group"),

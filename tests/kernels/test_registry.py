@@ -8,8 +8,10 @@ import torch
 
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call, kernels, refusals, select
+from lowq_kernels.modules.linear import QuantLinear, best_layout
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import LAYOUTS
+from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
 
 CPU = Call(1, 64, 128, Scheme(4, 32), "rowstream", torch.bfloat16, "cpu")
@@ -57,6 +59,38 @@ def test_a_kernel_can_be_forced_and_a_wrong_name_lists_the_right_ones(monkeypatc
         select(CPU, "fast")
     with pytest.raises(UnsupportedError, match="asked for by name but reads layout"):
         select(CPU, "cpu/int4")
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+@pytest.mark.parametrize("name", sorted(kernels()))
+def test_a_weight_is_packed_for_the_kernel_that_is_asked_for_by_name(name, by_environment, monkeypatch):
+    """On the device that the kernel runs on, every width that it takes. Layouts of old: what the rule ranks first."""
+    spec = kernels()[name]
+    device, dtype = torch.device(spec.devices[-1]), spec.dtypes[0]
+    kernel = None if by_environment else name
+    if by_environment:
+        monkeypatch.setenv("LOWQ_KERNEL", name)
+    for bits in spec.bits:
+        scheme = Scheme(bits, 128, spec.zeros[0])
+        layout = best_layout(scheme, 4096, 4096, dtype, device, kernel=kernel)
+        call = Call(max(1, spec.m_range[0]), 4096, 4096, scheme, layout, dtype, device.type, (9, 0), spec.acts[0])
+        assert select(call, kernel)[0].name == name
+
+
+def test_no_layout_for_a_forced_kernel_is_one_line():
+    scheme = Scheme(4, 24)
+    with pytest.raises(UnsupportedError, match=r"cpu/int4 was asked for by name but no layout .* layout cpu_int4: "):
+        best_layout(scheme, 64, 48, torch.bfloat16, torch.device("cpu"), kernel="cpu/int4")
+    with pytest.raises(UnsupportedError, match="no kernel is called 'fast'"):
+        best_layout(scheme, 64, 48, torch.bfloat16, torch.device("cpu"), kernel="fast")
+
+
+def test_a_kernel_of_another_device_is_refused_when_it_is_called_and_not_before():
+    pytest.importorskip("triton")
+    q = QuantizedTensor(torch.ones(64, 128, dtype=torch.uint8), torch.ones(64, 4), None, 4, 32, "none")
+    lin = QuantLinear.from_quantized(q, kernel="triton/gemm", dtype=torch.float32)
+    with pytest.raises(UnsupportedError, match="triton/gemm was asked for by name but runs on cuda, not on cpu"):
+        lin(torch.ones(1, 128))
 
 
 def test_no_kernel_gives_every_reason():

@@ -88,7 +88,7 @@ BYTES: tuple[Config, ...] = tuple(
         (2, 2, 512, 2, 1),
     )
 )
-# What to take without a table, from sweeps on an H100 (benchmarks/NOTES.md): within 4% of the best config in nearly all cells.
+# What to take without a table, from H100 sweeps (benchmarks/notes/tile_mma.md): within 4% of the best in most cells.
 # Each line: kinds of weight (bits; g: 4 bits in groups under 128), how many row tiles of 16 there are (as `tiles_of`
 # names it), rows of x a block up to, what `config_of` takes. The first line that matches, is legal and not `idle` holds.
 RULES = (

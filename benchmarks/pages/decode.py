@@ -1,0 +1,142 @@
+"""docs/decode.md: tokens per second of whole models. Results: h100/{decode_*,first_token}.json, */same_tokens_*.json."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pages import RESULTS, Row, part, read, shown, table
+
+MODELS = {
+    "8b": "8B, Llama 3.1's shape",
+    "1b": "1B, Llama 3.2's shape (tied head)",
+    "70b": "70B, Llama 3.1's shape",
+    "30b-a3b": "30B mixture, Qwen3-30B-A3B's shape: 8 of 128 experts a token",
+}
+SPENT = ("16", "8", "4", "4h8", "2", "2h4")  # variants whose steps are taken apart
+DECODERS = {  # variants of e2e_decode.py that are no widths
+    "transformers": "transformers `generate`, 16-bit",
+    "transformers-compile": "transformers `generate`, static cache, its own torch.compile, 16-bit",
+    "transformers-static": "transformers, static cache, one CUDA graph, 16-bit",
+    "16": "lowq, 16-bit",
+}
+Lines = tuple[Sequence[str], list[Sequence[object]]]
+
+
+def widths(variant: str) -> tuple[int, int, int]:
+    """(bits, group, bits of the head or 0) of a variant that e2e_decode.py spells bits[gGROUP][hBITS], as 4g64h8."""
+    body, _, head = variant.partition("h")
+    bits, _, group = body.partition("g")
+    return int(bits), int(group or 128), int(head or 0)
+
+
+def label(variant: str) -> str:
+    """A variant of e2e_decode.py as a reader would name it."""
+    if variant in DECODERS:
+        return DECODERS[variant]
+    bits, group, head = widths(variant)
+    return f"lowq, {bits}-bit g{group}" + (f", {head}-bit head" if head else "")
+
+
+def order(variant: str) -> tuple[Any, ...]:
+    """transformers first, then by bits, wide groups before narrow, a 16-bit head before a quantized one."""
+    if variant.startswith("transformers"):
+        return (0, variant.endswith("compile"), variant.endswith("static"))
+    bits, group, head = widths(variant)
+    return (1, -bits, -group, -(head or 16))
+
+
+def mark(row: Row) -> str:
+    """A sign beside a row of e2e_decode.py that another run than its file's measured."""
+    return " †" if "run" in row else ""
+
+
+def other_runs(rows: Iterable[Row]) -> str:
+    """What the sign means, or nothing."""
+    runs = sorted({r["run"].replace("T", " ") for r in rows if "run" in r})
+    return f"\n† of a run of {', '.join(runs)} UTC\n" if runs else ""
+
+
+@part
+def decode() -> str:
+    """One or two tables a model."""
+    parts = []
+    for model, title in MODELS.items():
+        if not (RESULTS / "h100" / f"decode_{model}.json").is_file():
+            continue
+        report = read(f"h100/decode_{model}.json")
+        rows = sorted((r for r in report["rows"] if "error" not in r), key=lambda r: order(r["variant"]))
+        about = f"{report['device']}, prompt {report['prompt']}, {report['date'][:10]}, torch {report['versions']['torch']}"
+        parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
+        if batched := _batched(rows):
+            parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
+        if told := other_runs(rows):
+            parts.append(told)
+        if spent := _spent(rows, report["read_gbs"]):
+            about = "Microseconds of a step, in brackets the share of the read roofline (`--profile`; at 140 tokens of text):"
+            parts += [f"\n{about}\n", table(*spent)]
+        parts.append("")
+    return "\n".join(parts)
+
+
+@part
+def same_tokens() -> str:
+    """Greedy tokens of a packed model beside the dequantized one's, and every place where they are not its likeliest."""
+    lines = []
+    for path in sorted(RESULTS.glob("*/same_tokens_*.json")):
+        report = read(str(path.relative_to(RESULTS)))
+        rows = report["rows"]
+        tokens, missed = sum(r["tokens"] for r in rows), [tie for r in rows for tie in r["not_the_argmax_of_fp32"]]
+        ties = ", ".join(f"{t['gap']:.3f} below {t['logit']:.1f}" for t in missed)
+        theirs = sum(r["same_as_generate_until"] == r["tokens"] for r in rows)
+        what = f"{report['device'].upper()}, {report['dtype']}, {report['bits']}-bit g{report['group']}"
+        lines.append((what, f"{tokens - len(missed):,} of {tokens:,}", ties or "none", f"{theirs} of {len(rows)}"))
+    columns = ("", ">the likeliest token in fp32", "the others: logits apart", ">prompts with `generate`'s very tokens")
+    return table(columns, lines)
+
+
+@part
+def first_token() -> str:
+    """Seconds of fresh processes from the checkpoint's files to the first token."""
+    report = read("h100/first_token.json")
+    what = f"{report['model'].upper()}, `{report['variant']}`, {report['checkpoint_gb']:.1f} GB in the page cache"
+    stages = {"import_s": "imports", "load_s": "load", "join_s": "join", "compile_s": "compile", "prompt_s": "prompt"}
+    stages |= {"load_to_first_token_s": "load to first token", "process_s": "whole process"}
+    lines = [(i, *(f"{r[s]:.2f}" for s in stages)) for i, r in enumerate(report["runs"], 1)]
+    about = f"{what}, prompt {report['prompt']}, {report['device']}, {report['date'][:10]}; seconds:"
+    return f"{about}\n\n{table(('fresh process', *(f'>{name}' for name in stages.values())), lines)}"
+
+
+def _one(rows: list[Row]) -> Lines:
+    columns = ("", ">tokens/s", ">ms per token", ">GB read", ">of the read roofline", ">ms to the first token", ">peak GB")
+    found = []
+    for r in (r for r in rows if r["batch"] == 1):
+        cells = (f"{r['tokens_per_s']:.0f}", f"{r['ms_per_step']:.2f}", f"{r['bytes_per_step'] / 1e9:.2f}")
+        first = f"{1e3 * r['ttft_s']:.0f}" if "ttft_s" in r else ""
+        tail = (f"{r['roofline_pct']:.0f}%", first, shown(r.get("peak_gb"), ".2f"))
+        found.append((label(r["variant"]) + mark(r), *cells, *tail))
+    return columns, found
+
+
+def _spent(rows: list[Row], gbs: float) -> Lines | None:
+    """What the parts of a step take, for the variants that were profiled."""
+    profiled = {r["variant"]: {p["what"]: p for p in r["parts"]} for r in rows if "parts" in r and r["variant"] in SPENT}
+    profiled = {v: parts for v, parts in profiled.items() if "attention" in parts}  # others are by kernel: too long a story
+    if not profiled:
+        return None
+
+    def cell(p: Row | None) -> str:
+        if p is None:
+            return ""
+        return f"{p['us']:,.0f}" + (f" ({p['bytes'] / p['us'] / gbs / 10:.0f}%)" if p["bytes"] else "")
+
+    names = sorted(dict.fromkeys(name for parts in profiled.values() for name in parts), key=lambda n: n.startswith("("))
+    lines = [(name, *(cell(parts.get(name)) for parts in profiled.values())) for name in names]
+    return ("", *(f">{label(v)}" for v in profiled)), lines
+
+
+def _batched(rows: list[Row]) -> Lines | None:
+    batches = sorted({r["batch"] for r in rows})
+    if batches == [1]:
+        return None
+    cells = {(r["variant"], r["batch"]): f"{r['tokens_per_s']:,.0f}{mark(r)}" for r in rows}
+    variants = [v for v in dict.fromkeys(r["variant"] for r in rows) if any((v, b) in cells for b in batches if b > 1)]
+    return ("", *(f">batch {b}" for b in batches)), [(label(v), *(cells.get((v, b), "") for b in batches)) for v in variants]

@@ -1,0 +1,99 @@
+"""docs/fp8.md: quantizer, products, 8-bit activations, accuracy. Result: h100/fp8.json (fp8.py)."""
+
+from statistics import geometric_mean
+
+from pages import Row, part, read, shown, table
+
+
+@part
+def fp8_head() -> str:
+    """What was measured, where and when."""
+    runs = read("h100/fp8.json")["runs"].values()
+    told = sorted({f"{r['gpu']}, torch {r['torch']}, triton {r['triton']}, {r['date']}" for r in runs})
+    return "; ".join(told) + ".\n"
+
+
+@part
+def fp8_quantizer() -> str:
+    """us per size, and how far from the cast that moves the same bytes."""
+    peers = {"cast": "cast", "torch.compile": "compile"} | {n: n for n in ("tile, 4 warps", "tile, 8 warps", "walk, 32x32")}
+    rows = sorted(read("h100/fp8.json")["quantizer"], key=lambda r: r["n"])
+    lines = []
+    for r in rows:
+        n, ours = r["n"], r["ours"]
+        rate, share = f"{3 * n * n / ours / 1e3:,.0f}", f"{100 * r['cast'] / ours:.0f}%"
+        lines.append((f"{n} x {n}", shown(ours), *(shown(r.get(key)) for key in peers.values()), rate, share))
+    means = {p: geometric_mean([r[key] / r["ours"] for r in rows if key in r]) for p, key in peers.items() if p != "cast"}
+    told = ", ".join(f"{m:.2f} ({p})" for p, m in means.items())
+    columns = ("bf16 in", ">ours", *(f">{p}" for p in peers), ">GB/s", ">of the cast")
+    return table(columns, lines) + f"\nGeometric means of their time over ours: {told}.\n"
+
+
+@part
+def fp8_gemm() -> str:
+    """us per shape and M."""
+    rows = sorted(read("h100/fp8.json")["gemm"], key=lambda r: (-r["N"] * r["K"], -r["N"], r["M"]))
+    names = ("128x128", "256x256", "per channel", "triton", "torch, 128x128", "torch, per channel")
+    lines = []
+    for r in rows:
+        rate = f"{2 * r['M'] * r['N'] * r['K'] / r['us']['128x128'] / 1e6:,.0f}"
+        lines.append((f"{r['N']} x {r['K']}", r["M"], *(shown(r["us"].get(n)) for n in names), rate))
+
+    def ratio(theirs: str, ours: str, rows: list[Row]) -> str:
+        return f"{geometric_mean([r['us'][theirs] / r['us'][ours] for r in rows if theirs in r['us'] and ours in r['us']]):.2f}"
+
+    small, large = [r for r in rows if r["M"] <= 64], [r for r in rows if r["M"] >= 1024]
+    block = "torch, 128x128"
+    found = [r["us"][block] / r["us"]["128x128"] for r in large]
+    told = (
+        f"Geometric means of their time over ours. M <= 64: {ratio('triton', '128x128', small)} (our Triton SplitK kernel), "
+        f"{ratio(block, '128x128', small)} (torch). M >= 1024: {ratio(block, '128x128', large)} ({min(found):.2f} to "
+        f"{max(found):.2f}) with blocks of 128x128, {ratio(block, '256x256', large)} with 256x256 (against torch's 128x128), "
+        f"{ratio('torch, per channel', 'per channel', large)} per channel."
+    )
+    worst = max(v for r in rows for k, v in r["error"].items() if k in names[:3])
+    told += f" Largest relative error of ours against fp32: {worst:.1e} (bf16 output).\n"
+    return table(("N x K", ">M", *(f">{n}" for n in names), ">TFLOP/s"), lines) + "\n" + told
+
+
+@part
+def fp8_codes() -> str:
+    """us of 8-bit activations times packed codes, beside 16-bit activations."""
+    lines = []
+    for r in sorted(read("h100/fp8.json")["codes"], key=lambda r: (-r["N"] * r["K"], r["N"], -r["bits"], -r["group"], r["M"])):
+        times = {"fp8": r.get("fp8"), "int8": r.get("int8"), "16 bits": r["a16"], "cuBLAS": r["cublas"]}
+        fastest = min((t, name) for name, t in times.items() if t is not None)[1]
+        rounding = max(r["rounding"].values()) if "rounding" in r else None
+        shape = (f"{r['N']} x {r['K']}", f"{r['bits']}-bit g{r['group']}", r["M"])
+        us = (times["int8"], times["fp8"], times["16 bits"], rounding, r["cublas"])
+        lines.append((*shape, *map(shown, us), fastest))
+    columns = ("N x K", "codes", ">M", ">int8 x", ">fp8 x", ">16-bit x", ">rounding alone", ">cuBLAS fp16", "fastest")
+    return table(columns, lines)
+
+
+@part
+def fp8_error() -> str:
+    """Relative error on real activations."""
+    names = {n: n for n in ("1x128, 128x128", "kernel", "256x256", "per token, channel", "int8 x alone")}
+    names["kernel"] = "the same by kernel"
+    names |= {f"4 bits, {act}": f"4-bit W, {'16-bit' if act == 'none' else act} x" for act in ("none", "int8", "fp8")}
+    lines = [
+        (r["layer"], f"{r['N']} x {r['K']}", f"{r['largest_over_rms']:.0f}", *(f"{r[n]:.4f}" if n in r else "" for n in names))
+        for r in read("h100/fp8.json")["error"]
+    ]
+    return table(("layer", "N x K", ">largest / rms of x", *(f">{n}" for n in names.values())), lines)
+
+
+@part
+def fp8_perplexity() -> str:
+    """Perplexity per format and mode."""
+    report = read("h100/fp8.json")
+    rows, run = report["perplexity"], report["runs"]["perplexity"]
+    tokens = next(r["tokens"] for r in rows if "tokens" in r)
+    base = next(r["none"] for r in rows if r["format"] == "unquantized")
+    lines = []
+    for r in rows:
+        cells = [f"{r[m]:.3f} ({100 * (r[m] / base - 1):+.2f}%)" if m in r else "" for m in ("none", "int8", "fp8")]
+        lines.append((r["format"], *cells))
+    found = table(("weights", ">activations 16 bits", ">int8", ">fp8"), lines)
+    return found + f"\nAll {tokens:,} tokens of {run['text']}, on the {run['gpu']}.\n"

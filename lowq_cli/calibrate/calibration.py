@@ -1,0 +1,286 @@
+"""Calibrated quantization: walk the model layer by layer on a text, quantize each layer's linears on the inputs they get.
+
+Two streams of hidden states go through the model: x through the original layers, x' through the quantized ones. The inputs
+of one stage (linears that share an input: q/k/v, o, gate/up, down; see walk.py) are measured behind everything quantized before
+it. One decoder layer is in memory at a time, with both streams. Each finished layer is set down in a folder beside the
+checkpoint, so a rerun continues behind it; the pipeline then takes its rows from there and writes as it always does.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from lowq_cli import quantizers
+from lowq_cli.calibrate import scaling, texts
+from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
+from lowq_cli.calibrate.learn import learn
+from lowq_cli.calibrate.walk import Hidden, Layer
+from lowq_cli.files.atomic import writing
+from lowq_cli.files.safetensors_io import TORCH_NAMES
+from lowq_cli.files.source import STAGED, Source
+from lowq_cli.hf.structure import FLOATS
+from lowq_cli.plan.plan import Item, Plan
+from lowq_cli.quantizers.gptq import FEW_TOKENS, SLAB
+from lowq_packers.qtensor import QuantizedTensor
+
+# `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
+# story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
+UNSEEN = 8
+
+
+@dataclass(frozen=True)
+class LayerDone:
+    """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed.
+
+    notes: checkpoint name -> why it was not quantized as the recipe says. unscaled: modules whose inputs take no scale.
+    """
+
+    index: int
+    total: int
+    error: float
+    seconds: float
+    resumed: bool
+    notes: dict[str, str] = field(default_factory=dict)
+    unscaled: tuple[str, ...] = ()
+
+
+def is_calibrated(plan: Plan) -> bool:
+    """Whether a plan holds matrices whose method reads a text."""
+    return any(i.method and quantizers.needs_text(i.method) for i in plan.items)
+
+
+def identity(plan: Plan) -> str:
+    """A hash of the text and the number of tokens, for the name of the run; "" where nothing is calibrated."""
+    if not is_calibrated(plan):
+        return ""
+    digest = hashlib.sha256(texts.read_text(plan.recipe.calib).encode()).hexdigest()[:16]
+    return f"{digest} {plan.recipe.calib_tokens}"
+
+
+def working_bytes(plan: Plan) -> int:
+    """Bytes that calibrating takes on the device: a layer's weights twice, its moments, both streams, a slab being rounded."""
+    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
+    if not items:
+        return 0
+    layers: dict[str, int] = {}
+    for i in items:
+        number = re.search(r"\.(\d+)\.", i.name)
+        layers[number[1] if number else ""] = layers.get(number[1] if number else "", 0) + i.params
+    widest = max(i.shape[1] for i in items)
+    hidden = min(i.shape[1] for i in items)
+    inputs = 8 * texts.BATCH * texts.WINDOW * widest
+    copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
+    learns = any(quantizers.needs_learning(str(i.method)) for i in items)
+    tokens = plan.recipe.calib_tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.calib_tokens
+    streams = copies * tokens * hidden
+    if learns:
+        # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back; outputs
+        inputs += 8 * max(layers.values()) + texts.BATCH * texts.WINDOW * (16 * widest + 24 * hidden) + tokens * hidden
+    return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
+
+
+class Calibration:
+    """The calibrated part of one run. `run` does the work; `quantizer` then hands its results to the pipeline.
+
+    Args:
+        folder: the output folder. run_hash: names the run, so that only its own finished layers are taken up.
+    Raises:
+        UnsupportedError: a family whose layers cannot be walked. NotFoundError, UsageError: the text.
+    """
+
+    def __init__(self, source: Source, plan: Plan, folder: Path, run_hash: str, device: torch.device) -> None:
+        from lowq_cli.hf.blocks import Blocks
+        from lowq_cli.hf.load import load_tokenizer
+
+        self.device, self.source = device, source
+        self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
+        self.blocks = Blocks(source, device)
+        self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
+        tokenizer = load_tokenizer(source)
+        window = texts.window_for(self.blocks.model)
+        self.ids = texts.choose_windows(tokenizer, texts.read_text(plan.recipe.calib), plan.recipe.calib_tokens, window)
+        if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
+            rows = self.blocks.model.get_input_embeddings().weight.shape[0]
+            count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
+            self.ids = torch.cat([self.ids, texts.unseen_windows(tokenizer, count, rows, window)])
+        kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
+        self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
+        self.folder = folder / (STAGED + run_hash)
+        self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds what was found for it
+        self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
+
+    def run(self) -> Iterator[LayerDone]:
+        """Quantize every layer that is not done yet, in order."""
+        blocks = self.blocks
+        for old in self.folder.parent.glob(STAGED + "*"):
+            if old != self.folder:
+                shutil.rmtree(old)
+        with writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
+        original, others = blocks.start(self.ids, texts.BATCH)
+        tables = self._tables()
+        behind = blocks.start(self.ids, texts.BATCH, tables)[0] if tables else [x.clone() for x in original]
+        for number in range(len(blocks)):
+            began = time.monotonic()
+            path = self.folder / f"layer-{number:05d}.safetensors"
+            mine = {n: s for n, s in blocks.linears(number).items() if n in self.items}
+            kept = {p: n for p, n in blocks.kept(number).items() if n in self.stored}
+            self.layer_of |= dict.fromkeys([*mine, *kept.values()], path)
+            done = path.is_file()
+            error = 0.0
+            with torch.no_grad(), blocks.layer(number) as module:
+                layer = Layer(module, others[number], mine)
+                if done:
+                    scaling.repeat(layer, self._scaled(path, list(mine), kept))
+                    for name in mine:
+                        layer.set(name, load_item(path, self.items[name]).dequantize().to(self.device))
+                else:
+                    error = self._quantize(layer, kept, original, behind, path)
+                if number + 1 < len(blocks):
+                    layer.advance(original, behind)
+            notes, unscaled = load_notes(path)
+            self.notes |= notes
+            yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
+
+    def _tables(self) -> dict[str, torch.Tensor]:
+        """The embeddings that the checkpoint will hold quantized: what the layers see, and can make up for."""
+        found = {}
+        for i in self.embeddings:
+            assert i.scheme is not None
+            W = self.source.read(i.source).reshape(i.shape).to(self.device)
+            q = quantizers.get(str(i.method))(W, i.scheme, _dtype(i.outputs[1][1].dtype))
+            found[i.source] = q.dequantize()
+        return found
+
+    def _quantize(self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path) -> float:
+        """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `Blocks.kept`."""
+        results: dict[str, torch.Tensor] = {}
+        notes: dict[str, str] = {}
+        unscaled: list[str] = []
+        errors = []
+        learning: dict[str, QuantizedTensor] = {}
+        if any(quantizers.needs_scales(str(self.items[n].method)) for n in layer.spots):
+            schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
+            stored = {p: self.stored[n] for p, n in kept.items()}
+            scaled = scaling.scale(layer, behind, schemes, stored, FEW_TOKENS)
+            results |= {f"{n}.rows": t.cpu() for n, t in scaled.rows.items()}
+            results |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
+            results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
+            unscaled = scaled.missing
+        for name in layer.uncalled(original):  # Jamba's dt_proj: while it is dense, the model multiplies by its weight itself
+            item = self.items[name]
+            assert item.scheme is not None
+            dtype = _dtype(item.outputs[1][1].dtype)
+            method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
+            notes[name] = f"{method}, because its layer does not call it: nothing tells what it is given"
+            q = quantizers.get(method)(layer.matrix(name, layer.original).contiguous(), item.scheme, dtype)
+            results |= save_item(q, name, dtype)
+            layer.set(name, q.dequantize())
+        for stage in layer.stages(original, behind):
+            for names in self._joined(stage.names):
+                item = self.items[names[0]]
+                assert item.scheme is not None
+                dtype = _dtype(item.outputs[1][1].dtype)
+                parts = [layer.matrix(n, layer.original) for n in names]
+                W = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+                if stage.moments.tokens < FEW_TOKENS and item.kind == "expert":
+                    method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
+                    why = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
+                    notes |= dict.fromkeys(names, why)
+                    q = quantizers.get(method)(W, item.scheme, dtype)
+                else:
+                    q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
+                restored = q.dequantize()
+                at = 0
+                for name, part in zip(names, parts, strict=True):
+                    rows, at = slice(at, at + len(part)), at + len(part)
+                    errors.append(_output_error(part, restored[rows], stage.moments.second))
+                    results |= save_item(_rows(q, rows), name, dtype)
+                    layer.set(name, restored[rows])
+                    if quantizers.needs_learning(str(item.method)):
+                        learning[name] = _rows(q, rows)
+        dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
+        for name, q in learn(layer, learning, dtypes, original, behind).items():
+            results |= save_item(q, name, dtypes[name])
+            layer.set(name, q.dequantize())
+        partial = path.with_suffix(".partial")
+        with writing(path):
+            partial.write_bytes(save(results, {"notes": json.dumps([notes, unscaled])}))
+            partial.replace(path)
+        return sum(errors) / max(len(errors), 1)
+
+    def _joined(self, names: list[str]) -> Iterator[list[str]]:
+        """The matrices of a stage, those that are quantized alike together while they fit a slab: a third of the launches."""
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for name in names:
+            item = self.items[name]
+            alike.setdefault((item.method, item.scheme, item.outputs[1][1].dtype, item.kind), []).append(name)
+        for group in alike.values():
+            if sum(self.items[n].params for n in group) <= SLAB:
+                yield group
+            else:
+                yield from ([n] for n in group)
+
+    def _scaled(self, path: Path, names: list[str], kept: dict[str, str]) -> scaling.Scaled:
+        """What was folded into a finished layer."""
+        found = scaling.Scaled()
+        for tensors, leaf, keys in (
+            (found.rows, "rows", {n: n for n in names}),
+            (found.columns, "columns", {n: n for n in names}),
+            (found.kept, "values", kept),
+        ):
+            for key, name in keys.items():
+                if (t := load_tensor(path, f"{name}.{leaf}")) is not None:
+                    tensors[key] = t.to(self.device, torch.float32)
+        return found
+
+    def quantizer(self, item: Item) -> Callable[..., QuantizedTensor]:
+        """The quantizer of one item: rows of what `run` made, in order; a data-free method for what it did not see."""
+        if item.name not in self.layer_of:
+            return quantizers.get(str(item.method))
+        q = load_item(self.layer_of[item.name], item)
+        at = 0
+
+        def next_rows(W: torch.Tensor, *_: object) -> QuantizedTensor:
+            nonlocal at
+            part, at = slice(at, at + W.shape[0]), at + W.shape[0]
+            return _rows(q, part).to(W.device)
+
+        return next_rows
+
+    def factors(self, item: Item) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What an item's rows (N,) and columns (K,) were multiplied by before it was quantized; None where by nothing."""
+        if item.name not in self.layer_of:
+            return None, None
+        path = self.layer_of[item.name]
+        return load_tensor(path, f"{item.name}.rows"), load_tensor(path, f"{item.name}.columns")
+
+    def values(self, item: Item) -> torch.Tensor | None:
+        """The new values of a kept tensor that scales were folded into; None for any other."""
+        return load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
+
+    def close(self) -> None:
+        """Remove the finished layers; the checkpoint holds them now."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, TORCH_NAMES[name])
+
+
+def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor) -> float:
+    error = W - restored
+    return float(((error @ second) * error).sum() / ((W @ second) * W).sum().clamp(min=1e-30))
+
+
+def _rows(q: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    zeros = None if q.zeros is None else q.zeros[rows]
+    return QuantizedTensor(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero)

@@ -1,0 +1,272 @@
+"""`quantize --bpw 3.2` or `--size 4GB`: the recipe that spends the bits where they matter most.
+
+What engines make one weight of gets one scheme: q/k/v, gate/up, all experts of a layer. Sensitivities (sensitivity.py) are
+measured once and kept in the output folder; allocation.py then finds the best choice for the budget, and the result is an
+ordinary recipe with an override per group.
+"""
+
+import hashlib
+import json
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli import drawing, quantizers
+from lowq_cli.calibrate import sensitivity, texts
+from lowq_cli.calibrate.allocation import Choice, allocate
+from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
+from lowq_cli.files.source import SENSITIVITY, Source
+from lowq_cli.plan.planner import Candidate, free_candidates, make_plan, scale_dtype
+from lowq_cli.plan.recipe import Override, Recipe
+from lowq_packers.bitstream import words_per_row
+from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
+from lowq_packers.formats import FUSED
+from lowq_packers.scheme import Scheme, fit_group
+
+GROUPS = (32, 64, 128)
+KEPT = "kept"
+LABELLED = 48  # layers of a plot whose cells have room for a number
+
+
+@dataclass(frozen=True)
+class Share:
+    """One group's part of a mixed plan. scheme None: kept in 16 bits or more. error: nats per token, by the measured model."""
+
+    group: str
+    kind: str
+    params: int
+    nbytes: int
+    scheme: Scheme | None
+    error: float
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What was decided. bpw: of the weights that took part. cache: what to keep in the output folder.
+
+    in_nats: whether `error` is a KL divergence, or (where no text could be read) a relative error of weights.
+    """
+
+    shares: tuple[Share, ...]
+    in_nats: bool
+    why_not_nats: str
+    cache: bytes
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight, scales and zeros included."""
+        return 8 * sum(s.nbytes for s in self.shares) / sum(s.params for s in self.shares)
+
+    @property
+    def error(self) -> float:
+        """The sum of all errors."""
+        return sum(s.error for s in self.shares)
+
+    @property
+    def histogram(self) -> list[tuple[str, int, int]]:
+        """(scheme, groups, weights), most bytes per weight first."""
+        found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        for s in sorted(self.shares, key=lambda s: -s.nbytes / s.params):
+            one = found[str(s.scheme or KEPT)]
+            one[0], one[1] = one[0] + 1, one[1] + s.params
+        return [(scheme, groups, params) for scheme, (groups, params) in found.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = [
+            {"group": s.group, "kind": s.kind, "params": s.params, "bytes": s.nbytes, "scheme": str(s.scheme or KEPT),
+             "error": s.error} for s in self.shares
+        ]  # fmt: skip
+        return {"bpw": self.bpw, "expected_kl": self.error if self.in_nats else None, "groups": rows}
+
+
+def resolve(
+    source: Source, recipe: Recipe, folder: Path, device: torch.device, watch: sensitivity.Watch | None = None
+) -> tuple[Recipe, Mixed]:
+    """The recipe with an override for each group, within its budget; reads weights, writes nothing.
+
+    watch: told how many layers of how many are measured.
+    Raises UsageError for a budget that nothing fits, and as `make_plan`.
+    """
+    text = texts.read_text(recipe.calib)
+    calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
+    plain = replace(recipe, bpw=None, size=None, calib=recipe.calib if calibrated else None)
+    groups = grouped(free_candidates(source, plain))
+    options = {name: _options(members, plain) for name, members in groups.items()}
+    groups = {name: members for name, members in groups.items() if options[name]}
+    if not groups:
+        raise UsageError("--bpw and --size find no weight that the recipe leaves open; leave --override and --skip out")
+    schemes = {c.name: options[name] for name, members in groups.items() for c in members}
+    candidates = [c for members in groups.values() for c in members]
+    params = {name: sum(c.shape[0] * c.shape[1] for c in members) for name, members in groups.items()}
+    unmeasured = {c.name: dict.fromkeys(schemes[c.name], 0.0) for c in candidates}  # bytes need no errors
+    choices = {name: _choices(members, options[name], unmeasured, source, plain) for name, members in groups.items()}
+    budget = _budget(source, plain, recipe, choices, sum(params.values()))
+    least = sum(min(c.nbytes for c in cs) for cs in choices.values())
+    if budget < least:  # told before the minutes that measuring takes
+        raise UsageError(_too_small(recipe, least, budget, sum(params.values())))
+    key, errors, why = _measured(source, plain, text, candidates, schemes, folder, device, watch)
+    choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
+    while True:
+        try:
+            found = allocate(choices, budget)
+        except UsageError:
+            raise UsageError(_too_small(recipe, least, budget, sum(params.values()))) from None
+        overrides = [o for name, c in found.items() if c.what for o in _overrides(groups[name], c.what)]
+        head = "keep" if plain.lm_head == "auto" else plain.lm_head
+        resolved = replace(plain, lm_head=head, overrides=(*plain.overrides, *overrides))
+        if recipe.size is None or (over := make_plan(source, resolved).nbytes - recipe.size) <= 0:
+            break
+        budget -= over  # headers vary by a few bytes with the numbers in them
+    shares = tuple(Share(name, groups[name][0].kind, params[name], c.nbytes, c.what, c.error) for name, c in found.items())
+    cache = {
+        "key": key,
+        "why_not_nats": why,
+        "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()},
+    }
+    return resolved, Mixed(shares, not why, why, (json.dumps(cache, indent=1) + "\n").encode())
+
+
+def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
+    """Group name -> the matrices that must share a scheme."""
+    found: dict[str, list[Candidate]] = defaultdict(list)
+    for c in candidates:
+        found[_group_of(c.name)].append(c)
+    return dict(found)
+
+
+def _options(members: Sequence[Candidate], recipe: Recipe) -> list[Scheme]:
+    """The schemes that all members can have."""
+    K = gcd(*(c.shape[1] for c in members))
+    if recipe.group == "channel":
+        sizes = {K} if all(c.shape[1] == K for c in members) else set()
+    else:
+        sizes = {g for wanted in ([recipe.group] if recipe.group else GROUPS) if (g := fit_group(K, int(wanted)))}
+    return [Scheme(bits, g, recipe.zero) for bits in recipe.widths for g in sorted(sizes)]
+
+
+def _choices(
+    members: Sequence[Candidate], schemes: Sequence[Scheme], errors: sensitivity.Errors, source: Source, recipe: Recipe
+) -> list[Choice]:
+    """What a group may become; head and embedding may stay as they are."""
+    meta = ITEMSIZE[scale_dtype(source, recipe)]
+    found = []
+    for s in schemes:
+        stored = 1 if s.zero == "none" else 2
+        size = sum(c.shape[0] * (4 * words_per_row(c.shape[1], s.bits) + stored * meta * s.groups(c.shape[1])) for c in members)
+        found.append(Choice(s, size, sum(errors[c.name][s] for c in members)))
+    if members[0].kind in ("head", "embedding"):
+        found.append(Choice(None, sum(c.shape[0] * c.shape[1] * ITEMSIZE[c.source_dtype] for c in members), 0.0))
+    return found
+
+
+def _budget(source: Source, plain: Recipe, recipe: Recipe, choices: dict[str, list[Choice]], params: int) -> int:
+    """Bytes that the groups may take together."""
+    if recipe.size is None:
+        assert recipe.bpw is not None
+        return int(params * recipe.bpw / 8)
+    plan = make_plan(source, plain)
+    taken = sum(i.nbytes for i in plan.items if _group_of(i.kept_name) in choices)
+    return int(recipe.size - (plan.nbytes - taken))
+
+
+def _group_of(name: str) -> str:
+    stem, dot, leaf = re.sub(r"\.experts\.\d+\.", ".experts.", name).rpartition(".")
+    return f"{stem}{dot}{FUSED.get(leaf, leaf)}"
+
+
+def _too_small(recipe: Recipe, least: int, budget: int, params: int) -> str:
+    if recipe.size is None:
+        return (
+            f"--bpw {recipe.bpw:g} is too little: the smallest widths take {8 * least / params:.3f}; --widths may allow smaller"
+        )
+    return (
+        f"--size {recipe.size} bytes is too little: the smallest widths take {recipe.size - budget + least} bytes; "
+        "--widths may allow smaller"
+    )
+
+
+def _overrides(members: Sequence[Candidate], scheme: Scheme) -> list[Override]:
+    names = dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", c.name) for c in members)
+    return [Override(n, scheme.bits, scheme.group_size) for n in names]
+
+
+def _measured(
+    source: Source,
+    recipe: Recipe,
+    text: str,
+    candidates: list[Candidate],
+    schemes: dict[str, list[Scheme]],
+    folder: Path,
+    device: torch.device,
+    watch: sensitivity.Watch | None,
+) -> tuple[str, sensitivity.Errors, str]:
+    """(key, errors, why they are no nats): what the folder holds for the same question, or measured now."""
+    dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
+    calibrated = recipe.method != "auto" and quantizers.carries_errors(recipe.method)
+    facts = [calibrated, version("lowq"), source.identity, text, str(dtype), device.type, sensitivity.TOKENS, sensitivity.ROWS]
+    facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    try:
+        kept = json.loads((folder / SENSITIVITY).read_bytes())
+        if kept["key"] == key:
+            named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
+            read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in kept["errors"].items()}
+            return key, read, str(kept["why_not_nats"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+
+    def rounded(W: torch.Tensor, s: Scheme) -> torch.Tensor:
+        return quantizers.get(quantizers.default_method(s.bits, s.group_size, s.zero))(W, s, dtype).dequantize()
+
+    try:
+        from lowq_cli.hf.load import load_tokenizer
+
+        tokenizer = load_tokenizer(source)
+        walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
+        ids = texts.choose_windows(tokenizer, text, sensitivity.TOKENS, texts.window_for(walk.blocks.model))
+        return key, walk.measure(ids, texts.BATCH, watch), ""
+    except (UnsupportedError, NotFoundError) as e:
+        return key, sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
+
+
+def _spell(s: Scheme) -> str:
+    return f"{s.bits}:{s.group_size}"
+
+
+def plot(mixed: Mixed, path: Path) -> None:
+    """Draw the bits per weight of every group: a column per layer, and one for head and embedding.
+
+    Raises what `drawing.save` raises.
+    """
+    cells: dict[str, dict[int, float]] = defaultdict(dict)
+    others = {}
+    for s in mixed.shares:
+        number = re.search(r"\.(\d+)\.(.*)", s.group)
+        if number:
+            cells[number[2]][int(number[1])] = 8 * s.nbytes / s.params
+        else:
+            others[s.group.rpartition(".")[2]] = 8 * s.nbytes / s.params
+    layers = 1 + max((i for row in cells.values() for i in row), default=0)
+    table = [[row.get(i, float("nan")) for i in range(layers)] for row in cells.values()]
+    fig = drawing.figure(max(6.0, min(24.0, 2.5 + 0.45 * layers)), 1.6 + 0.4 * len(cells))
+    axis = fig.subplots()
+    low, high = (f([*(b for row in cells.values() for b in row.values()), *others.values()]) for f in (min, max))
+    image = axis.imshow(table, aspect="auto", cmap="viridis", vmin=low, vmax=max(high, low + 0.5))
+    for y, row in enumerate(table):
+        for x, bits in enumerate(row if layers <= LABELLED else []):
+            axis.text(x, y, f"{bits:.3g}", ha="center", va="center", fontsize=8, color="white" if bits < 4 else "black")
+    axis.set_yticks(range(len(cells)), list(cells))
+    axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # a MaxNLocator
+    rest = ", ".join(f"{name} {bits:.3g}" for name, bits in others.items())
+    axis.set(xlabel="layer", title=f"{mixed.bpw:.3f} bits per weight{f' ({rest})' if rest else ''}")
+    fig.colorbar(image, label="bits per weight")
+    fig.tight_layout()
+    drawing.save(fig, path)

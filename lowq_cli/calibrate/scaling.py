@@ -1,0 +1,224 @@
+"""Activation-aware scales: inputs that are large get a finer step, by moving a factor from what makes them into the weights.
+
+For each input s = mean|x| ** ratio; the ratio is searched, per group of linears that share the input, for the least error of
+their outputs. Source: AWQ (arXiv:2306.00978). Every fold is proved on the layer itself before it is used: the layer's output
+with random scales must be what it was.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lowq_cli.calibrate.walk import Hidden, Layer
+from lowq_cli.hf.folds import Fold, find
+from lowq_cli.quantizers import rtn
+from lowq_packers.scheme import Scheme
+
+RATIOS = 20  # 0, 1/20, ...: AWQ's own grid
+ROWS = 512  # of a weight that the search looks at
+EXACT = 1e-4  # relative change of a layer's output up to which a fold counts: exact ones measured 4e-7 at most, wrong ones 0.12
+
+
+@dataclass
+class Scaled:
+    """What was folded into a layer.
+
+    rows, columns: checkpoint name -> factors of a matrix. kept: parameter -> new values of a norm or a bias, as they will be
+    stored. missing: inputs that could not be scaled.
+    """
+
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+
+def scale(
+    layer: Layer, behind: Hidden, schemes: Mapping[str, Scheme], dtypes: Mapping[str, torch.dtype], few_tokens: int
+) -> Scaled:
+    """Fold the best scales into a layer's original weights, before any of them is quantized.
+
+    Args:
+        behind: the layer's inputs behind the layers quantized so far.
+        schemes: of every matrix, by checkpoint name. dtypes: in which kept parameters are stored, by path in the layer.
+        few_tokens: an expert that fewer visit is left alone.
+    """
+    done = Scaled()
+    exact: dict[str, bool] = {}
+    window = behind[0][:1]  # proves as much as 8, which took a CPU a fifth of a layer's time (1B shape, 316 -> 250 s)
+    with layer.one_window(len(behind[0])):
+        folds, done.missing = find(layer.module, layer.spots, lambda: layer.run(window, layer.original))
+        for fold in folds:
+            if fold.label not in exact:
+                exact[fold.label] = _is_exact(layer, fold, window, dtypes)
+    done.missing += [label.partition(" -> ")[2] for label, good in exact.items() if not good]
+    folds = sorted((f for f in folds if exact[f.label]), key=lambda f: bool(f.norm))  # rows before columns, as `repeat` does
+    for fold, x in _inputs(layer, folds, behind):
+        if fold.expert is not None and x.tokens < few_tokens:
+            continue
+        s = _search(layer, fold, x, schemes)
+        if s is not None:
+            _apply(layer, fold, s, dtypes, done)
+    layer.quantized = dict(layer.original)
+    return done
+
+
+def repeat(layer: Layer, done: Scaled) -> None:
+    """Fold into a layer what was found for it before: the same weights, bit for bit."""
+    for name in layer.spots:
+        layer.scale(name, done.rows.get(name), done.columns.get(name))
+    for path, values in done.kept.items():
+        layer.replace(path, values)
+    layer.quantized = dict(layer.original)
+
+
+@dataclass
+class _Inputs:
+    """Sums over tokens of a linear's inputs: |x| (K,) and x x^T (K, K)."""
+
+    size: torch.Tensor
+    second: torch.Tensor
+    tokens: int = 0
+
+    @classmethod
+    def like(cls, x: torch.Tensor) -> "_Inputs":
+        K = x.shape[1]
+        return cls(torch.zeros(K, device=x.device), torch.zeros(K, K, device=x.device))
+
+    def add(self, x: torch.Tensor) -> None:
+        self.size += x.abs().sum(0)
+        self.second.addmm_(x.T, x)
+        self.tokens += x.shape[0]
+
+
+def _inputs(layer: Layer, folds: list[Fold], behind: Hidden) -> Iterator[tuple[Fold, _Inputs]]:
+    """(fold, its inputs) for each: one pass over the text for the plain linears, then expert by expert."""
+    plain = [f for f in folds if f.expert is None]
+    found: dict[str, _Inputs] = {}
+
+    def hook(label: str) -> Callable[..., None]:
+        def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            x = args[0].reshape(-1, args[0].shape[-1])
+            found.setdefault(label, _Inputs.like(x)).add(x)
+
+        return note
+
+    first = {f.label: layer.spots[f.after[0]].module for f in plain}
+    hooks = [layer.module.get_submodule(m).register_forward_pre_hook(hook(label)) for label, m in first.items()]
+    try:
+        for x in behind:
+            layer.run(x, layer.original)
+    finally:
+        for h in hooks:
+            h.remove()
+    yield from ((f, found[f.label]) for f in plain)
+    experts = {f.after[0]: f for f in folds if f.expert is not None}
+    for module in dict.fromkeys(layer.spots[n].module for n in experts):
+        for name, x in layer.inner(module, behind):
+            if name in experts:
+                inputs = _Inputs.like(x)
+                inputs.add(x)
+                yield experts[name], inputs
+
+
+def _search(layer: Layer, fold: Fold, x: _Inputs, schemes: Mapping[str, Scheme]) -> torch.Tensor | None:
+    """The scales (K,) with the least error; None where no scale is best.
+
+    The error of each linear counts relative to its output's size, and weights are rounded to the nearest: base model, 3 bits
+    g64, WikiText-2: see benchmarks/notes/accuracy.md.
+    """
+    mean = (x.size / max(x.tokens, 1)).clamp(min=1e-8)
+    if fold.heads:
+        kv, times, size = fold.heads
+        mean = mean.reshape(kv, times, size).mean(1, keepdim=True).expand(kv, times, size).reshape(-1)
+    weights = []
+    for name in fold.after:
+        W = layer.matrix(name, layer.original)
+        W = W[:: -(-W.shape[0] // ROWS)].contiguous()
+        weights.append((W, schemes[name], float(((W @ x.second) * W).sum())))
+    best, least = None, float("inf")
+    for step in range(RATIOS):
+        s = mean ** (step / RATIOS)
+        s = s / (s.max() * s.min()).sqrt()
+        loss = 0.0
+        for W, scheme, power in weights:
+            E = rtn.quantize(W * s, scheme).dequantize() / s - W
+            loss += float(((E @ x.second) * E).sum()) / max(power, 1e-30)
+        if loss < least:
+            best, least = s if step else None, loss
+    return best
+
+
+def _apply(layer: Layer, fold: Fold, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled) -> None:
+    """Move the factors s (K,) of the inputs into the weights of `fold.after`, out of what makes the inputs."""
+    if fold.norm:
+        s = _divide_norm(layer, fold, s, dtypes, done)
+    else:
+        divisor = s
+        if fold.heads:
+            kv, times, size = fold.heads
+            divisor = s.reshape(kv, times, size)[:, 0].reshape(-1)
+        at = 0
+        for name, first, last in fold.before:
+            rows = torch.ones(layer.matrix(name, layer.original).shape[0], device=s.device)
+            rows[first:last] = 1 / divisor[at : at + last - first]
+            at += last - first
+            layer.scale(name, rows=rows)
+            done.rows[name] = rows * done.rows.get(name, 1.0)
+        if fold.bias:
+            _divide_bias(layer, fold.bias, fold.bias_rows, divisor, dtypes, done)
+    for name in fold.after:
+        layer.scale(name, columns=s)
+        done.columns[name] = s * done.columns.get(name, 1.0)
+
+
+def _divide_norm(layer: Layer, fold: Fold, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled) -> torch.Tensor:
+    """Divide a norm by s; the factors that this took, which differ from s by the rounding of the stored weight."""
+    path = f"{fold.norm}.weight"
+    old = layer.parameter(path) + fold.offset
+    new = (old / s - fold.offset).to(dtypes[path]).float()
+    taken = old / (new + fold.offset)
+    taken = torch.where((taken / s - 1).abs() < 1e-6, s, taken)  # nothing was rounded away
+    usable = torch.isfinite(taken) & (taken > s / 2) & (taken < s * 2)
+    taken = torch.where(usable, taken, 1.0)
+    new = torch.where(usable, new, old - fold.offset)
+    layer.replace(path, new)
+    done.kept[path] = new
+    if (bias := f"{fold.norm}.bias") in dtypes:
+        _divide_bias(layer, bias, (0, len(s)), taken, dtypes, done)
+    return taken
+
+
+def _divide_bias(
+    layer: Layer, path: str, rows: tuple[int, int], s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled
+) -> None:
+    new = layer.parameter(path).clone()
+    new[slice(*rows)] /= s
+    done.kept[path] = new.to(dtypes[path]).float()
+    layer.replace(path, done.kept[path])
+
+
+def _is_exact(layer: Layer, fold: Fold, hidden: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> bool:
+    """Whether the layer's output stays what it is under random scales. Powers of two, so that taking them back is exact."""
+    exactly = dict.fromkeys(dtypes, torch.float32)
+    before = layer.run(hidden, layer.original)
+    K = layer.matrix(fold.after[0], layer.original).shape[1]
+    g = torch.Generator().manual_seed(0)
+    s = 2.0 ** torch.randint(-2, 3, (K,), generator=g).float()
+    if fold.heads:
+        kv, times, size = fold.heads
+        s = s.reshape(kv, times, size)[:, :1].expand(kv, times, size).reshape(-1)
+    s = s.to(hidden.device)
+    done = Scaled()
+    held = {path: layer.parameter(path) for path in dtypes}
+    _apply(layer, fold, s, exactly, done)
+    after = layer.run(hidden, layer.original)
+    for name, rows in done.rows.items():
+        layer.scale(name, rows=1 / rows)
+    for name, columns in done.columns.items():
+        layer.scale(name, columns=1 / columns)
+    for path in done.kept:
+        layer.replace(path, held[path])
+    change = (after - before).norm() / (before - hidden).norm().clamp(min=1e-30)
+    return bool(change < EXACT)

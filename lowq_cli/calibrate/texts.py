@@ -1,0 +1,97 @@
+"""What is read to calibrate and to evaluate: a text's tokens, in windows of one length."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.state import user_path
+from lowq_packers.errors import NotFoundError, UsageError
+
+WINDOW = 512
+BATCH = 8  # windows at a time
+DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
+
+
+def read_text(path: str | None) -> str:
+    """The calibration text: a .txt file, a .jsonl file of {"text": ...}, all such files in a folder, or the bundled one.
+
+    Raises NotFoundError, UsageError.
+    """
+    root = DEFAULT_TEXT if path is None else user_path(path)
+    if root.is_dir():
+        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
+        if not files:
+            raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
+        return "\n\n".join(read_text(str(p)) for p in files)
+    text = read_utf8(root, "calibration text")
+    if root.suffix == ".jsonl":
+        try:
+            text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
+    if not text.strip():
+        raise UsageError(f"the calibration text {root} is empty")
+    return text
+
+
+def window_for(model: Any) -> int:
+    """WINDOW, or the model's longest context where that is shorter: positions beyond it may have no embedding."""
+    return min(WINDOW, window_of(model))
+
+
+def choose_windows(tokenizer: Any, text: str, tokens: int, window: int) -> torch.Tensor:
+    """(n, window) token ids: `tokens` of them in windows spread evenly over the text, or all if it has fewer.
+
+    Raises UsageError for a text of fewer tokens than a batch.
+    """
+    cut = windows(tokenize(tokenizer, text), window)
+    count = min(len(cut), max(1, tokens // window)) // BATCH * BATCH
+    if cut.shape[1] < window or count == 0:
+        raise UsageError(
+            f"calibration needs {BATCH * window} tokens or more, the text has {cut.numel()}; give a longer --calib"
+        )
+    return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
+
+
+def unseen_windows(tokenizer: Any, count: int, rows: int, window: int) -> torch.Tensor:
+    """(count, window) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
+
+    rows: of the embedding; tokens beyond are left out.
+    """
+    words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
+    return words[torch.randint(len(words), (count, window), generator=torch.Generator().manual_seed(0))]
+
+
+def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = None) -> torch.Tensor:
+    """(windows, window) from a (T,) sequence of token ids: the first `max_tokens`, the incomplete last window dropped.
+
+    A text shorter than one window is one window of its own length. Raises UsageError for fewer than 2 tokens.
+    """
+    ids = ids[:max_tokens]
+    if ids.numel() < 2 or window < 2:
+        raise UsageError(f"perplexity needs at least 2 tokens, the text has {ids.numel()} and the window {window}")
+    window = min(window, ids.numel())
+    return ids[: ids.numel() // window * window].reshape(-1, window)
+
+
+def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
+    """(T,) token ids of the text, without special tokens added."""
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+
+
+def read_utf8(file: Path, what: str) -> str:
+    """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None
+    except OSError as e:
+        raise NotFoundError(f"cannot read the {what} {file}: {e.strerror}") from None
+
+
+def window_of(model: Any) -> int:
+    """WINDOW, or the model's longest context where that is shorter."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)

@@ -1,0 +1,1 @@
+"""How much was lost: perplexity, distance from another model, errors layer by layer."""

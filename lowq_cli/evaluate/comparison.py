@@ -1,0 +1,95 @@
+"""Several models of one family side by side: size, perplexity, distance from the first, decode speed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli import drawing
+from lowq_cli.calibrate.texts import tokenize, window_of
+from lowq_cli.evaluate.perplexity import evaluate
+
+PROMPT_TOKENS = 32  # of the text, to start the timed generation from
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One model's row. kl, top1_agreement: against the first model, None in its own row. decode_tps: one sequence."""
+
+    model: str
+    bytes: int
+    bpw: float
+    ppl: float
+    ppl_increase_pct: float | None
+    kl: float | None
+    top1_agreement: float | None
+    decode_tps: float
+    tokens: int
+    window: int
+
+
+def compare(
+    models: Sequence[str], text: str, device: str = "auto", max_tokens: int | None = None, new_tokens: int = 64
+) -> Iterator[Compared]:
+    """A row per model, in order; the first is what the others are held against.
+
+    Args:
+        models: folders, hub ids or "demo", of one vocabulary.
+        text: what perplexity is measured on, in windows of 512 tokens without overlap.
+        new_tokens: length of the timed generation, greedy, from the text's first 32 tokens.
+    Raises:
+        NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: other vocabularies, too short a text.
+    """
+    from lowq_cli.interop.inspection import inspect_model
+    from lowq_cli.loading import load
+
+    reference: Any = None
+    inspected = [inspect_model(name) for name in models]  # what is missing is told before any is measured
+    for name, found in zip(models, inspected, strict=True):
+        model, tokenizer = load(name, device=device)
+        ids = tokenize(tokenizer, text)
+        window = window_of(model)
+        report = evaluate(model, ids, reference, window, max_tokens)
+        speed = _decode_tps(model, tokenizer, ids, new_tokens)
+        distance = (report.ppl_increase_pct, report.kl, report.top1_agreement)
+        yield Compared(name, found.bytes, found.bpw, report.ppl, *distance, speed, report.tokens, window)
+        if reference is None:
+            reference = model
+        del model
+
+
+def _decode_tps(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> float:
+    """Tokens per second of the second of two generations; the first compiles and warms up."""
+    from lowq_cli.engine import stream
+
+    prompt = tokenizer.decode(ids[:PROMPT_TOKENS])
+    for length in (4, new_tokens):
+        generation = stream(model, tokenizer, prompt, max_new_tokens=length, temperature=0)
+        for _ in generation:
+            pass
+    return float(generation.decode_tps)
+
+
+def plot(rows: Sequence[Compared], path: Path) -> None:
+    """Draw perplexity against size. Raises what `drawing.save` raises."""
+    drawn = drawing.figure(6, 4)
+    axis = drawn.subplots()
+    axis.plot([r.bytes / 1e6 for r in rows], [r.ppl for r in rows], "o")
+    for r in rows:
+        axis.annotate(Path(r.model).name, (r.bytes / 1e6, r.ppl), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axis.set(xlabel="size of the weights, MB", ylabel="perplexity", xscale="log", yscale="log")
+    axis.margins(0.15)  # room for the names
+    axis.grid(alpha=0.2, which="both")
+    for ticks, values in ((axis.xaxis, [r.bytes for r in rows]), (axis.yaxis, [r.ppl for r in rows])):
+        wide = max(values) > 10 * min(values)
+
+        def label(value: float, _: object, wide: bool = wide) -> str:
+            """30, not 3 x 10^1; over a wide range only 1, 2 and 5 of each decade."""
+            return f"{value:g}" if not wide or f"{value:e}"[0] in "125" else ""
+
+        ticks.set_major_formatter(label)
+        ticks.set_minor_formatter(label)
+    drawn.tight_layout()
+    drawing.save(drawn, path)

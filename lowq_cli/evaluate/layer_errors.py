@@ -1,0 +1,80 @@
+"""How far each decoder layer of a quantized model is from the original's: its weights, and the hidden states behind it."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.calibrate.texts import WINDOW, tokenize, window_of, windows
+from lowq_packers.errors import UsageError
+
+TOKENS = 8 * WINDOW  # of the text
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One layer. weights: mean of ||W - dequantized|| / ||W|| over its quantized matrices (None: none, or not on record).
+
+    worst: the matrix where that is largest. output: ||h' - h||^2 / ||h||^2 of the hidden states behind the layer, all layers up
+    to it quantized.
+    """
+
+    index: int
+    weights: float | None
+    worst: str
+    output: float
+
+
+@torch.inference_mode()
+def layer_errors(model: str | Path, against: str | Path, text: str, device: str = "auto") -> list[LayerError]:
+    """The layers of `model` in order, on the first 4096 tokens of a text.
+
+    Raises UsageError where the two have no layers in common, or the model's space was turned (--rotate); as `lowq.load` too.
+    """
+    from lowq_cli.interop.inspection import inspect_model
+    from lowq_cli.loading import load
+
+    quantized, tokenizer = load(model, device=device)
+    original, _ = load(against, device=device)
+    cut = windows(tokenize(tokenizer, text), min(window_of(quantized), window_of(original)), TOKENS)
+    pairs = [_hidden(m, cut) for m in (quantized, original)]
+    if [h.shape for h in pairs[0]] != [h.shape for h in pairs[1]]:
+        raise UsageError(f"{model} and {against} have different layers; their errors cannot be compared one by one")
+    errors: dict[int, dict[str, float]] = {}
+    for row in inspect_model(str(model)).rows:
+        number = re.search(r"\.(\d+)\.(.*)", row.name)
+        if number and row.rel_error is not None:
+            errors.setdefault(int(number[1]), {})[number[2]] = row.rel_error
+    found = []
+    for i, (h, h0) in enumerate(zip(*pairs, strict=True)):
+        mine = errors.get(i, {})
+        mean = sum(mine.values()) / len(mine) if mine else None
+        output = float((h - h0).square().sum() / h0.square().sum())
+        found.append(LayerError(i, mean, max(mine, key=lambda n: mine[n]) if mine else "", output))
+    return found
+
+
+def _hidden(model: Any, cut: torch.Tensor) -> list[torch.Tensor]:
+    """Each decoder layer's output (windows, T, K), in fp32 on the CPU."""
+    from lowq_cli.hf.blocks import find_layers
+
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def hook(number: int) -> Any:
+        def note(module: torch.nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            found.setdefault(number, []).append(first.float().cpu())
+
+        return note
+
+    hooks = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(find_layers(model.base_model)[0])]
+    try:
+        device = next(iter([*model.parameters(), *model.buffers()])).device
+        for window in cut.split(1):
+            model(input_ids=window.to(device), use_cache=False)
+    finally:
+        for h in hooks:
+            h.remove()
+    return [torch.cat(found[i]) for i in sorted(found)]

@@ -1,0 +1,172 @@
+"""Perplexity of a causal language model on a text, and how far its predictions are from another model's.
+
+The text is cut into windows of `WINDOW` tokens without overlap; in each window every token but the first is predicted
+from those before it. Losses are summed in fp64 from fp32 logits, whatever dtype the model computes in.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowq_cli.calibrate.texts import WINDOW, read_utf8, tokenize, window_of, windows
+from lowq_kernels.activations import check_act
+from lowq_packers.errors import UsageError
+
+SAMPLE = Path(__file__).parents[1] / "demo" / "sample.txt"  # 56 kB that the bundled model has not seen
+LOGITS_AT_ONCE = 1 << 26  # fp32 logits held at a time: 256 MB
+Progress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `evaluate` measured. `tokens` were read, `predicted` of them scored; kl is in nats per predicted token."""
+
+    ppl: float
+    tokens: int
+    predicted: int
+    window: int
+    base_ppl: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+
+    @property
+    def ppl_increase_pct(self) -> float | None:
+        """How much higher ppl is than the other model's, in percent."""
+        return None if self.base_ppl is None else 100 * (self.ppl / self.base_ppl - 1)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    reference: torch.nn.Module | None = None,
+    window: int = WINDOW,
+    max_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Perplexity of `model` on token ids (T,), and with `reference` its perplexity, the KL divergence and agreement.
+
+    Args:
+        model, reference: called as model(input_ids=(B, window)).logits (B, window, vocabulary); any device each.
+        ids: (T,) token ids of the text.
+        window: tokens per window; no overlap.
+        max_tokens: read only this many tokens.
+        progress: called with (percent done, note).
+    Returns:
+        kl: mean over predicted tokens of sum p_ref ln(p_ref / p_model); top1_agreement: share of predicted tokens
+        where both models' likeliest token is the same.
+    Raises:
+        UsageError: too short a text, or vocabularies of different size.
+    """
+    cut = windows(ids, window, max_tokens)
+    device = _device(model)
+    vocabulary = _vocabulary(model)
+    batch = max(1, LOGITS_AT_ONCE // (cut.shape[1] * vocabulary * (1 if reference is None else 4)))
+    nll = base_nll = kl = agree = 0.0
+    for start in range(0, cut.shape[0], batch):
+        part = cut[start : start + batch]
+        log_p = _log_probabilities(model, part, device)
+        target = part[:, 1:].reshape(-1, 1).to(device)
+        nll -= float(log_p.gather(1, target).double().sum())
+        if reference is not None:
+            log_ref = _log_probabilities(reference, part, device)
+            if log_ref.shape != log_p.shape:
+                raise UsageError(f"the models' vocabularies differ: {log_p.shape[1]} and {log_ref.shape[1]} tokens")
+            base_nll -= float(log_ref.gather(1, target).double().sum())
+            agree += float((log_p.argmax(1) == log_ref.argmax(1)).sum())
+            kl += float(log_ref.exp().mul_(log_ref.sub(log_p)).sum(1).double().sum())
+        if progress:
+            done = min(start + batch, cut.shape[0])
+            progress(100 * done // cut.shape[0], f"perplexity so far {_exp(nll / (done * (cut.shape[1] - 1))):.2f}")
+    predicted = cut.shape[0] * (cut.shape[1] - 1)
+    report = Report(_exp(nll / predicted), cut.numel(), predicted, cut.shape[1])
+    if reference is None:
+        return report
+    compared = (_exp(base_nll / predicted), max(kl / predicted, 0.0), agree / predicted)
+    return Report(report.ppl, report.tokens, predicted, report.window, *compared)
+
+
+def read_text(path: Path | str | None) -> str:
+    """The text file's contents (UTF-8), or the bundled sample for None. Raises NotFoundError, or UsageError if empty."""
+    file = SAMPLE if path is None else Path(path)
+    text = read_utf8(file, "text")
+    if not text.strip():
+        raise UsageError(f"the text {file} is empty")
+    return text
+
+
+def measure(
+    model: str | Path,
+    text: str,
+    against: str | Path | None = None,
+    device: str = "auto",
+    max_tokens: int | None = None,
+    progress: Progress | None = None,
+    act: str | None = None,
+) -> Report:
+    """`evaluate` on a text, of models loaded by name.
+
+    Args:
+        model, against: lowq checkpoints, Hugging Face folders or hub ids; `against` fills base_ppl, kl, top1_agreement.
+        progress: called with (percent done, note).
+        act: how `model` rounds activations; None leaves what its checkpoint says.
+    Raises:
+        NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
+    """
+    from lowq_cli.loading import load
+
+    loaded, tokenizer = load(model, device=device)
+    if act is not None:
+        from lowq_cli.hf.activations import set_activations
+
+        set_activations(loaded, check_act(act))
+    reference = load(against, device=device)[0] if against else None
+    window = min(window_of(m) for m in (loaded, reference) if m is not None)
+    return evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress)
+
+
+def measure_modes(
+    model: str | Path, text: str, device: str = "auto", max_tokens: int | None = None, progress: Progress | None = None
+) -> dict[str, Report]:
+    """Activation mode -> `evaluate` on a text, for every mode that the model's layers take. Arguments as of `measure`."""
+    from lowq_cli.hf.activations import modes, set_activations
+    from lowq_cli.loading import load
+
+    loaded, tokenizer = load(model, device=device)
+    ids = tokenize(tokenizer, text)
+    found: dict[str, Report] = {}
+    for act in modes(loaded):
+        set_activations(loaded, act)
+        found[act] = evaluate(loaded, ids, None, window_of(loaded), max_tokens, progress)
+    return found
+
+
+def perplexity(
+    model: str | Path, text: str, against: str | Path | None = None, device: str = "auto", max_tokens: int | None = None
+) -> dict[str, float | int | None]:
+    """`measure` as a dict: ppl, tokens, predicted, window, base_ppl, kl, top1_agreement (None where not measured)."""
+    return vars(measure(model, text, against, device, max_tokens)).copy()
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    return next(iter([*model.parameters(), *model.buffers()])).device
+
+
+def _vocabulary(model: Any) -> int:
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    return getattr(config, "vocab_size", 1 << 15)
+
+
+def _log_probabilities(model: torch.nn.Module, part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """(predicted tokens, vocabulary) fp32 log-probabilities of the next token, on `device`."""
+    logits = model(input_ids=part.to(_device(model)), use_cache=False).logits[:, :-1]
+    return torch.log_softmax(logits.reshape(-1, logits.shape[-1]).to(device).float(), dim=-1)

@@ -1,0 +1,20 @@
+"""What llama.cpp calls the families that lowq writes, and their tensors."""
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+MIXTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # written, not read
+PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+ROUTERS = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), "ffn_gate_inp")

@@ -1,0 +1,229 @@
+"""What a model folder holds, from config.json, safetensors headers and lowq_report.json: no weights are read."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.files.quant_config import METHOD
+from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
+from lowq_cli.files.source import REPORT, Source
+from lowq_cli.interop.exporter import exportable
+from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
+from lowq_cli.state import user_path
+from lowq_kernels.dispatch import tuning
+from lowq_packers.errors import DamagedError
+from lowq_packers.layouts import DISK
+
+SHOWN = 3  # traps of one kind spelled out
+KINDS = (  # by name alone, so that folders of families that transformers lacks can be looked at too
+    ("embedding", r"embed|(^|\.)wte$|(^|\.)wpe$"),
+    ("head", r"lm_head|(^|\.)output$"),
+    ("norm", r"norm|(^|[._])ln(_|\.|$|\d)"),
+    ("router", r"router|\.gate$|(^|\.)gate\.wg$|shared_expert_gate"),
+    ("expert", r"experts?\."),
+    ("attention", r"attn|attention"),
+    ("mlp", r"mlp|ffn|feed_forward"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One weight: a quantized matrix with all its tensors, or one tensor kept as it is.
+
+    bits: width of one code, or of one element. scheme: in words, or the dtype. rel_error: ||W - dequantized|| / ||W||.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    scheme: str
+    bits: int
+    bytes: int
+    quantized: bool
+    rel_error: float | None = None
+
+    @property
+    def params(self) -> int:
+        """Weights in it."""
+        return TensorHeader(self.shape, "U8").numel
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a folder holds. `bytes` are those of all tensors; `notes` are traps and oddities worth a line."""
+
+    path: str
+    format: str
+    model_type: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
+    tuned: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(r.bytes for r in self.rows)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight over the whole model, kept tensors included."""
+        return _bpw(self.rows)
+
+    @property
+    def quantized_bpw(self) -> float | None:
+        """Bits per weight over the quantized weights, scales and zeros included; None where there are none."""
+        some = [r for r in self.rows if r.quantized]
+        return _bpw(some) if some else None
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Weights by the width of their codes, narrow first."""
+        counts: Counter[int] = Counter()
+        for r in self.rows:
+            counts[r.bits] += r.params
+        return dict(sorted(counts.items()))
+
+    @property
+    def classes(self) -> list[dict[str, Any]]:
+        """One row per class of weights: kind, tensors, params, bytes, bpw, schemes (most frequent first)."""
+        found = []
+        for kind in dict.fromkeys([*(k for k, _ in KINDS), *(r.kind for r in self.rows)]):
+            if some := [r for r in self.rows if r.kind == kind]:
+                schemes = [s for s, _ in Counter(r.scheme for r in some).most_common()]
+                params, size = sum(r.params for r in some), sum(r.bytes for r in some)
+                found.append(
+                    {"kind": kind, "tensors": len(some), "params": params, "bytes": size, "bpw": _bpw(some), "schemes": schemes}
+                )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "model_type": self.model_type,
+            "params": sum(r.params for r in self.rows),
+            "bytes": self.bytes,
+            "bpw": self.bpw,
+            "quantized_bpw": self.quantized_bpw,
+            "bits": {str(b): n for b, n in self.histogram.items()},
+            "classes": self.classes,
+            "engines": list(self.engines),
+            "tuned": list(self.tuned),
+            "notes": list(self.notes),
+            "tensors": [{**asdict(r), "shape": list(r.shape), "bpw": _bpw([r])} for r in self.rows],
+        }
+
+
+def _bpw(rows: Iterable[Row]) -> float:
+    rows = list(rows)
+    return 8 * sum(r.bytes for r in rows) / max(sum(r.params for r in rows), 1)
+
+
+def kind_of(name: str) -> str:
+    """The class of weights that a tensor's name says it belongs to."""
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
+
+
+def inspect_model(model: str) -> Inspection:
+    """What is in a folder, a hub id (headers only are fetched) or "demo".
+
+    Raises NotFoundError, DamagedError (headers, index or config at odds with each other), UnsupportedError (pickles).
+    """
+    folder = user_path(model)
+    if is_checkpoint(folder):
+        return _lowq(folder, model)
+    with open_foreign(model, headers_only=True) as source:
+        return _foreign_or_dense(source)
+
+
+def _lowq(folder: Path, name: str) -> Inspection:
+    """A lowq checkpoint, its files held against each other."""
+    found = open_checkpoint(folder)
+    known = {t["name"]: t for t in found.report.get("tensors", ())}
+    rows = []
+    for t in found.tensors:
+        own = known.get(t.name, {})
+        kind = own.get("kind", kind_of(t.name.removesuffix(".weight")))
+        if t.scheme:
+            rows.append(Row(t.name, kind, t.shape, str(t.scheme), t.scheme.bits, t.nbytes, True, own.get("rel_error")))
+        else:
+            rows.append(_kept(t.name, found.source.headers[t.name], kind))
+    notes: tuple[str, ...] = () if known else (f"no {REPORT}: errors of the tensors are not known",)
+    if tiled := sum(t.layout != DISK for t in found.tensors):
+        notes += (f"{tiled} of {len(found.schemes)} packed matrices are stored in layout tile: as CUDA kernels read them",)
+    act = found.config["quantization_config"].get("activations", "none")
+    if act != "none":
+        notes += (f"linear layers round their inputs to {act} while running",)
+    targets = exportable(found)
+    engines = ("lowq", "transformers (with import lowq)", *(f"{t} (lowq export)" for t in targets))
+    found.source.close()
+    tuned, ignored = _tuned(folder)
+    return Inspection(name, METHOD, _family(found.source), tuple(rows), notes + ignored, engines, tuned)
+
+
+def _foreign_or_dense(source: Source) -> Inspection:
+    """A checkpoint of another tool, or plain floats."""
+    found = foreign_matrices(source)
+    if found is None:
+        rows = [_kept(n, h) for n, h in source.headers.items()]
+        return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
+    fmt, matrices = found
+    used = Counter(part for m in matrices for part in m.parts)  # experts of a stack share theirs
+    rows = []
+    for m in matrices:
+        size = sum(source.headers[p].nbytes // used[p] for p in m.parts)
+        rows.append(Row(m.name, kind_of(m.name), m.shape, m.stored, m.bits, size, m.bits < 16))
+    rows += [_kept(n, h) for n, h in source.headers.items() if n not in used]
+    notes = fmt.notes(source.config, source.headers)
+    if source.folder is not None:
+        fetch = fetcher(source)
+        traps = [line for m in matrices for line in m.check(fetch)]
+        notes += traps[:SHOWN] + ([f"and {len(traps) - SHOWN} more such"] if len(traps) > SHOWN else [])
+    notes += _hybrid_experts(source)
+    engines = fmt.engines(source.config, matrices)
+    return Inspection(source.name, fmt.name, _family(source), _sorted(rows, source), tuple(notes), tuple(engines))
+
+
+def _hybrid_experts(source: Source) -> list[str]:
+    """A note where packed experts are one by one and their scales stacked, as transformers 5 may save them."""
+    stacked = [n for n in source.headers if re.search(r"experts\.(gate_up|down)_proj_(scale|zero)", n)]
+    single = any(re.search(r"experts\.\d+\.", n) for n in source.headers)
+    return (
+        [f"{stacked[0]}: scales of stacked experts beside single experts; only transformers reads this mix"]
+        if stacked and single
+        else []
+    )
+
+
+def _kept(name: str, header: TensorHeader, kind: str | None = None) -> Row:
+    kind = kind or kind_of(name.removesuffix(".weight"))
+    return Row(name, kind, header.shape, header.dtype, 8 * ITEMSIZE[header.dtype], header.nbytes, False)
+
+
+def _sorted(rows: list[Row], source: Source) -> tuple[Row, ...]:
+    """Rows in the order in which their first tensor lies in the files."""
+    place: dict[str, int] = {}
+    for i, name in enumerate(source.headers):
+        place.setdefault(name, i)
+        place.setdefault(name.rpartition(".")[0], i)
+    return tuple(sorted(rows, key=lambda r: place.get(r.name, len(place))))
+
+
+def _family(source: Source) -> str:
+    return str(source.config.get("model_type", "unknown"))
+
+
+def _tuned(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """GPUs that the checkpoint's tuning table has entries for; a note where its file is damaged, as runs of it say too."""
+    if not (folder / tuning.FILE).is_file():
+        return (), ()
+    try:
+        return tuple(dict.fromkeys(m["gpu"] for m in tuning.read_file(folder / tuning.FILE))), ()
+    except DamagedError as e:
+        return (), (f"ignoring {e}",)

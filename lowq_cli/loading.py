@@ -1,0 +1,27 @@
+"""Any checkpoint that lowq reads, as a transformers model with kernels in place, and its tokenizer: `lowq.load`."""
+
+import os
+
+import torch
+
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.load import PreTrainedModel, PreTrainedTokenizerBase, load_model, load_tokenizer
+from lowq_cli.interop.importer import runnable
+
+
+def load(
+    model: str | os.PathLike[str], device: str | torch.device = "auto", dtype: torch.dtype | str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model ready for `generate`, and its tokenizer.
+
+    Args:
+        model: a folder that lowq wrote, any other safetensors model (folder or hub id), or "demo". A checkpoint of another
+            tool (GPTQ, AWQ, ...) is imported into the cache folder first.
+        device: "auto" is the GPU where there is one, otherwise the CPU.
+        dtype: of activations, scales and dense weights. None is the checkpoint's own; packed weights on a CPU get
+            bfloat16, the only dtype that its 4-bit kernel takes.
+    Raises:
+        NotFoundError, DamagedError, UnsupportedError, DoesNotFitError: in one line each.
+    """
+    with open_source(runnable(model)) as source:
+        return load_model(source, device, dtype), load_tokenizer(source)

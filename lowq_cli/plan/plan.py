@@ -1,0 +1,231 @@
+"""Plan: all of a run, known to the byte before it starts. `planner.make_plan` makes one; `lowq quantize` shows it.
+
+Every source tensor becomes one or more items: a matrix to quantize, or a tensor kept as it is, with the reason. Items lie in
+output files in the order of the source's bytes, so the run reads forwards; each file's header is known before it is written.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.files.quant_config import compact
+from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
+from lowq_cli.files.source import Source
+from lowq_cli.plan.recipe import Recipe
+from lowq_packers.layouts import DISK
+from lowq_packers.scheme import Scheme
+
+KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "other")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One (N, K) matrix inside a source tensor: see `hf.structure.Part`."""
+
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Item:
+    """One quantized matrix, or one kept tensor (scheme None).
+
+    name: checkpoint name, without ".weight" where quantized. shape: (N, K), or the tensor's. note: why it is kept, or what
+    differs from the recipe. outputs: tensors written for it, in order words, scales, zeros, in `layout`. nbytes: their sum.
+    """
+
+    name: str
+    source: str
+    kind: str
+    shape: tuple[int, ...]
+    source_dtype: str
+    scheme: Scheme | None
+    method: str | None
+    note: str
+    cut: Cut
+    outputs: tuple[tuple[str, TensorHeader], ...]
+    layout: str = DISK
+
+    @cached_property
+    def params(self) -> int:
+        """Weights in it."""
+        return TensorHeader(self.shape, "U8").numel
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes written for it."""
+        return sum(h.nbytes for _, h in self.outputs)
+
+    @property
+    def kept_name(self) -> str:
+        """Its name in the terms of `quant_config`, without ".weight"."""
+        return self.name.removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file: its first bytes, where each tensor lies, and the items in it."""
+
+    name: str
+    header: bytes
+    placed: Mapping[str, TensorHeader]
+    size: int
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """One line of the plan's table: a class of weights. bits: stored per weight, over all of the class, scales included."""
+
+    kind: str
+    tensors: int
+    params: int
+    quantized_params: int
+    source_bytes: int
+    nbytes: int
+    schemes: tuple[str, ...]
+
+    @property
+    def bits(self) -> float:
+        """Bits stored per weight."""
+        return 8 * self.nbytes / max(self.params, 1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a run, known in advance."""
+
+    source: str
+    recipe: Recipe
+    items: tuple[Item, ...]
+    shards: tuple[Shard, ...]
+    source_bytes: int
+    scale_dtype: str  # safetensors name
+    untie: bool  # a separate output head is written for a model whose head was its embedding
+    notes: tuple[str, ...]  # fallbacks and policies worth a line
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def params(self) -> int:
+        """Weights written; more than the source's only where a tied head is written separately."""
+        return sum(i.params for i in self.items)
+
+    @cached_property
+    def quantized_params(self) -> int:
+        """Weights that are quantized."""
+        return sum(i.params for i in self.items if i.scheme)
+
+    @property
+    def coverage(self) -> float:
+        """Share of the weights that are quantized, 0 .. 1."""
+        return self.quantized_params / max(self.params, 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the output's weight files."""
+        return sum(s.size for s in self.shards)
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight over the whole model, kept tensors included."""
+        return 8 * sum(i.nbytes for i in self.items) / max(self.params, 1)
+
+    @property
+    def quantized_bpw(self) -> float:
+        """Bits per weight over the quantized weights, scales and zeros included."""
+        return 8 * sum(i.nbytes for i in self.items if i.scheme) / max(self.quantized_params, 1)
+
+    @cached_property
+    def classes(self) -> tuple[ClassRow, ...]:
+        """One row per class of weights that the model has, in the order of KINDS."""
+        rows = []
+        for kind in KINDS:
+            some = [i for i in self.items if i.kind == kind]
+            if some:
+                schemes = Counter(str(i.scheme) if i.scheme else "kept" for i in some)
+                quantized = sum(i.params for i in some if i.scheme)
+                source_bytes = sum(i.params * ITEMSIZE[i.source_dtype] for i in some)
+                params, nbytes = sum(i.params for i in some), sum(i.nbytes for i in some)
+                spelled = tuple(s for s, _ in schemes.most_common())
+                rows.append(ClassRow(kind, len(some), params, quantized, source_bytes, nbytes, spelled))
+        return tuple(rows)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the bytes written, but for the weights themselves."""
+        facts = [[i.name, i.source, str(i.scheme), i.method, asdict(i.cut)] for i in self.items]
+        h = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        h.update(b"" if self.recipe.act == "none" else self.recipe.act.encode())
+        for shard in self.shards:
+            h.update(shard.name.encode() + shard.header)
+        return h.hexdigest()[:16]
+
+    def quantization_config(self) -> dict[str, Any]:
+        """What config.json will say."""
+        schemes = {i.name: i.scheme for i in self.items if i.scheme}
+        layouts = {i.name: i.layout for i in self.items if i.scheme}
+        return compact(schemes, [i.kept_name for i in self.items if not i.scheme], layouts)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "source": self.source,
+            "recipe": self.recipe.to_json(),
+            "params": self.params,
+            "quantized_fraction": self.coverage,
+            "source_bytes": self.source_bytes,
+            "bytes": self.nbytes,
+            "bpw": self.bpw,
+            "quantized_bpw": self.quantized_bpw,
+            "classes": [{**asdict(c), "bits": c.bits} for c in self.classes],
+            "files": [{"name": s.name, "bytes": s.size} for s in self.shards],
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "tensors": [
+                {"name": i.name, "kind": i.kind, "shape": list(i.shape), "scheme": i.scheme and str(i.scheme), "note": i.note,
+                 "bytes": i.nbytes} for i in self.items
+            ],
+        }  # fmt: skip
+
+
+def index_json(plan: Plan) -> dict[str, Any] | None:
+    """The content of model.safetensors.index.json; None for a single file."""
+    if len(plan.shards) == 1:
+        return None
+    total = sum(i.nbytes for i in plan.items)
+    return {"metadata": {"total_size": total}, "weight_map": {name: s.name for s in plan.shards for name in sorted(s.placed)}}
+
+
+def output_config(source: Source, plan: Plan) -> dict[str, Any]:
+    """The config.json to write: the source's, with quantization_config, and the fields that the plan changes."""
+    config = json.loads(json.dumps(source.config))
+    if plan.recipe.dtype != "source":
+        config.pop("torch_dtype", None)
+        config["dtype"] = plan.recipe.dtype
+    if plan.untie:
+        config["tie_word_embeddings"] = False
+        if "tie_word_embeddings" in (config.get("text_config") or {}):
+            config["text_config"]["tie_word_embeddings"] = False
+    config["quantization_config"] = plan.quantization_config()
+    if plan.recipe.act != "none":
+        config["quantization_config"]["activations"] = plan.recipe.act
+    return config
+
+
+def default_out(source: Source | str, recipe: Recipe) -> Path:
+    """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64."""
+    name = source if isinstance(source, str) else source.name
+    stem = Path(os.path.abspath(name)).name if os.path.isdir(name) else name.rstrip("/").rpartition("/")[2]
+    if recipe.bpw is not None:
+        return Path(f"{stem}-lowq-{recipe.bpw:g}bpw")
+    if recipe.size is not None:
+        return Path(f"{stem}-lowq-{recipe.size / 1e9:.3g}GB")
+    group = recipe.group_for(recipe.bits)
+    return Path(f"{stem}-lowq-{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}")

@@ -1,0 +1,372 @@
+"""From source and recipe to a Plan: which matrix gets which scheme and why, and in which output file it lies.
+
+Reads config and headers only. Everything a person can get wrong about a recipe surfaces here, before a weight is read.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from lowq_cli import quantizers
+from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
+from lowq_cli.files.source import SINGLE, Source
+from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
+from lowq_cli.plan.plan import Cut, Item, Plan, Shard
+from lowq_cli.plan.recipe import Group, Keep, Recipe, matches
+from lowq_cli.quantizers.gptq import FEW_TOKENS
+from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
+from lowq_packers.layouts import DISK, stored
+from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group
+
+SHARD_SIZE = 2 << 30
+LOW_COVERAGE = 0.6
+WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
+ASKED_FOR_BY_NAME = ("head", "embedding", "router", "norm")  # kinds that `bits` alone does not touch
+PACKED_SUFFIXES = (".qweight", ".weight_packed", ".W_q", ".weight_scale", ".weight_scale_inv", ".SCB")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A matrix (N, K) that can be quantized: part of the tensor `source`, all or part of the model's parameter `target`."""
+
+    name: str
+    source: str
+    kind: str
+    shape: tuple[int, int]
+    source_dtype: str
+    cut: Cut
+    target: str
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the recipe asks for one candidate: bits or "keep", a group (None: the width's default), and whether by name."""
+
+    bits: int | Keep
+    group: Group | None = None
+    by_name: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one candidate, and the note the plan shows: why it is kept, or what gave way."""
+
+    scheme: Scheme | None
+    note: str = ""
+
+
+def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> Plan:
+    """What `recipe` does to `source`. Reads no weights.
+
+    Raises:
+        UnsupportedError: already quantized in another format; nothing to quantize; a family transformers does not have.
+        DamagedError: files at odds with the config; empty tensors.
+        UsageError: already a lowq checkpoint; a pattern that fits nothing. SchemeError: an override that cannot hold.
+    """
+    refuse_quantized(source)
+    found = roles(source.config, source.headers)
+    _refuse_empty(source, found)
+    candidates = _candidates(source, found)
+    wishes = _wishes(recipe, candidates)
+    notes = list(source.notes)
+    head, stored_head = _tied_head(source, found, recipe, wishes, candidates)
+    if head and (verdict := _verdict(head, recipe, Wish(recipe.head))).scheme is None:
+        notes.append(f"the output head stays the embedding: {verdict.note}")
+        head = stored_head = None
+    if head:
+        candidates.append(head)
+        wishes[head.name] = Wish(recipe.head)
+        notes.append("the output head shared the embedding; it is written separately and no longer tied")
+    verdicts = {c.name: _verdict(c, recipe, wishes[c.name]) for c in candidates}
+    _check_targets(candidates, verdicts)
+    items = _items(source, found, candidates, verdicts, recipe, skip=stored_head)
+    if not any(i.scheme for i in items):
+        raise UnsupportedError(f"nothing to quantize in {source.name}{_why_nothing(items)}")
+    notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
+    if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):
+        notes.append(
+            f"an expert that fewer than {FEW_TOKENS} tokens of the calibration text visit is quantized without it; "
+            f"the run and lowq_report.json name those"
+        )
+    untie = any(i.kind == "head" and i.scheme for i in items)
+    shards = assign(items, shard_size)
+    plan = Plan(
+        source.name,
+        recipe,
+        tuple(items),
+        shards,
+        source.nbytes,
+        scale_dtype(source, recipe),
+        untie,
+        tuple(notes),
+        (),
+    )
+    return replace(plan, warnings=tuple(_warnings(plan)))
+
+
+def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
+    """The matrices that `recipe` says nothing about: linears, experts, head and embedding. Raises as `make_plan`."""
+    refuse_quantized(source)
+    candidates = _candidates(source, roles(source.config, source.headers))
+    wishes = _wishes(recipe, candidates)
+    kinds = ("attention", "mlp", "expert", *(("head", "embedding") if recipe.lm_head == "auto" else ()))
+    return [c for c in candidates if c.kind in kinds and not wishes[c.name].by_name]
+
+
+def refuse_quantized(source: Source) -> None:
+    """Raise unless the source's weights are plain floats: lowq's own (UsageError) and other formats (UnsupportedError)."""
+    q = source.config.get("quantization_config")
+    if isinstance(q, Mapping) and q.get("quant_method") == "lowq":
+        raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {source.name}")
+    if q is not None:
+        method = q.get("quant_method", q.get("quant_type", "unknown")) if isinstance(q, Mapping) else "unknown"
+        raise UnsupportedError(f"{source.name} is already quantized ({method}); give the model it was made from")
+    for name, header in source.headers.items():
+        if name.endswith(PACKED_SUFFIXES) or header.dtype.startswith("F8"):
+            raise UnsupportedError(
+                f"{source.name} holds quantized weights ({name}, {header.dtype}) that its config.json does not describe; "
+                f"give the model it was made from"
+            )
+
+
+def scale_dtype(source: Source, recipe: Recipe) -> str:
+    """The safetensors name of the dtype of scales and zeros, one for the whole checkpoint.
+
+    The recipe's; else the config's if that has 16 bits (it is what a loader casts to); else that of most weight bytes.
+    """
+    if recipe.dtype != "source":
+        return ST_NAMES[recipe.dtype]
+    said = str(source.config.get("dtype") or source.config.get("torch_dtype")).removeprefix("torch.")
+    if said in ("float16", "bfloat16"):
+        return ST_NAMES[said]
+    totals: Counter[str] = Counter()
+    for h in source.headers.values():
+        if h.dtype in WEIGHT_DTYPES:
+            totals[h.dtype] += h.nbytes
+    most = totals.most_common(1)[0][0] if totals else "F32"
+    return "F32" if most == "F64" else most
+
+
+def _refuse_empty(source: Source, found: Mapping[str, Role]) -> None:
+    for name, header in source.headers.items():
+        if header.numel == 0 and found[name].kind != "other":
+            raise DamagedError(f"{name} is empty (shape {list(header.shape)}); fetch the model again")
+
+
+def _candidates(source: Source, found: Mapping[str, Role]) -> list[Candidate]:
+    """Every matrix that could be quantized, in source order. Raises UnsupportedError for weights that are not floats."""
+    candidates: list[Candidate] = []
+    names: set[str] = set()
+    for name, header in source.headers.items():
+        role = found[name]
+        if (
+            role.kind in ("attention", "mlp", "expert", "head")
+            and header.dtype not in WEIGHT_DTYPES
+            and name.endswith("weight")
+        ):
+            raise UnsupportedError(
+                f"{name} is {header.dtype}; lowq quantizes {', '.join(WEIGHT_DTYPES)}: give the original model"
+            )
+        for part in role.parts:
+            cut = Cut(part.expert, part.rows, part.transposed)
+            if part.name in names:
+                raise DamagedError(f"{part.name} is there twice, in {name} too; fetch the model again")
+            names.add(part.name)
+            shape = _cut_shape(name, header.shape, cut)
+            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, cut, part.target or part.name))
+    return candidates
+
+
+def _cut_shape(name: str, shape: tuple[int, ...], cut: Cut) -> tuple[int, int]:
+    """(N, K) of a cut of a tensor. Raises DamagedError if the cut does not fit."""
+    inner = shape if cut.expert is None else shape[1:]
+    if len(inner) != 2 or (cut.expert is not None and cut.expert >= shape[0]):
+        raise DamagedError(
+            f"{name} is {' x '.join(map(str, shape))}; a linear weight has two dimensions; fetch the model again"
+        )
+    N, K = (inner[1], inner[0]) if cut.transposed else inner
+    first, last = cut.rows or (0, N)
+    if last > N:
+        raise DamagedError(f"{name} has {N} rows, its config implies at least {last}; they do not belong together")
+    return last - first, K
+
+
+def _wishes(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Wish]:
+    """What the recipe asks of each candidate: the class's default, then lm_head, overrides in their order, skip."""
+    wishes = {}
+    owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
+    for c in candidates:
+        default: int | Keep = "keep" if c.kind in ASKED_FOR_BY_NAME else recipe.bits
+        wishes[c.name] = Wish(recipe.head if c.kind == "head" else default)
+        for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
+            owners[name].append(c.name)
+    asked = [(o.pattern, Wish(o.bits, o.group, by_name=True)) for o in recipe.overrides]
+    for pattern, wish in [*asked, *((p, Wish("keep", by_name=True)) for p in recipe.skip)]:
+        for name in matches(pattern, owners):
+            wishes |= dict.fromkeys(owners[name], wish)
+    return wishes
+
+
+def _verdict(c: Candidate, recipe: Recipe, wish: Wish) -> Verdict:
+    """The scheme of one candidate. Raises SchemeError where an override cannot hold."""
+    if wish.bits == "keep":
+        hint = {"head": "--lm-head BITS quantizes it", "embedding": "--override PATTERN=BITS quantizes it"}.get(c.kind)
+        return Verdict(None, "the recipe keeps it" if wish.by_name else f"{c.kind}; {hint}" if hint else c.kind)
+    K = c.shape[1]
+    asked = recipe.group_for(wish.bits) if wish.group is None else wish.group
+    group = K if asked == "channel" else asked
+    if group == K or K % group == 0:
+        return Verdict(Scheme(wish.bits, group, recipe.zero))
+    fitting = fit_group(K, group)
+    if wish.group is not None or (wish.by_name and fitting is None):
+        raise SchemeError(f"override on {c.name}: group {group} does not divide K={K}; use {wish.bits}:{fitting or 'channel'}")
+    if fitting is None:
+        return Verdict(None, f"K={K} is no multiple of {GROUP_STEP}, so no group divides it (--group channel takes it)")
+    return Verdict(Scheme(wish.bits, fitting, recipe.zero), f"group {fitting}, because {group} does not divide K={K}")
+
+
+def _check_targets(candidates: list[Candidate], verdicts: Mapping[str, Verdict]) -> None:
+    """Raise SchemeError where matrices that the model holds in one parameter would get different schemes."""
+    first: dict[str, Candidate] = {}
+    for c in candidates:
+        other = first.setdefault(c.target, c)
+        if verdicts[c.name].scheme != verdicts[other.name].scheme:
+            a, b = (str(verdicts[x.name].scheme or "kept") for x in (other, c))
+            raise SchemeError(
+                f"{other.name} ({a}) and {c.name} ({b}) are one parameter of the model; give both the same bits and group"
+            )
+
+
+def _tied_head(
+    source: Source, found: Mapping[str, Role], recipe: Recipe, wishes: Mapping[str, Wish], candidates: list[Candidate]
+) -> tuple[Candidate | None, str | None]:
+    """The head that `lm_head` asks for on a model whose head is its embedding, and the stored copy of it to leave out."""
+    if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
+        return None, None
+    stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
+    why = why_not_head(source.config) if stored is None or found[stored].reason == TIED else found[stored].reason
+    if why:
+        raise UsageError(f"lm_head: the output head stays as it is, because {why}; leave --lm-head out")
+    table = next((c for c in candidates if c.kind == "embedding"), None)
+    if table is None:
+        raise UsageError("lm_head: this model has no output head to quantize; leave --lm-head out")
+    if wishes[table.name].bits != "keep":
+        raise UsageError("lm_head: an override already quantizes the embedding, which is the head too; leave --lm-head out")
+    return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
+
+
+def _items(
+    source: Source,
+    found: Mapping[str, Role],
+    candidates: list[Candidate],
+    verdicts: Mapping[str, Verdict],
+    recipe: Recipe,
+    skip: str | None,
+) -> list[Item]:
+    """Every matrix and kept tensor, in the order of the source's bytes; a head made from the embedding comes last."""
+    mine: dict[str, list[Candidate]] = defaultdict(list)
+    for c in candidates:
+        mine[c.source].append(c)
+    scales = scale_dtype(source, recipe)
+    shared = {target for target, n in Counter(c.target for c in candidates).items() if n > 1}
+    items, made = [], []
+    for name, header in source.headers.items():
+        own = [c for c in mine[name] if c.name != "lm_head" or c.source.endswith("lm_head.weight")]
+        made += [c for c in mine[name] if c not in own]
+        if own and verdicts[own[0].name].scheme:
+            items += [_quantized(c, verdicts[c.name], recipe, scales, shared) for c in own]
+        elif name != skip:
+            why = verdicts[own[0].name].note if own else found[name].reason or "not a linear weight"
+            items.append(_kept(name, header, found[name].kind, why, recipe))
+    return items + [_quantized(c, verdicts[c.name], recipe, scales, shared) for c in made]
+
+
+def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str, shared: Collection[str]) -> Item:
+    """The item of a matrix that gets a scheme. shared: parameters of the model that several matrices are parts of."""
+    scheme = verdict.scheme
+    assert scheme is not None, c.name  # parts of one tensor agree: _check_targets
+    layout, why = _layout(c, recipe, shared)
+    shapes = stored(layout).shapes
+    assert shapes
+    of_words, of_scales = shapes(scheme, *c.shape)
+    outputs = [(f"{c.name}.weight", TensorHeader(of_words, "I32")), (f"{c.name}.weight_scale", TensorHeader(of_scales, scales))]
+    if scheme.zero != "none":
+        outputs.append((f"{c.name}.weight_zero", TensorHeader(of_scales, scales)))
+    method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
+    note = "; ".join(filter(None, (verdict.note, why)))
+    return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
+
+
+def _layout(c: Candidate, recipe: Recipe, shared: Collection[str]) -> tuple[str, str]:
+    """The layout that a matrix is stored in, and why it is not the recipe's."""
+    asked = DISK if recipe.layout == "auto" else recipe.layout
+    step = stored(asked).row_step
+    if asked == DISK:
+        return asked, ""
+    if c.kind in ("embedding", "expert") or c.target in shared:
+        return DISK, f"stored in {DISK}: {asked} is for linear layers of their own"
+    return (DISK, f"stored in {DISK}: N={c.shape[0]} is no multiple of {step}") if c.shape[0] % step else (asked, "")
+
+
+def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) -> Item:
+    """The item of a tensor that is copied; cast to the recipe's dtype if it names one (but for "other": buffers)."""
+    cast = recipe.dtype != "source" and kind != "other" and header.dtype in WEIGHT_DTYPES
+    dtype = ST_NAMES[recipe.dtype] if cast else header.dtype
+    assert dtype in TORCH_NAMES or not cast
+    return Item(
+        name, name, kind, header.shape, header.dtype, None, None, why, Cut(), ((name, TensorHeader(header.shape, dtype)),)
+    )
+
+
+def assign(items: list[Item], shard_size: int) -> tuple[Shard, ...]:
+    """Fill files of at most `shard_size` data bytes in the items' order; an item larger than that gets its own."""
+    if shard_size < 1:
+        raise UsageError(f"shard size {shard_size} must be positive")
+    names = Counter(name for i in items for name, _ in i.outputs)
+    if (twice := names.most_common(1)[0])[1] > 1:
+        raise DamagedError(f"two tensors would both be written as {twice[0]}; fetch the model again")
+    groups: list[list[Item]] = [[]]
+    used = 0
+    for item in items:
+        if groups[-1] and used + item.nbytes > shard_size:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += item.nbytes
+    shards = []
+    for i, group in enumerate(groups, 1):
+        name = SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        header, placed = build_header(output for item in group for output in item.outputs)
+        shards.append(Shard(name, header, placed, len(header) + sum(h.nbytes for h in placed.values()), tuple(group)))
+    return tuple(shards)
+
+
+def _why_nothing(items: Iterable[Item]) -> str:
+    """Why the linear weights are kept: what holds most of them back, and one of them."""
+    kept: dict[str, list[Item]] = defaultdict(list)
+    for i in items:
+        if i.kind in ("attention", "mlp", "expert") and len(i.shape) > 1:
+            kept[i.note].append(i)
+    if not kept:
+        return ": it has no linear weights"
+    note, some = max(kept.items(), key=lambda entry: sum(prod(i.shape) for i in entry[1]))
+    return f": {some[0].kept_name} is kept{f' (and {len(some) - 1} more)' if len(some) > 1 else ''}: {note}"
+
+
+def _merged(items: Iterable[Item]) -> list[str]:
+    """The notes of items, each once, with the first name and how many more there are."""
+    by_note: dict[str, list[str]] = defaultdict(list)
+    for i in items:
+        by_note[i.note].append(i.name)
+    return [
+        f"{note}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "") for note, names in by_note.items()
+    ]
+
+
+def _warnings(plan: Plan) -> list[str]:
+    if plan.coverage >= LOW_COVERAGE:
+        return []
+    rest = max(plan.classes, key=lambda c: c.params - c.quantized_params)
+    share = (rest.params - rest.quantized_params) / plan.params
+    return [f"only {plan.coverage:.0%} of the weights are quantized; most of the rest is {rest.kind} ({share:.0%})"]

@@ -1,0 +1,22 @@
+"""A planned matrix's rows, read from its source."""
+
+from collections.abc import Callable
+
+import torch
+
+from lowq_cli.files.source import Source
+from lowq_cli.plan.plan import Item
+from lowq_cli.plan.planner import Candidate
+
+
+def read_rows(item: Item | Candidate, source: Source) -> Callable[[int, int], torch.Tensor]:
+    """A function (first, last) -> those rows of the item's matrix, read from the source."""
+    shape, cut = source.headers[item.source].shape, item.cut
+    A, B = shape[-2:]
+    start = (cut.expert or 0) * A * B
+    if cut.transposed:  # rows of the matrix are columns of the file: read it once, whole
+        whole = source.read(item.source, start, A * B).reshape(A, B).t()
+        offset = cut.rows[0] if cut.rows else 0
+        return lambda first, last: whole[offset + first : offset + last].contiguous()
+    start += cut.rows[0] * B if cut.rows else 0
+    return lambda first, last: source.read(item.source, start + first * B, (last - first) * B).reshape(last - first, B)

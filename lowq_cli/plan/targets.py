@@ -1,0 +1,104 @@
+"""`quantize --for ENGINE`: schemes that `export` can hand to an engine bit for bit, chosen and checked before work starts.
+
+Zeros: none of the three holds a float zero exactly (vLLM's kernels take whole numbers or none; llama.cpp and MLX store
+-zero * scale in 16 bits, which is exact for the constant 2**(bits-1) only), so the codes are symmetric.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowq_cli.files.sharding import fusion_problems
+from lowq_packers.errors import UsageError
+from lowq_packers.scheme import Scheme
+
+if TYPE_CHECKING:
+    from lowq_cli.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine: the export format it reads, and the widths and groups it has kernels for. The first group is the default.
+
+    why_not: the reason it cannot hold a scheme and shape, or None.
+    """
+
+    engine: str
+    export: str
+    bits: tuple[int, ...]
+    groups: tuple[int | str, ...]
+    why_not: Callable[[Scheme, int, int], str | None]
+
+
+def _why_not(name: str) -> Callable[[Scheme, int, int], str | None]:
+    def ask(scheme: Scheme, N: int, K: int) -> str | None:
+        from lowq_packers import formats  # imports torch, which a mistyped flag should not wait for
+
+        return formats.get(name).why_not(scheme, N, K)
+
+    return ask
+
+
+TARGETS = {
+    t.engine: t
+    for t in (
+        Target("vllm", "compressed-tensors", (4, 8, 2), (128, 64, 32, "channel"), _why_not("compressed-tensors")),
+        Target("llama.cpp", "gguf", (4, 8), (32, 64, 128), _why_not("gguf")),
+        Target("mlx", "mlx", (4, 8, 3, 2), (64, 32, 128), _why_not("mlx")),
+    )
+}
+
+
+def get(engine: str) -> Target:
+    """The target of that name. Raises UsageError naming the ones that exist."""
+    if engine not in TARGETS:
+        raise UsageError(f"--for {engine} does not exist; use one of {', '.join(TARGETS)}")
+    return TARGETS[engine]
+
+
+def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Recipe flags to try for `engine`, best first: one for each group it has kernels for, or the one that was asked for.
+
+    flags: of the command line, None where not given; file: the recipe file's table.
+    Raises UsageError where either contradicts the engine.
+    """
+    t = get(engine)
+
+    def asked(name: str) -> Any:
+        return file.get(name) if flags.get(name) is None else flags[name]
+
+    zero, bits, group = asked("zero"), asked("bits"), asked("group")
+    if zero not in (None, "none"):
+        raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero none exactly")
+    if str(bits or t.bits[0]) not in map(str, t.bits):
+        raise UsageError(f"--bits {bits} and --for {engine} contradict each other: {engine} takes {_spell(t.bits)}")
+    if str(group or t.groups[0]) not in map(str, t.groups):
+        raise UsageError(f"--group {group} and --for {engine} contradict each other: {engine} takes {_spell(t.groups)}")
+    fixed = {"zero": "none", "lm_head": asked("lm_head") or "keep"}  # most engines read the head in 16 bits only
+    if asked("bpw") or asked("size"):
+        return [{**flags, **fixed, "widths": flags.get("widths") or file.get("widths") or t.bits}]
+    return [{**flags, **fixed, "group": g} for g in (t.groups if group is None else (group,))]
+
+
+def problem(engine: str, plan: "Plan") -> str | None:
+    """The first weight of the plan that cannot be exported for `engine`, and why; None if all can."""
+    t = get(engine)
+    for i in plan.items:
+        if i.scheme is None:
+            continue
+        N, K = i.shape[0], i.shape[1]
+        allowed = {K if g == "channel" else g for g in t.groups}
+        if i.scheme.group_size not in allowed:
+            return (
+                f"{i.name} ({i.scheme}): {engine} takes groups of {_spell(t.groups)}; give it one with --override, or --skip it"
+            )
+        if i.scheme.bits not in t.bits:
+            return f"{i.name} ({i.scheme}): {engine} takes {_spell(t.bits)} bits"
+        if reason := t.why_not(i.scheme, N, K):
+            return f"{i.name} ({i.scheme}): {reason}; or --skip it"
+    fused = fusion_problems({i.name: i.scheme for i in plan.items if i.scheme}) if engine == "vllm" else []
+    return f"{fused[0]}; give them the same override" if fused else None
+
+
+def _spell(values: tuple[int | str, ...]) -> str:
+    return ", ".join(map(str, values[:-1])) + f" and {values[-1]}"
