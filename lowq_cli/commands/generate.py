@@ -139,7 +139,7 @@ def _bare_text(given: str | None) -> tuple[None, str]:
 
 
 def _read_prompts(where: str) -> list[dict[str, Any]]:
-    """The lines of a JSONL file or stdin: each "prompt" and its other keys. Raises NotFoundError, UsageError (with the line)."""
+    """The lines of a JSONL file or stdin: each "prompt" and its other keys. Raises NotFoundError, UsageError (with a line)."""
     try:
         text = sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")
     except OSError as e:
