@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.calibrate.calibration import LayerDone
+from lowq_cli.calibrate.calibration import LayerDone, MatrixDone
 from lowq_cli.plan.plan import Plan
 from lowq_cli.run.budget import Budget
 
@@ -81,4 +81,4 @@ class Finished:
     result: Result
 
 
-Event = Planned | LayerDone | TensorDone | ShardDone | Finished
+Event = Planned | MatrixDone | LayerDone | TensorDone | ShardDone | Finished

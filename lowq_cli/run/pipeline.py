@@ -31,7 +31,7 @@ from lowq_cli.plan.planner import SHARD_SIZE, make_plan
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import transform
 from lowq_cli.run.budget import make_budget
-from lowq_cli.run.events import Event, Finished, Planned, Result, ShardDone, TensorDone
+from lowq_cli.run.events import Event, Finished, LayerDone, Planned, Result, ShardDone, TensorDone
 from lowq_cli.run.report import known_result, make_report, result_of
 from lowq_cli.run.workers import in_order, spread, worker_devices
 from lowq_cli.run.writer import OutputFolder, ShardFile, output_names
@@ -122,15 +122,22 @@ def run(
                 output.replace(SENSITIVITY, found.cache)
             output.log(f"lowq {version('lowq')}: {source.name} -> {folder}, {json.dumps(recipe.to_json())}, {on}")
             try:
-                for layer in calibration.run() if calibration else ():
-                    output.log(f"layer {layer.index} of {layer.total}: error {layer.error:.4g}, {layer.seconds:.1f} s")
-                    yield layer
+                for step in calibration.run() if calibration else ():
+                    if isinstance(step, LayerDone):
+                        output.log(_logged(step))
+                    yield step
                 result = yield from _write(source, plan, output, lanes, start, calibration)
             except BaseException as e:
                 with suppress(LowqError):  # the reason matters more than the log
                     output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
                 raise
         yield Finished(result)
+
+
+def _logged(layer: LayerDone) -> str:
+    """A calibrated layer's line of the log."""
+    done = "calibrated before" if layer.resumed else f"error {layer.error:.4g}, {layer.seconds:.1f} s"
+    return f"layer {layer.index} of {layer.total}: {done}"
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
