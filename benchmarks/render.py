@@ -45,12 +45,13 @@ def cli_help() -> str:
 
 
 @part
-def kernels() -> str:
-    """The kernels that can be imported here."""
+def kernels(reproductions: bool = False) -> str:
+    """The kernels that can be imported here: those that dispatch chooses among, or the reproductions of papers' kernels."""
     from lowq_kernels.dispatch import registry
 
     rows = []
-    for spec in sorted(registry.kernels().values(), key=lambda s: (s.devices, s.rank, s.name)):
+    listed = [s for s in registry.kernels().values() if s.reproduction == reproductions]
+    for spec in sorted(listed, key=lambda s: (s.devices, s.rank, s.name)):
         first = (sys.modules[spec.launch.__module__].__doc__ or "").strip().splitlines()[0]
         widths = "/".join(map(str, spec.bits))
         dtypes = "/".join(str(d).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf") for d in spec.dtypes)
@@ -58,6 +59,12 @@ def kernels() -> str:
         m = "any" if top >= 1 << 60 else f"{spec.m_range[0]} .. {top}"
         rows.append((f"`{spec.name}`", "/".join(spec.devices), "/".join(spec.layouts), widths, dtypes, m, first))
     return table(("kernel", "device", "layout", ">bits", "activations", "M", "what it is"), rows)
+
+
+@part
+def papers() -> str:
+    """Reproductions of papers' kernels."""
+    return kernels(reproductions=True)
 
 
 @part

@@ -1,9 +1,9 @@
 """Plots: a figure to draw on, and its file, which is refused before any work where it could not be written after it."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowq_packers.atomic import replacing
 from lowq_packers.errors import UsageError, disk_full
 
 if TYPE_CHECKING:
@@ -30,13 +30,10 @@ def figure(width: float, height: float, **layout: Any) -> "Figure":
 
 def save(drawn: "Figure", path: Path, dpi: int | None = None) -> None:
     """Write the figure, whole or not at all. Raises UsageError or DoesNotFitError where that fails."""
-    partial = path.with_name(f".{os.getpid()}-{path.name}")
     try:
-        drawn.savefig(partial, dpi="figure" if dpi is None else dpi)
-        os.replace(partial, path)
+        with replacing(path) as made:
+            drawn.savefig(made, dpi="figure" if dpi is None else dpi)
     except OSError as e:
         if full := disk_full(e, path):
             raise full from None
         raise UsageError(f"--plot {path} cannot be written: {e.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)

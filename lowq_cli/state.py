@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowq_cli import console
+from lowq_packers.atomic import write_whole
 from lowq_packers.errors import NotFoundError
 
 LAST = "last.json"
@@ -71,19 +72,16 @@ def remember(checkpoint: Path) -> None:
     folder = checkpoint.resolve()
     try:
         others = [k for k in known() if k.checkpoint != folder][1 - REMEMBERED :]
-        _write([*others, Known(folder, str(Path.cwd()), time.time())])
+        remember_only([*others, Known(folder, str(Path.cwd()), time.time())])
     except (OSError, NotFoundError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         console.say(f"note: could not remember this checkpoint for later commands ({why})")
 
 
-def _write(rows: list[Known]) -> None:
-    """Set down the known checkpoints, whole or not at all."""
-    state_dir().mkdir(parents=True, exist_ok=True)
-    partial = state_dir() / f"{LAST}.{os.getpid()}"
+def remember_only(rows: list[Known]) -> None:
+    """Set down the known checkpoints."""
     plain = [{"checkpoint": str(k.checkpoint), "where": k.where, "time": k.time} for k in rows]
-    partial.write_text(json.dumps({"known": plain}))
-    partial.replace(state_dir() / LAST)
+    write_whole(state_dir() / LAST, json.dumps({"known": plain}).encode())
 
 
 def checkpoint_or_last(given: str | None) -> str:

@@ -14,7 +14,6 @@ import ctypes
 import hashlib
 import os
 import re
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +22,7 @@ from pathlib import Path
 from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
 from lowq_kernels.cuda.wgmma_headers import wgmma_headers
+from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError
 
 KERNELS = Path(__file__).parents[1]
@@ -126,14 +126,7 @@ def _write(path: Path, cubin: Cubin) -> None:
     log = cubin.log.encode()
     blob = b"%s\n%d\n%s%s" % (cubin.symbol.encode(), len(log), log, cubin.image)
     with suppress(OSError):  # a home that cannot be written to is no reason to fail
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as f:
-                f.write(hashlib.sha256(blob).hexdigest().encode() + b"\n" + blob)
-            os.replace(partial, path)
-        finally:
-            Path(partial).unlink(missing_ok=True)  # gone already where all went well
+        write_whole(path, hashlib.sha256(blob).hexdigest().encode() + b"\n" + blob)
 
 
 @cache

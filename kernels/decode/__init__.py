@@ -2,6 +2,7 @@
 
     add_norm   residual add + RMSNorm (+ the norm of what is added, in Gemma's sandwich)
     attend     q/k norm + RoPE + cache write + attention over the cache, one token per sequence
+    attend_prompt   the same for many tokens of each sequence
     gated      act(gate) * up
     route      the experts of a token in a mixture, and their weights
     choose     the next token from logits, and one position further
@@ -30,13 +31,22 @@ class Ops:
     name: str
     add_norm: Callable[..., torch.Tensor]
     attend: Callable[..., torch.Tensor]
+    attend_prompt: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
     fold: Any = None
 
 
-TORCH = Ops("torch", reference.add_norm, reference.attend, reference.gated, reference.route, reference.choose)
+TORCH = Ops(
+    "torch",
+    reference.add_norm,
+    reference.attend,
+    reference.attend_prompt,
+    reference.gated,
+    reference.route,
+    reference.choose,
+)
 
 
 @cache
@@ -47,8 +57,9 @@ def ops(device_type: str) -> Ops:
     attention = optional("lowq_kernels.decode.attention", "triton")
     if attention is None:
         return TORCH
-    from lowq_kernels.decode import elementwise, router, sample
+    from lowq_kernels.decode import elementwise, prompt, router, sample
 
     faster, folding = (optional(f"lowq_kernels.decode.{name}", "cuda") for name in ("attention_cuda", "fold"))
     attend = (faster or attention).attend
-    return Ops("triton", elementwise.add_norm, attend, elementwise.gated, router.route, sample.choose, folding)
+    own = (elementwise.add_norm, attend, prompt.attend_prompt, elementwise.gated, router.route, sample.choose)
+    return Ops("triton", *own, folding)

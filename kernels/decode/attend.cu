@@ -1,7 +1,8 @@
 // One token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel (attention_cuda.py launches it).
 //
-// Grid    a cluster of CLUSTER blocks for each key head of each sequence; tiles of 16 slots go round the blocks, then round
-//         the warps of a block, so that a short text keeps as many multiprocessors busy as it has tiles.
+// Grid    (blocks of a key head, key heads of all sequences): a cluster of CLUSTER blocks, which meet in shared memory, or, for
+//         long caches, CLUSTER 1 and as many blocks as fill the GPU, which meet in global memory (`partial`). Tiles of 16 slots
+//         go round the blocks, then round the warps of a block: a short text keeps as many SMs busy as it has tiles.
 // Warp    q K^T and V^T p^T by mma.sync straight from registers: the order of head dims inside a product is free, so a lane
 //         reads 16 bytes of a slot and calls its pairs what it likes. K: lane (g, t) has dims 8 t + 32 j of slots g, g + 8; V:
 //         dims 8 g + 64 i of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A score's accumulator is p's operand as it stands.
@@ -10,7 +11,8 @@
 //         written in an earlier step): 1024 slots of a key head are on the multiprocessors when q arrives. By way of shared
 //         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
 // Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
-//         memory): one cluster barrier, no trip to memory. Every sum has a fixed order.
+//         memory): one cluster barrier, no trip to memory. Without a cluster the last block to arrive adds up. Every sum has a
+//         fixed order.
 // Limits  fp16 or bf16, D of 64 or 128, R a multiple of 64, G <= 8.
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "tile.cuh"
@@ -103,12 +105,14 @@ __device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)
 }
 
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER>
-__global__ void __launch_bounds__(WARPS * 32, 16 / WARPS)
+__global__ void __launch_bounds__(WARPS * 32, CLUSTER > 1 ? 16 / WARPS : 1)
 attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u16* cos_table, const u16* sin_table,
-       const void* q_norm, const void* k_norm, u16* y, int S, int HKV, int window, float scale, float eps) {
+       const void* q_norm, const void* k_norm, u16* y, float4* partial, u32* arrived, int S, int HKV, int window, float scale,
+       float eps) {
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
     constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
     constexpr int STAGES = 2, PIECES = 2 * CH + 4 * VH;       // tiles in flight a warp; 16-byte pieces a lane has of a tile
+    constexpr int PARTIAL = ITEMS + (G + 1) / 2;              // float4 a block leaves in global memory: sums, maximum and total
     constexpr float NONE = -1e30f;                            // the maximum of no scores: finite, so that differences stay numbers
     extern __shared__ float4 shared[];                        // [warp][stage][piece][lane] 16 bytes
     __shared__ float4 parts[WARPS * G * ROW / 4];             // [warp][query][dim]
@@ -116,13 +120,16 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
     __shared__ float totals[WARPS * G];
     __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
     __shared__ float2 inbox_sums[CLUSTER * MINE];
+    __shared__ u32 turn[1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int rank = blockIdx.x, b = blockIdx.y / HKV, h = blockIdx.y % HKV;
+    const int rank = blockIdx.x, blocks = CLUSTER > 1 ? CLUSTER : gridDim.x, b = blockIdx.y / HKV, h = blockIdx.y % HKV;
     next_grid_launch();
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");  // who pushes must know that all run
     const int pos = positions[b], n = pos + 1, first = n > window ? n - window : 0;
     const int tiles = (n - first + 15) / 16, last = tiles - 1;
+    const int meet = tiles < blocks ? tiles : blocks;  // blocks that have a tile
+    if (CLUSTER == 1 && rank >= meet) return;
     const size_t head = (size_t)blockIdx.y * S * D;
     const u16 *k_head = k_cache + head + 8 * t, *v_head = v_cache + head + 8 * g;
     auto v_slot = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
@@ -145,8 +152,8 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
         }
         copy_commit();
     };
-    constexpr int ROUND = WARPS * CLUSTER;
-    const int mine = warp * CLUSTER + rank;  // this warp's first tile
+    const int ROUND = WARPS * blocks;
+    const int mine = warp * blocks + rank;  // this warp's first tile
 #pragma unroll
     for (int u = 0; u < STAGES; u++) copy(u, mine + u * ROUND);
     uint4 cos[R / 32], sin[R / 32];
@@ -282,7 +289,13 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
             sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
         }
         if constexpr (CLUSTER == 1) {
-            store(item, sum, whole);
+            if (meet == 1) {
+                store(item, sum, whole);
+            } else {
+                float4* own = partial + ((size_t)blockIdx.y * blocks + rank) * PARTIAL;
+                own[item] = sum;
+                if (place == 0) ((float2*)(own + ITEMS))[query] = make_float2(most, whole);
+            }
         } else {
             const int there = rank * MINE + item % MINE;
             u32 at, at_sums;
@@ -291,6 +304,46 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
             asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w) : "memory");
             asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(at_sums), "f"(most), "f"(whole) : "memory");
         }
+    }
+    if constexpr (CLUSTER == 1) {
+        if (meet == 1) return;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            u32 before;
+            asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(arrived + blockIdx.y), "r"(1) : "memory");
+            turn[0] = before;
+        }
+        __syncthreads();
+        if (turn[0] + 1 != meet) return;
+        const float4* first_part = partial + (size_t)blockIdx.y * blocks * PARTIAL;
+        for (int item = threadIdx.x; item < ITEMS; item += WARPS * 32) {
+            const float2* of_query = (const float2*)(first_part + ITEMS) + item / (D / 4);
+            float most = NONE, whole = 0.f;
+            float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+            for (int from = 0; from < meet; from += 8) {  // eight parts asked for at once: one trip to memory
+                float2 its[8];
+                float4 one[8];
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    const int r = smaller(from + u, meet - 1);
+                    its[u] = of_query[r * PARTIAL * 2], one[u] = first_part[r * PARTIAL + item];
+                }
+                float higher = most;
+#pragma unroll
+                for (int u = 0; u < 8; u++) higher = its[u].x > higher ? its[u].x : higher;
+                const float fade = exp2_of(most - higher);
+                most = higher, whole *= fade;
+                sum.x *= fade, sum.y *= fade, sum.z *= fade, sum.w *= fade;
+#pragma unroll
+                for (int u = 0; u < 8; u++) {
+                    const float share = from + u < meet ? exp2_of(its[u].x - most) : 0.f;
+                    whole += its[u].y * share;
+                    sum.x += one[u].x * share, sum.y += one[u].y * share, sum.z += one[u].z * share, sum.w += one[u].w * share;
+                }
+            }
+            store(item, sum, whole);
+        }
+        if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
     }
     if constexpr (CLUSTER > 1) {
         asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");

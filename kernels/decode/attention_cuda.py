@@ -1,6 +1,7 @@
 """attend by attend.cu, for the head shapes of today's models on Hopper and later; `attend` hands every other call to Triton's.
 
-Launch  a cluster of 8 blocks for each key head of each sequence, 4 warps a block, 8 for long caches
+Launch  a cluster of 8 blocks of 4 warps for each key head of each sequence; for long caches as many blocks of 8 warps for each
+        as together fill the GPU
 Speed   us on an H100 in a chain (Triton's), 8 key heads of 128: one sequence of 128 slots 3.2 (5.3), 639 4.0 (6.4),
         30000 52 (70); four of up to 1000 9.7 (11.5); eight of 100 7.3 (6.6), sixty-four 13.9 (13.6): so many go to Triton's
 """
@@ -10,22 +11,23 @@ from functools import cache
 
 import torch
 
+from lowq_kernels.counters import counters
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES, multiprocessors, shared_memory_limit
 from lowq_kernels.decode import attention, launch
 from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import capability
 
-PARAMETERS = (*(ctypes.c_void_p,) * 9, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
+PARAMETERS = (*(ctypes.c_void_p,) * 11, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 CLUSTER = 8  # blocks: what every GPU with clusters allows
-MOST_HEADS = 32  # key heads of all sequences together
+MOST_HEADS = 32  # key heads of all sequences together, of short caches
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
-LONG = 4096  # slots of a cache from which a block has 8 warps: more bytes in flight
+LONG = 4096  # slots of a cache from which blocks fill the GPU: clusters of 8 leave half of its SMs without one
 
 
-def why_not(B: int, dtype: torch.dtype, device: torch.device, R: int, h: Heads) -> str:
-    """The reason B sequences with heads of this shape are not for attend.cu, or ""."""
+def why_not(B: int, dtype: torch.dtype, device: torch.device, R: int, h: Heads, S: int = 0) -> str:
+    """The reason B sequences of up to S slots with heads of this shape are not for attend.cu, or ""."""
     if dtype not in TYPES:
         return f"takes fp16 and bf16, not {dtype}"
     if capability(device) < (9, 0):
@@ -34,7 +36,7 @@ def why_not(B: int, dtype: torch.dtype, device: torch.device, R: int, h: Heads) 
         return f"takes heads of 64 or 128 with up to 8 queries, not D={h.D}, R={R}, {h.HQ // h.HKV} queries a key head"
     if any(w is not None and w.dtype not in (dtype, torch.float32) for w in (h.q_norm, h.k_norm)):
         return f"takes norms of {dtype} or fp32"
-    if B * h.HKV > MOST_HEADS:
+    if (multiprocessors(device.index) if S >= LONG else MOST_HEADS) < B * h.HKV:
         return f"{B * h.HKV} key heads of all sequences, which Triton's kernel takes as fast"
     return ""
 
@@ -61,23 +63,31 @@ def attend(
     """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
     R = cos.shape[1]
     B, S = qkv.shape[0], k_cache.shape[2]
-    if why_not(B, qkv.dtype, qkv.device, R, h):
+    if why_not(B, qkv.dtype, qkv.device, R, h, S):
         return attention.attend(qkv, k_cache, v_cache, pos, cos, sin, h)
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     tile = 64 * h.D  # bytes of 16 slots, k and v; a warp has two on their way
-    wide = S >= LONG and 16 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
-    warps = 8 if wide else 4
-    instance = expression(TYPES[qkv.dtype], h.D, R, h.HQ // h.HKV, norm, warps, CLUSTER)
-    kernel = _kernel(instance, qkv.device.index, warps, 2 * warps * tile, CLUSTER, launch.enabled)
+    long = S >= LONG and 16 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
+    warps, cluster = (8, 1) if long else (4, CLUSTER)
+    G, heads = h.HQ // h.HKV, B * h.HKV
+    blocks = max(1, multiprocessors(qkv.device.index) // heads) if cluster == 1 else cluster
+    partial = arrived = None
+    if cluster == 1 and blocks > 1:
+        partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
+        arrived = counters(heads, qkv.device)
+    instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster)
+    kernel = _kernel(instance, qkv.device.index, warps, 2 * warps * tile, cluster, launch.enabled)
     kernel(
-        CLUSTER,
-        B * h.HKV,
+        blocks,
+        heads,
         2 * warps * tile,
         *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos, cos, sin)),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),
         y.data_ptr(),
+        0 if partial is None else partial.data_ptr(),
+        0 if arrived is None else arrived.data_ptr(),
         S,
         h.HKV,
         h.window or S + 1,

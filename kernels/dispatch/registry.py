@@ -64,6 +64,7 @@ class KernelSpec:
     prefer: Callable[[Call], bool] = lambda call: True  # where preferred_m is not the whole story
     min_capability: tuple[int, int] = (0, 0)
     acts: tuple[Act, ...] = ("none",)  # how the kernel itself rounds activations
+    reproduction: bool = False  # a paper's kernel: reached by name, never dispatched or tuned
     rank: int = 100  # the rule takes the lowest rank among kernels that prefer the call
     configs: tuple[Config, ...] = ({},)
     refuse: Callable[[Call], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
@@ -146,9 +147,14 @@ def kernels() -> dict[str, KernelSpec]:
     return KERNELS
 
 
+def dispatched() -> list[KernelSpec]:
+    """The kernels among which dispatch chooses: all but reproductions."""
+    return [s for s in kernels().values() if not s.reproduction]
+
+
 def refusals(call: Call) -> dict[str, str]:
     """Kernel name -> why it cannot take this call, for those that cannot."""
-    return {k: why for k, s in kernels().items() if (why := s.why_not(call))}
+    return {s.name: why for s in dispatched() if (why := s.why_not(call))}
 
 
 def named(kernel: str) -> KernelSpec:
@@ -189,10 +195,10 @@ def _choose(call: Call) -> Choice:
     for table in TABLES:
         entry = table(call)
         if entry is not None:
-            spec = kernels().get(entry[0])
+            spec = next((s for s in dispatched() if s.name == entry[0]), None)
             if spec is not None and spec.why_not(call) is None and entry[1] in spec.legal_configs(call):
                 return spec, entry[1]
-    legal = [s for s in kernels().values() if s.why_not(call) is None]
+    legal = [s for s in dispatched() if s.why_not(call) is None]
     if not legal:
         reasons = "; ".join(f"{k}: {why}" for k, why in refusals(call).items())
         raise UnsupportedError(f"no kernel takes M={call.M} N={call.N} K={call.K} {call.scheme} on {call.device}: {reasons}")
@@ -210,8 +216,8 @@ def _rounds_itself(call: Call, kernel: str | None) -> bool:
             return spec.why_not(call) is None
     return any(
         s.why_not(call) is None
-        for name, s in kernels().items()
-        if name == kernel or (kernel is None and s.rank < LAST_RESORT and s.prefers(call))
+        for s in kernels().values()
+        if s.name == kernel or (kernel is None and not s.reproduction and s.rank < LAST_RESORT and s.prefers(call))
     )
 
 

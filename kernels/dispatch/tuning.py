@@ -9,7 +9,6 @@ import datetime
 import json
 import math
 import os
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -23,6 +22,7 @@ import torch
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call, Config, capability, kernels
 from lowq_kernels.dispatch.sources import source_hash
+from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import LAYOUTS
 from lowq_packers.scheme import Act, Scheme
@@ -228,12 +228,7 @@ def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
     date = datetime.date.today().isoformat()
     kept = [asdict(e) for _, e in sorted(mine.items(), key=lambda item: str(item[0]))]
     machine = {**asdict(here), "date": date, "entries": kept}
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.partial")
-    try:
-        partial.write_text(_dumps({"format": FORMAT, "machines": [*others, machine]}))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # gone already where all went well
+    write_whole(path, _dumps({"format": FORMAT, "machines": [*others, machine]}).encode())
 
 
 def _dumps(data: dict[str, Any]) -> str:

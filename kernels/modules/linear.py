@@ -9,40 +9,13 @@ import torch
 from torch import nn
 
 from lowq_kernels.activations import Act, check_act
-from lowq_kernels.dispatch import tuning
-from lowq_kernels.dispatch.registry import Call, capability, forced, kernels, matmul
+from lowq_kernels.dispatch.layouts import best_layout
+from lowq_kernels.dispatch.registry import matmul
 from lowq_kernels.modules import ops
-from lowq_packers.errors import SchemeError, UnsupportedError
+from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, repack, stored
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
-
-
-def best_layout(
-    scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.device, M: int = 1, kernel: str | None = None
-) -> str:
-    """The layout that a forced kernel reads (`kernel`, LOWQ_KERNEL), else the one that measurements prefer here, else the one
-    whose best kernel the rule ranks first for M rows; DISK if only `reference` can take the call.
-
-    A kernel of another device decides nothing here: the weight may yet move there.
-    Raises UnsupportedError where no layout of the forced kernel holds such a weight.
-    """
-    if (asked := forced(kernel)) and device.type in asked.devices:
-        refused = {name: LAYOUTS[name].why_not(scheme, N, K) for name in asked.layouts}
-        fits = [name for name, why in refused.items() if why is None]
-        if not fits:
-            why = "; ".join(f"layout {name}: {why}" for name, why in refused.items())
-            raise UnsupportedError(f"kernel {asked.name} was asked for by name but no layout that it reads holds this: {why}")
-        return min(fits, key=lambda name: (name != DISK, name))
-    if tuned := tuning.best_layout(tuning.Shape(N, K, scheme, dtype), device):
-        return tuned
-    found = []
-    for name, layout in LAYOUTS.items():
-        if layout.why_not(scheme, N, K) is None:
-            call = Call(M, N, K, scheme, name, dtype, device.type, capability(device))
-            ranks = [s.rank for s in kernels().values() if s.why_not(call) is None]
-            found.append((min(ranks, default=1 << 30), name != DISK, name))
-    return min(found)[2]
 
 
 class QuantLinear(nn.Module):

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.counters import counters
-from lowq_kernels.dispatch.registry import LAST_RESORT, Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.triton.decode import interleaved, plain_code
 from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
 from lowq_kernels.products.triton.product import store_tile
@@ -165,7 +165,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     bits=(8, 4, 2),
     acts=("int8",),
     min_capability=(8, 0),
-    rank=LAST_RESORT,
+    reproduction=True,
     configs=CONFIGS,
     config_refuse=_config_refuse,
     default_config=_default_config,

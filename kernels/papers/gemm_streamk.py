@@ -104,8 +104,7 @@ register(
     "triton/gemm_streamk",
     layouts=("strided",),
     devices=("cuda",),
-    preferred_m=(0, 0),  # by the rule never: tuning finds the shapes where its balance wins
-    rank=70,
+    reproduction=True,
     configs=_configs(
         (16, 64, 16, 4, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 4, 3), (16, 128, 16, 2, 0, 0, 4, 3), (8, 64, 16, 4, 1, 0, 4, 3),
         (16, 64, 4, 4, 0, 1, 4, 3), (64, 64, 8, 2, 0, 1, 4, 3), (64, 64, 4, 2, 0, 1, 4, 3), (64, 128, 16, 1, 1, 0, 8, 3),

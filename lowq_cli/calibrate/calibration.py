@@ -29,6 +29,7 @@ from lowq_cli.files.source import STAGED, Source
 from lowq_cli.hf.structure import FLOATS
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers.gptq import FEW_TOKENS, SLAB
+from lowq_packers.atomic import write_whole
 from lowq_packers.qtensor import QuantizedTensor
 
 # `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
@@ -101,7 +102,7 @@ def seconds(plan: Plan, device: torch.device) -> float | None:
     """About how long a calibration takes, by the products in it at the rate of one that is timed here; None if it learns.
 
     Both streams go through each layer, and again up to each of about four stages: 9 operations a weight and token. Moments are
-    two products a stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING products of it by (K, K).
+    two products a stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING products by (K, K).
     """
     items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
     if any(quantizers.needs_learning(str(i.method)) for i in items):
@@ -250,10 +251,8 @@ class Calibration:
         for name, q in learn(layer, learning, dtypes, original, behind).items():
             results |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
-        partial = path.with_suffix(".partial")
         with writing(path):
-            partial.write_bytes(save(results, {"notes": json.dumps([notes, unscaled])}))
-            partial.replace(path)
+            write_whole(path, save(results, {"notes": json.dumps([notes, unscaled])}))
         return sum(errors) / max(len(errors), 1)
 
     def _joined(self, names: list[str]) -> Iterator[list[str]]:

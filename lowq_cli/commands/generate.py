@@ -88,7 +88,7 @@ def generate(
         seed = seed_or_random(seed)
         Sampling(temperature, top_k, top_p, repetition_penalty, seed)  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
-    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens}
     settings["stop"] = [unescaped(s) for s in stop or ()]
     if many is not None:
@@ -96,7 +96,7 @@ def generate(
         return
     if batch > 1 and not temperature:
         console.say(f"all {batch} texts will be the same; --temperature 1 draws them")
-    generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
+    generation = stream(model, tokenizer, text, batch=batch, **settings)
     _compile(model, generation)
     if explain:
         _show_kernels(model, generation)
@@ -129,8 +129,9 @@ def _compile(model: Any, generation: "Generation") -> None:
 
 def _bare_text(given: str | None) -> tuple[None, str]:
     """A text given in the place of the checkpoint, for the last one to go on from. Raises UsageError where it may be either."""
-    if given is None or Path(given).exists():
+    if given in (None, "demo") or Path(str(given)).exists():
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
+    assert given
     if not any(map(str.isspace, given)):
         raise UsageError(
             f"{given} may be a text or a model; for a text: --prompt {shlex.quote(given)}, for a model add --prompt"

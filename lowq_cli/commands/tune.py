@@ -9,6 +9,8 @@ from lowq_cli import console
 from lowq_cli.commands import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
+    from lowq_cli.tuning.tuner import Steps
+    from lowq_kernels.dispatch.measure import Budget
     from lowq_kernels.dispatch.tuning import Entry
 
 EXAMPLES = """Examples:
@@ -25,7 +27,7 @@ def tune(
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows per product: sequences decoded at once.")] = (
         "1,2,4,8,16,32,64"
     ),
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Stop after this long, with what is known.")] = 120.0,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="Stop after this long, with what is known.")] = 75.0,
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Time configs that the model rules out, too.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -49,7 +51,9 @@ def tune(
     here, clock = tuning.Machine.here(where), measure.Budget(budget)
     per_shape = len(batches)
     console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")
-    entries: list[Entry] = []
+    entries: dict[tuple[object, ...], Entry] = {}  # by call: an implausible time is measured again
+    on_gpu = where.type == "cuda"
+    alone = measure.Budget(tuner.MEASURING * budget if on_gpu else budget)
     stopped = ""
     try:
         with console.progress("compile", 1000) as advance:
@@ -57,11 +61,11 @@ def tune(
                 shapes, batches, where, exhaustive, lambda n, of: advance(1000 * n // of, f"{n} of {of} kernels")
             )
         with console.progress("measure", len(shapes) * per_shape) as advance:
-            for shape, e in tuner.measure_all(shapes, batches, where, clock, exhaustive):
-                entries.append(e)
+            for shape, e in tuner.measure_all(shapes, batches, where, alone, exhaustive):
+                entries[(*e.place, e.M)] = e
                 position = shapes.index(shape) * per_shape + batches.index(e.M) + 1
                 advance(position, f"{shape.N}x{shape.K} M={e.M}: {e.kernel} {e.us:.1f} us")
-        if not clock.left:
+        if not alone.left and not on_gpu:
             stopped = f"the budget of {console.duration(budget)} ended"
     except KeyboardInterrupt:
         stopped = "interrupted"
@@ -69,32 +73,49 @@ def tune(
         raise KeyboardInterrupt("nothing was measured yet")
     if not entries:
         raise UsageError(f"nothing measured: {stopped or 'no kernel takes these shapes here'}; try --budget {2 * budget:g}")
-    path = tuner.save(opened.folder, where, entries)
-    if where.type == "cuda" and not stopped:
-        with console.progress("whole steps", len(batches)) as advance:
-            try:
-                entries, why = tuner.in_place(
-                    opened.folder, where, entries, clock, lambda M, text: advance(batches.index(M) + 1, f"batch {M}: {text}")
-                )
-            except KeyboardInterrupt:
-                stopped, why = "interrupted", ""
-        if why:
-            console.say(f"kernels were timed alone, not all in whole decode steps: {why}")
-        path = tuner.save(opened.folder, where, entries)
-    kept, lost = tuner.taken(entries)
+    chosen = list(entries.values())
+    if on_gpu and not stopped:
+        chosen, stopped = _in_steps(tuner.Steps(opened.folder, where), batches, chosen, clock)
+    path = tuner.save(opened.folder, where, chosen)
+    kept, lost = tuner.taken(chosen)
     _report(kept, as_json)
-    for line in [*lost, *tuner.crossovers(entries)]:
+    for line in [*lost, *tuner.crossovers(chosen)]:
         console.say(line)
     for name, why in sorted(measure.failed.items()):
         console.say(f"passed over: {name}: {why.splitlines()[0][:160]}")
     if stopped:
         console.say(f"{stopped}; what was measured until then is kept")
-    console.say(f"wrote {len(entries)} entries to {path} in {console.duration(clock.spent)}")
+    console.say(f"wrote {len(chosen)} entries to {path} in {console.duration(clock.spent)}")
     if as_json:
-        result: dict[str, Any] = {"gpu": here.gpu, "entries": len(entries), "seconds": round(clock.spent, 1)}
+        result: dict[str, Any] = {"gpu": here.gpu, "entries": len(chosen), "seconds": round(clock.spent, 1)}
         console.out_json(result | {"file": str(path), "complete": not stopped})
     if stopped == "interrupted":
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _in_steps(
+    steps: "Steps", batches: "Sequence[int]", entries: "Sequence[Entry]", clock: "Budget"
+) -> "tuple[list[Entry], str]":
+    """(entries to keep, why the race ended early or ""): batch sizes that were not raced keep dispatch's own choice."""
+    if steps.reason:
+        console.say(f"kernels were timed alone, not in whole decode steps: {steps.reason}")
+        return list(entries), ""
+    raced: list[Entry] = []
+    waiting, stopped = list(batches), ""
+    try:
+        with console.progress("whole steps", len(batches)) as advance:
+            while waiting and clock.left:
+                found, before, after = steps.race(waiting[0], entries, lambda: clock.left)
+                raced += found
+                M = waiting.pop(0)
+                text = f"{before / 1e3:.3f} ms a step, {after / 1e3:.3f} with the winners in place"
+                advance(batches.index(M) + 1, f"batch {M}: {text}")
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    if waiting:
+        missed = ", ".join(map(str, waiting))
+        console.say(f"not raced in whole steps, so without an entry: batch {missed}; tune --batch {missed.replace(', ', ',')}")
+    return raced, stopped
 
 
 def _report(entries: "Sequence[Entry]", as_json: bool) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from lowq_cli.state import cache_dir
 from lowq_kernels.dispatch import timing
+from lowq_packers.atomic import write_whole
 from lowq_packers.errors import NotFoundError
 
 FILE = "bandwidth.json"
@@ -55,10 +56,6 @@ def _read() -> dict[str, Any]:
 def _write(known: dict[str, Any]) -> None:
     """Keep `known`; a home that is read-only or not there only means measuring again."""
     try:
-        path = cache_dir() / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(known))
-        partial.replace(path)
+        write_whole(cache_dir() / FILE, json.dumps(known).encode())
     except (OSError, NotFoundError):
         return

@@ -16,7 +16,7 @@ from torch import nn
 from lowq_cli.engine.blocks import Blocks, Layer, Mixture, Mlp
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
-from lowq_kernels.decode import ops, reference
+from lowq_kernels.decode import ops
 
 SMALLEST_BUCKET = 512
 CHUNK = 2048  # prompt tokens per pass, of all sequences together: bounds the memory of activations
@@ -135,7 +135,7 @@ class FusedDecoder:
         """Attention of a pass: of these sequences, from token `start` on."""
         k, v = (cache[some] for cache in self.caches[i])
         split = qkv.reshape(k.shape[0], -1, qkv.shape[-1])
-        return reference.attend_prompt(split, k, v, start, *self.rope[layer.rope], layer.heads).flatten(0, 1)
+        return self.ops.attend_prompt(split, k, v, start, *self.rope[layer.rope], layer.heads).flatten(0, 1)
 
     def _layers(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
         """The residual stream x (M, H) through every layer and the last norm."""

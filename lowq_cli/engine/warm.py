@@ -66,13 +66,18 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
         cos, sin = blocks.rope_tables(SLOTS, decoder.device, decoder.dtype)[first.rope]
         ops.attend(make(batch, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, pos, cos, sin, heads)
 
+    def attend_prompt() -> None:  # neither the number of tokens nor of slots is compiled in
+        caches = [make(1, heads.HKV, SLOTS, heads.D) for _ in range(2)]
+        tables = blocks.rope_tables(SLOTS, decoder.device, decoder.dtype)[first.rope]
+        ops.attend_prompt(make(1, 2, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, 0, *tables, heads)
+
     def choose(advance: int) -> None:
         logits = make(batch, blocks.head.out_features)
         token = torch.zeros(batch, dtype=torch.int64, device=decoder.device)
         pos, seed = token.to(torch.int32), token[:1].clone()
         ops.choose(logits, token, pos, seed, sampling.temperature, advance)
 
-    work: list[Callable[[], object]] = [attend, partial(choose, 0), partial(choose, 1)]
+    work: list[Callable[[], object]] = [attend, attend_prompt, partial(choose, 0), partial(choose, 1)]
     work.append(partial(ops.add_norm, x, None, norm.weight, norm.eps, None))
     work.append(partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention))
     if decoder._folds(batch):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_kernels.modules.linear import best_layout
+from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules.ops import through_autograd
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers import bitstream

@@ -17,9 +17,10 @@ import torch
 
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
+from lowq_cli.files.folder import new_folder
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.sharding import fusion_problems, shard_problems
-from lowq_cli.files.shards import NAMES, ShardWriter, new_folder, to_json
+from lowq_cli.files.shards import NAMES, ShardWriter, to_json
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable

@@ -24,7 +24,7 @@ from lowq_cli.interop.gguf_file import (
 )
 from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, MIXTURES, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
-from lowq_cli.interop.gguf_writer import GgufWriter
+from lowq_cli.interop.gguf_writer import new_gguf
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.formats import _common, gguf
 from lowq_packers.qtensor import QuantizedTensor
@@ -69,7 +69,7 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
                 progress(100 * done // total, t.name)
 
     start = head(metadata, [*(row for row, _ in entries), *extra])
-    with GgufWriter(out, run_name(found, "gguf", rounding), start) as writer:
+    with new_gguf(out, run_name(found, "gguf", rounding), start) as writer:
         done = sum(t.params for _, members in entries[: writer.finished] for t in members)
         for row, members in entries[writer.finished :]:
             writer.write(row, contents(row, members))

@@ -8,7 +8,6 @@ import filecmp
 import os
 import re
 import shutil
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,10 +16,12 @@ import torch
 from lowq_cli import console, state
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import is_checkpoint
+from lowq_cli.files.folder import new_folder
 from lowq_cli.files.quant_config import compact
-from lowq_cli.files.shards import ShardWriter, new_folder, to_json
+from lowq_cli.files.shards import ShardWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
+from lowq_packers.atomic import replacing
 from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.formats import Fetch, Matrix
 from lowq_packers.layouts import pack
@@ -112,8 +113,8 @@ def copy_new(source: Source, target: Path) -> None:
     with writing(target):
         for path in source.companions():
             if not (target / path.name).exists() or not filecmp.cmp(path, target / path.name, shallow=False):
-                with tempfile.TemporaryDirectory(dir=target) as made:  # whole before others see it
-                    os.replace(shutil.copyfile(path, Path(made) / path.name), target / path.name)
+                with replacing(target / path.name) as made:  # whole before others see it
+                    shutil.copyfile(path, made)
 
 
 def _is_whole(folder: Path) -> bool:

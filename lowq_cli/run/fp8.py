@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from lowq_cli.files.atomic import writing
-from lowq_cli.files.shards import ShardWriter, new_folder, to_json
+from lowq_cli.files.folder import new_folder
+from lowq_cli.files.shards import ShardWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.hf.structure import roles
 from lowq_cli.interop.foreign import SECTIONS, fetcher

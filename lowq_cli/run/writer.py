@@ -10,19 +10,21 @@ A rerun checks the bytes of every journalled item in a partial file against its 
 a line that reached the disk before its data does no harm. The journal goes when config.json is there.
 """
 
-import fcntl
 import json
 import os
 import shutil
 import time
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.atomic import reserve, write_at, writing
+from lowq_cli.files.folder import held
 from lowq_cli.files.safetensors_io import read_bytes, read_header
 from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT, SENSITIVITY, STAGED
 from lowq_cli.plan.plan import Item, Plan, Shard
+from lowq_packers.atomic import replacing
 from lowq_packers.errors import LowqError, UsageError
 
 CHUNK = 1 << 24
@@ -47,37 +49,22 @@ class OutputFolder:
         self.files = sorted({*files, CONFIG, REPORT})
         self.finished: dict[str, Record] = {}  # item -> its journal record
         self.already_done = False
-        self._journal = -1
-        self._lock = -1
+        self._journal = self._lock = -1
+        self._stack = ExitStack()
 
     def __enter__(self) -> "OutputFolder":
-        with writing(self.path):
+        with writing(self.path), self._stack:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise UsageError(f"another lowq is writing to {self.path}; wait for it, or use another --out") from None
-        except OSError:
-            pass  # a file system without locks
-        try:
-            with writing(self.path):
-                self._open()
-        except BaseException:
-            self.close()
-            raise
+            self._lock = self._stack.enter_context(held(self.path))
+            self._open()
+            self._stack = self._stack.pop_all()  # what is open stays open
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the folder."""
-        for fd in (self._journal, self._lock):
-            if fd >= 0:
-                os.close(fd)
-        self._journal = self._lock = -1
+        if self._journal >= 0:
+            os.close(self._journal)
+            self._journal = -1
+        self._stack.close()
 
     def _open(self) -> None:
         """Find out what the folder holds, and start or continue the journal."""
@@ -133,15 +120,12 @@ class OutputFolder:
 
     def replace(self, name: str, content: bytes) -> None:
         """Write a whole file and rename it into place, on disk before its name is."""
-        partial = self.path / (name + PARTIAL)
-        with writing(self.path / name):
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        with writing(self.path / name), replacing(self.path / name, self.path / (name + PARTIAL), sync=True) as made:
+            fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
                 write_at(fd, content, 0)
-                os.fsync(fd)
             finally:
                 os.close(fd)
-            os.replace(partial, self.path / name)
 
     def finish(self, config: bytes) -> None:
         """Write config.json, the last file, and drop the journal."""

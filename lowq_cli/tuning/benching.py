@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing
+from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.measure import call_for, copies, random_weight
 from lowq_kernels.dispatch.registry import forced, kernels, select
 from lowq_kernels.dispatch.timing import Roofline, call_bytes, rotation, timed
 from lowq_kernels.dispatch.tuning import Shape
-from lowq_kernels.modules.linear import best_layout
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme

@@ -16,6 +16,8 @@ from lowq_kernels.dispatch.tuning import Entry, Machine, Shape
 from lowq_packers.errors import UsageError, disk_full
 from lowq_packers.scheme import Scheme
 
+CLOSE = 1.12  # times the winner's time alone: slower ones do not win in a step either
+MEASURING = 0.5  # of the budget, at most, for kernels alone: the rest is for whole steps
 IN_PLACE_TOKENS = 64  # of the text that steps are timed at, and of the room after it
 
 
@@ -97,37 +99,44 @@ def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
     return path
 
 
-def in_place(
-    folder: Path, device: torch.device, entries: Sequence[Entry], budget: Budget, done: Callable[[int, str], None]
-) -> tuple[list[Entry], str]:
-    """Entries whose winners were chosen by the time of whole decode steps, and why that was not done, or "".
+class Steps:
+    """Whole decode steps of a checkpoint: what finally decides among kernels.
 
-    Alone the best kernel fills a GPU; in a step the next one wants to start early. So winners race their runners-up in the
-    loaded model, one batch size after the other. `done(M, text)` is told the times of each.
+    Alone the best kernel fills a GPU; in a step the next one wants to start early. So dispatch's own choice races the kernels
+    that were fastest alone, in the loaded model, and what comes out is never slower than no table.
+
+    reason: why steps cannot be raced here, or "".
     """
-    from lowq_cli.engine import search
-    from lowq_cli.engine.choose import choose
-    from lowq_cli.engine.fused import FusedDecoder
-    from lowq_cli.engine.ready import ready
-    from lowq_cli.engine.sampling import Sampling
 
-    model, _ = ready(str(folder), device.type, lambda text: None)
-    decoder = choose(model)
-    if not isinstance(decoder, FusedDecoder) or not decoder.graphs:
-        return list(entries), decoder.reason or "its steps are not recorded"
-    found = {(*e.place, e.M): e for e in entries}
-    for M in sorted({e.M for e in entries}):
-        if not budget.left:
-            return list(found.values()), "the budget ended"
-        decoder.start([[1] * IN_PLACE_TOKENS] * M, Sampling(), IN_PLACE_TOKENS)
-        now = search.calls_of(decoder, M, model.dtype)
-        known = {call: e for call in now if (e := found.get((*tuning.place_of(call), M)))}
-        options = {c: [_named(e), *((r["kernel"], r["config"]) for r in e.runners_up)] for c, e in known.items()}
-        chosen, before, after = search.search(decoder, now, options, lambda: budget.left)
-        decoder.captured.clear()
-        found |= {(*e.place, M): _reordered(e, chosen[call]) for call, e in known.items()}
-        done(M, f"{before / 1e3:.3f} ms a step, {after / 1e3:.3f} with the winners in place")
-    return list(found.values()), ""
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        from lowq_cli.engine.choose import choose
+        from lowq_cli.engine.fused import FusedDecoder
+        from lowq_cli.engine.ready import ready
+
+        model, _ = ready(str(folder), device.type, lambda text: None)
+        tuning.forget()  # an older table of this folder: what is to be beaten is dispatch without one
+        self.decoder, self.dtype = choose(model), model.dtype
+        recorded = isinstance(self.decoder, FusedDecoder) and self.decoder.graphs
+        self.reason = "" if recorded else self.decoder.reason or "its steps are not recorded"
+
+    def race(self, M: int, entries: Sequence[Entry], left: Callable[[], bool]) -> tuple[list[Entry], float, float]:
+        """(entries for M sequences, their winners chosen in place; microseconds of a step before and after)."""
+        from lowq_cli.engine import search
+        from lowq_cli.engine.sampling import Sampling
+
+        found = {e.place: e for e in entries if e.M == M}
+        self.decoder.start([[1] * IN_PLACE_TOKENS] * M, Sampling(), IN_PLACE_TOKENS)
+        now = search.calls_of(self.decoder, M, self.dtype)
+        known = {call: e for call in now if (e := found.get(tuning.place_of(call)))}
+        options = {call: _close(e) for call, e in known.items()}
+        chosen, before, after = search.search(self.decoder, now, options, left)
+        self.decoder.captured.clear()  # type: ignore[attr-defined]
+        return [_reordered(e, chosen[call]) for call, e in known.items()], before, after
+
+
+def _close(e: Entry) -> list[tuple[str, dict[str, int]]]:
+    """The finalists of an entry that a step may yet bring to the front."""
+    return [_named(e), *((r["kernel"], r["config"]) for r in e.runners_up if r["us"] <= CLOSE * e.us)]
 
 
 def _named(e: Entry) -> tuple[str, dict[str, int]]:

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from lowq_cli.hf.experts import FEW_ROWS, FEW_TOKENS, experts_linear
 from lowq_cli.vllm_plugin.linear import Held, LowqLinearMethod, check_companions
-from lowq_kernels.modules.linear import best_layout
+from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK

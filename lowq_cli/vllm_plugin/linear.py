@@ -13,8 +13,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
 
 from lowq_cli.files.sharding import row_problem
+from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules import ops
-from lowq_kernels.modules.linear import best_layout
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight, repack

@@ -93,11 +93,11 @@ def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path, monkeypatch):
         line = [sys.executable, "-c", KILLED, tmp_path / "m", "gguf", out, small, at]
         assert subprocess.run(list(map(str, line)), check=False).returncode == -9
         assert not out.exists()
-    left = json.loads((tmp_path / "out.gguf.partial.json").read_text())
+    left = json.loads((tmp_path / "out.gguf.partial" / "note.json").read_text())
     assert 5 < left["tensors"] < 60
     real = Checkpoint.read_matrix
     monkeypatch.setattr(Checkpoint, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
-    with open(tmp_path / "out.gguf.partial", "ab") as f:
+    with open(tmp_path / "out.gguf.partial" / "file", "ab") as f:
         f.write(b"what was written after the note does not count")
     export(tmp_path / "m", "gguf", out)
     assert len(read) < 42, "what was written is not made again"

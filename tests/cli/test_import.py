@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import lowq
 from lowq_cli import main, state
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
-from lowq_cli.files.shards import new_folder
+from lowq_cli.files.folder import new_folder
 from lowq_cli.interop import importer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded

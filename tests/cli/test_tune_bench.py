@@ -110,10 +110,11 @@ def test_tune_refuses_nonsense_in_one_line(folder, args, error):
         lowq("tune", folder, *args)
 
 
-def test_the_crossover_between_layouts_is_named():
-    def entry(M, layout, kernel, us):
-        return tuning.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, "")
+def entry(M, layout="rowstream", kernel="dequant", us=9.0):
+    return tuning.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, tuning.source_hash(kernel))
 
+
+def test_the_crossover_between_layouts_is_named():
     found = [entry(1, "cpu_int4", "cpu/int4", 5), entry(1, "rowstream", "dequant", 9)]
     found += [entry(16, "cpu_int4", "cpu/int4", 50), entry(16, "rowstream", "dequant", 20)]
     assert tuner.crossovers(found) == ["256x512 4-bit g64: cpu/int4 below M = 16, dequant from there"]
@@ -121,9 +122,6 @@ def test_the_crossover_between_layouts_is_named():
 
 
 def test_the_layout_that_lost_is_one_line():
-    def entry(M, layout, kernel, us):
-        return tuning.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, tuning.source_hash(kernel))
-
     found = [entry(1, "cpu_int4", "cpu/int4", 5.0), entry(1, "rowstream", "dequant", 10.0)]
     found += [entry(16, "cpu_int4", "cpu/int4", 10.0), entry(16, "rowstream", "dequant", 50.0)]
     kept, lost = tuner.taken(found)
@@ -191,3 +189,32 @@ def test_a_shape_for_a_channel_has_one_group():
     assert shape_for("8x100", 4, "channel", torch.float16).scheme == Scheme(4, 100)
     with pytest.raises(UsageError, match="NxK"):
         parse_shape("8xx9")
+
+
+class RacedSteps:
+    """Steps of a model on a GPU: every race ends with the entries as they are, and takes a second of the budget."""
+
+    reason = ""
+
+    def __init__(self, clock, stop_at=0):
+        self.clock, self.stop_at = clock, stop_at
+
+    def race(self, M, entries, left):
+        if self.stop_at == M:
+            raise KeyboardInterrupt
+        self.clock.started -= 1
+        return [e for e in entries if e.M == M], 1000.0, 990.0
+
+
+@pytest.mark.parametrize(("seconds", "stop_at", "raced"), [(60, 0, [1, 4, 16]), (1.5, 0, [1, 4]), (60, 4, [1])])
+def test_batch_sizes_without_a_race_get_no_entry_and_are_named(seconds, stop_at, raced, capsys):
+    from lowq_cli.commands.tune import _in_steps
+    from lowq_kernels.dispatch.measure import Budget
+
+    clock = Budget(seconds)
+    entries = [entry(M) for M in (1, 4, 16)]
+    kept, stopped = _in_steps(RacedSteps(clock, stop_at), (1, 4, 16), entries, clock)
+    assert [e.M for e in kept] == raced
+    assert stopped == ("interrupted" if stop_at else "")
+    missed = [str(M) for M in (1, 4, 16) if M not in raced]
+    assert ("tune --batch " + ",".join(missed) in capsys.readouterr().err) == bool(missed)

@@ -358,6 +358,7 @@ inline void ld_global_cg_v4_f32(float& a, float& b, float& c, float& d, const vo
 }
 inline void fence_acq_rel_gpu() {}
 inline void st_relaxed_gpu_global_u32(void* to, u32 v) { *(u32*)to = v; }
+inline void atom_acq_rel_gpu_global_add_u32(u32& before, void* at, u32 v) { before = *(u32*)at, *(u32*)at += v; }
 inline void ld_acquire_gpu_global_u32(u32& v, const void* at) {  // blocks run one after another: what is not there never comes
     if (!(v = *(const u32*)at)) fail("a block waits for one of higher index");
 }

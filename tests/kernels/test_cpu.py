@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules import linear, ops
-from lowq_kernels.modules.linear import QuantLinear, best_layout
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
 pytest.importorskip("triton")
 
-from lowq_kernels.decode import attention, elementwise, reference, router, sample
+from lowq_kernels.decode import attention, elementwise, prompt, reference, router, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
@@ -118,6 +118,31 @@ def test_attend_is_the_same_however_it_is_split(splits, monkeypatch):
     monkeypatch.setattr(attention, "splits_for", lambda heads: splits)
     y = attention.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
     assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < TOLERANCE
+
+
+PASSES = {"llama": [(0, 90)], "qwen3": [(0, 33), (33, 97)], "phi3": [(0, 1), (1, 40)], "window": [(0, 100), (100, 150)]}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_attend_prompt(name, monkeypatch):
+    """Passes over prompts of two sequences, each from where the last one ended."""
+    monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2})
+    HQ, HKV, D, R = ATTENTION[name][:4]
+    h = attention_case(name)[-1]
+    S = PASSES[name][-1][1] + 7
+    angles = torch.rand(S, R // 2).repeat(1, 2) * 6
+    tables = angles.cos().to(DEVICE, DTYPE), angles.sin().to(DEVICE, DTYPE)
+    ours, theirs = ([torch.zeros(2, HKV, S, D, dtype=DTYPE, device=DEVICE) for _ in range(2)] for _ in range(2))
+    for start, end in PASSES[name]:
+        for cache in ours:
+            cache[:, :, start:] = float("nan")  # nothing past the text so far may be read
+        qkv = randn(2, end - start, (HQ + 2 * HKV) * D)
+        y = prompt.attend_prompt(qkv, *ours, start, *tables, h)
+        wanted = reference.attend_prompt(qkv, *theirs, start, *tables, h)
+        assert error(y, wanted) < TOLERANCE
+        for cache, truth in zip(ours, theirs, strict=True):
+            assert error(cache[:, :, :end], truth[:, :, :end]) < TOLERANCE
+            assert cache[:, :, end:].isnan().all()
 
 
 def test_attend_reference_is_attention_over_the_text_so_far():

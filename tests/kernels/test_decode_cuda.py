@@ -28,12 +28,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 2e-3, BF16: 1.2e-2}
+SMS = 8  # as the emulated GPU has
 # HQ, HKV, D, R, window, q/k norm (0 none, 1 of the dtype, 2 fp32), positions, dtype, blocks of a cluster, slots
 HEADS = {
     "8b": (4, 1, 128, 128, 0, 0, [0, 600], F16, 8, 700),
     "norm, windows, part turned": (4, 2, 128, 64, 40, 2, [39, 40, 95], BF16, 4, 100),
     "eight queries, bf16 norm, round twice": (8, 1, 64, 64, 0, 1, [1100], BF16, 8, 1200),
-    "no cluster, eight warps": (3, 1, 64, 64, 0, 0, [16, 15], F16, 1, 4096),
+    "long, blocks meet in memory": (3, 1, 64, 64, 0, 0, [300, 15], F16, 8, 4096),
+    "long, more heads than SMs by half": (8, 4, 128, 128, 0, 0, [4095, 0], BF16, 8, 4096),
+    "long, a window": (2, 1, 128, 128, 50, 0, [4000], F16, 8, 4096),
+    "no cluster": (3, 1, 64, 64, 0, 0, [16, 15], F16, 1, 100),
 }
 # bits, group (0: a row), zero, act, dtype, H, I
 LAYERS = {
@@ -55,6 +59,7 @@ def gpu():
     modules = (attention_cuda, mixture)
     patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in modules]
     patches += [mock.patch.object(m, "capability", return_value=(9, 0)) for m in modules]
+    patches += [mock.patch.object(attention_cuda, "multiprocessors", return_value=SMS)]
     for p in patches:
         p.start()
     for m in modules:
@@ -120,6 +125,12 @@ def test_attend(name):
                 assert cache[b, :, p + 1 :].isnan().all()
         results.append(y)
     assert torch.equal(*results)
+
+
+def test_long_caches_of_many_sequences_are_taken_too():
+    h, cuda = reference.Heads(32, 8, 128, 1.0), torch.device("cuda")
+    assert "key heads" in attention_cuda.why_not(8, F16, cuda, 128, h)
+    assert DEVICE == "cpu" or attention_cuda.why_not(8, F16, cuda, 128, h, attention_cuda.LONG) == ""
 
 
 def test_heads_it_does_not_take_go_to_triton():

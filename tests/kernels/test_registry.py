@@ -6,9 +6,11 @@ import itertools
 import pytest
 import torch
 
-from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch import layouts, measure, registry
+from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Call, kernels, refusals, select
-from lowq_kernels.modules.linear import QuantLinear, best_layout
+from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import LAYOUTS
 from lowq_packers.qtensor import QuantizedTensor
@@ -48,7 +50,7 @@ def test_refusals_name_the_value_and_what_would_do():
     pytest.importorskip("triton")
     assert why["triton/gemm"] == "runs on cuda, not on cpu"
     many_rows = Call(64, 4096, 4096, Scheme(4, 128), "strided", torch.float16, "cuda", (9, 0))
-    assert refusals(many_rows)["triton/gemv"] == "takes M 1 .. 4, not 64"
+    assert refusals(many_rows)["triton/gemv_splitk"] == "takes M 1 .. 4, not 64"
 
 
 def test_a_kernel_can_be_forced_and_a_wrong_name_lists_the_right_ones(monkeypatch):
@@ -75,6 +77,26 @@ def test_a_weight_is_packed_for_the_kernel_that_is_asked_for_by_name(name, by_en
         layout = best_layout(scheme, 4096, 4096, dtype, device, kernel=kernel)
         call = Call(max(1, spec.m_range[0]), 4096, 4096, scheme, layout, dtype, device.type, (9, 0), spec.acts[0])
         assert select(call, kernel)[0].name == name
+
+
+@pytest.mark.parametrize("name", sorted(n for n, s in kernels().items() if s.reproduction))
+def test_a_reproduction_is_no_choice_of_dispatch_tables_or_tuning(name, monkeypatch):
+    """By the rule, by a table that names it, in `lowq tune`'s race: it is left out, though it could take the call."""
+    spec = kernels()[name]
+    call = Call(1, 4096, 4096, Scheme(4, 128), spec.layouts[0], torch.float16, "cuda", (9, 0), spec.acts[0])
+    assert spec.why_not(call) is None
+    monkeypatch.setattr(registry, "TABLES", [lambda call: (name, spec.configs[0])])
+    registry.forget_choices()
+    assert select(dataclasses.replace(call, act="none"))[0].name != name
+    registry.forget_choices()
+    assert name not in {s.name for s, _ in measure.candidates(call, exhaustive=True)}
+    assert name not in refusals(call)
+
+
+@pytest.mark.skipif("cuda/tile_mma" not in kernels(), reason="NVRTC is not installed")
+def test_tuning_on_a_gpu_races_one_layout(monkeypatch):
+    monkeypatch.setattr(layouts, "capability", lambda device: (9, 0))
+    assert measure.layouts_for(Shape(4096, 4096, Scheme(4, 128), torch.float16), torch.device("cuda")) == ["tile"]
 
 
 def test_no_layout_for_a_forced_kernel_is_one_line():

@@ -8,13 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, kernels
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.layouts import best_layout
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, kernels, select
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
 
-GLUON = "triton/gemm_wide"  # has no interpreter, and a test file of its own
-TRITON = sorted(n for n, s in kernels().items() if n.startswith("triton/") and "none" in s.acts and n != GLUON)
+TRITON = sorted(n for n, s in kernels().items() if n.startswith("triton/") and "none" in s.acts)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -170,6 +171,46 @@ def test_every_scheme_has_a_kernel_with_a_config():
         call = Call(M, 8, K, p.scheme, "strided", torch.float16, "cuda", cap)
         takers = [n for n in TRITON if kernels()[n].why_not(call) is None]
         assert any("gemm" in n for n in takers), (bits, K, group, M, cap)
+
+
+@pytest.fixture(params=["NVIDIA without NVRTC", "AMD"])
+def portable(request, monkeypatch):
+    """A GPU without the CUDA kernels, and its compute capability: a Hopper, or an MI300, which calls itself 9.4."""
+    amd = request.param == "AMD"
+    monkeypatch.setattr(torch.version, "hip", "6.4" if amd else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 4) if amd else (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU that nobody has measured")
+    monkeypatch.setattr(registry, "KERNELS", {n: s for n, s in kernels().items() if not n.startswith("cuda/")})
+    monkeypatch.setattr(registry, "TABLES", [])
+    capability.cache_clear()
+    registry.forget_choices()
+    yield capability(torch.device("cuda"))
+    capability.cache_clear()
+    registry.forget_choices()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_what_remains_without_cuda_kernels_is_dispatched(portable, bits):
+    """Weights are packed for Triton's kernels, and for any rows one of them, no reproduction, is taken."""
+    device = torch.device("cuda")
+    for (N, K), group, zero in itertools.product([(4096, 4096), (1001, 3072), (57344, 8192)], (32, 128), ZERO_KINDS):
+        for dtype, M in itertools.product((torch.float16, torch.bfloat16), (1, 2, 4, 5, 64, 65, 191, 192, 1000, 8192)):
+            scheme = Scheme(bits, group, zero)
+            layout = best_layout(scheme, N, K, dtype, device)
+            assert layout == "strided"
+            spec, config = select(Call(M, N, K, scheme, layout, dtype, "cuda", portable))
+            assert spec.name.startswith("triton/")
+            assert not spec.reproduction
+            assert config in spec.legal_configs(Call(M, N, K, scheme, layout, dtype, "cuda", portable))
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter takes the place of a GPU")
+@pytest.mark.parametrize("M", [1, 3, 70, 200])
+@pytest.mark.parametrize("bits", BITS)
+def test_what_remains_without_cuda_kernels_is_right(portable, bits, M):
+    q = weight(33, 256, 64, bits, ZERO_KINDS[(bits + M) % 3], torch.float16)
+    spec, config = select(Call(M, 33, 256, q.scheme, "strided", torch.float16, "cuda", portable))
+    check(spec, config, q, M, torch.float16, biased=True)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,7 +79,7 @@ def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
     pytest.importorskip("triton")
     found = {Path(name).name for name in sources.closure("lowq_kernels.products.triton.gemm")}
     assert {"gemm.py", "product.py", "decode.py", "partial.py", "fit.py", "overlap.py"} <= found
-    assert not {"gemv.py", "gemm_streamk.py", "read.py", "registry.py"} & found
+    assert not {"gemv_splitk.py", "gemm_streamk.py", "read.py", "registry.py"} & found
     found = {Path(name).name for name in sources.closure("lowq_kernels.products.cuda.tile_mma")}
     assert {"tile_mma.py", "tile_mma.cu", "tile.cuh", "driver.py", "nvrtc.py"} <= found
     assert not {"tile_wgmma.cu", "gemv.cuh", "gemv_rows.py", "registry.py"} & found
@@ -144,14 +145,14 @@ def test_other_versions_are_ignored_with_a_notice(tmp_path):
 
 
 def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path, monkeypatch):
-    path, replace = tmp_path / tuning.FILE, Path.replace
+    path, replace = tmp_path / tuning.FILE, os.replace
 
     def overtaken(partial, target):
-        monkeypatch.setattr(Path, "replace", replace)
+        monkeypatch.setattr(os, "replace", replace)
         tuning.write_file(path, HERE, [entry(2)])
         return replace(partial, target)
 
-    monkeypatch.setattr(Path, "replace", overtaken)
+    monkeypatch.setattr(os, "replace", overtaken)
     tuning.write_file(path, HERE, [entry(1)])
     assert [e["M"] for m in tuning.read_file(path) for e in m["entries"]] == [1]
     assert [p.name for p in tmp_path.iterdir()] == [tuning.FILE]
@@ -307,3 +308,12 @@ def test_activations_are_tuned_on_the_gpu(tmp_path, monkeypatch):
     for M in (1, 512):
         asked = measure.call_for(shape, M, "tile", device, "fp8")
         assert registry._rounds_itself(asked, None) == ("fp8" in by_act["fp8", M].kernel)
+
+
+def test_a_time_that_the_others_contradict_is_measured_again(monkeypatch):
+    times = {1: iter([7886.0, 60.0]), 8: iter([66.0]), 16: iter([500.0, 70.0])}
+    monkeypatch.setattr(measure, "copies", lambda p: [p])
+    monkeypatch.setattr(measure, "best", lambda shape, M, weights, *_: entry(M, us=next(times[M]), layout=weights[0].layout))
+    monkeypatch.setattr(measure, "layouts_for", lambda shape, device: ["rowstream"])
+    found = [(e.M, e.us) for e in measure.measure(Shape(256, 512, Scheme(4, 64), torch.bfloat16), (1, 8, 16), CPU, Budget(9))]
+    assert found == [(1, 7886.0), (1, 60.0), (8, 66.0), (16, 70.0), (16, 70.0)]

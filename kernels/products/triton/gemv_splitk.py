@@ -1,14 +1,12 @@
-"""triton/gemv, triton/gemv_revsplitk, triton/gemv_splitk: one row of x against a slice of W, on the ordinary fp32 units.
+"""triton/gemv_splitk: one row of x against a slice of W, on the ordinary fp32 units.
 
 Maths   y[m, n] = sum_k x[m, k] * (q[n, k] - z[n, g]) * s[n, g] + bias[n]; a word's E products are summed first, so the
         scale and zero cost one multiply-add a word, not a code: (sum_j q_j x_j - z * sum_j x_j) * s
 Shapes  x (M, K), M small: each row reads W again, from the second-level cache · words (cdiv(K * BITS, 32), N) · y (M, N)
 Grid    (cdiv(N, BLOCK_N) * SPLIT_K * M,)
-Split   gemv          one step a program: K / BLOCK_K programs share a column block
-        gemv_revsplitk one program takes SHARE = 2 steps in a row under one load of scales and zeros
-        gemv_splitk    SPLIT_K programs, each looping over its range
+Split   SPLIT_K programs, each looping over its range of k; or (SPLIT_K = 0, papers/gemv_gemlite.py) one step a program.
         Partial sums meet as partial.py says: fp32, in order, no atomics on y, no zero-fill launch
-Source  the three schedules: GemLite's GEMV, GEMV_REVSPLITK, GEMV_SPLITK (Badri 2024), with an ordered reduction
+Source  the schedule: GemLite's GEMV_SPLITK (Badri 2024), with an ordered reduction
 """
 
 from functools import cache
@@ -149,7 +147,7 @@ def _constants(scheme: Scheme, dtype: torch.dtype, K: int, rows: int, share: int
     }
 
 
-def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+def launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N). config SPLIT_K 0 means one step (of SHARE blocks) a program."""
     M = x.shape[0]
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
@@ -168,7 +166,8 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     return y
 
 
-def _refuse(call: Call, config: Config) -> str | None:
+def refuse(call: Call, config: Config) -> str | None:
+    """Why a config cannot run a call, or None."""
     codes = config["BLOCK_N"] * block_k(call, config) * config["SHARE"]
     if codes > MOST_CODES * 32 * config["num_warps"]:
         return f"{codes // (32 * config['num_warps'])} codes a thread and step; registers hold {MOST_CODES}"
@@ -176,34 +175,22 @@ def _refuse(call: Call, config: Config) -> str | None:
     return "fewer steps of k than splits" if config["SPLIT_K"] > steps else None
 
 
-def _configs(names: tuple[str, ...], *rows: tuple[int, ...], **fixed: int) -> tuple[Config, ...]:
-    return tuple(dict(zip(names, row, strict=True)) | fixed for row in rows)
+def configs(*rows: tuple[int, ...], share: int = 1) -> tuple[Config, ...]:
+    """Configs from (BLOCK_N, ROWS, SPLIT_K, num_warps, num_stages) each, SHARE steps under one load of scales."""
+    names = ("BLOCK_N", "ROWS", "SPLIT_K", "num_warps", "num_stages")
+    return tuple(dict(zip(names, row, strict=True)) | {"SHARE": share} for row in rows)
 
 
-_FACTS = {
-    "layouts": ("strided",),
-    "devices": ("cuda",),
-    "m_range": (1, M_MAX),
-    "preferred_m": (1, 1),
-    "config_refuse": _refuse,
-}
-_ONE_STEP = (
-    (128, 64, 4, 1), (256, 16, 2, 1), (512, 16, 4, 1), (256, 32, 4, 1), (128, 16, 2, 1), (256, 4, 2, 1), (128, 8, 2, 1),
-    (512, 8, 2, 1),
-)  # fmt: skip
-_LOOPED = (
-    (128, 32, 4, 4, 4), (32, 64, 4, 2, 4), (64, 64, 8, 4, 4), (256, 16, 2, 4, 4), (128, 16, 8, 2, 2), (64, 32, 16, 2, 2),
-    (128, 16, 4, 2, 4), (256, 8, 8, 2, 4), (32, 64, 8, 2, 4), (64, 32, 1, 4, 4),
-    (64, 64, 1, 4, 4), (64, 64, 2, 4, 4), (64, 64, 4, 4, 4),
-)  # fmt: skip
-_NAMES = ("BLOCK_N", "ROWS", "num_warps", "num_stages")
-
-register("triton/gemv", rank=60, configs=_configs(_NAMES, *_ONE_STEP, SHARE=1, SPLIT_K=0), **_FACTS)(_launch)
-register("triton/gemv_revsplitk", rank=61, configs=_configs(_NAMES, *_ONE_STEP, SHARE=2, SPLIT_K=0), **_FACTS)(_launch)
+FACTS = {"layouts": ("strided",), "devices": ("cuda",), "m_range": (1, M_MAX), "config_refuse": refuse}
 register(
     "triton/gemv_splitk",
     default_config=lambda call, legal: min(legal, key=lambda c: imbalance(call, c, PROGRAMS)),
+    preferred_m=(1, 1),
     rank=38,  # before gemm_splitk where both are preferred, at M = 1: it won there at 4, 3, 2 and 1 bits
-    configs=_configs(("BLOCK_N", "ROWS", "SPLIT_K", "num_warps", "num_stages"), *_LOOPED, SHARE=1),
-    **_FACTS,
-)(_launch)
+    configs=configs(
+        (128, 32, 4, 4, 4), (32, 64, 4, 2, 4), (64, 64, 8, 4, 4), (256, 16, 2, 4, 4), (128, 16, 8, 2, 2), (64, 32, 16, 2, 2),
+        (128, 16, 4, 2, 4), (256, 8, 8, 2, 4), (32, 64, 8, 2, 4), (64, 32, 1, 4, 4),
+        (64, 64, 1, 4, 4), (64, 64, 2, 4, 4), (64, 64, 4, 4, 4),
+    ),
+    **FACTS,
+)(launch)  # fmt: skip

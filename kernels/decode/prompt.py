@@ -1,0 +1,179 @@
+"""attend_prompt: many tokens' q/k norm, RoPE and cache write in one kernel, causal attention over the cache in a second.
+
+Maths   softmax(scale * rope(q) . rope(K)^T) V over slots 0 .. the token's own (the last `window` of them), online in base 2
+Grid    place   (B * T, heads in blocks): q goes where y will be, k and v into the cache
+        attend  (T in blocks of BLOCK_M, B * HQ): tokens with the longest past first; queries of one key head run side by
+                side, so that its keys come from the second-level cache
+Limits  fp16 and bf16, D <= 256; any T, start and window. Sizes are arguments, none is compiled in: a prompt of another length
+        costs no compilation (torch's cuDNN attention takes 40 ms to plan each new length, 0.6 s for the first)
+Source  own; FlashAttention-2's loop (Dao 2023, arXiv:2307.08691)
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+import torch
+import triton
+import triton.language as tl
+
+from lowq_kernels.decode import reference
+from lowq_kernels.decode.attention import LOG2E, _head
+from lowq_kernels.decode.reference import Heads
+
+CONFIG = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+WIDE = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 32,
+    "num_warps": 8,
+    "num_stages": 2,
+}  # for heads past 128 dims: tiles twice as large
+HEADS_AT_ONCE = 8
+SIZES = ["T", "start", "S", "window"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _place_kernel(
+    qkv_ptr,
+    k_ptr,
+    v_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    T,
+    start,
+    S,
+    eps,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    row = tl.program_id(0)
+    b, t = row // T, row % T
+    offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    is_q, is_v = offs_h < HQ, (offs_h >= HQ + HKV) & (offs_h < HQ + 2 * HKV)
+    is_k = (offs_h >= HQ) & (offs_h < HQ + HKV)
+    partner = tl.where(offs_d < R // 2, offs_d + R // 2, tl.where(offs_d < R, offs_d - R // 2, offs_d))
+    at = (start + t).to(tl.int64) * R + offs_d
+    cos = tl.load(cos_ptr + at, mask=offs_d < R, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, mask=offs_d < R, other=0.0).to(tl.float32)
+    sin = tl.where(offs_d < R // 2, -sin, sin)
+    dtype = k_ptr.dtype.element_ty
+    heads = qkv_ptr + row.to(tl.int64) * (HQ + 2 * HKV) * D + offs_h[:, None] * D
+    here, there = heads + offs_d[None, :], heads + partner[None, :]
+    mask_q = is_q[:, None] & mask_d[None, :]
+    q = _head(here, there, q_norm_ptr, offs_d, partner, cos, sin, mask_q, mask_d, eps, D, NORM)
+    tl.store(q_ptr + row.to(tl.int64) * HQ * D + offs_h[:, None] * D + offs_d[None, :], q.to(dtype), mask=mask_q)
+    mask_k = is_k[:, None] & mask_d[None, :]
+    k = _head(here, there, k_norm_ptr, offs_d, partner, cos, sin, mask_k, mask_d, eps, D, NORM)
+    slot = (start + t).to(tl.int64) * D + offs_d[None, :]
+    tl.store(k_ptr + (b * HKV + offs_h - HQ).to(tl.int64)[:, None] * S * D + slot, k.to(dtype), mask=mask_k)
+    mask_v = is_v[:, None] & mask_d[None, :]
+    v = tl.load(here, mask=mask_v, other=0.0)
+    tl.store(v_ptr + (b * HKV + offs_h - HQ - HKV).to(tl.int64)[:, None] * S * D + slot, v, mask=mask_v)
+
+
+@triton.jit
+def _block(
+    q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D: tl.constexpr, EDGE: tl.constexpr
+):
+    """One block of keys. EDGE: some rows do not see all of it."""
+    slots = n0 + offs_n
+    tile = slots.to(tl.int64)[:, None] * D + offs_d[None, :]
+    if EDGE:
+        there = (slots < end)[:, None] & (offs_d < D)[None, :]
+        k = tl.load(k_head + tile, mask=there, other=0.0)
+        v = tl.load(v_head + tile, mask=there, other=0.0)
+    elif offs_d.shape[0] == D:
+        k = tl.load(k_head + tile)
+        v = tl.load(v_head + tile)
+    else:
+        k = tl.load(k_head + tile, mask=(offs_d < D)[None, :], other=0.0)
+        v = tl.load(v_head + tile, mask=(offs_d < D)[None, :], other=0.0)
+    score = tl.dot(q, tl.trans(k))
+    if EDGE:
+        seen = (slots[None, :] <= rows[:, None]) & (slots[None, :] > rows[:, None] - window)
+        score = tl.where(seen, score, -1.0e30)  # finite: a row that sees none of this block must not become NaN
+    higher = tl.maximum(top, tl.max(score, 1) * scale)
+    p = tl.exp2(score * scale - higher[:, None])
+    fade = tl.exp2(top - higher)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    return acc, higher, total
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _attend_prompt_kernel(
+    k_ptr,
+    v_ptr,
+    y_ptr,
+    T,
+    start,
+    S,
+    window,
+    scale,
+    HQ: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
+    b, h = tl.program_id(0) // HQ, tl.program_id(0) % HQ
+    offs_m, offs_n, offs_d = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    mask = (offs_m < T)[:, None] & (offs_d < D)[None, :]
+    at = y_ptr + (b.to(tl.int64) * T + offs_m)[:, None] * HQ * D + h * D + offs_d[None, :]
+    q = tl.load(at, mask=mask, other=0.0)  # where `place` has put it
+    head = (b * (HQ // G) + h // G).to(tl.int64) * S * D
+    k_head, v_head = k_ptr + head, v_ptr + head
+    rows = start + offs_m
+    begin = tl.maximum(start + first + 1 - window, 0) // BLOCK_N * BLOCK_N
+    own = (start + first + 1) // BLOCK_N * BLOCK_N  # up to here every row sees every slot that its window has not left
+    whole = tl.cdiv(tl.maximum(start + tl.minimum(first + BLOCK_M, T) - window, 0), BLOCK_N) * BLOCK_N  # none has been left
+    whole = tl.minimum(tl.maximum(whole, begin), own)
+    end = tl.minimum(start + first + BLOCK_M, start + T)
+    top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for n0 in range(begin, whole, BLOCK_N):
+        acc, top, total = _block(q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D, True)
+    for n0 in range(whole, own, BLOCK_N):
+        acc, top, total = _block(q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D, False)
+    for n0 in range(own, end, BLOCK_N):
+        acc, top, total = _block(q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D, True)
+    tl.store(at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def attend_prompt(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    start: int,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+) -> torch.Tensor:
+    """As `reference.attend_prompt`; qkv (B, T, (HQ + 2 HKV) * D) and caches (B, HKV, S, D) contiguous -> (B, T, HQ * D)."""
+    if qkv.dtype == torch.float32 or h.D > 256:
+        return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
+    (B, T), S = qkv.shape[:2], k_cache.shape[2]
+    y = torch.empty(B, T, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
+    heads, BLOCK_D = h.HQ + 2 * h.HKV, max(16, triton.next_power_of_2(h.D))
+    grid = (B * T, triton.cdiv(heads, HEADS_AT_ONCE))
+    shape = {"HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "BLOCK_H": HEADS_AT_ONCE, "BLOCK_D": BLOCK_D}
+    tensors = (qkv, k_cache, v_cache, cos, sin, h.q_norm, h.k_norm, y)
+    _place_kernel[grid](*tensors, T, start, S, h.eps, **shape, NORM=h.q_norm is not None, num_warps=4)
+    config = CONFIG if h.D <= 128 else WIDE
+    blocks = (B * h.HQ, triton.cdiv(T, config["BLOCK_M"]))
+    sizes = (T, start, S, h.window or start + T)
+    facts = {"HQ": h.HQ, "G": h.HQ // h.HKV, "D": h.D, "BLOCK_D": BLOCK_D}
+    _attend_prompt_kernel[blocks](k_cache, v_cache, y, *sizes, h.scale * LOG2E, **facts, **config)
+    return y
