@@ -23,7 +23,7 @@ def checkpoints(incomplete: str) -> list[str]:
 
     here = os.getcwd() + os.sep
     known = [str(k.checkpoint).removeprefix(here) for k in reversed(state.known())]
-    return [name for name in (*known, *_folders(incomplete)) if name.startswith(incomplete)]
+    return [name for name in dict.fromkeys((*known, *_folders(incomplete))) if name.startswith(incomplete)]
 
 
 def models(incomplete: str) -> list[str]:

@@ -184,6 +184,15 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
+def age(seconds: float) -> str:
+    """90 -> '1 min', 200000 -> '2 days'."""
+    for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            n = int(seconds // length)
+            return f"{n} {unit}{'s' * (unit == 'day' and n > 1)}"
+    return f"{int(seconds)} s"
+
+
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """A live bar with ETA; yields `advance(done, note)`, `done` counted from 0 to `total` in any unit.

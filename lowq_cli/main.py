@@ -30,7 +30,10 @@ EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
 EXIT_NO_MEMORY = 4
 UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: 2.7 s with inductor, 0.7 s with scipy
-ORDER = ("quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench", "export", "serve", "push", "doctor")
+ORDER = (
+    *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
+    *("export", "serve", "push", "ls", "rm", "doctor"),
+)
 
 app = typer.Typer(
     name="lowq",

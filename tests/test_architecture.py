@@ -20,7 +20,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
-        *("ranks", "console", "devices", "memory", "drawing", "state", "demo", "recipes"),
+        *("ranks", "console", "devices", "memory", "drawing", "state", "holdings", "demo", "recipes"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop", "run"),
         *("loading", "engine", "evaluate", "tuning", "checkup", "vllm_plugin", "typing_in", "completion", "commands", "main"),
     ),

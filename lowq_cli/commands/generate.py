@@ -96,7 +96,7 @@ def generate(
         return
     if batch > 1 and not temperature:
         console.say(f"all {batch} texts will be the same; --temperature 1 draws them")
-    generation = stream(model, tokenizer, text, batch=batch, **settings)
+    generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
     _compile(model, generation)
     if explain:
         _show_kernels(model, generation)

@@ -24,7 +24,7 @@ from lowq_cli.calibrate.calibration import Calibration, identity, is_calibrated
 from lowq_cli.calibrate.rotation import rotated
 from lowq_cli.devices import pick_devices
 from lowq_cli.files.shards import to_json
-from lowq_cli.files.source import INDEX, REPORT, SENSITIVITY, Source
+from lowq_cli.files.source import INDEX, REPORT, Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.plan import Item, Plan, Shard, default_out, index_json, output_config
 from lowq_cli.plan.planner import SHARD_SIZE, make_plan
@@ -95,7 +95,7 @@ def run(
         if budgeted:
             from lowq_cli.calibrate import mixed  # builds a model with transformers
 
-            recipe, found = mixed.resolve(source, recipe, folder, on, watch)
+            recipe, found = mixed.resolve(source, recipe, on, watch)
         plan = make_plan(source, recipe, shard_size)
         independent = _independent(source, plan)
         lanes = worker_devices(devices, independent)
@@ -118,8 +118,6 @@ def run(
             if output.already_done:
                 yield Finished(known_result(plan, output, time.monotonic() - start))
                 return
-            if found:
-                output.replace(SENSITIVITY, found.cache)
             output.log(f"lowq {version('lowq')}: {source.name} -> {folder}, {json.dumps(recipe.to_json())}, {on}")
             try:
                 for step in calibration.run() if calibration else ():
