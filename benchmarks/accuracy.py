@@ -1,52 +1,95 @@
-"""Perplexity of every data-free method beside the hqq package: benchmarks/results/accuracy/data_free.json.
+"""Perplexity of quantized models, for docs/accuracy.md: benchmarks/results/accuracy/*.json. On a GPU, or slowly on a CPU.
 
-    python benchmarks/accuracy.py --models MODELS --data DATA [--only base] [--bits 4,2] [--group 64] [--methods lsq]
+    python benchmarks/accuracy.py free       --models MODELS --data DATA    every data-free method beside the hqq package
+    python benchmarks/accuracy.py calibrated --models MODELS --data DATA [--method gptq,awq] [--rotate] [--calib FILE]
+    python benchmarks/accuracy.py gptqmodel  --models MODELS --data DATA [--sym]    GPTQModel's rows of calibrated.json
+    python benchmarks/accuracy.py bpw        --models MODELS --data DATA    mixed widths and uniform ones
+    python benchmarks/accuracy.py head       --models MODELS --data DATA    the output head alone
+    python benchmarks/accuracy.py holes    what the files lack of all this; --missing measures it, --shard 0,4 a quarter of it
+    python benchmarks/accuracy.py merge FILE.json ...    rows measured elsewhere, each into the result file of the same name
 
-MODELS holds one folder per model, DATA the texts wikitext2_test.txt and mix_valid_sample.txt. Every linear layer but
-lm_head is replaced by its dequantized self and the model read in fp32. Scales and zeros are fp32, as the package computes
+MODELS holds one folder per model, DATA the texts wikitext2_test.txt and mix_valid_sample.txt; --only base, --bits 4,2 and
+--group 64 measure less. A cell measured again replaces its row. Models are read in fp32.
+
+free: every linear layer but lm_head is replaced by its dequantized self. Scales and zeros are fp32, as the hqq package computes
 them; the default method is measured again with them in bf16 (`stored`: what a checkpoint holds). The package runs on the CPU
-(its GPU solver computes in fp16 and gives other codes). `render.py` draws docs/accuracy.md from the file.
+(its GPU solver computes in fp16 and gives other codes).
+calibrated: the whole pipeline (bf16 scales and zeros, the bundled calibration text), then the checkpoint's own bytes read back.
+gptqmodel: 7.7.0 was measured, in an environment with lowq; its own defaults, asymmetric unless --sym; scales in fp16, zeros
+whole; calibrated on the text and windows that lowq takes.
+bpw: `expected` is the KL divergence that the plan foretells; `kl` and `unquantized` (perplexity) are of the first text. part
+"all" has the embedding take part (these models' head is their embedding), "linears" keeps it (--lm-head keep).
+head: untied from the embedding and quantized by its width's default; linear layers unquantized, or 4 or 2 bits at group 64.
+The recipe's default for the head comes from here.
 """
 
 import argparse
 import itertools
+import json
 import math
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from accuracy_rows import Judge, Results, Row, parser, run
+from accuracy_rows import RESULTS, TEXTS, Judge, Row, device, merge, missing, parser, run, words
 
 from lowq_cli import quantizers
+from lowq_cli.calibrate import texts
+from lowq_cli.evaluate import perplexity
+from lowq_cli.files.quant_config import expand
+from lowq_cli.files.source import open_source
+from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import pipeline
+from lowq_cli.run.events import LayerDone
+from lowq_cli.run.writer import SENSITIVITY
+from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.scheme import BITS, Scheme
 
-Replace = Callable[[torch.Tensor, Scheme], torch.Tensor]
+UNIFORM = ((2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 64), (4, 32))
+BODIES = (None, Scheme(4, 64), Scheme(2, 64))  # below a quantized head
+LEAVES = (".weight", ".weight_scale", ".weight_zero")
+MODELS = ("base", "story")  # whose tables are shown
+Args = argparse.Namespace
+
+
+class Experiment(NamedTuple):
+    """What a subcommand measures: its file, default widths, packages that its rows name, flags, cells, and a row per cell."""
+
+    out: str
+    bits: tuple[int, ...]
+    packages: tuple[str, ...]
+    flags: dict[str, dict]
+    cells: Callable[[str, Args], Iterator[Row]]
+    measure: Callable[[Path, Judge, Sequence[Row], Args], Iterator[Row]]
 
 
 def hqq_package(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """W as the hqq package stores it: axis 1, its own defaults, on the CPU."""
     from hqq.core.quantize import Quantizer
 
-    codes, meta = Quantizer.quantize(
-        W.cpu(),
-        nbits=scheme.bits,
-        group_size=scheme.group_size,
-        axis=1,
-        round_zero=scheme.bits == 4,
-        device="cpu",
-        bitpack=False,
-    )
+    how = {"axis": 1, "round_zero": scheme.bits == 4, "device": "cpu", "bitpack": False}
+    codes, meta = Quantizer.quantize(W.cpu(), nbits=scheme.bits, group_size=scheme.group_size, **how)
     return ((codes - meta["zero"]) * meta["scale"]).reshape(W.shape).to(W.device)
 
 
-def ours(method: str, dtype: torch.dtype | None = None) -> Replace:
-    """W as one of lowq's methods stores it, companions in `dtype`."""
-    return lambda W, scheme: quantizers.get(method)(W, scheme, dtype).dequantize()
+def ours(W: torch.Tensor, scheme: Scheme, method: str = "", dtype: torch.dtype | None = torch.bfloat16) -> torch.Tensor:
+    """W as a method of lowq's, or its default one, stores it, scales and zeros in `dtype`."""
+    method = method or quantizers.default_method(scheme.bits, scheme.group_size)
+    return quantizers.get(method)(W, scheme, dtype).dequantize()
 
 
-def cells(model: str, args: argparse.Namespace) -> Iterator[Row]:
-    """What each row is about: the unquantized model, then every method at each width and group size."""
+def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Every linear layer but lm_head, by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n}
+
+
+def free_cells(model: str, args: Args) -> Iterator[Row]:
+    """The unquantized model, then every method at each width and group size."""
     if not args.methods:
         yield {"model": model, "method": "fp32"}
     for bits, group in itertools.product(args.bits, args.group):
@@ -58,48 +101,254 @@ def cells(model: str, args: argparse.Namespace) -> Iterator[Row]:
                 yield {"model": model, "bits": bits, "group": group, "bpw": bpw, "method": name, "stored": stored}
 
 
-def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Every linear layer but lm_head, by name."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "lm_head" not in n}
-
-
-def measure(folder: Path, args: argparse.Namespace, results: Results) -> Iterator[Row]:
-    """One row per cell asked for."""
-    wanted = results.wanted(cells(folder.name, args), args)
-    if not wanted:
-        return
-    judge = Judge(folder, args)
+def free(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """Weights replaced one by one."""
     layers = linears(judge.model)
     original = {n: m.weight.data.clone() for n, m in layers.items()}
+    total = sum(float(w.double().square().sum()) for w in original.values())
     for cell in wanted:
-        if "bits" not in cell:
-            for n, m in layers.items():
-                m.weight.data.copy_(original[n])
-            yield cell | {"ppl": judge.ppl()}
-            continue
-        dtype = torch.bfloat16 if cell["stored"] == "bfloat16" else None
-        replace = hqq_package if cell["method"] == "hqq package" else ours(cell["method"], dtype)
-        start, squared, total = time.perf_counter(), 0.0, 0.0
+        start = time.perf_counter()
         for n, m in layers.items():
-            m.weight.data.copy_(replace(original[n], Scheme(cell["bits"], cell["group"])))
-        seconds = time.perf_counter() - start
-        for n, m in layers.items():
-            squared += float((m.weight.data - original[n]).double().square().sum())
-            total += float(original[n].double().square().sum())
-        error = round(math.sqrt(squared / total), 5)
-        yield cell | {"rel_error": error, "seconds": round(seconds, 2), "ppl": judge.ppl()}
+            if "bits" not in cell:
+                w = original[n]
+            elif cell["method"] == "hqq package":
+                w = hqq_package(original[n], Scheme(cell["bits"], cell["group"]))
+            else:
+                dtype = torch.bfloat16 if cell["stored"] == "bfloat16" else None
+                w = ours(original[n], Scheme(cell["bits"], cell["group"]), cell["method"], dtype)
+            m.weight.data.copy_(w)
+        seconds = round(time.perf_counter() - start, 2)
+        squared = sum(float((m.weight.data - original[n]).double().square().sum()) for n, m in layers.items())
+        error = {"rel_error": round(math.sqrt(squared / total), 5), "seconds": seconds} if "bits" in cell else {}
+        yield cell | error | {"ppl": judge.ppl()}
 
 
-def flags() -> argparse.ArgumentParser:
-    """The command line."""
-    made = parser(__doc__, "data_free.json", BITS, ("hqq",))
-    made.add_argument("--methods", type=lambda text: text.split(","), help='only these ("hqq package", rtn, hqq, lsq)')
+def text_of(args: Args) -> Row:
+    """The calibration text, as a row names it."""
+    return {"calib": Path(args.calib).name if args.calib else "bundled", "calib_tokens": args.calib_tokens}
+
+
+def calibrated_cells(model: str, args: Args) -> Iterator[Row]:
+    """One per method, group and bits."""
+    for method, group, bits in itertools.product(args.method, args.group, args.bits):
+        about = {"model": model, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight()}
+        yield about | {"method": method + " --rotate" * args.rotate, "stored": "bfloat16"} | text_of(args)
+
+
+def calibrated(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """Checkpoints as `lowq quantize` writes them."""
+    for cell in wanted:
+        with tempfile.TemporaryDirectory() as out:
+            recipe = make_recipe(
+                bits=cell["bits"], group=cell["group"], method=cell["method"].removesuffix(" --rotate"), rotate=args.rotate,
+                calib=args.calib, calib_tokens=args.calib_tokens, lm_head="keep",
+            )  # fmt: skip
+            *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
+            fill(judge.model, dequantized(Path(out) / "q"))
+        errors = [e.error for e in events if isinstance(e, LayerDone)]
+        seconds = round(finished.result.seconds, 1)
+        yield cell | {"ppl": judge.ppl(), "seconds": seconds, "output_error": round(sum(errors) / max(len(errors), 1), 5)}
+
+
+def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Parameter name -> the fp32 values that a lowq checkpoint's bytes stand for; norms, embedding and head too."""
+    found = {}
+    with open_source(checkpoint) as source:
+        read = lambda name: source.read(name).reshape(source.headers[name].shape)  # noqa: E731
+        stems = [n.removesuffix(".weight_scale") for n in source.headers if n.endswith(".weight_scale")]
+        schemes = expand(source.config["quantization_config"], stems)
+        for stem in stems:
+            words, scales, zeros = (read(stem + leaf) if stem + leaf in source.headers else None for leaf in LEAVES)
+            K = scales.shape[1] * schemes[stem].group_size
+            packed = PackedWeight(words, scales, zeros, schemes[stem], words.shape[0], K, "rowstream")
+            found[f"{stem}.weight"] = unpack(packed).dequantize()
+        return found | {n: read(n).float() for n in source.headers if not n.endswith(LEAVES[1:]) and n not in found}
+
+
+def fill(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """Give a model the values of a checkpoint; its head is the embedding where the checkpoint has none."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(torch.empty_like(table.weight)) if "lm_head.weight" in values else table.weight
+    parameters = dict(model.named_parameters())
+    for name, value in values.items():
+        parameters[name].data.copy_(value)
+
+
+def gptqmodel_cells(model: str, args: Args) -> Iterator[Row]:
+    """One per group and bits."""
+    for group, bits in itertools.product(args.group, args.bits):
+        about = {"model": model, "bits": bits, "group": group, "bpw": Scheme(bits, group).bits_per_weight()}
+        yield about | {"method": "gptqmodel sym" if args.sym else "gptqmodel", "stored": "float16"} | text_of(args)
+
+
+def gptqmodel(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """GPTQModel's checkpoints, read back by lowq's reader of the format."""
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    parameters = dict(judge.model.named_parameters())
+    ids = texts.choose_windows(judge.tokenizer, texts.read_text(args.calib), args.calib_tokens, texts.WINDOW)
+    samples = [{"input_ids": w.unsqueeze(0), "attention_mask": w.new_ones(1, len(w))} for w in ids]
+    for cell in wanted:
+        with tempfile.TemporaryDirectory() as out:
+            start = time.monotonic()
+            config = QuantizeConfig(bits=cell["bits"], group_size=cell["group"], sym=args.sym, device=device())
+            model = GPTQModel.load(str(folder), config)
+            model.quantize(samples, batch_size=texts.BATCH)
+            model.save(out)
+            seconds = time.monotonic() - start
+            with open_decoded(out) as source:
+                for name in source.dense:
+                    parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
+        yield cell | {"ppl": judge.ppl(), "seconds": round(seconds, 1)}
+
+
+def bpw_cells(model: str, args: Args) -> Iterator[Row]:
+    """One per part, method and target, and per uniform scheme."""
+    for part, method in itertools.product(args.part, args.method):
+        uniform = [{"bits": b, "group": g} for b, g in UNIFORM if b in args.bits]
+        for what in [{"target": t} for t in args.targets] + uniform:
+            yield {"model": model, **what, "method": method, "stored": "bfloat16", "part": part}
+
+
+def bpw(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """`lowq quantize --bpw`, or one scheme for all weights."""
+    dense, ids = Judge(folder, args).model, judge.texts[next(iter(TEXTS))]
+    known: dict[tuple[str, str], bytes] = {}  # (part, method) -> sensitivities, which are measured once
+    for cell in wanted:
+        asked, linears_alone = (cell["part"], cell["method"]), cell["part"] == "linears"
+        if "target" in cell:
+            kept = {"lm_head": "keep"} if linears_alone else {}
+            recipe = make_recipe(bpw=cell["target"], method=cell["method"], **kept)
+        else:
+            table = [] if linears_alone else [f"embed_tokens={cell['bits']}:{cell['group']}"]
+            recipe = make_recipe(bits=cell["bits"], group=cell["group"], method=cell["method"], overrides=table)
+        with tempfile.TemporaryDirectory() as out:
+            made = Path(out) / "q"
+            if "target" in cell and asked in known:
+                made.mkdir()
+                (made / SENSITIVITY).write_bytes(known[asked])
+            with pipeline.prepare(folder, recipe, made, device=device()) as prepared:
+                *_, finished = prepared.run()
+            fill(judge.model, dequantized(made))
+        mixed = prepared.mixed
+        if mixed:
+            known[asked] = mixed.cache
+        bits = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()
+        report = perplexity.evaluate(judge.model, ids, dense)
+        yield cell | {
+            "bpw": round(bits, 4), "ppl": judge.ppl(), "unquantized": round(report.base_ppl, 4), "kl": round(report.kl, 5),
+            "expected": mixed and round(mixed.error, 5), "seconds": round(finished.result.seconds, 1),
+            "schemes": mixed and {s.group: str(s.scheme or "kept") for s in mixed.shares},
+        }  # fmt: skip
+
+
+def _below(body: Scheme | None) -> str:
+    return "body unquantized" if body is None else f"body {body}"
+
+
+def head_cells(model: str, args: Args) -> Iterator[Row]:
+    """One per body and head; without bits the head as it is."""
+    for body in BODIES:
+        about = {"model": model, "measure": _below(body)}
+        yield about | {"method": ""}
+        for bits, group in itertools.product(args.bits, args.group):
+            yield about | {"bits": bits, "group": group, "method": quantizers.default_method(bits, group)}
+
+
+def head(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """Bodies in turn; a head's rows come with its increase over the same body's unquantized head."""
+    lm_head, layers = judge.model.lm_head, linears(judge.model)
+    original, kept = lm_head.weight.data.clone(), {n: m.weight.data.clone() for n, m in layers.items()}
+    lm_head.weight = torch.nn.Parameter(original.clone(), requires_grad=False)
+    bodies = {
+        cell["measure"]: body
+        for cell, body in zip(head_cells(folder.name, argparse.Namespace(bits=[], group=[])), BODIES, strict=True)
+    }
+    for name, cells in itertools.groupby(wanted, key=lambda cell: cell["measure"]):
+        for n, m in layers.items():
+            m.weight.data.copy_(kept[n] if bodies[name] is None else ours(kept[n], bodies[name]))
+        lm_head.weight.data.copy_(original)
+        whole = judge.ppl()
+        for cell in cells:
+            if "bits" not in cell:
+                yield cell | {"ppl": whole}
+                continue
+            lm_head.weight.data.copy_(ours(original, Scheme(cell["bits"], cell["group"])))
+            ppl = judge.ppl()
+            yield cell | {"ppl": ppl, "increase_pct": {text: round(100 * (ppl[text] / whole[text] - 1), 3) for text in ppl}}
+
+
+CALIB = {
+    "--calib": {"help": "calibration text instead of the bundled one"},
+    "--calib-tokens": {"type": int, "default": 65536},
+}
+ROTATE = {"action": "store_true", "help": "rotate first"}
+SYM = {"action": "store_true", "help": "symmetric codes, which is its default"}
+TARGETS = {"type": lambda text: [float(t) for t in text.split(",") if t], "default": [2.5, 3.0, 3.5, 4.0, 4.5]}
+MIXED = {
+    "--method": {"type": words, "default": ["auto", "gptq"]},
+    "--part": {"type": words, "default": ["all", "linears"]},
+    "--targets": TARGETS,
+}
+EXPERIMENTS = {
+    "free": Experiment("data_free.json", BITS, ("hqq",), {"--methods": {"type": words}}, free_cells, free),
+    "calibrated": Experiment(
+        "calibrated.json", BITS, (), CALIB | {"--method": {"type": words, "default": ["gptq", "awq"]}, "--rotate": ROTATE},
+        calibrated_cells, calibrated,
+    ),
+    "gptqmodel": Experiment(
+        "calibrated.json", (8, 4, 3, 2), ("gptqmodel",), CALIB | {"--sym": SYM}, gptqmodel_cells, gptqmodel
+    ),
+    "bpw": Experiment("mixed.json", (4, 3, 2), (), MIXED, bpw_cells, bpw),
+    "head": Experiment("head.json", (8, 4, 3), (), {}, head_cells, head),
+}  # fmt: skip
+SHOWN = (  # the cells of the tables
+    "free", "calibrated", "calibrated --method learn --bits 3,2,1", "calibrated --rotate --method gptq --bits 4,3,2",
+    "gptqmodel", "bpw",
+)  # fmt: skip
+
+
+def flags(name: str) -> argparse.ArgumentParser:
+    """The command line of an experiment."""
+    asked = EXPERIMENTS[name]
+    made = parser(asked.out, asked.bits, asked.packages)
+    for flag, how in asked.flags.items():
+        made.add_argument(flag, **how)
     return made
 
 
+def holes() -> None:
+    """Print a line per cell that a file lacks."""
+    for line in SHOWN:
+        name, *chosen = line.split()
+        args = flags(name).parse_args(["--models", ".", "--data", ".", *chosen])
+        cells = [cell for model in MODELS for cell in EXPERIMENTS[name].cells(model, args)]
+        lacking = missing(cells, args.out)
+        print(f"{line}: {len(lacking)} of {len(cells)} cells missing")
+        for cell in lacking:
+            print("  " + ", ".join(f"{k} {v}" for k, v in cell.items() if k not in ("bpw", "calib", "calib_tokens")))
+
+
+def merge_files(names: Sequence[str]) -> None:
+    """Rows of each file into the result file of its name, in the order given."""
+    for path in map(Path, names):
+        report = json.loads(path.read_text())
+        for row in report["rows"]:
+            merge(RESULTS / path.name, report["runs"][row["run"]], row)
+        print(f"{path}: {len(report['rows'])} rows")
+
+
 def main() -> None:
-    """Measure and write the file."""
-    run(flags().parse_args(), measure)
+    """Do what the first word says."""
+    name, *rest = sys.argv[1:] or [""]
+    if name == "holes":
+        holes()
+    elif name == "merge":
+        merge_files(rest)
+    elif name in EXPERIMENTS:
+        run(flags(name).parse_args(rest), EXPERIMENTS[name].cells, EXPERIMENTS[name].measure)
+    else:
+        raise SystemExit(__doc__)
 
 
 if __name__ == "__main__":

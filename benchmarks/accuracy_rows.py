@@ -1,4 +1,4 @@
-"""What the accuracy scripts share: texts, flags, and result files in which a cell measured again replaces the old one."""
+"""accuracy.py's texts, flags, and result files in which a cell measured again replaces the old one."""
 
 import argparse
 import datetime
@@ -20,10 +20,19 @@ TEXTS = {"wikitext2_test": 131072, "mix_valid_sample": None}  # file -> tokens r
 Row = dict[str, Any]
 
 
-def parser(description: str | None, out: str, bits: tuple[int, ...], packages: tuple[str, ...] = ()) -> argparse.ArgumentParser:
-    """The flags that every script has. `packages`: whose versions are noted beside lowq's, torch's and transformers'."""
-    ints = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def words(text: str) -> list[str]:
+    """A flag's value with commas between."""
+    return text.split(",")
+
+
+def ints(text: str) -> list[int]:
+    """The same, numbers."""
+    return [int(x) for x in text.split(",")]
+
+
+def parser(out: str, bits: tuple[int, ...], packages: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+    """The flags of every experiment. `packages`: whose versions are noted beside lowq's, torch's and transformers'."""
+    made = argparse.ArgumentParser()
     made.add_argument("--models", type=Path, required=True)
     made.add_argument("--data", type=Path, required=True)
     made.add_argument("--only", help="one model's folder name")
@@ -35,11 +44,6 @@ def parser(description: str | None, out: str, bits: tuple[int, ...], packages: t
     made.add_argument("--shard", type=ints, default=[0, 1], help="I,N: of the cells every Nth from the Ith on")
     made.set_defaults(packages=("lowq", "torch", "transformers", *packages))
     return made
-
-
-def folders(args: argparse.Namespace) -> list[Path]:
-    """The models to measure."""
-    return [f for f in sorted(args.models.iterdir()) if (f / "config.json").is_file() and args.only in (None, f.name)]
 
 
 def device() -> str:
@@ -76,13 +80,6 @@ class Results:
             "tokens": args.tokens or TEXTS,
         }
 
-    def wanted(self, cells: Iterable[Row], args: argparse.Namespace) -> list[Row]:
-        """Of the cells (a row's part that says what it is about) those that the flags ask for."""
-        if args.missing:
-            cells = missing(cells, self.path)
-        first, step = args.shard
-        return list(cells)[first::step]
-
     def take(self, rows: Iterator[Row]) -> None:
         """Add each row as it comes, and print it."""
         for row in rows:
@@ -90,11 +87,15 @@ class Results:
             merge(self.path, self.run, row)
 
 
-def run(args: argparse.Namespace, measure: Callable[[Path, argparse.Namespace, Results], Iterator[Row]]) -> None:
-    """Measure every model and put the rows into the result file as they come."""
+def run(args: argparse.Namespace, cells: Callable[..., Iterator[Row]], measure: Callable[..., Iterator[Row]]) -> None:
+    """Measure every model's cells (a row's part that says what it is about); rows go into the result file as they come."""
     results = Results(args)
-    for folder in folders(args):
-        results.take(measure(folder, args, results))
+    first, step = args.shard
+    for folder in sorted(f.parent for f in args.models.glob("*/config.json") if args.only in (None, f.parent.name)):
+        wanted = list(cells(folder.name, args))
+        wanted = (missing(wanted, args.out) if args.missing else wanted)[first::step]
+        if wanted:
+            results.take(measure(folder, Judge(folder, args), wanted, args))
 
 
 def missing(cells: Iterable[Row], path: Path) -> list[Row]:
@@ -120,5 +121,5 @@ def merge(path: Path, run: Row, row: Row) -> None:
 
 def key(row: Row) -> tuple[Any, ...]:
     """What a row is about, in the order of the file."""
-    texts = (row.get(name, "") for name in ("stored", "method", "calib", "part"))
+    texts = (row.get(name, "") for name in ("measure", "stored", "method", "calib", "part"))
     return (row["model"], -row.get("bits", 99), row.get("group", 0), row.get("target", 0), *texts)

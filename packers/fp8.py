@@ -10,14 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from lowq_packers.errors import SchemeError
+from lowq_packers.scheme import Block
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 LEAST = 1e-30  # the least maximum that a scale is made of: 448 / LEAST is finite, and zeros stay zeros
 SLAB = 1 << 24  # values in fp32 at a time
-Block = tuple[int, int]
-BLOCKS: dict[str, Block] = {"128x128": (128, 128), "256x256": (256, 256)}
-DEFAULT_BLOCK = "128x128"  # what DeepSeek's own checkpoints and every other engine have
 ACT_KEY = "lowq_act"  # in the quantization_config, where activations are not the layout's own "dynamic"
 
 

@@ -11,6 +11,9 @@ ZeroKind = Literal["float", "int", "none"]
 ZERO_KINDS: tuple[ZeroKind, ...] = get_args(ZeroKind)
 Act = Literal["none", "int8", "fp8"]  # how activations are rounded at run time
 ACTS: tuple[Act, ...] = get_args(Act)
+Block = tuple[int, int]  # rows and columns of a matrix in fp8 that share a scale: see fp8.py
+BLOCKS: dict[str, Block] = {"128x128": (128, 128), "256x256": (256, 256)}
+DEFAULT_BLOCK = "128x128"  # what DeepSeek's own checkpoints and every other engine have
 
 
 @dataclass(frozen=True)

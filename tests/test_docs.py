@@ -59,6 +59,12 @@ def test_no_file_names_a_benchmark_that_is_gone(folder):
     assert sorted(f"{p.relative_to(ROOT)}: {name}" for p, name in named if not (ROOT / name).exists()) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_named_in_the_documentation_exist(page):
+    named = re.findall(r"`((?:benchmarks|kernels|lowq_cli|packers|tests)/[\w/]+\.(?:py|cuh?))`", page.read_text())
+    assert sorted({name for name in named if not (ROOT / name).exists()}) == []
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name != "cli.md"], ids=lambda p: p.name)
 def test_command_lines_are_those_that_lowq_takes(page):
     commands = typer.main.get_command(main.app).commands

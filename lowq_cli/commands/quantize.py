@@ -1,6 +1,7 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 from collections import Counter
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from lowq_cli.calibrate.mixed import Mixed
     from lowq_cli.plan.plan import Plan
     from lowq_cli.plan.recipe import Recipe
-    from lowq_cli.run.events import Event, LayerDone, Planned, Result
+    from lowq_cli.run.events import Event, LayerDone, Result
+    from lowq_cli.run.pipeline import Prepared
 
 METHODS = quantizers.methods()
 PRESETS = recipes.names()
@@ -109,7 +111,9 @@ def quantize(
     rotate: Annotated[
         bool | None, typer.Option("--rotate/--no-rotate", help="Turn the model's space first, folded into the weights.")
     ] = None,
-    format: Annotated[str, typer.Option(help="lowq, or fp8: e4m3 with block scales, as DeepSeek's files.")] = "lowq",
+    format: Annotated[
+        str | None, typer.Option(help="lowq, or fp8: e4m3 with block scales, as DeepSeek's files.  [default: lowq]")
+    ] = None,
     block: Annotated[str | None, typer.Option(help="With --format fp8: 128x128 or 256x256.  [default: 128x128]")] = None,
     act: Annotated[
         str | None,
@@ -145,6 +149,8 @@ def quantize(
     from lowq_cli.plan import targets
 
     flags = {
+        "format": format,
+        "block": block,
         "bits": bits,
         "group": group,
         "method": method,
@@ -163,19 +169,6 @@ def quantize(
         "size": size,
         "widths": widths,
     }
-    if format == "fp8":
-        asked_for = {"skip": skip, "lm_head": lm_head, "block": block, "act": act}
-        others = {k: v for k, v in flags.items() if k not in asked_for} | {
-            "for": engine,
-            "export": to,
-            "recipe": recipe,
-            "fresh": fresh or None,
-        }
-        return _fp8(model, out, device, dry_run, as_json, asked_for, others)
-    if format != "lowq":
-        raise UsageError(f"format {format!r} does not exist; use lowq or fp8")
-    if block is not None:
-        raise UsageError("--block needs --format fp8")
     from lowq_cli.plan.recipe import parse_size
 
     engine = targets.of_export(to, engine) if to else engine
@@ -193,94 +186,47 @@ def quantize(
     from lowq_cli.files.source import check_there
 
     check_there(model)
-    with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
-        from lowq_cli.run import pipeline
-        from lowq_cli.run.events import Planned
+    with ExitStack() as stack:
+        with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
+            from lowq_cli.run.pipeline import prepare
 
-        def watch(done: int, total: int) -> None:
-            assert advance  # only a budget is measured
-            advance(STEPS * done // total, f"{done} of {total} layers")
+            def watch(done: int, total: int) -> None:
+                assert advance  # only a budget is measured
+                advance(STEPS * done // total, f"{done} of {total} layers")
 
-        faults = []
-        for one in asked:
-            events = pipeline.run(model, one, out, device=device, shard_size=largest, fresh=fresh, dry_run=dry_run, watch=watch)
-            planned = next(events)
-            assert isinstance(planned, Planned)  # the first event of every run
-            fault = None if engine is None else targets.problem(engine, planned.plan)
-            if fault is None:
-                break
-            faults.append(fault)
-        else:
-            raise UnsupportedError(f"--for {engine}: {faults[0]}")
-    show_plan(planned, on_stdout=dry_run and not as_json)
-    if plot and planned.mixed:
-        from lowq_cli.calibrate import mixed
+            faults = []
+            for one in asked:
+                prepared = stack.enter_context(prepare(model, one, out, device, largest, headers_only=dry_run, watch=watch))
+                fault = None if engine is None else targets.problem(engine, prepared.plan)
+                if fault is None:
+                    break
+                faults.append(fault)
+                stack.close()
+            else:
+                raise UnsupportedError(f"--for {engine}: {faults[0]}")
+        show_plan(prepared, on_stdout=dry_run and not as_json)
+        if plot and prepared.mixed:
+            from lowq_cli.calibrate import mixed
 
-        mixed.plot(planned.mixed, Path(plot))
-        console.say(f"drew {plot}")
-    if dry_run:
-        if as_json:
-            more = {"mixed": planned.mixed.to_json()} if planned.mixed else {}
-            console.out_json({**planned.plan.to_json(), "out": str(planned.out), "budget": planned.budget.to_json(), **more})
-        else:
-            console.say(f"dry run: nothing was {'' if planned.mixed else 'read but headers, nothing was '}written")
-        return
-    result = follow(events, planned)
-    state.remember(planned.out)
+            mixed.plot(prepared.mixed, Path(plot))
+            console.say(f"drew {plot}")
+        if dry_run and as_json:
+            more = {"mixed": prepared.mixed.to_json()} if prepared.mixed else {}
+            console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
+        elif dry_run:
+            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read but headers, nothing was '}written")
+        if dry_run:
+            return
+        result = follow(prepared.run(fresh), prepared.plan)
+    state.remember(prepared.out)
     if not as_json:
-        _show_result(result, engine, to)
+        _show_result(result, prepared.plan.recipe, engine, to)
     exported = export.write(result.out, to) if to else None
     if as_json:
         more = {"export": exported.to_json()} if exported else {}
-        console.out_json({**result.to_json(), "parameters": planned.plan.params, **more})
+        console.out_json({**result.to_json(), "parameters": prepared.plan.params, **more})
     elif exported:
         export.show(exported)
-
-
-def _fp8(
-    model: str, out: str | None, device: str, dry_run: bool, as_json: bool, asked: dict[str, Any], others: dict[str, Any]
-) -> None:
-    """Write an fp8-block checkpoint. `others`: flags of the lowq format, which must not be given."""
-    from lowq_cli import state
-
-    if given := next((k for k, v in others.items() if v not in (None, [])), None):
-        raise UsageError(f"--{given.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
-    if asked["lm_head"] not in (None, "keep", "fp8", "8"):
-        raise UsageError(f"--lm-head {asked['lm_head']} with --format fp8: write --lm-head fp8, or keep")
-    from lowq_cli.files.source import check_there
-
-    check_there(model)
-    with console.status(f"reading {model}"):
-        from lowq_cli.devices import pick_device
-        from lowq_cli.interop.foreign import open_decoded
-        from lowq_cli.run import fp8
-        from lowq_packers.fp8 import DEFAULT_BLOCK
-    with open_decoded(model, headers_only=dry_run) as source:
-        block = fp8.block_of(asked["block"] or DEFAULT_BLOCK)
-        head = asked["lm_head"] in ("fp8", "8")
-        plan = fp8.make_plan(source, block, asked["act"] or "fp8", asked["skip"] or (), head)
-        target = Path(out) if out else fp8.default_out(source, plan)
-        console.say(
-            f"{plan.source} -> {target}: {len(plan.quantized)} matrices, {plan.quantized_params / plan.params:.1%} of "
-            f"{plan.params / 1e6:,.1f} M parameters, in fp8 blocks of {block[0]}x{block[1]}, activations {plan.act}; "
-            f"{console.size(plan.source_bytes)} -> {console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight"
-        )
-        if dry_run:
-            if as_json:
-                console.out_json({**plan.to_json(), "out": str(target)})
-            else:
-                console.say("dry run: nothing was read but headers, nothing was written")
-            return
-        with console.progress("quantize", plan.params) as advance:
-            result = fp8.write(source, plan, target, pick_device(device), advance)
-    state.remember(target)
-    if as_json:
-        console.out_json({**result, "parameters": plan.params})
-        return
-    seconds, peak = console.duration(result["seconds"]), console.size(result["peak_rss_bytes"])
-    console.say(f"written in {seconds}; largest error of a matrix {result['rel_error']:.4f}, peak memory {peak}")
-    console.out(result["out"])
-    console.say("next: lowq eval --against MODEL, then lowq generate --prompt 'Hello'")
 
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
@@ -294,19 +240,19 @@ def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "li
     return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
 
 
-def show_plan(planned: "Planned", on_stdout: bool = False) -> None:
+def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
     """The table of classes, then totals, budget, notes and warnings: everything worth knowing before long work.
 
     on_stdout: the plan is the result that was asked for.
     """
-    plan, budget = planned.plan, planned.budget
+    plan, budget = prepared.plan, prepared.budget
     say = console.out_line if on_stdout else console.say
     rows = [
         (c.kind, c.tensors, f"{c.params / 1e6:,.1f} M", ", ".join(c.schemes), f"{c.bits:.2f}", console.size(c.nbytes))
         for c in plan.classes
     ]
     columns = ("weights", ">tensors", ">parameters", "scheme", ">bits each", ">size")
-    console.table(f"{plan.source} -> {planned.out}", columns, rows, on_stdout=on_stdout)
+    console.table(f"{plan.source} -> {prepared.out}", columns, rows, on_stdout=on_stdout)
     say(
         f"{plan.coverage:.1%} of {plan.params / 1e6:,.1f} M parameters quantized; {console.size(plan.source_bytes)} -> "
         f"{console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight ({plan.quantized_bpw:.2f} where quantized)"
@@ -315,9 +261,11 @@ def show_plan(planned: "Planned", on_stdout: bool = False) -> None:
     available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
     methods = Counter(i.method for i in plan.items if i.method)
     by = ", ".join(f"{method} ({n})" if len(methods) > 1 else str(method) for method, n in methods.most_common())
-    say(f"by {by}, on {planned.device}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
-    if planned.mixed:
-        _show_mixed(planned.mixed, on_stdout)
+    where = ", ".join(map(str, prepared.devices))
+    by = f"by {by}, " if by else ""
+    say(f"{by}on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
+    if prepared.mixed:
+        _show_mixed(prepared.mixed, on_stdout)
     if plan.recipe.act != "none":
         but = ", experts take them as they are" if any(c.kind == "expert" for c in plan.classes) else ""
         say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
@@ -335,7 +283,7 @@ def show_plan(planned: "Planned", on_stdout: bool = False) -> None:
 def _kept_embedding(plan: "Plan") -> "Iterator[str]":
     """Where an embedding that is the head too stays as it is and takes much of the file: what would change that."""
     kept = next((i for i in plan.items if i.kind == "embedding" and not i.scheme), None)
-    if kept is None or plan.recipe.skip or any(i.kind == "head" for i in plan.items):
+    if kept is None or plan.recipe.skip or plan.recipe.format == "fp8" or any(i.kind == "head" for i in plan.items):
         return
     share, smaller = kept.nbytes / plan.nbytes, kept.params * EMBEDDING_BITS / 8
     if share > MUCH:
@@ -357,19 +305,19 @@ def _show_mixed(mixed: "Mixed", on_stdout: bool) -> None:
     say(f"{mixed.bpw:.3f} bits per weight over {len(mixed.shares)} groups; {expected if mixed.in_nats else by_weights}")
 
 
-def follow(events: "Iterator[Event]", planned: "Planned") -> "Result":
+def follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
     """Follow the run: progress and a line per calibrated layer, then a progress bar; the result. Ctrl-C says how to go on."""
     try:
-        return _follow(events, planned)
+        return _follow(events, plan)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the same command again to continue") from None
 
 
-def _follow(events: "Iterator[Event]", planned: "Planned") -> "Result":
+def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
     from lowq_cli.calibrate.calibration import is_calibrated
     from lowq_cli.run.events import Finished, LayerDone, MatrixDone, TensorDone
 
-    if is_calibrated(planned.plan):
+    if is_calibrated(plan):
         told: set[str] = set()
         with console.progress("calibrate", STEPS) as advance:
             for event in events:
@@ -380,7 +328,7 @@ def _follow(events: "Iterator[Event]", planned: "Planned") -> "Result":
                 else:
                     events = chain([event], events)
                     break
-    with console.progress("quantize", planned.plan.params) as advance:
+    with console.progress("quantize", plan.params) as advance:
         for event in events:
             if isinstance(event, TensorDone):
                 error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
@@ -406,7 +354,7 @@ def _show_layer(layer: "LayerDone", told: set[str]) -> None:
             told.add(place)
 
 
-def _show_result(result: "Result", engine: str | None, to: str | None) -> None:
+def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str | None) -> None:
     if result.worst:
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
@@ -421,4 +369,5 @@ def _show_result(result: "Result", engine: str | None, to: str | None) -> None:
         from lowq_cli.plan import targets
 
         console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
-    console.say("next: lowq tune, then lowq generate --prompt 'Hello'")
+    first = "lowq eval --against MODEL" if recipe.format == "fp8" else "lowq tune"
+    console.say(f"next: {first}, then lowq generate --prompt 'Hello'")

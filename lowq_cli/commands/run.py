@@ -1,6 +1,7 @@
 """lowq run: a model and a text -> an answer; the model is quantized into the cache where it is not quantized yet."""
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -58,27 +59,24 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
     check_there(model)
     if is_checkpoint(state.user_path(model)):
         return model
-    with console.status(f"reading {model}"):
-        from lowq_cli.commands.quantize import follow
-        from lowq_cli.interop.foreign import open_foreign
-        from lowq_cli.plan.plan import default_out
-        from lowq_cli.run import pipeline
-        from lowq_cli.run.events import Planned
+    with ExitStack() as stack:
+        with console.status(f"reading {model}"):
+            from lowq_cli.commands.quantize import follow
+            from lowq_cli.interop.foreign import open_foreign
+            from lowq_cli.plan.plan import default_out
+            from lowq_cli.run.pipeline import prepare
 
-        with open_foreign(model) as source:
-            if source.config.get("quantization_config") or source.config.get("quantization"):
-                return model  # another tool's: `generate` imports it
-            target = state.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
-        if is_checkpoint(target):
-            return str(target)
-        events = pipeline.run(model, asked, target, device=device)
-        planned = next(events)
-        assert isinstance(planned, Planned)  # the first event of every run
-    plan = planned.plan
-    console.say(
-        f"quantizing {plan.source} into the cache: {console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight (lowq ls)"
-    )
-    follow(events, planned)
+            with open_foreign(model) as source:
+                if source.config.get("quantization_config") or source.config.get("quantization"):
+                    return model  # another tool's: `generate` imports it
+                target = state.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
+            if is_checkpoint(target):
+                return str(target)
+            prepared = stack.enter_context(prepare(model, asked, target, device))
+        plan = prepared.plan
+        size = console.size(plan.nbytes)
+        console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
+        follow(prepared.run(), plan)
     return str(target)
 
 

@@ -21,7 +21,8 @@ from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_kernels.activations import Act
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.fp8 import ACT_KEY, BLOCKS, scale_shape
+from lowq_packers.fp8 import ACT_KEY, scale_shape
+from lowq_packers.scheme import BLOCKS
 
 METHOD = "lowq_fp8"  # what transformers is told while it loads; files keep saying "fp8"
 WEIGHT, SCALE = ".weight", ".weight_scale_inv"

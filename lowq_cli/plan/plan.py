@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +18,9 @@ from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
 from lowq_cli.files.source import Source
 from lowq_cli.plan.recipe import Recipe
+from lowq_packers.fp8 import ACT_KEY as FP8_ACT_KEY
 from lowq_packers.layouts import DISK
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import BLOCKS, Scheme
 
 KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "other")
 
@@ -39,6 +40,7 @@ class Item:
 
     name: checkpoint name, without ".weight" where quantized. shape: (N, K), or the tensor's. note: why it is kept, or what
     differs from the recipe. outputs: tensors written for it, in order words, scales, zeros, in `layout`. nbytes: their sum.
+    block: a name of BLOCKS, where it goes to fp8 (which has no `scheme`).
     """
 
     name: str
@@ -52,6 +54,17 @@ class Item:
     cut: Cut
     outputs: tuple[tuple[str, TensorHeader], ...]
     layout: str = DISK
+    block: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it does not stay as it is."""
+        return self.scheme is not None or bool(self.block)
+
+    @property
+    def spelled(self) -> str | None:
+        """How it is quantized, in words."""
+        return str(self.scheme) if self.scheme else f"fp8 {self.block}" if self.block else None
 
     @cached_property
     def params(self) -> int:
@@ -107,7 +120,6 @@ class Plan:
     items: tuple[Item, ...]
     shards: tuple[Shard, ...]
     source_bytes: int
-    scale_dtype: str  # safetensors name
     untie: bool  # a separate output head is written for a model whose head was its embedding
     notes: tuple[str, ...]  # fallbacks and policies worth a line
     warnings: tuple[str, ...]
@@ -120,7 +132,7 @@ class Plan:
     @cached_property
     def quantized_params(self) -> int:
         """Weights that are quantized."""
-        return sum(i.params for i in self.items if i.scheme)
+        return sum(i.params for i in self.items if i.quantized)
 
     @property
     def coverage(self) -> float:
@@ -140,7 +152,7 @@ class Plan:
     @property
     def quantized_bpw(self) -> float:
         """Bits per weight over the quantized weights, scales and zeros included."""
-        return 8 * sum(i.nbytes for i in self.items if i.scheme) / max(self.quantized_params, 1)
+        return 8 * sum(i.nbytes for i in self.items if i.quantized) / max(self.quantized_params, 1)
 
     @cached_property
     def classes(self) -> tuple[ClassRow, ...]:
@@ -149,8 +161,8 @@ class Plan:
         for kind in KINDS:
             some = [i for i in self.items if i.kind == kind]
             if some:
-                schemes = Counter(str(i.scheme) if i.scheme else "kept" for i in some)
-                quantized = sum(i.params for i in some if i.scheme)
+                schemes = Counter(i.spelled or "kept" for i in some)
+                quantized = sum(i.params for i in some if i.quantized)
                 source_bytes = sum(i.params * ITEMSIZE[i.source_dtype] for i in some)
                 params, nbytes = sum(i.params for i in some), sum(i.nbytes for i in some)
                 spelled = tuple(s for s, _ in schemes.most_common())
@@ -160,7 +172,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of everything that decides the bytes written, but for the weights themselves."""
-        facts = [[i.name, i.source, str(i.scheme), i.method, asdict(i.cut)] for i in self.items]
+        facts = [[i.name, i.source, str(i.spelled), i.method, asdict(i.cut)] for i in self.items]
         h = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
         h.update(b"" if self.recipe.act == "none" else self.recipe.act.encode())
         for shard in self.shards:
@@ -169,6 +181,8 @@ class Plan:
 
     def quantization_config(self) -> dict[str, Any]:
         """What config.json will say."""
+        if self.recipe.format == "fp8":
+            return fp8_config(self.recipe, self.items)
         schemes = {i.name: i.scheme for i in self.items if i.scheme}
         layouts = {i.name: i.layout for i in self.items if i.scheme}
         return compact(schemes, [i.kept_name for i in self.items if not i.scheme], layouts)
@@ -189,10 +203,23 @@ class Plan:
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "tensors": [
-                {"name": i.name, "kind": i.kind, "shape": list(i.shape), "scheme": i.scheme and str(i.scheme), "note": i.note,
+                {"name": i.name, "kind": i.kind, "shape": list(i.shape), "scheme": i.spelled, "note": i.note,
                  "bytes": i.nbytes} for i in self.items
             ],
         }  # fmt: skip
+
+
+def fp8_config(recipe: Recipe, items: Iterable[Item]) -> dict[str, Any]:
+    """The `quantization_config` of fp8 weights, as transformers and vLLM read it."""
+    kept = {i.kept_name for i in items if not i.quantized and i.name.endswith(".weight") and len(i.shape) == 2}
+    section: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(BLOCKS[recipe.block]),
+        "modules_to_not_convert": sorted({"lm_head", *kept} - {i.name for i in items if i.quantized}),
+    }
+    return section if recipe.act == "fp8" else section | {FP8_ACT_KEY: recipe.act}
 
 
 def index_json(plan: Plan) -> dict[str, Any] | None:
@@ -214,7 +241,7 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
         if "tie_word_embeddings" in (config.get("text_config") or {}):
             config["text_config"]["tie_word_embeddings"] = False
     config["quantization_config"] = plan.quantization_config()
-    if plan.recipe.act != "none":
+    if plan.recipe.act != "none" and plan.recipe.format == "lowq":
         config["quantization_config"]["activations"] = plan.recipe.act
     return config
 
@@ -223,6 +250,8 @@ def default_out(source: Source | str, recipe: Recipe) -> Path:
     """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64, and what differs from the defaults."""
     name = source if isinstance(source, str) else source.name
     stem = Path(os.path.abspath(name)).name if os.path.isdir(name) else name.rstrip("/").rpartition("/")[2]
+    if recipe.format == "fp8":
+        return Path(f"{stem}-fp8-{recipe.block}")
     if recipe.bpw is not None:
         width = f"{recipe.bpw:g}bpw"
     elif recipe.size is not None:

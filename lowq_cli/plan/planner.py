@@ -12,6 +12,7 @@ from lowq_cli import quantizers
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import SINGLE, Source
 from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
+from lowq_cli.plan.fp8 import fp8_items
 from lowq_cli.plan.plan import Cut, Item, Plan, Shard
 from lowq_cli.plan.recipe import Group, Keep, Recipe, matches
 from lowq_cli.quantizers.gptq import FEW_TOKENS
@@ -67,6 +68,8 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     refuse_quantized(source)
     found = roles(source.config, source.headers)
     _refuse_empty(source, found)
+    if recipe.format == "fp8":
+        return _planned(source, recipe, fp8_items(source, found, recipe), list(source.notes), shard_size)
     candidates = _candidates(source, found)
     wishes = _wishes(recipe, candidates)
     notes = list(source.notes)
@@ -81,7 +84,12 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     verdicts = {c.name: _verdict(c, recipe, wishes[c.name]) for c in candidates}
     _check_targets(candidates, verdicts)
     items = _items(source, found, candidates, verdicts, recipe, skip=stored_head)
-    if not any(i.scheme for i in items):
+    return _planned(source, recipe, items, notes, shard_size)
+
+
+def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str], shard_size: int) -> Plan:
+    """The plan of these items, with what is worth a line. Raises UnsupportedError if none is quantized."""
+    if not any(i.quantized for i in items):
         raise UnsupportedError(f"nothing to quantize in {source.name}{_why_nothing(items)}")
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
     if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):
@@ -97,7 +105,6 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
         tuple(items),
         shards,
         source.nbytes,
-        scale_dtype(source, recipe),
         untie,
         tuple(notes),
         (),

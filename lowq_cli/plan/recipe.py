@@ -25,7 +25,7 @@ from typing import Any, Literal, get_args
 
 from lowq_cli import quantizers, recipes
 from lowq_packers.errors import NotFoundError, UsageError
-from lowq_packers.scheme import ACTS, BITS, GROUP_STEP, ZERO_KINDS, Act, ZeroKind
+from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, GROUP_STEP, ZERO_KINDS, Act, ZeroKind
 
 Group = int | Literal["channel"]
 Keep = Literal["keep"]
@@ -39,6 +39,8 @@ NOT_CALIBRATED = ("head", "embedding", "router")
 # quantized apart it would make the model larger.
 HEAD_BITS = {2: 4, 4: 8}
 LAYOUTS = ("auto", "rowstream", "tile")  # what files may hold
+FORMATS = ("lowq", "fp8")
+OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # what of a recipe the format fp8 takes
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,12 @@ class Recipe:
             names, head and embedding among them; or bytes of the weight files. See `mixed`.
         widths: of the codes, that a budget may be spent on.
         overrides, skip: exceptions by tensor name.
+        format: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8" and
+            "none", and no more of the above than `skip` and, with any number of bits, `lm_head`.
     """
 
+    format: str = "lowq"
+    block: str = DEFAULT_BLOCK
     bits: int = 4
     group: Group | None = None
     method: str = "auto"
@@ -134,6 +140,8 @@ class Recipe:
             ("act", self.act, ACTS),
             ("dtype", self.dtype, DTYPES),
             ("layout", self.layout, LAYOUTS),
+            ("format", self.format, FORMATS),
+            ("block", self.block, tuple(BLOCKS)),
         ):
             if value not in known:
                 raise UsageError(f"{name}={spelled(value)} does not exist; use one of {', '.join(known)}")
@@ -148,6 +156,8 @@ class Recipe:
             check_bits(self.lm_head, "lm_head")
         if self.embedding != "keep":
             check_bits(self.embedding, "embedding")
+        if self.format == "fp8" and self.act == "int8":
+            raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
         self._check_budget()
         if not all(isinstance(s, str) and s for s in self.skip):
             raise UsageError(f"skip={spelled(self.skip)} must be a list of patterns")
@@ -187,7 +197,7 @@ class Recipe:
         plain["overrides"] = [f"{o.pattern}={_spell(o)}" for o in self.overrides]
         plain["skip"] = list(self.skip)
         plain["widths"] = list(self.widths)
-        return plain
+        return {k: v for k, v in plain.items() if (k in OF_FP8 if self.format == "fp8" else k not in ("format", "block"))}
 
 
 def _spell(o: Override) -> str:
@@ -223,14 +233,30 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
             elif name == "group":
                 values[name] = group_of(value, name)
             elif name in ("lm_head", "embedding"):
-                values[name] = value if value in ("keep", "auto") else number(value, name)
+                values[name] = value if value in ("keep", "auto", "fp8") else number(value, name)
             else:
                 values[name] = value
+    if values.get("format") == "fp8":
+        _check_fp8(values)
+    elif "block" in values:
+        raise UsageError("--block needs --format fp8")
     if "bits" in values and (values.get("bpw") or values.get("size")):
         raise UsageError(
             "--bpw and --size choose the bits of every weight; leave --bits out, or name its choices with --widths"
         )
     return Recipe(**values)
+
+
+def _check_fp8(values: dict[str, Any]) -> None:
+    """Fill in what is another default for fp8. Raises UsageError for what it does not take."""
+    for name in values:
+        if name not in OF_FP8:
+            raise UsageError(f"--{name.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
+    values.setdefault("act", "fp8")
+    if values.get("lm_head", "auto") not in ("auto", "keep", "fp8", 8):
+        raise UsageError(f"--lm-head {values['lm_head']} with --format fp8: write --lm-head fp8, or keep")
+    if values.get("lm_head") == "fp8":
+        values["lm_head"] = 8
 
 
 def parse_size(text: str) -> int:

@@ -2,8 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from lowq_cli.memory import available_memory, current_rss
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
 from lowq_cli.run.workers import GPU_WORKERS, shared_threads
+from lowq_packers import fp8
 from lowq_packers.errors import DoesNotFitError
-from lowq_packers.scheme import Scheme
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import BLOCKS
 
 SLAB = {"cpu": 1 << 23, "cuda": 1 << 25}  # weights quantized at a time, whatever the tensor's size
-BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_memory.py
+BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_cost.py
 WORKING = 160 << 20  # buffers of the quantizers, of copying and of the allocator that do not grow with the slab
 ROTATING = 12  # bytes per weight of a matrix that is rotated: what mixes rows is made whole, in fp32
 PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights in the timing sample
@@ -71,7 +74,7 @@ def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, w
 
 def slab_bytes(item: Item, device: str = "cpu") -> int:
     """Bytes held in memory while an item is worked on."""
-    if item.scheme is None:
+    if not item.quantized:
         return 0  # copied in small pieces: part of WORKING
     N, K = item.shape
     weights = min(N, slab_rows(K, device)) * K
@@ -85,24 +88,36 @@ def slab_rows(K: int, device: str = "cpu") -> int:
     return max(1, SLAB.get(device, SLAB["cpu"]) // (inner * K)) * inner
 
 
-def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str, Scheme], float]:
+def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str | None, str], float]:
     """Seconds that each method and scheme of the plan will take `workers`, from timing one on a random sample.
 
     Also the check that the method takes the scheme: a SchemeError surfaces here, not at the first tensor.
     """
-    work: dict[tuple[str, Scheme], int] = {}
+    work: dict[tuple[str | None, str], list[Item]] = {}
     for i in plan.items:
-        if i.scheme and i.method:
-            work[i.method, i.scheme] = work.get((i.method, i.scheme), 0) + i.params
-    dtype = getattr(torch, TORCH_NAMES[plan.scale_dtype])
+        if i.spelled:
+            work.setdefault((i.method, i.spelled), []).append(i)
     at_once = max(1, workers // GPU_WORKERS) if device.type == "cuda" else workers
     seconds = {}
-    for (method, scheme), params in work.items():
-        g = torch.Generator().manual_seed(0)
-        W = torch.randn(max(1, PROBE[device.type] // scheme.group_size), scheme.group_size, generator=g).to(device, dtype)
+    for key, items in work.items():
+        g, params = torch.Generator().manual_seed(0), sum(i.params for i in items)
+        quantize, K = _sampled(items[0])
+        W = torch.randn(max(1, PROBE[device.type] // K), K, generator=g).to(device, _scale_dtype(items[0]))
         with shared_threads(workers):
-            quantizers.get(method)(W[:1], scheme, dtype)  # first use: library start-up is no part of the rate
+            quantize(W[:1])  # first use: library start-up is no part of the rate
             start = time.perf_counter()
-            quantizers.get(method)(W, scheme, dtype).scales[:1].cpu()  # waits for a GPU
-            seconds[method, scheme] = (time.perf_counter() - start) * params / W.numel() / at_once
+            quantize(W).scales[:1].cpu()  # waits for a GPU
+            seconds[key] = (time.perf_counter() - start) * params / W.numel() / at_once
     return seconds
+
+
+def _sampled(item: Item) -> tuple[Callable[[torch.Tensor], QuantizedTensor | fp8.Fp8Matrix], int]:
+    """What an item's weights go through, and the K of a sample for it."""
+    if item.block:
+        return (lambda W: fp8.quantize(W, BLOCKS[item.block])), BLOCKS[item.block][1]
+    assert item.scheme
+    return partial(quantizers.get(str(item.method)), scheme=item.scheme, dtype=_scale_dtype(item)), item.scheme.group_size
+
+
+def _scale_dtype(item: Item) -> torch.dtype:
+    return getattr(torch, TORCH_NAMES[item.outputs[1][1].dtype])

@@ -1,26 +1,9 @@
-"""What a run tells as it goes: the plan, each tensor and file as they are finished, the result."""
+"""What a run tells as it goes: each layer, tensor and file as they are finished, the result."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowq_cli.calibrate.calibration import LayerDone, MatrixDone
-from lowq_cli.plan.plan import Plan
-from lowq_cli.run.budget import Budget
-
-if TYPE_CHECKING:
-    from lowq_cli.calibrate.mixed import Mixed
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The plan is made; nothing is written yet."""
-
-    plan: Plan
-    out: Path
-    device: str
-    budget: Budget
-    mixed: "Mixed | None" = None  # how a budget of bits was spent
 
 
 @dataclass(frozen=True)
@@ -81,4 +64,4 @@ class Finished:
     result: Result
 
 
-Event = Planned | MatrixDone | LayerDone | TensorDone | ShardDone | Finished
+Event = MatrixDone | LayerDone | TensorDone | ShardDone | Finished

@@ -1,4 +1,4 @@
-"""The streaming run: plan, then tensor by tensor read -> quantize -> pack -> write. It prints nothing; it yields events.
+"""The streaming run: `prepare` plans it, `run` goes tensor by tensor: read -> quantize -> pack -> write, and yields events.
 
 No model is built: one slab of one tensor is in memory at a time. Run again after a kill, it continues, and leaves the same
 bytes as an uninterrupted run (see writer.py). The same input, recipe and kind of device give the same bytes; calibrated
@@ -11,12 +11,12 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, fields
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,12 +30,15 @@ from lowq_cli.plan.plan import Item, Plan, Shard, default_out, index_json, outpu
 from lowq_cli.plan.planner import SHARD_SIZE, make_plan
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import transform
-from lowq_cli.run.budget import make_budget
-from lowq_cli.run.events import Event, Finished, LayerDone, Planned, Result, ShardDone, TensorDone
+from lowq_cli.run.budget import Budget, make_budget
+from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, TensorDone
 from lowq_cli.run.report import known_result, make_report, result_of
 from lowq_cli.run.workers import in_order, spread, worker_devices
 from lowq_cli.run.writer import OutputFolder, ShardFile, output_names
 from lowq_packers.errors import LowqError, UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.calibrate.mixed import Mixed
 
 FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # that workers write into
 LARGE = 1 << 28  # weights of an item that one worker is long at, of those that are begun first
@@ -67,6 +70,88 @@ def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     raise AssertionError("a run ends with Finished")
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A run before its first byte: what it will do, where, and what that takes. mixed: how a budget of bits was spent."""
+
+    plan: Plan
+    out: Path
+    devices: tuple[torch.device, ...]
+    budget: Budget
+    mixed: "Mixed | None"
+    source: Source
+    workers: tuple[torch.device, ...]
+    began: float
+
+    def run(self, fresh: bool = False) -> Iterator[Event]:
+        """Do it, inside the block of `prepare`: LayerDone, TensorDone and ShardDone, then Finished.
+
+        fresh: start over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. Raises LowqError.
+        """
+        source, plan, on = self.source, self.plan, self.devices[0]
+        self.budget.check(self.out)
+        companions = [p.name for p in source.companions()]
+        name = run_hash(source, plan, on)
+        calibration = Calibration(source, plan, self.out, name, on) if is_calibrated(plan) else None
+        with OutputFolder(self.out, name, output_names(plan, companions), fresh) as output:
+            if output.already_done:
+                yield Finished(known_result(plan, output, time.monotonic() - self.began))
+                return
+            output.log(f"lowq {version('lowq')}: {source.name} -> {self.out}, {json.dumps(plan.recipe.to_json())}, {on}")
+            try:
+                for step in calibration.run() if calibration else ():
+                    if isinstance(step, LayerDone):
+                        output.log(_logged(step))
+                    yield step
+                result = yield from _write(source, plan, output, self.workers, self.began, calibration)
+            except BaseException as e:
+                with suppress(LowqError):  # the reason matters more than the log
+                    output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
+                raise
+        yield Finished(result)
+
+
+@contextmanager
+def prepare(
+    model: str | os.PathLike[str],
+    recipe: Recipe,
+    out: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    shard_size: int = SHARD_SIZE,
+    headers_only: bool = False,
+    watch: Callable[[int, int], None] | None = None,
+) -> Iterator[Prepared]:
+    """What quantizing `model` by `recipe` into `out` will do; its `run` does it.
+
+    headers_only: to look at the plan; but for a budget of bits no weight is read or downloaded. device: one, or several as
+    "cuda:0,cuda:1", which take a tensor each; the bytes are the same. watch: how many layers of how many are measured for a
+    budget of bits. Raises LowqError.
+    """
+    began = time.monotonic()
+    devices = pick_devices(device)
+    budgeted = recipe.bpw is not None or recipe.size is not None
+    with open_decoded(model, headers_only=headers_only and not budgeted) as raw:
+        source = rotated(raw) if recipe.rotate else raw
+        folder = default_out(source, recipe) if out is None else Path(out)
+        found = None
+        if budgeted:
+            from lowq_cli.calibrate import mixed  # builds a model with transformers
+
+            recipe, found = mixed.resolve(source, recipe, devices[0], watch)
+        plan = make_plan(source, recipe, shard_size)
+        independent = _independent(source, plan)
+        workers = worker_devices(devices, independent)
+        source.pinned = independent and devices[0].type == "cuda"  # slabs: a calibration reads whole tensors, too much to pin
+        if len(workers) < len(devices):
+            raise UsageError(
+                f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
+                "read, or the method is calibrated); name one device"
+            )
+        budget = make_budget(plan, folder, devices[0], len(workers), _bytes_in(folder, plan), source.held_bytes)
+        identity(plan)  # a calibration text that is missing or empty is told with the plan
+        yield Prepared(plan, folder, devices, budget, found, source, workers, began)
+
+
 def run(
     model: str | os.PathLike[str],
     recipe: Recipe,
@@ -74,62 +159,10 @@ def run(
     device: str = "auto",
     shard_size: int = SHARD_SIZE,
     fresh: bool = False,
-    dry_run: bool = False,
-    watch: Callable[[int, int], None] | None = None,
 ) -> Iterator[Event]:
-    """Quantize `model` by `recipe` into `out`, yielding Planned, then TensorDone and ShardDone, then Finished.
-
-    dry_run: stop after Planned; nothing is written, and but for a budget of bits no weight is read or downloaded. fresh: start
-    over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. device: one, or several as
-    "cuda:0,cuda:1", which take a tensor each; the bytes are the same. watch: before Planned, how many layers of how many are
-    measured for a budget of bits. Raises LowqError.
-    """
-    start = time.monotonic()
-    devices = pick_devices(device)
-    on = devices[0]
-    budgeted = recipe.bpw is not None or recipe.size is not None
-    with open_decoded(model, headers_only=dry_run and not budgeted) as raw:
-        source = rotated(raw) if recipe.rotate else raw
-        folder = default_out(source, recipe) if out is None else Path(out)
-        found = None
-        if budgeted:
-            from lowq_cli.calibrate import mixed  # builds a model with transformers
-
-            recipe, found = mixed.resolve(source, recipe, on, watch)
-        plan = make_plan(source, recipe, shard_size)
-        independent = _independent(source, plan)
-        lanes = worker_devices(devices, independent)
-        source.pinned = independent and on.type == "cuda"  # slabs: a calibration reads whole tensors, too much to pin
-        if len(lanes) < len(devices):
-            raise UsageError(
-                f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
-                "read, or the method is calibrated); name one device"
-            )
-        budget = make_budget(plan, folder, on, len(lanes), _bytes_in(folder, plan), source.held_bytes)
-        identity(plan)  # a calibration text that is missing or empty is told with the plan
-        yield Planned(plan, folder, ", ".join(map(str, devices)), budget, found)
-        if dry_run:
-            return
-        budget.check(folder)
-        companions = [p.name for p in source.companions()]
-        name = run_hash(source, plan, on)
-        calibration = Calibration(source, plan, folder, name, on) if is_calibrated(plan) else None
-        with OutputFolder(folder, name, output_names(plan, companions), fresh) as output:
-            if output.already_done:
-                yield Finished(known_result(plan, output, time.monotonic() - start))
-                return
-            output.log(f"lowq {version('lowq')}: {source.name} -> {folder}, {json.dumps(recipe.to_json())}, {on}")
-            try:
-                for step in calibration.run() if calibration else ():
-                    if isinstance(step, LayerDone):
-                        output.log(_logged(step))
-                    yield step
-                result = yield from _write(source, plan, output, lanes, start, calibration)
-            except BaseException as e:
-                with suppress(LowqError):  # the reason matters more than the log
-                    output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
-                raise
-        yield Finished(result)
+    """`prepare`, and then its `run`: LayerDone, TensorDone and ShardDone, then Finished."""
+    with prepare(model, recipe, out, device, shard_size) as prepared:
+        yield from prepared.run(fresh)
 
 
 def _logged(layer: LayerDone) -> str:
@@ -186,6 +219,8 @@ def _write(
         began = time.monotonic()
         if before:
             outcome: Outcome | None = None
+        elif item.block:
+            outcome = transform.quantize_fp8(item, source, file, device)
         elif item.scheme is None:
             outcome = transform.copy(item, source, file, calibration.values(item) if calibration else None)
         else:
@@ -197,18 +232,17 @@ def _write(
     # Workers go on into the next files while one is finished; they stop before the files are closed.
     with ExitStack() as stack, in_order(tasks(stack), spread(work, devices), len(devices)) as outcomes:
         for (shard, item, _), outcome, seconds in outcomes:
-            scheme = str(item.scheme) if item.scheme else None
             if outcome:
                 output.record(item, *outcome)
                 error = outcome[0]
                 told = "" if error is None else f", error {error:.4g}, {seconds:.2f} s"
-                output.log(f"{item.name}: {scheme or 'kept'}{told}")
+                output.log(f"{item.name}: {item.spelled or 'kept'}{told}")
             else:
                 resumed += 1
             error = output.finished[item.name]["rel_error"]
             done, params = done + 1, params + item.params
             progress = done, len(plan.items), params, plan.params
-            yield TensorDone(item.name, item.kind, scheme, error, seconds, item.nbytes, *progress, outcome is None)
+            yield TensorDone(item.name, item.kind, item.spelled, error, seconds, item.nbytes, *progress, outcome is None)
             left[shard.name] -= 1
             while unfinished and not left[unfinished[0][1].name]:
                 number, whole = unfinished.popleft()

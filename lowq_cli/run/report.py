@@ -36,8 +36,8 @@ def make_report(
             "bytes": i.nbytes,
             "crc32": record["crc"],
         }
-        if i.scheme:
-            line |= {"scheme": str(i.scheme), "method": i.method, "rel_error": record["rel_error"]}
+        if i.quantized:
+            line |= {"scheme": i.spelled, "rel_error": record["rel_error"]} | ({"method": i.method} if i.method else {})
         if note := "; ".join(filter(None, (i.note, notes.get(i.name)))):
             line["note"] = note
         tensors.append(line)

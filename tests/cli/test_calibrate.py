@@ -244,8 +244,12 @@ def test_heads_and_embeddings_fall_back_to_the_default(family_checkpoints, text,
 
 def test_a_dry_run_tells_of_a_text_that_is_missing(family_checkpoints, tmp_path):
     recipe = make_recipe(method="gptq", calib=str(tmp_path / "none.txt"))
-    with pytest.raises(NotFoundError, match="cannot read the calibration text"):
-        next(pipeline.run(family_checkpoints("llama").dense, recipe, tmp_path / "out", dry_run=True))
+    dense = family_checkpoints("llama").dense
+    with (
+        pytest.raises(NotFoundError, match="cannot read the calibration text"),
+        pipeline.prepare(dense, recipe, tmp_path / "out"),
+    ):
+        pass
 
 
 def test_text_errors(tmp_path):

@@ -41,8 +41,8 @@ def test_a_dry_run_reads_no_weights(gptq_folder, monkeypatch):
     from lowq_cli.run import pipeline
 
     monkeypatch.setattr(foreign, "dense", lambda *_: pytest.fail("weights were read"))
-    planned = next(pipeline.run(gptq_folder, Recipe(bits=4, group=32), dry_run=True))
-    assert planned.plan.coverage > 0.5
+    with pipeline.prepare(gptq_folder, Recipe(bits=4, group=32), headers_only=True) as prepared:
+        assert prepared.plan.coverage > 0.5
 
 
 def test_rows_of_a_decoded_matrix(gptq_folder):

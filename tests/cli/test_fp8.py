@@ -1,5 +1,6 @@
 """fp8-block checkpoints and activation modes: written, read by transformers' own reader, run, judged, quantized further."""
 
+import itertools
 import json
 import shutil
 
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 from lowq_cli.hf.activations import modes, set_activations
 from lowq_cli.loading import load
 from lowq_cli.main import app
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import pipeline
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.activations import rounded
 from lowq_kernels.modules.fp8_linear import Fp8Linear
@@ -91,6 +94,30 @@ def test_act_none_is_recorded(tmp_path):
     assert layer.weight_scale_inv.shape == (3, 1)
 
 
+def test_a_plan_without_a_file(tmp_path):
+    out = tmp_path / "m"
+    told = json.loads(run("quantize", "demo", "--format", "fp8", "--lm-head", "fp8", "--dry-run", "--out", out, "--json"))
+    assert told["recipe"] == {"format": "fp8", "block": "128x128", "act": "fp8", "lm_head": 8, "skip": []}
+    assert {t["scheme"] for t in told["tensors"] if t["kind"] == "mlp"} == {"fp8 128x128"}
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("done", [1, 3, 8])
+def test_an_interrupted_run_continues_and_leaves_the_same_files(family_checkpoints, tmp_path, done):
+    dense, recipe = family_checkpoints("llama").dense, make_recipe(format="fp8", skip=["layers.0.mlp"])
+    list(pipeline.run(dense, recipe, tmp_path / "whole", shard_size=20_000))
+    events = pipeline.run(dense, recipe, tmp_path / "out", shard_size=20_000)
+    for _ in itertools.islice((e for e in events if isinstance(e, pipeline.TensorDone)), done):
+        assert not (tmp_path / "out" / "config.json").exists()
+    events.close()
+    again = [e for e in pipeline.run(dense, recipe, tmp_path / "out", shard_size=20_000) if isinstance(e, pipeline.TensorDone)]
+    assert sum(e.resumed for e in again) >= done
+    left, whole = ({p.name: p.read_bytes() for p in (tmp_path / f).iterdir() if p.name != "lowq.log"} for f in ("out", "whole"))
+    assert left == whole
+    with pytest.raises(UsageError, match="another lowq run"):
+        list(pipeline.run(dense, make_recipe(format="fp8", block="256x256"), tmp_path / "out"))
+
+
 def test_partial_blocks(family_checkpoints, tmp_path):
     """Rows that no block divides: 64 x 64 and 96 x 64, each less than one block."""
     dense = family_checkpoints("llama").dense
@@ -144,9 +171,11 @@ def test_damage_is_one_line(checkpoint, tmp_path):
     ("flags", "says"),
     [
         (("--format", "fp8", "--bits", "4"), "--bits is for --format lowq"),
+        (("--format", "fp8", "--for", "mlx"), "--for mlx is for --format lowq"),
+        (("--format", "fp8", "--lm-head", "4"), "write --lm-head fp8, or keep"),
         (("--format", "fp8", "--act", "int8"), "--act int8 needs --format lowq"),
         (("--format", "fp8", "--block", "64x64"), "use one of 128x128, 256x256"),
-        (("--format", "fp9"), "use lowq or fp8"),
+        (("--format", "fp9"), "use one of lowq, fp8"),
         (("--block", "128x128"), "--block needs --format fp8"),
         (("--act", "int4"), "use one of none, int8, fp8"),
         (("--format", "fp8", "--skip", "nothing"), "fits no weight"),

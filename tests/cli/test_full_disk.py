@@ -93,7 +93,7 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(command, monkeypatc
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     monkeypatch.setattr("lowq_kernels.dispatch.timing.roofline", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr("lowq_cli.evaluate.comparison.compare", lambda *_: pytest.fail("compared"))
-    monkeypatch.setattr("lowq_cli.run.pipeline.run", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr("lowq_cli.run.pipeline.prepare", lambda *_, **__: pytest.fail("planned"))
     for path, why in ((tmp_path / "x.xyz", "use .png, .svg or .pdf"), (tmp_path / "no" / "x.png", "there is no folder")):
         monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(path)])
         assert main._run() == 2

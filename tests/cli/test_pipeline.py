@@ -15,7 +15,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import _slabs
 from lowq_cli.run import budget, pipeline
-from lowq_cli.run.pipeline import Finished, Planned, ShardDone, TensorDone, run
+from lowq_cli.run.pipeline import Finished, ShardDone, TensorDone, prepare, run
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
@@ -61,18 +61,19 @@ def test_scales_have_the_dtype_of_the_model(dtype, family_checkpoints, pack_chec
 
 
 def test_events_tell_the_whole_run(tmp_path):
-    planned, *middle, finished = run("demo", make_recipe(method="rtn"), tmp_path / "out", shard_size=3_000_000)
-    assert isinstance(planned, Planned)
+    with prepare("demo", make_recipe(method="rtn"), tmp_path / "out", shard_size=3_000_000) as prepared:
+        *middle, finished = prepared.run()
+    plan = prepared.plan
     assert isinstance(finished, Finished)
     tensors = [e for e in middle if isinstance(e, TensorDone)]
-    assert [e.index for e in tensors] == list(range(1, len(planned.plan.items) + 1))
-    assert tensors[-1].params_done == tensors[-1].params_total == planned.plan.params
-    assert [e.name for e in middle if isinstance(e, ShardDone)] == [s.name for s in planned.plan.shards]
+    assert [e.index for e in tensors] == list(range(1, len(plan.items) + 1))
+    assert tensors[-1].params_done == tensors[-1].params_total == plan.params
+    assert [e.name for e in middle if isinstance(e, ShardDone)] == [s.name for s in plan.shards]
     result = finished.result.to_json()
     wanted = ["out", "bpw", "bytes", "source_bytes", "quantized_fraction", "seconds", "peak_rss_bytes"]
     assert list(result)[:7] == wanted
     sizes = sum(p.stat().st_size for p in (tmp_path / "out").glob("*.safetensors"))
-    assert result["bytes"] == planned.plan.nbytes == sizes
+    assert result["bytes"] == plan.nbytes == sizes
     assert [e for _, _, e in result["worst"]] == sorted((e.rel_error for e in tensors if e.scheme), reverse=True)[:5]
 
 

@@ -15,7 +15,7 @@ from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers._slabs import SLAB
 from lowq_cli.run import budget
 from lowq_cli.run.budget import Budget, make_budget, slab_rows
-from lowq_cli.run.pipeline import Planned, run
+from lowq_cli.run.pipeline import prepare
 from lowq_packers.errors import DoesNotFitError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 
@@ -126,8 +126,11 @@ def test_an_override_that_cannot_hold_is_refused(plan_of):
         plan_of(overrides=["down_proj=8:64"])
     with pytest.raises(SchemeError, match="are one parameter of the model"):
         plan_of("mixtral", overrides=[r"experts\.0\.w1=8"])
-    with pytest.raises(SchemeError, match="has none; use --zero float"):
-        next(run("demo", make_recipe(method="hqq", zero="none"), dry_run=True))
+    with (
+        pytest.raises(SchemeError, match="has none; use --zero float"),
+        prepare("demo", make_recipe(method="hqq", zero="none")),
+    ):
+        pass
 
 
 def test_a_tied_head_that_no_group_divides_stays_the_embedding(tmp_path):
@@ -199,9 +202,8 @@ def test_planning_reads_no_weights(family_checkpoints, monkeypatch, tmp_path):
 
     monkeypatch.setattr(source_module, "read_bytes", touched)
     dense = family_checkpoints("llama").dense
-    (planned,) = run(dense, make_recipe(), tmp_path / "out", dry_run=True)
-    assert isinstance(planned, Planned)
-    assert planned.plan.coverage > 0.5
+    with prepare(dense, make_recipe(), tmp_path / "out", headers_only=True) as prepared:
+        assert prepared.plan.coverage > 0.5
     assert not (tmp_path / "out").exists()
 
 

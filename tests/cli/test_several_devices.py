@@ -74,13 +74,14 @@ def test_several_files_at_once_hold_the_same_bytes_and_are_finished_in_order(tmp
     monkeypatch.setitem(pipeline.FILES_AT_ONCE, "cpu", 3)
     monkeypatch.setattr(pipeline, "LARGE", 1 << 20)  # the embedding
     recipe = make_recipe(bits=4, group=32, method="rtn")
-    planned, *events = pipeline.run("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20)
+    with pipeline.prepare("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20) as prepared:
+        events = list(prepared.run())
     done = [e for e in events if isinstance(e, pipeline.TensorDone)]
-    shards = {i.name: s.name for s in planned.plan.shards for i in s.items}
+    shards = {i.name: s.name for s in prepared.plan.shards for i in s.items}
     assert done[0].name == "model.embed_tokens.weight"
     assert len({shards[e.name] for e in done[1:3]}) == 2, "by turns, but for the file of the embedding alone"
-    assert sorted(e.name for e in done) == sorted(i.name for i in planned.plan.items)
-    assert [e.name for e in events if isinstance(e, pipeline.ShardDone)] == [s.name for s in planned.plan.shards]
+    assert sorted(e.name for e in done) == sorted(i.name for i in prepared.plan.items)
+    assert [e.name for e in events if isinstance(e, pipeline.ShardDone)] == [s.name for s in prepared.plan.shards]
     assert files(tmp_path / "three") == files(tmp_path / "one")
 
 

@@ -1,0 +1,43 @@
+"""What the format fp8 quantizes: every linear weight of the decoder, and the output head where that is asked for."""
+
+from collections.abc import Mapping
+
+from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files.source import Source
+from lowq_cli.hf.structure import Role
+from lowq_cli.plan.plan import Cut, Item
+from lowq_cli.plan.recipe import Recipe, matches
+from lowq_packers.fp8 import scale_shape
+from lowq_packers.scheme import BLOCKS
+
+KEPT = ("norm", "embedding", "router", "other")
+
+
+def fp8_items(source: Source, found: Mapping[str, Role], recipe: Recipe) -> list[Item]:
+    """Every tensor of `source`, in its order. Stacked experts and (K, N) matrices stay: the layout does not hold them.
+
+    Raises UsageError for a pattern that fits no weight.
+    """
+    kept = {name: why for name in source.headers if (why := _why_kept(name, source, found[name], recipe))}
+    stems = [n.removesuffix(".weight") for n in source.headers if n not in kept]
+    for pattern in recipe.skip:
+        kept |= {f"{stem}.weight": "the recipe keeps it" for stem in matches(pattern, stems)}
+    return [_item(name, header, found[name].kind, recipe.block, kept.get(name)) for name, header in source.headers.items()]
+
+
+def _why_kept(name: str, source: Source, role: Role, recipe: Recipe) -> str:
+    if role.kind in KEPT or (role.kind == "head" and recipe.lm_head in ("keep", "auto")):
+        return role.kind
+    if not name.endswith(".weight") or len(source.headers[name].shape) != 2 or len(role.parts) != 1:
+        return role.reason or "stored stacked or fused"
+    return (role.reason or "stored transposed or fused") if role.parts[0].transposed or role.parts[0].rows else ""
+
+
+def _item(name: str, header: TensorHeader, kind: str, block: str, kept: str | None) -> Item:
+    if kept is not None:
+        same = ((name, TensorHeader(header.shape, header.dtype)),)
+        return Item(name, name, kind, header.shape, header.dtype, None, None, kept, Cut(), same)
+    stem, shape = name.removesuffix(".weight"), (header.shape[0], header.shape[1])
+    scales = TensorHeader(scale_shape(shape, BLOCKS[block]), "F32")
+    outputs = ((name, TensorHeader(shape, "F8_E4M3")), (f"{stem}.weight_scale_inv", scales))
+    return Item(stem, name, kind, shape, header.dtype, None, None, "", Cut(), outputs, block=block)
