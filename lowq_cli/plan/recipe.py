@@ -106,8 +106,8 @@ class Recipe:
             names, head and embedding among them; or bytes of the weight files. See `mixed`.
         widths: of the codes, that a budget may be spent on.
         overrides, skip: exceptions by tensor name.
-        format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8" and
-            "none", and no more of the above than `skip` and, with any number of bits, `lm_head`.
+        format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8"
+            and "none", and no more of the above than `skip` and, with any number of bits, `lm_head`.
     """
 
     format: str = "lowq"
