@@ -12,7 +12,7 @@ EXAMPLES = """Examples:
 
 
 def ls(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """List the checkpoints that lowq wrote here, and what it keeps in its cache: imports, exports, models of `lowq run`."""
+    """List what lowq wrote on this disk: checkpoints, and the imports, exports and runs in its cache."""
     from lowq_cli import holdings
 
     found = holdings.holdings()

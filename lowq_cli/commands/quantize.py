@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 from textwrap import fill
@@ -78,8 +79,9 @@ def quantize(
     layout: Annotated[
         str | None, typer.Option(help="Order of the words in the files: auto (rowstream), or tile for CUDA.")
     ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep.")
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--override", metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep."),
     ] = None,
     skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights as they are.")] = None,
     lm_head: Annotated[
@@ -144,35 +146,14 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
+    given = dict(locals())  # flags of the recipe have its fields' names
     from lowq_cli import state
     from lowq_cli.commands import export
     from lowq_cli.plan import targets
-
-    flags = {
-        "format": format,
-        "block": block,
-        "bits": bits,
-        "group": group,
-        "method": method,
-        "zero": zero,
-        "layout": layout,
-        "overrides": override,
-        "skip": skip,
-        "lm_head": lm_head,
-        "embedding": embedding,
-        "dtype": dtype,
-        "calib": calib,
-        "calib_tokens": calib_tokens,
-        "rotate": rotate,
-        "act": act,
-        "bpw": bpw,
-        "size": size,
-        "widths": widths,
-    }
-    from lowq_cli.plan.recipe import parse_size
+    from lowq_cli.plan.recipe import Recipe, parse_size
 
     engine = targets.of_export(to, engine) if to else engine
-    asked = _recipes(recipe, flags, engine)
+    asked = _recipes(recipe, {f.name: given[f.name] for f in fields(Recipe)}, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.bpw or one.size for one in asked)
     for name, value in (("plot", plot), ("widths", widths)):

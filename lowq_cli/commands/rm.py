@@ -22,7 +22,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; with --yes.")] = False,
 ) -> None:
-    """Remove checkpoints that lowq wrote, or what it keeps in its cache; asks first."""
+    """Remove what lowq wrote: checkpoints, or all of its cache; asks first."""
     from lowq_cli import holdings
 
     if not names and not cached:

@@ -34,7 +34,7 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
-    """Answer a text with a model, quantizing it into the cache the first time; without a text, talk to it."""
+    """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""
     from lowq_cli.commands.chat import chat
     from lowq_cli.commands.generate import generate
 

@@ -24,7 +24,6 @@ from lowq_cli.files.shards import NAMES, ShardWriter, to_json
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
-from lowq_cli.interop.older_config import spelled_out
 from lowq_cli.plan import targets
 from lowq_cli.state import user_path
 from lowq_packers import formats
@@ -32,11 +31,10 @@ from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.formats import Format, Tensors
 from lowq_packers.qtensor import QuantizedTensor
 
-TARGETS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
+WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
+TARGETS = tuple(sorted(WRITTEN, key=lambda name: WRITTEN[name].rank))
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
-TABLES = ("mlx", "gguf")  # formats that hold a packed embedding
 INEXACT = ("mlx", "gguf")  # formats that round -zero * scale: only the values tell whether one survives
-EXPERTS = ("compressed-tensors", "gptq", "awq", "hqq", "gguf")  # formats that hold experts: under their own names, or stacked
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
 
 
@@ -72,10 +70,10 @@ def export(
             fmt = formats.get(to)
             check(found, fmt)
             name = Path(checkpoint).resolve().name
-            if to == "gguf":
+            if WRITTEN[to].one_file:
                 from lowq_cli.interop.gguf_export import export_gguf
 
-                return export_gguf(found, Path(out or f"{name}.gguf"), rounding, progress)
+                return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
             target = Path(out or f"{name}-{to}")
             with new_folder(target, run_name(found, to, rounding)) as folder:
                 config, written = _write(found, fmt, folder, rounding, progress)
@@ -96,9 +94,9 @@ def check(found: Checkpoint, fmt: Format) -> None:
         if t.scheme is None:
             continue
         reason = fmt.why_not(t.scheme, *t.shape)
-        if t.name.endswith(GATHERED) and fmt.name not in TABLES:
+        if t.name.endswith(GATHERED) and not WRITTEN[fmt.name].embeddings:
             reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
-        if ".experts." in t.name and fmt.name not in EXPERTS and not fmt.stack(t.name, family):
+        if ".experts." in t.name and not WRITTEN[fmt.name].experts and not fmt.stack(t.name, family):
             reason = f"lowq does not know how {fmt.title} holds the experts of {family}; nearest: --to compressed-tensors"
         if reason:
             problems.append(f"{t.name} ({t.scheme}): {reason}")
@@ -205,11 +203,10 @@ def _write(
     found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None
 ) -> tuple[dict[str, Any], list[formats.Matrix]]:
     """Weights, index, companions and config of one export; the config, and how the format's reader sees the weights."""
-    modules, section = described(found, fmt)
+    (modules, section), export = described(found, fmt), WRITTEN[fmt.name]
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
-    if fmt.name == "mlx":
-        config = spelled_out(config, tied=not any(t.name.startswith("lm_head") for t in found.tensors))
-    shards = ShardWriter(folder, "mlx" if fmt.name == "mlx" else "pt")
+    config = export.whole(config, not any(t.name.startswith("lm_head") for t in found.tensors))
+    shards = ShardWriter(folder, export.library)
     done, total = 0, sum(t.params for t in found.tensors)
     finished = {name.rpartition(".")[0] for name in shards.done}
     for t in found.tensors:
@@ -226,9 +223,8 @@ def _write(
     with writing(folder):
         for path in found.source.companions():
             shutil.copyfile(path, folder / path.name)
-        if fmt.name == "gptq":
-            (folder / "quantize_config.json").write_bytes(to_json(section["quantization_config"]))
-        (folder / "config.json").write_bytes(to_json(config))
+        for name, content in {**export.beside(section), "config.json": config}.items():
+            (folder / name).write_bytes(to_json(content))
     with open_foreign(folder) as source:
         read = foreign_matrices(source)
     return config, [] if read is None else read[1]

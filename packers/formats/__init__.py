@@ -67,6 +67,25 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Export:
+    """That lowq writes a format, and what a checkpoint in it holds besides the matrices that `write` makes.
+
+    rank: its place where formats are listed. embeddings: whether a packed embedding may be among them. experts: whether
+    experts may, under their own names; those of a `stack` always may. library: whose the files are, in their metadata.
+    whole: the fields of config.json as its readers know them, from ours and whether the head is the embedding. beside: other
+    JSON files, by name, from what `config` says. one_file: it is one file, which `interop` writes.
+    """
+
+    rank: int
+    embeddings: bool = False
+    experts: bool = True
+    library: str = "pt"
+    whole: Callable[[Config, bool], dict[str, Any]] = lambda config, tied: dict(config)
+    beside: Callable[[Config], dict[str, Any]] = lambda section: {}
+    one_file: bool = False
+
+
+@dataclass(frozen=True)
 class Format:
     """One foreign format.
 
@@ -75,7 +94,7 @@ class Format:
     why_not: the reason the format cannot hold a scheme and shape, ending in the nearest one that it can; or None.
     write: tensors of one matrix, by full name. stack: for an expert's matrix (name, family), the stack that holds it with those
     of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
-    (kept: dense matrices).
+    (kept: dense matrices). export: None where lowq only reads it.
     """
 
     name: str
@@ -88,6 +107,7 @@ class Format:
     config: Callable[[Mapping[str, Scheme], Mapping[str, tuple[int, int]], Sequence[str]], dict[str, Any]] | None = None
     notes: Callable[[Config, Headers], list[str]] = lambda config, headers: []
     stack: Callable[[str, str], tuple[str, int] | None] = lambda name, family: None
+    export: Export | None = None
 
 
 FORMATS: dict[str, Format] = {}

@@ -11,7 +11,7 @@ import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -99,5 +99,6 @@ register(
         _why_not,
         _write,
         _config,
+        export=Export(3),
     )
 )

@@ -15,7 +15,7 @@ import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Header, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Header, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme, ZeroKind
@@ -318,5 +318,6 @@ register(
         _write,
         _config,
         _notes,
+        export=Export(1),
     )
 )

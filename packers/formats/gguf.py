@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lowq_packers.errors import SchemeError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -157,4 +157,5 @@ def _engines(config: object, matrices: Sequence[object]) -> list[str]:
     return ["lowq", "llama.cpp", "Ollama", "LM Studio"]
 
 
-register(Format("gguf", "GGUF", lambda config, headers: "gguf" in config, _matrices, _engines, why_not))
+EXPORT = Export(7, embeddings=True, one_file=True)
+register(Format("gguf", "GGUF", lambda config, headers: "gguf" in config, _matrices, _engines, why_not, export=EXPORT))

@@ -15,7 +15,7 @@ import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -167,4 +167,5 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     }
 
 
-register(Format("gptq", "GPTQ", _claims, _matrices, _engines, _why_not, _write, _config, _notes))
+EXPORT = Export(2, beside=lambda section: {"quantize_config.json": section["quantization_config"]})
+register(Format("gptq", "GPTQ", _claims, _matrices, _engines, _why_not, _write, _config, _notes, export=EXPORT))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -222,4 +222,4 @@ def _notes(config: Config, headers: Headers) -> list[str]:
     return ["transformers 5 and vLLM do not load HQQ checkpoints (transformers 5.23 leaves the weights random, with a warning)"]
 
 
-register(Format("hqq", "HQQ", _claims, _matrices, _engines, _why_not, _write, _config, _notes))
+register(Format("hqq", "HQQ", _claims, _matrices, _engines, _why_not, _write, _config, _notes, export=Export(6)))

@@ -14,8 +14,9 @@ import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register
 from lowq_packers.formats import _common as c
+from lowq_packers.formats._older_config import spelled_out
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -124,4 +125,5 @@ def _notes(config: Config, headers: Headers) -> list[str]:
     return found
 
 
-register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config, _notes, _stack))
+EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out)
+register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config, _notes, _stack, EXPORT))

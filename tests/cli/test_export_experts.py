@@ -15,8 +15,8 @@ from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.interop.inspection import inspect_model
-from lowq_cli.interop.older_config import spelled_out
 from lowq_packers.errors import UnsupportedError
+from lowq_packers.formats._older_config import spelled_out
 from lowq_packers.scheme import Scheme
 
 

@@ -77,11 +77,14 @@ def test_a_plot_is_whole_or_not_there(tmp_path):
         (tmp_path / name).unlink()
 
 
-def test_fp8_promises_no_continuation(run, tmp_path):
-    code, said = run("quantize", "demo", "--format", "fp8", "--out", tmp_path / "out", limit=2_000_000)
+def test_fp8_is_continued_like_any_other(run, tmp_path):
+    command = ("quantize", "demo", "--format", "fp8", "--out", tmp_path / "out")
+    code, said = run(*command, limit=2_000_000)
     assert code == 4
     assert said.endswith("make room and run the same command again\n")
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "out" / "config.json").exists()
+    assert run(*command, limit=resource.RLIM_INFINITY)[0] == 0
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize(
