@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--zero", default="float")
     parser.add_argument("--m", default=ALL)
     parser.add_argument("--kernel", default="", help="with --sweep: only kernels whose name contains this")
-    parser.add_argument("--having", default="", help="with --sweep: only configs where this is not 0, e.g. DIGITS")
+    parser.add_argument("--having", default="", help="with --sweep: only configs where this is not 0, e.g. INT8_PLANES")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--sweep", action="store_true", help="every legal config, not only the chosen one")
     parser.add_argument("--chain", action="store_true", help="an 8B model's layers in turn; with --kernel: by that kernel")

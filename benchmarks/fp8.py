@@ -36,6 +36,7 @@ from fp8_speed import (
     quantizer_rows,
 )
 
+from lowq_kernels import gpu
 from lowq_kernels.activations import rounded
 from lowq_kernels.cuda import nvrtc
 from lowq_kernels.dispatch.registry import Call, kernels, matmul
@@ -142,7 +143,7 @@ def compile_share(index: int, of: int, parts: Sequence[str]) -> None:
         for N, K, bits, group, Ms in CODES:
             for act, M in ((a, m) for a in ACTS for m in Ms):
                 spec = kernels()[f"cuda/tile_{act}"]
-                call = Call(M, N, K, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", (9, 0), act)
+                call = Call(M, N, K, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", gpu.HOPPER.capability, act)
                 if spec.why_not(call) is None:
                     for c in spec.legal_configs(call):
                         instance = tile_wgmma8.expression(bits, 0, act == "int8", group, True, c)

@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.optional import optional
 from lowq_packers import fp8
 from lowq_packers.errors import UsageError
@@ -35,12 +36,11 @@ def int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def _launcher(act: Act, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, Act], torch.Tensor] | None:
     """The kernel that rounds whole tokens in one launch (torch takes 31 us at M = 64 and 870 at 4096), if there is one."""
-    if torch.version.hip is not None or dtype not in (torch.float16, torch.bfloat16):
+    on = gpu.here(device.index)
+    if on.capability < gpu.LEAST or (act == "fp8" and not on.fp8) or dtype not in (torch.float16, torch.bfloat16):
         return None
     act_rows = optional("lowq_kernels.products.cuda.act_rows", "cuda")
-    if act_rows is None:
-        return None
-    return act_rows.rounded_rows if torch.cuda.get_device_capability(device) >= act_rows.LEAST_CAPABILITY[act] else None
+    return act_rows and act_rows.rounded_rows  # converting to e4m3 is an instruction of GPUs with fp8
 
 
 def rounded(x: torch.Tensor, act: Act, group: int | None = None) -> torch.Tensor:

@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.activations import rounded
-from lowq_kernels.dispatch import registry
-from lowq_kernels.dispatch.tuning import shipped
+from lowq_kernels.dispatch import policy, registry
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers import fp8
 from lowq_packers.layouts import LAYOUTS, pack
@@ -65,14 +65,21 @@ def _devices() -> Iterator[Check]:
         p = torch.cuda.get_device_properties(i)
         free = torch.cuda.mem_get_info(i)[0]
         found = f"{p.name}, compute capability {p.major}.{p.minor}, {free / 1e9:.1f} of {p.total_memory / 1e9:.1f} GB free"
-        yield Check(f"gpu {i}", p.major >= 8, found, "" if p.major >= 8 else "lowq's GPU kernels need capability 8.0 or newer")
-        fp8 = "tensor cores multiply fp8" if (p.major, p.minor) >= (8, 9) else "no fp8 tensor cores: fp8 falls back to 16 bits"
-        yield Check(f"gpu {i} fp8", True if (p.major, p.minor) >= (8, 9) else None, fp8)
-        table = shipped(p.name)
-        held = f"{len(table)} measured choices of kernels ship for this GPU"
-        stale = f"; {table.stale} more are of kernels that changed since" if table.stale else ""
-        fix = "" if len(table) else "lowq tune measures them for a checkpoint"
-        yield Check(f"gpu {i} table", True if len(table) else None, held + stale, fix)
+        here = gpu.here(i)
+        tested = here.capability >= gpu.LEAST
+        untested = ": only Triton's portable kernels, on which lowq was never tested"
+        yield Check(f"gpu {i}", tested or None, found if tested else found + untested)
+        fp8 = "tensor cores multiply fp8" if here.fp8 else "no fp8 tensor cores: fp8 falls back to 16 bits"
+        yield Check(f"gpu {i} fp8", here.fp8 or None, fp8)
+        file = policy.file_for(here)
+        own = policy.made_for(file, here)
+        rule = f"configs of the CUDA kernels are chosen by {file['file']}, {file['origin']}"
+        yield Check(
+            f"gpu {i} table",
+            own or None,
+            rule if own else f"{rule}: nothing ships for this architecture",
+            "" if own else "lowq tune measures a checkpoint's shapes here",
+        )
 
 
 def _kernel_files() -> Iterator[Check]:

@@ -16,7 +16,7 @@ MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli
 FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
     "lowq_packers": ("atomic", "errors", "scheme", "bitstream", "qtensor", "fp8", "layouts", "formats"),
     "lowq_kernels": (
-        *("optional", "workspaces", "counters", "activations", "tuned"),
+        *("gpu", "optional", "workspaces", "counters", "activations", "tuned"),
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (

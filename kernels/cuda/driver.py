@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda import nvrtc
 from lowq_packers.errors import UnsupportedError
 
@@ -123,7 +124,7 @@ class Kernel:
         cluster: int = 1,
         serialize: bool = False,
     ) -> None:
-        cubin = nvrtc.compiled(file, expression, nvrtc.arch_of(torch.cuda.get_device_capability(device)))
+        cubin = nvrtc.compiled(file, expression, gpu.here(device).arch)
         driver, self._module, self._function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             _make_current(device)

@@ -91,11 +91,6 @@ def included(file: str) -> dict[str, str]:
     return found
 
 
-def arch_of(capability: tuple[int, int]) -> str:
-    """The NVRTC target for a GPU: sm_90a where Hopper's own instructions exist, else the plain capability."""
-    return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
-
-
 def cache_dir() -> Path | None:
     """Where cubins are kept; None for a user of no home."""
     try:

@@ -1,6 +1,4 @@
-"""What the launchers of the tile kernels share: operands as the device code wants them, and facts about the GPU."""
-
-from functools import cache
+"""What the launchers of the tile kernels share: operands as the device code wants them, and what a block leaves of an SM."""
 
 import torch
 
@@ -9,11 +7,10 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import WORDS
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1}  # the device code's template argument T
-SHARED = 228 << 10  # shared memory of an SM of compute capability 9.0
-# What a Hopper kernel's blocks leave of it is first-level cache, by which the next layer's tile_mma reads x. Whole 8B steps, 4
-# bits, took 2387 us at 16 rows and 2910 at 32 where one block of tile_wgmma an SM asked for all, and 2242 and 2720 with 196 KB;
-# 2 bits at 16 rows, two blocks, 1897 and with 164 KB 1779 (tile_digits' 1842 and 1725).
-BESIDE_L1, TWO_BESIDE_L1 = 196 << 10, 164 << 10
+# What a Hopper kernel's blocks leave of an SM's shared memory is L1 cache, by which the next layer's tile_mma reads x. Steps of
+# 8B, 4 bits, took 2387 us at 16 rows and 2910 at 32 where one block of tile_wgmma an SM asked for all, and 2242 and 2720 with
+# 196 KB; 2 bits at 16 rows, two blocks, 1897 and with 164 KB 1779 (tile_int8x2' 1842 and 1725).
+SMEM_KEEPING_L1 = {1: 196 << 10, 2: 164 << 10}  # of one block an SM, of two
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -66,15 +63,3 @@ def weight_maps(
 def share_of_block(of_sm: int, blocks: int) -> int:
     """Dynamic shared memory for each of so many blocks: 2 KB are the driver's, and barriers and masks."""
     return of_sm // blocks - 2048
-
-
-@cache
-def multiprocessors(device: int | None = None) -> int:
-    """SMs of a GPU; of an H100 where there is none, so that rules can be asked ahead of time."""
-    return torch.cuda.get_device_properties(device or 0).multi_processor_count if torch.cuda.is_available() else 132
-
-
-def shared_memory_limit(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory a block may ask for."""
-    limits = {(8, 0): 163, (8, 7): 163, (8, 6): 99, (8, 9): 99, (12, 0): 99, (12, 1): 99}
-    return limits.get(capability, 227 if capability >= (9, 0) else 99) << 10

@@ -11,13 +11,13 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.counters import counters
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, multiprocessors, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import attention, launch
 from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.dispatch.registry import capability
 
 PARAMETERS = (*(ctypes.c_void_p,) * 11, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 CLUSTER = 8  # blocks: what every GPU with clusters allows
@@ -30,13 +30,13 @@ def why_not(B: int, dtype: torch.dtype, device: torch.device, R: int, h: Heads, 
     """The reason B sequences of up to S slots with heads of this shape are not for attend.cu, or ""."""
     if dtype not in TYPES:
         return f"takes fp16 and bf16, not {dtype}"
-    if capability(device) < (9, 0):
+    if gpu.of(gpu.capability(device)).max_cluster < CLUSTER:
         return "clusters need compute capability 9.0"
     if h.D not in (64, 128) or R % 64 or h.HQ // h.HKV > 8:
         return f"takes heads of 64 or 128 with up to 8 queries, not D={h.D}, R={R}, {h.HQ // h.HKV} queries a key head"
     if any(w is not None and w.dtype not in (dtype, torch.float32) for w in (h.q_norm, h.k_norm)):
         return f"takes norms of {dtype} or fp32"
-    if (multiprocessors(device.index) if S >= LONG else MOST_HEADS) < B * h.HKV:
+    if (gpu.here(device.index).sms if S >= LONG else MOST_HEADS) < B * h.HKV:
         return f"{B * h.HKV} key heads of all sequences, which Triton's kernel takes as fast"
     return ""
 
@@ -68,10 +68,11 @@ def attend(
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     tile = 64 * h.D  # bytes of 16 slots, k and v; a warp has two on their way
-    long = S >= LONG and 16 * tile + STATIC <= shared_memory_limit(capability(qkv.device))
+    on = gpu.here(qkv.device.index)
+    long = S >= LONG and 16 * tile + STATIC <= on.smem_block
     warps, cluster = (8, 1) if long else (4, CLUSTER)
     G, heads = h.HQ // h.HKV, B * h.HKV
-    blocks = max(1, multiprocessors(qkv.device.index) // heads) if cluster == 1 else cluster
+    blocks = max(1, on.sms // heads) if cluster == 1 else cluster
     partial = arrived = None
     if cluster == 1 and blocks > 1:
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)

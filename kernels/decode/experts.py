@@ -10,10 +10,10 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.dispatch.registry import capability
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
@@ -40,7 +40,7 @@ def _smem(K: int, bits: int, top_k: int | None = None) -> int:
 
 def why_not(gate_up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> str:
     """The reason `experts` cannot take this layer, or ""."""
-    if device.type != "cuda" or capability(device) < (8, 0):
+    if gpu.capability(device) < gpu.LEAST:
         return "needs a GPU of compute capability 8.0"
     if dtype not in TYPES:
         return f"takes fp16 and bf16, not {dtype}"
@@ -56,7 +56,7 @@ def why_not(gate_up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtyp
     if gate_up.N % 32:
         return f"{gate_up.N // 2} rows of gate and up, which are no tiles of 16"
     for s, down_of in ((gate_up, None), (down, top_k)):
-        if s.scheme and _smem(s.K, s.scheme.bits, down_of) > min(LIMIT, shared_memory_limit(capability(device)) - 4096):
+        if s.scheme and _smem(s.K, s.scheme.bits, down_of) > min(LIMIT, gpu.of(gpu.capability(device)).smem_block - 4096):
             return f"rows of {s.K} are too long"
     return ""
 
@@ -82,7 +82,7 @@ def _launch(
     bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
     n = parts(s.K, bits, down_of)
     instance = expression(s.scheme, s.K, TYPES[x.dtype], zeros is not None, mode)
-    serialize = launch.enabled and capability(x.device) >= (9, 0)
+    serialize = launch.enabled and gpu.here(x.device.index).dependent_launch
     _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(
         math.ceil(y.shape[1] / 16),
         y.shape[0],

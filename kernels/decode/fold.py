@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from lowq_kernels.cuda.driver import UNFOLDED
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, kernels, select
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_kernels.products.cuda import tile_mma, tile_mma_rules
+from lowq_kernels.products.cuda import tile_mma
 from lowq_kernels.products.cuda.tile_mma import ADDED, GATED, NORMED
 from lowq_packers.layouts.tile import padded_rows
 
@@ -29,21 +30,6 @@ FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
 SQUARES = 16  # features whose squares are summed together
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
 KERNEL = "cuda/tile_mma"
-# Gate and up need pairs of row tiles, and blocks that leave room for the next product's: by bits, first what whole steps of an
-# 8B model were fastest with, instead of what the rule takes alone (us a step with pairs of [8, 2, 256, 1, 1, 1] and with these:
-# 4 bits 1930, 1897; 3 bits 1788, 1747; 2 bits 1582, 1432; 1 bit 1438, 1240). A table's choice was made in whole steps.
-PAIRS = {
-    bits: tuple(
-        tile_mma_rules.config_of(*values) for values in (*first, (4, 2, 256, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 1, 1))
-    )
-    for bits, first in (
-        (8, ()),
-        (4, ((4, 4, 512, 1, 1, 1),)),
-        (3, ((4, 2, 256, 1, 1, 1),)),
-        (2, ((8, 4, 256, 1, 1, 1),)),
-        (1, ((4, 4, 256, 1, 1, 1),)),
-    )
-}
 
 enabled = True  # benchmarks switch it off to see what it brings
 
@@ -131,7 +117,7 @@ def _config(call: Call, kernel: str | None, fold: int) -> Config | None:
     config = select(call, kernel)[1]
     if not fold & GATED:
         return config
-    even = config if config["NT"] % 2 == 0 else None
+    even = config if config["ROW_TILES"] % 2 == 0 else None
     return even if even and even != _alone(call) else _pairs(call) or even
 
 
@@ -143,6 +129,7 @@ def _alone(call: Call) -> Config:
 
 @lru_cache(1024)
 def _pairs(call: Call) -> Config | None:
-    """The first of PAIRS of its width that is legal."""
+    """The first of the shipped pairs of its width that is legal: gate and up need pairs of row tiles, and blocks that leave
+    room for the next product's, where a config that is fast alone does not. A table's choice was made in whole steps."""
     legal = kernels()[KERNEL].legal_configs(call)
-    return next((pairs for pairs in PAIRS[call.scheme.bits] if pairs in legal), None)
+    return next((pairs for pairs in policy.gated(call, tile_mma.KEYS) if pairs in legal), None)

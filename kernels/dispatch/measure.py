@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.activations import rounded
 from lowq_kernels.dispatch.layouts import ranked
 from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, dispatched, select
@@ -95,17 +96,13 @@ def _cost(call: Call, c: Config) -> float:
         return 1.0
     tiles_m = math.ceil(call.M / c["BLOCK_M"])
     programs = tiles_m * math.ceil(call.N / c["BLOCK_N"]) * c.get("SPLIT_K", 1)
-    slots = _processors() * max(1, 8 // c.get("num_warps", 4))
-    fill = min(1.0, programs / _processors()) * programs / (math.ceil(programs / slots) * slots) ** 0.5 / programs**0.5
+    sms = gpu.of(call.capability).sms
+    slots = sms * max(1, 8 // c.get("num_warps", 4))
+    fill = min(1.0, programs / sms) * programs / (math.ceil(programs / slots) * slots) ** 0.5 / programs**0.5
     padded = tiles_m * c["BLOCK_M"]
     work = tiles_m + padded / 128  # decoding once per tile of rows, multiplying once per padded row
     least = 1 + call.M / 128
     return work / least / max(fill, 1e-3)
-
-
-@cache
-def _processors() -> int:
-    return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 1
 
 
 @dataclass

@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 import torch
 
 from lowq_kernels.activations import Act, rounded
+from lowq_kernels.gpu import capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme, ZeroKind
@@ -119,12 +120,6 @@ def register(name: str, **facts: object) -> Callable[[Launch], Launch]:
         return launch
 
     return add
-
-
-@cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a CUDA device; (0, 0) elsewhere."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @cache

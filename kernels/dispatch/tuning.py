@@ -1,8 +1,9 @@
 """What was measured decides: tables of the fastest kernel and config per call, on disk and at dispatch.
 
 `Table` answers `registry.select` through `registry.TABLES`: a checkpoint's own (`lowq_tune.json`, written by `lowq tune`)
-first, then those shipped in tuned/, then the registry's rule. Entries bind to what they were measured with: GPU, torch and
-triton versions, a hash of the kernel's sources. Stale ones are skipped, and `stale` counts them. measure.py makes entries.
+first, then the exact shapes that ship in tuned/, then the registry's rule, which reads that file's other rows (policy.py).
+A checkpoint's entries bind to what they were measured with: GPU, torch and triton versions, a hash of the kernel's sources;
+stale ones are skipped, and `stale` counts them. Shipped ones bind to the configs that kernels have. measure.py makes entries.
 """
 
 import datetime
@@ -12,16 +13,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowq_kernels.dispatch import registry
-from lowq_kernels.dispatch.registry import Call, Config, capability, kernels
+from lowq_kernels import gpu
+from lowq_kernels.dispatch import policy, registry
+from lowq_kernels.dispatch.registry import Call, Config, kernels
 from lowq_kernels.dispatch.sources import source_hash
+from lowq_kernels.gpu import Gpu, capability
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import LAYOUTS
@@ -29,7 +31,8 @@ from lowq_packers.scheme import Act, Scheme
 
 FILE = "lowq_tune.json"
 Device = torch.device  # by another name in Machine, which has a field called torch
-FORMAT = 1
+FORMAT = 2  # 1 had other names for the configs of the tile kernels
+PLACE = ("bits", "group", "zero", "dtype", "layout", "N", "K", "act")  # what an entry answers for, M aside
 BEYOND = 2  # an entry of the largest measured M answers for so many times its rows
 REACH = 4.0  # a shipped entry answers for shapes up to this factor away in N * K, where none is nearer
 
@@ -75,8 +78,8 @@ class Entry:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What an entry answers for, M aside."""
-        return self.bits, self.group, self.zero, self.dtype, self.layout, self.N, self.K, self.act
+        """What an entry answers for: PLACE."""
+        return tuple(getattr(self, name) for name in PLACE)
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,20 @@ def _version(name: str) -> str:
 
 
 class Table:
-    """Entries of one machine by place and M; those of kernels that are not here, or changed since, only count as stale."""
+    """Entries of one machine by place and M; those of kernels that are not here, or changed since, only count as stale.
+
+    Shipped ones have no hash of sources: of them those are stale whose config the kernel no longer has.
+    """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self.entries: dict[tuple[Any, ...], dict[int, Entry]] = {}
         self.stale = 0
         for e in entries:
-            if e.kernel not in kernels() or e.source != source_hash(e.kernel):
-                self.stale += 1
-            else:
+            spec = kernels().get(e.kernel)
+            if spec and (e.source == source_hash(e.kernel) if e.source else e.config in spec.configs):
                 self.add(e)
+            else:
+                self.stale += 1
 
     def add(self, e: Entry) -> None:
         """Keep an entry, in place of an older one for the same call."""
@@ -189,7 +196,7 @@ def read_file(path: Path) -> list[dict[str, Any]]:
         data = json.loads(path.read_text())
         machines = data["machines"]
         if data["format"] != FORMAT or not isinstance(machines, list):
-            raise ValueError(f"format {data['format']}")
+            raise ValueError(f"it has format {data['format']}, of another lowq")
         for m in machines:
             _entries(m), Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -290,22 +297,14 @@ def forget() -> None:
 
 
 @cache
-def shipped(gpu: str) -> Table:
-    """The table measured for this GPU and shipped with lowq, possibly empty. Versions of torch and triton may differ.
-
-    A kernel that changed since drops out of it, and the rule decides until the table is measured again: what an old source
-    needed says nothing of the new one.
-    """
-    table = Table()
-    for f in sorted(resources.files("lowq_kernels.tuned").iterdir(), key=lambda f: f.name):
-        if f.name.endswith(".json"):
-            for m in json.loads(f.read_text())["machines"]:
-                if m["gpu"] == gpu:
-                    measured = Table(_entries(m))
-                    table.stale += measured.stale
-                    for e in measured:
-                        table.add(e)
-    return table
+def shipped(on: Gpu) -> Table:
+    """The exact shapes that ship for this GPU's architecture, possibly none; measured with whatever torch and triton."""
+    file = policy.file_for(on)
+    return Table(
+        Entry(**{k: row[k] for k in PLACE}, M=int(M), kernel=kernel, config=config, us=us, source="")
+        for row in (file["measured"] if policy.made_for(file, on) else ())
+        for M, (kernel, config, us) in row["M"].items()
+    )
 
 
 def _from_checkpoint(call: Call) -> tuple[str, Config] | None:
@@ -313,25 +312,25 @@ def _from_checkpoint(call: Call) -> tuple[str, Config] | None:
 
 
 def _from_shipped(call: Call) -> tuple[str, Config] | None:
-    if call.device != "cuda" or not torch.cuda.is_available():
-        return None
-    return shipped(torch.cuda.get_device_name()).lookup(call, near=True)
+    return shipped(gpu.of(call.capability)).lookup(call, near=True) if call.device == "cuda" else None
 
 
 def chosen_by(call: Call, kernel: str | None = None) -> str:
-    """Who made `registry.select`'s choice for a call: "name", "tuned" (the checkpoint's table), "shipped" or "rule"."""
+    """Who made `registry.select`'s choice for a call: "name", "tuned" (the checkpoint's table), "shipped" (a file of tuned/) or
+    "rule", the kernels' own."""
     if kernel or os.environ.get("LOWQ_KERNEL"):
         return "name"
     spec, config = registry.select(call)
     asked = {"tuned": _from_checkpoint, "shipped": _from_shipped}
-    return next((who for who, table in asked.items() if table(call) == (spec.name, config)), "rule")
+    found = next((who for who, table in asked.items() if table(call) == (spec.name, config)), "rule")
+    return "shipped" if found == "rule" and policy.answers(spec.name, call) else found
 
 
 def best_layout(shape: Shape, device: torch.device) -> str | None:
     """The layout that measurements prefer for this shape here, or None where none were made."""
     tables = list(_active.values())
     if device.type == "cuda":
-        tables.append(shipped(torch.cuda.get_device_name(device)))
+        tables.append(shipped(gpu.here(device.index)))
     return next((name for t in tables if (name := preferred_layout(t, shape, LAYOUTS))), None)
 
 

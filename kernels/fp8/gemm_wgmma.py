@@ -12,8 +12,9 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda.operands import TYPES, multiprocessors
+from lowq_kernels.cuda.operands import TYPES, share_of_block
 from lowq_kernels.dispatch.registry import Config
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Fp8Matrix
@@ -21,8 +22,7 @@ from lowq_packers.fp8 import Fp8Matrix
 CHUNK = 128  # k of a stage
 VECTOR, GROUP, BLOCK = range(3)  # the device code's modes of scales
 PARAMETERS = (TensorMap,) * 3 + (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 9
-SHARED = 226 << 10
-LIGHT_SHARED = 112 << 10  # two blocks an SM
+SHARED, LIGHT_SHARED = (share_of_block(gpu.HOPPER.smem_sm, blocks) for blocks in (1, 2))  # LIGHT: two blocks an SM
 MAX_STAGES = 24
 NAMES = ("SWAP", "MH", "NB", "SPLIT", "WK", "LIGHT", "BAND")
 
@@ -94,7 +94,7 @@ def refuse(x: Fp8Matrix, w: Fp8Matrix, config: Config) -> str | None:
 def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
     """The config that measured fastest on an H100 for the like (docs/fp8.md): W's rows in front up to M = 64, x's beyond."""
     (M, K), N = x.q.shape, w.q.shape[0]
-    sms = multiprocessors(x.q.device.index)
+    sms = gpu.here(x.q.device.index).sms
     if M <= 64:
         nb = max(8, 1 << (M - 1).bit_length())
         tiles = math.ceil(N / 64)
@@ -151,7 +151,7 @@ def fp8_gemm(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch
         by_k, wide = _groups(x), nb if modes[1] == GROUP else rows
         groups_map = tensor_map(by_k.data_ptr(), 4, by_k.shape[1], by_k.shape[0], by_k.stride(0) * 4, (wide, 1), False)
     tiles = math.ceil(a.q.shape[0] / rows) * math.ceil(b.q.shape[0] / nb)
-    slots = multiprocessors(x.q.device.index) * (2 if config["LIGHT"] else 1)
+    slots = gpu.here(x.q.device.index).sms * (2 if config["LIGHT"] else 1)
     blocks = tiles * split if split > 1 else min(tiles, slots)
     kernel(
         blocks, 1, smem, a_map, b_map, groups_map, a.scales.data_ptr(), b.scales.data_ptr(),

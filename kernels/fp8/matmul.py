@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.activations import Act
-from lowq_kernels.dispatch.registry import Config, capability
+from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.optional import optional
 from lowq_kernels.products.dequant import SLAB_BYTES
 from lowq_packers.errors import UnsupportedError
@@ -23,7 +24,7 @@ WIDEN_M = 128  # rows beyond which 16-bit activations are worth widening the wei
 
 def has_fp8(device: torch.device) -> bool:
     """Whether the device multiplies e4m3: NVIDIA from capability 8.9 on, with triton installed."""
-    if device.type != "cuda" or torch.version.hip is not None or capability(device) < (8, 9):
+    if not gpu.of(gpu.capability(device)).fp8:
         return False
     try:
         import triton  # noqa: F401
@@ -35,7 +36,7 @@ def has_fp8(device: torch.device) -> bool:
 @cache
 def _wgmma(device: torch.device) -> Any:
     """gemm_wgmma where it can run, else None."""
-    return optional("lowq_kernels.fp8.gemm_wgmma", "cuda") if capability(device) == (9, 0) else None
+    return optional("lowq_kernels.fp8.gemm_wgmma", "cuda") if gpu.of(gpu.capability(device)).wgmma else None
 
 
 def activation_block(w: Fp8Matrix) -> Block:

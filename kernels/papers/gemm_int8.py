@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels import gpu
 from lowq_kernels.counters import counters
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.triton.decode import interleaved, plain_code
@@ -138,7 +139,6 @@ CONFIGS = _configs(
     (64, 64, 64, 2, 0, 4, 3), (64, 128, 128, 2, 1, 4, 3), (16, 64, 128, 4, 0, 4, 4), (16, 128, 64, 8, 0, 4, 4),
     (16, 64, 32, 4, 0, 4, 4), (128, 128, 32, 1, 0, 8, 3),
 )  # fmt: skip
-PROGRAMS = 264  # two on each multiprocessor of an H100
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
@@ -150,10 +150,12 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
+    wanted = 2 * gpu.of(call.capability).sms  # programs
+
     def cost(c: Config) -> float:
         padded = triton.cdiv(call.M, c["BLOCK_M"]) * c["BLOCK_M"]
         programs = padded // c["BLOCK_M"] * triton.cdiv(call.N, c["BLOCK_N"]) * c["SPLIT_K"]
-        return padded * (1 + 64 / c["BLOCK_M"]) * max(1.0, PROGRAMS / programs) * (1 + 16 / c["BLOCK_K"])
+        return padded * (1 + 64 / c["BLOCK_M"]) * max(1.0, wanted / programs) * (1 + 16 / c["BLOCK_K"])
 
     return min(legal, key=cost)
 
@@ -164,7 +166,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     devices=("cuda",),
     bits=(8, 4, 2),
     acts=("int8",),
-    min_capability=(8, 0),
+    min_capability=gpu.LEAST,
     reproduction=True,
     configs=CONFIGS,
     config_refuse=_config_refuse,

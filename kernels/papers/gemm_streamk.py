@@ -7,12 +7,11 @@ Range   program p takes steps p * T // P .. (p + 1) * T // P of the T = tiles * 
 Source  Stream-K: Osama et al. 2023 (arXiv:2301.03598); for W4A16 the "future direction" of arXiv:2402.00025
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels import gpu
 from lowq_kernels.counters import counters
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.products.triton.decode import codes_per_step
@@ -75,11 +74,6 @@ def _streamk_kernel(
         step += last - first
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_PROCESSORS
-
-
 def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N)."""
     M, BLOCK_M, BLOCK_N = x.shape[0], config["BLOCK_M"], config["BLOCK_N"]
@@ -87,7 +81,8 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     facts = constants(p.scheme, x.dtype, p.K, config["ROWS"], BLOCK_M, native_ptx(x))
     tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(p.N, BLOCK_N)
     E = codes_per_step(p.scheme.bits)
-    programs = min(_processors(x.device) * config["PROGRAMS"], tiles * triton.cdiv(p.K, config["ROWS"] * E))
+    sms = gpu.here(x.device.index).sms if x.is_cuda else CPU_PROCESSORS
+    programs = min(sms * config["PROGRAMS"], tiles * triton.cdiv(p.K, config["ROWS"] * E))
     partials = torch.empty(2 * programs * BLOCK_M * BLOCK_N, dtype=torch.float32, device=x.device)
     settings = {k: v for k, v in config.items() if k != "PROGRAMS"}
     more = launch_facts(x) | {"BIAS": bias is not None}

@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument
 from lowq_kernels.dispatch.registry import Call, Config, register
@@ -64,7 +65,7 @@ def _launch(
     layouts=("rowstream",),
     devices=("cuda",),
     bits=(8, 4, 2, 1),
-    min_capability=(8, 0),
+    min_capability=gpu.LEAST,
     m_range=(1, 65535),
     reproduction=True,
     configs=CONFIGS,

@@ -10,8 +10,9 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, companions, group_argument, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES, companions, group_argument
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import PackedWeight
@@ -28,7 +29,7 @@ def expression(bits: int, T: int, group: int, zeros: bool, SUM: int, WARPS: int)
 
 @cache
 def _kernel(instance: str, device: int, warps: int) -> Kernel:
-    limit = shared_memory_limit(torch.cuda.get_device_capability(device)) - 1024
+    limit = gpu.here(device).smem_block - 1024
     return Kernel("gemv_warp32.cu", instance, device, 32 * warps, PARAMETERS, smem=limit)
 
 
@@ -39,7 +40,7 @@ def _padded(K: int, bits: int) -> int:
 
 
 def _refuse(call: Call) -> str | None:
-    if 2 * _padded(call.K, call.scheme.bits) > shared_memory_limit(call.capability) - 1024:
+    if 2 * _padded(call.K, call.scheme.bits) > gpu.of(call.capability).smem_block - 1024:
         return f"a row of x must fit shared memory, K={call.K} does not"
     return None
 
@@ -79,7 +80,7 @@ def _launch(
     "cuda/gemv_warp32",
     layouts=("warp32",),
     devices=("cuda",),
-    min_capability=(8, 0),
+    min_capability=gpu.LEAST,
     m_range=(1, 65535),
     reproduction=True,
     configs=CONFIGS,
@@ -104,7 +105,7 @@ def gemv_warp32_int8(x: torch.Tensor, p: PackedWeight, dp4a: bool = True) -> tor
     """
     if x.dtype != torch.int8 or p.layout != "warp32":
         raise SchemeError(f"gemv_warp32_int8 takes int8 x and layout warp32, not {x.dtype} and {p.layout}")
-    if _padded(p.K, p.scheme.bits) > shared_memory_limit(torch.cuda.get_device_capability(x.device)) - 1024:
+    if _padded(p.K, p.scheme.bits) > gpu.here(x.device.index).smem_block - 1024:
         raise SchemeError(f"K={p.K}: a row of x must fit shared memory")
     y = torch.empty(x.shape[0], p.N, dtype=torch.float32, device=x.device)
     dtype = p.scales.dtype if p.scales.dtype in TYPES else torch.float16

@@ -107,7 +107,7 @@ class Fold:
 
     @staticmethod
     def config_of(layer, M, dtype, fold):
-        return {"WARPS": 4, "NT": 2}
+        return {"WARPS": 4, "ROW_TILES": 2}
 
     @staticmethod
     def added(layer, x, residual, weight, eps, scale):

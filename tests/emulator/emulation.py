@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.dispatch import registry
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
@@ -68,6 +69,14 @@ def forget(*modules: ModuleType) -> None:
 
 
 @contextmanager
+def sms(n: int) -> Iterator[None]:
+    """Inside, every GPU is a Hopper of so many SMs."""
+    small = dataclasses.replace(gpu.HOPPER, sms=n, clusters=tuple(c * n // gpu.HOPPER.sms for c in gpu.HOPPER.clusters))
+    with mock.patch.object(gpu, "here", return_value=small), mock.patch.object(gpu, "of", return_value=small):
+        yield
+
+
+@contextmanager
 def hopper(*modules: ModuleType) -> Iterator[None]:
     """Inside, launchers of `modules` run emulated, behind CPU tensors on a GPU of capability 9.0, and empty tensors are NaN."""
     import simt  # needs what `require` asks for
@@ -79,7 +88,6 @@ def hopper(*modules: ModuleType) -> Iterator[None]:
             patches.enter_context(mock.patch.object(module, "Kernel", simt.Kernel))
             if hasattr(module, "tensor_map"):
                 patches.enter_context(mock.patch.object(module, "tensor_map", simt.tensor_map))
-        patches.enter_context(mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)))
         patches.enter_context(mock.patch.object(registry, "capability", return_value=(9, 0)))
         patches.enter_context(mock.patch("torch.empty", poisoned))
         forget(*modules)

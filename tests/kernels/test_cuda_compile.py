@@ -14,6 +14,7 @@ import torch
 
 nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not installed")
 
+from lowq_kernels import gpu
 from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma
@@ -41,7 +42,8 @@ def mma_instances(bits):
                 cut = tile_mma.plan(call, config)
                 one_group = 0 if group == 4096 else group
                 arch = ARCHS[(i + bits) % 3]
-                yield tile_mma.expression(bits, dtype, one_group, zero != "none", config, cut.MT, cut.copies), arch
+                facts = (bits, dtype, one_group, zero != "none", config, cut.MT, cut.copies, gpu.HOPPER.sms)
+                yield tile_mma.expression(*facts), arch
                 break
 
 
@@ -58,7 +60,7 @@ def test_tile_wgmma(bits):
         group = (128, 48, 0)[i % 3]
         if tile_wgmma.plan(bits, group, True, c)[0] >= 2:
             used = clean("tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, i % 2 == 0, c), "sm_90a")
-            assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS"])
+            assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
 
 
 @pytest.mark.parametrize("bits", BITS)

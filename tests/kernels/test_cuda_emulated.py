@@ -22,13 +22,14 @@ emulation.require("cuda/tile_mma")
 import simt
 from lowq_kernels.cuda import nvrtc
 from lowq_kernels.papers import gemv_rows, gemv_warp32
-from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_mma_rules
+from lowq_kernels.products.cuda import tile_dequant, tile_mma
 
 MODULES = (tile_mma, tile_dequant, gemv_rows, gemv_warp32)
 F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 2e-3, BF16: 1.2e-2}
 KERNELS = ("cuda/tile_mma", "cuda/tile_dequant", "cuda/gemv_rows", "cuda/gemv_warp32")
 GROUPS = (16, 32, 48, 64, 96, 128, 0)  # 0: a row is one group
+HALVES = [c for c in tile_mma.CONFIGS if not c["INT8_PLANES"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ def tails():
 
 def warps():
     """Each config of tile_mma: warps with more steps than they hold in flight, with one, with none."""
-    count = len(tile_mma_rules.HALVES)
+    count = len(HALVES)
     for i in range(count):
         bits, dtype = BITS[i % 5], (F16, BF16)[i // 5 % 2]
         M, K = ((1, 2304), (8, 1152), (16, 640), (27, 1280))[i % 4]
@@ -145,8 +146,8 @@ def warps():
 
 def many_blocks():
     """More than 264: those ask for two steps at once where two are in flight."""
-    i = tile_mma_rules.HALVES.index(tile_mma_rules.config_of(2, 2, 128, 2, 1))
-    yield Case("cuda/tile_mma", 4, F16, 128, "float", M=3, N=8512, K=640, config=(i + 0.5) / len(tile_mma_rules.HALVES))
+    i = HALVES.index(tile_mma.config_of(2, 2, 128, 2, 1))
+    yield Case("cuda/tile_mma", 4, F16, 128, "float", M=3, N=8512, K=640, config=(i + 0.5) / len(HALVES))
 
 
 def groups_inside_words():

@@ -3,6 +3,7 @@
 On a GPU they run there; elsewhere emulated on the CPU thread by thread, every launch twice, with the threads in two orders.
 """
 
+import dataclasses
 import shutil
 from types import SimpleNamespace
 from unittest import mock
@@ -18,6 +19,7 @@ try:
     from lowq_kernels.decode import experts as mixture
 except ModuleNotFoundError:
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+import lowq_kernels.gpu
 import simt
 from lowq_kernels.decode import reference
 from lowq_packers.layouts import pack
@@ -58,8 +60,9 @@ def gpu():
         return
     modules = (attention_cuda, mixture)
     patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in modules]
-    patches += [mock.patch.object(m, "capability", return_value=(9, 0)) for m in modules]
-    patches += [mock.patch.object(attention_cuda, "multiprocessors", return_value=SMS)]
+    here = dataclasses.replace(lowq_kernels.gpu.HOPPER, sms=SMS, clusters=())
+    patches.append(mock.patch.object(lowq_kernels.gpu, "capability", return_value=here.capability))
+    patches += [mock.patch.object(lowq_kernels.gpu, name, return_value=here) for name in ("here", "of")]
     for p in patches:
         p.start()
     for m in modules:
@@ -191,4 +194,5 @@ def test_layers_it_does_not_take():
     assert "tile" in mixture.why_not(good, SimpleNamespace(**vars(good) | {"layout": "rowstream"}), *facts)
     assert "rows of 60" in mixture.why_not(SimpleNamespace(**vars(good) | {"K": 60}), good, *facts)
     assert "tiles" in mixture.why_not(SimpleNamespace(**vars(good) | {"N": 48}), good, *facts)
-    assert "GPU" in mixture.why_not(good, good, 2, "silu", F16, torch.device("cpu"))
+    with mock.patch.object(lowq_kernels.gpu, "capability", return_value=(0, 0)):
+        assert "GPU" in mixture.why_not(good, good, 2, "silu", F16, torch.device("cpu"))

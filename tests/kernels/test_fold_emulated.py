@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import emulation
-from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch import policy, registry
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -16,7 +16,7 @@ emulation.require("cuda/tile_mma")
 import simt
 from lowq_kernels.decode import fold, reference
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_kernels.products.cuda import tile_mma, tile_mma_rules
+from lowq_kernels.products.cuda import tile_mma
 
 F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 1.5e-3, BF16: 8e-3}
@@ -24,8 +24,8 @@ EPS = 1e-5
 K, N = 640, 256
 CASES = [  # bits, dtype, rows, activation, tile_mma.KEYS
     pytest.param(4, F16, 1, "silu", (8, 2, 256, 1, 2), id="4-bit"),
-    pytest.param(2, F16, 1, "silu", (8, 2, 256, 2, 1, 1), id="2-bit-digits"),
-    pytest.param(2, BF16, 2, "gelu_tanh", (4, 4, 512, 1, 1, 1), id="2-bit-digits-2-rows"),
+    pytest.param(2, F16, 1, "silu", (8, 2, 256, 2, 1, 1), id="2-bit-planes"),
+    pytest.param(2, BF16, 2, "gelu_tanh", (4, 4, 512, 1, 1, 1), id="2-bit-planes-2-rows"),
     pytest.param(2, F16, 8, "gelu_tanh", (4, 2, 128, 2, 1), id="2-bit-8-rows"),
     pytest.param(3, BF16, 5, "silu", (16, 2, 256, 1, 1), id="3-bit-bf16-5-rows"),
     pytest.param(8, F16, 3, "silu", (2, 4, 256, 1, 1), id="8-bit-3-rows-4-tiles"),
@@ -52,7 +52,7 @@ def layer_of(bits, dtype, bias=True):
 @pytest.fixture
 def config(monkeypatch, request):
     """Every product takes the case's config."""
-    chosen = tile_mma_rules.config_of(*request.node.callspec.params["values"])
+    chosen = tile_mma.config_of(*request.node.callspec.params["values"])
     monkeypatch.setattr(fold, "_config", lambda *args: chosen)
 
 
@@ -119,11 +119,11 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
     monkeypatch.setattr(registry, "TABLES", [])
     registry.forget_choices()
-    alone, pairs = registry.select(call)[1], fold.PAIRS[bits][0]
+    alone, pairs = registry.select(call)[1], policy.gated(call, tile_mma.KEYS)[0]
     assert fold._config(call, None, tile_mma.SILU) == pairs
     assert fold._config(call, None, tile_mma.NORMED) == alone
-    told = tile_mma_rules.config_of(8, 2, 256, 2, 1)
-    odd = tile_mma_rules.config_of(8, 1, 256, 1, 1)
+    told = tile_mma.config_of(8, 2, 256, 2, 1)
+    odd = tile_mma.config_of(8, 1, 256, 1, 1)
     for choice, wanted in ((told, told), (odd, pairs)):
         monkeypatch.setattr(registry, "TABLES", [lambda call, choice=choice: ("cuda/tile_mma", choice)])
         registry.forget_choices()

@@ -1,5 +1,6 @@
 """fp8 blocks: quantizer and products against lowq_packers.fp8, the definition; interpreted here, on the hardware with a GPU."""
 
+import dataclasses
 import itertools
 import shutil
 
@@ -10,7 +11,7 @@ pytest.importorskip("triton")
 
 import numpy as np
 
-from lowq_kernels import activations
+from lowq_kernels import activations, gpu
 from lowq_kernels.fp8 import block_quant, gemm_triton, matmul
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers import fp8
@@ -214,7 +215,7 @@ def test_wgmma_emulated(case, monkeypatch):
     bias, ref = bias.cpu(), ref.cpu()
     monkeypatch.setattr(wgmma, "Kernel", simt.Kernel)
     monkeypatch.setattr(wgmma, "tensor_map", simt.tensor_map)
-    monkeypatch.setattr(wgmma, "multiprocessors", lambda device: sms)
+    monkeypatch.setattr(gpu, "here", lambda index: dataclasses.replace(gpu.HOPPER, sms=sms, clusters=()))
     named, found = dict(zip(wgmma.NAMES, config, strict=True)), []
     wgmma._prepared.cache_clear()
     for order in (1, -1):

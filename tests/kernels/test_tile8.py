@@ -78,12 +78,12 @@ CASES = [
 def test_emulated(case):
     """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""
     x, p, bias, ref = operands(case)
-    spec, config = registry.kernels()[f"cuda/tile_{case.act}"], dict(zip(("MH", "NB", "SPLIT"), case.config, strict=True))
+    spec, config = registry.kernels()[f"cuda/tile_{case.act}"], dict(zip(tile_wgmma8.KEYS, case.config, strict=True))
     call = dataclasses.replace(Call.of(x, p, case.act), device="cuda", capability=(9, 0))
     assert spec.why_not(call) is None, spec.why_not(call)
     assert config in spec.legal_configs(call)
     found = []
-    with emulation.hopper(tile_wgmma8), mock.patch.object(tile_wgmma8, "multiprocessors", return_value=case.sms):
+    with emulation.hopper(tile_wgmma8), emulation.sms(case.sms):
         for order in (1, -1):
             with mock.patch.object(simt.Kernel, "order", order):
                 found.append(spec.launch(x, p, bias, config))

@@ -60,16 +60,16 @@ def drawn():
         yield Case(i, BITS[i // 2 % len(BITS)], dtype, group, zero, M, N, K, rng.choice((1, 2, 132)), rng.random() < 0.3)
     shapes = ((70, 321, 1024, 5), (130, 264, 2048, 7), (33, 65, 2048, 7), (300, 130, 1024, 4))
     for i, c in enumerate(tile_wgmma.CONFIGS):
-        if c["SPLIT"] == tile_wgmma.SHARED_OUT:
+        if c["SPLIT_K"] == tile_wgmma.STREAM_K:
             dtype, group = rng.choice(tuple(TOLERANCE)), rng.choice((32, 128))
             for bits, (M, N, K, sms) in rng.sample([(b, s) for b in BITS for s in shapes], 20):
                 call = Call(M, N, K, Scheme(bits, group), "tile", dtype, "cuda", (9, 0))
-                with mock.patch.object(tile_wgmma, "multiprocessors", return_value=sms):
+                with emulation.sms(sms):
                     if tile_wgmma._config_refuse(call, c) is None:
                         yield Case(i, bits, dtype, group, "float", M, N, K, sms, i % 2 == 0)
                         break
     for i, c in enumerate(tile_wgmma.CONFIGS):
-        if c["NB"] >= 128 and c["SPLIT"] == 1:
+        if c["BLOCK_M"] >= 128 and c["SPLIT_K"] == 1:
             yield Case(i, 8, torch.float16, 128, ("float", "int", "none")[i % 3], 140, 201, 1280, 2, False)
             yield Case(i, 8, torch.bfloat16, (64, 256, 1280)[i % 3], "float", 40, 201, 1280, 132, False)
 
@@ -96,14 +96,14 @@ def check(case):
     bias = torch.linspace(-1, 1, case.N).to(case.dtype) if case.bias else None
     p, spec, config = pack(q, "tile"), registry.kernels()["cuda/tile_wgmma"], tile_wgmma.CONFIGS[case.config]
     call = dataclasses.replace(Call.of(x, p), device="cuda")
-    with mock.patch.object(tile_wgmma, "multiprocessors", return_value=case.sms):
+    with emulation.sms(case.sms):
         if config not in spec.legal_configs(call):
             pytest.skip(f"{config} does not take this")
     found = []
     for order in (1, -1):
         with (
             mock.patch.object(simt.Kernel, "order", order),
-            mock.patch.object(tile_wgmma, "multiprocessors", return_value=case.sms),
+            emulation.sms(case.sms),
         ):
             found.append(spec.launch(x, p, bias, config))
     ref = x.float() @ q.dequantize().t() + (0 if bias is None else bias.float())
@@ -149,8 +149,8 @@ def test_the_emulator_notices(columns, good, bad, monkeypatch):
     (Path(simt._folder().name) / "tile_wgmma_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
     monkeypatch.setattr(tile_wgmma, "Kernel", lambda file, *rest, **more: simt.Kernel("tile_wgmma_bad.cu", *rest, **more))
     monkeypatch.setattr(simt.Kernel, "made", {})
-    split = tile_wgmma.SHARED_OUT if "other" in good else 1
-    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["NB"] == columns and c["SPLIT"] == split)
+    split = tile_wgmma.STREAM_K if "other" in good else 1
+    config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["BLOCK_M"] == columns and c["SPLIT_K"] == split)
     with pytest.raises(AssertionError):
         check(
             Case(config, 8 if bad == "true" else 4, torch.float16, 128, "float", 40, 201, 4096, 3 if split != 1 else 1, False)

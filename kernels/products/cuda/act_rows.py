@@ -9,7 +9,6 @@ from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES, aligned
 
 PARAMETERS = (ctypes.c_void_p,) * 2 + (ctypes.c_int32,)
-LEAST_CAPABILITY = {"int8": (8, 0), "fp8": (8, 9)}  # the instruction that converts to e4m3
 
 
 @cache

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES, companions, group_argument
 from lowq_kernels.dispatch.registry import Config, register
@@ -30,7 +31,7 @@ def _kernel(instance: str, device: int) -> Kernel:
     "cuda/tile_dequant",
     layouts=("tile",),
     devices=("cuda",),
-    min_capability=(8, 0),
+    min_capability=gpu.LEAST,
     rank=40,
 )
 def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:

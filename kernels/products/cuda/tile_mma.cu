@@ -9,16 +9,16 @@
 // FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
 //         (code - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a
 //         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
-//         bf16 has no such numbers, so there the first way is closed. DIGITS: codes as bytes, digits.cuh, MT one or two rows of
+//         bf16 has no such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, MT one or two rows of
 //         x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
-#include "digits.cuh"
+#include "split_int8.cuh"
 #include "fold.cuh"
 
-enum { MAGIC = 0, EXACT = 1, DIGITS = 2 };
+enum { MAGIC = 0, EXACT = 1, INT8_PLANES = 2 };
 
 // 16, 8 and 4 bytes of this lane, read once (weights) or by neighbours too (scales, zeros). `cs`: first to leave both caches; with
 // more of a line asked for than the load takes (L2::256B) products of 33 MB and less took 2 to 4% longer.
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int FOLD = 0>
+template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int LATE, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
@@ -56,13 +56,13 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
     constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
-    using D = Digits<BITS, T, FORM == DIGITS ? GROUP : 0, FORM == DIGITS ? MT : 1, STEP>;
+    using D = Int8Planes<BITS, T, FORM == INT8_PLANES ? GROUP : 0, FORM == INT8_PLANES ? MT : 1, STEP>;
     constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1 : STEP / gcd(GROUP, STEP);  // that a step meets
-    constexpr int METAS = FORM == DIGITS ? D::ROUNDS : GROUPS;                            // scales of a lane, a step and a tile
+    constexpr int METAS = FORM == INT8_PLANES ? D::ROUNDS : GROUPS;                            // scales of a lane, a step and a tile
     constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;                            // flushes that share a group
-    constexpr bool STRIDES = FORM != DIGITS && GROUP && STEP % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
+    constexpr bool STRIDES = FORM != INT8_PLANES && GROUP && STEP % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
     constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
-    constexpr int SUMS = FORM == DIGITS ? 2 : 4, MS = FORM == DIGITS ? 1 : MT;  // DIGITS: rows of x are lanes
+    constexpr int SUMS = FORM == INT8_PLANES ? 2 : 4, MS = FORM == INT8_PLANES ? 1 : MT;  // INT8_PLANES: rows of x are lanes
     constexpr int E = NT * MS * SUMS * 32;                                      // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
     __shared__ float factor[MT * 8];
@@ -80,17 +80,17 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     // registers. Each asm keeps ptxas from working one out anew for each step.
     u32 w_at[NT], meta_at[NT];
 #pragma unroll
-    for (int t = 0; t < (FORM == DIGITS ? 0 : NT); t++) {
+    for (int t = 0; t < (FORM == INT8_PLANES ? 0 : NT); t++) {
         w_at[t] = tile(t) * chunks * (L::WORDS / 4) + lane, meta_at[t] = tile(t) * groups * 8 + r;
         asm volatile("" : "+r"(w_at[t]), "+r"(meta_at[t]));
     }
-    // DIGITS: of the first tile, and the others a fixed distance away: 6 registers less at NT = 2, so two blocks of 16 warps an SM
+    // INT8_PLANES: of the first tile, and the others a fixed distance away: 6 registers less at NT = 2, so two blocks of 16 warps an SM
     const size_t first_meta = (size_t)tile(0) * groups * 16 + 2 * r;
     const u32* first_w = words + ((size_t)tile(0) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
     const u16 *first_scale = scales + first_meta, *first_zero = zeros + first_meta;
-    if (FORM == DIGITS) asm volatile("" : "+l"(first_scale), "+l"(first_zero));
+    if (FORM == INT8_PLANES) asm volatile("" : "+l"(first_scale), "+l"(first_zero));
     u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
-    auto load_digits_weights = [&](int u, int s) {  // and step on
+    auto load_planes_weights = [&](int u, int s) {  // and step on
 #pragma unroll
         for (int t = 0; t < NT; t++) {
             const size_t away = tile(t) - tile(0);
@@ -107,7 +107,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         first_w += WARPS * CHUNKS * L::WORDS;
     };
     auto load_weights = [&](int u, u32 s) {
-        if constexpr (FORM == DIGITS) return load_digits_weights(u, s);
+        if constexpr (FORM == INT8_PLANES) return load_planes_weights(u, s);
         asm volatile("" : "+r"(s));
 #pragma unroll
         for (int t = 0; t < NT; t++) {
@@ -126,19 +126,19 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         }
     };
     if (warp < steps) load_weights(0, warp);
-    const bool both = UNROLL > 1 && blockIdx.x >= 264;  // past two blocks an SM: the kernel before has ended, x will come at once
+    const bool both = UNROLL > 1 && blockIdx.x >= LATE;  // two blocks an SM ran before: the previous kernel has ended, x is ready
     if (both && warp + WARPS < steps) load_weights(UNROLL - 1, warp + WARPS);
 
     // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
-    constexpr int GRANULES = STEP / 8, SLOT_ROWS = FORM == DIGITS ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
+    constexpr int GRANULES = STEP / 8, SLOT_ROWS = FORM == INT8_PLANES ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
     constexpr int AT_ONCE = SLOT_ROWS < 4 ? SLOT_ROWS : 4, POINTERS = SLOT_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
     const int x_k = lane % (32 / AT_ONCE) * 8, x_row = lane / (32 / AT_ONCE);
     const u32 ring = shared_address(shared) + warp * UNROLL * SLOT;
     u32 x_to = ring + x_row * X_ROW + x_k * 2;
-    if (FORM != DIGITS) asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
+    if (FORM != INT8_PLANES) asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
     u32 x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
 #pragma unroll
-    for (int i = 0; i < (FORM == DIGITS ? 0 : POINTERS); i++) {
+    for (int i = 0; i < (FORM == INT8_PLANES ? 0 : POINTERS); i++) {
         x_from[i] = (m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + x_k / 8;
         asm volatile("" : "+r"(x_from[i]));
     }
@@ -174,18 +174,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     u32 x_at[MT];  // ldmatrix: this lane's row
 #pragma unroll
     for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
-    const D digits(FORM == DIGITS, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
+    const D planes(FORM == INT8_PLANES, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
     previous_grid_wait();
     constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16;
-    const int x_bytes = WARPS * (FORM == DIGITS ? D::BYTES : UNROLL * SLOT);
+    const int x_bytes = WARPS * (FORM == INT8_PLANES ? D::BYTES : UNROLL * SLOT);
     const u32 squares = shared_address(shared) + (x_bytes > WARPS * E * 4 ? x_bytes : WARPS * E * 4);
     const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
 #pragma unroll
-    for (int u = 0; u < (FORM == DIGITS ? 0 : UNROLL); u++) {
+    for (int u = 0; u < (FORM == INT8_PLANES ? 0 : UNROLL); u++) {
         if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
         copy_commit();
     }
-    if (FORM == DIGITS && warp < steps) digits.fetch(warp * STEP, rows);
+    if (FORM == INT8_PLANES && warp < steps) planes.fetch(warp * STEP, rows);
 
     // ------------------------------------------------------------------------------------------------- one step
     const u32 nothing = (u32)K >> 31;  // 0, which the compiler cannot know
@@ -196,18 +196,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         const int next = now + WARPS + w[u][NT - 1][CHUNKS - 1][L::REGS - 1] * nothing;
         if (UNROLL > 1 && next < steps && !(both && now == warp)) load_weights((u + 1) % UNROLL, next);
     };
-    auto compute_digits = [&](int u, int s) {
+    auto compute_planes = [&](int u, int s) {
         load_next(u, s);
         copy_wait<0>();
         __syncwarp();
-        digits.store();
+        planes.store();
         __syncwarp();
-        if (s + WARPS < steps) digits.fetch((s + WARPS) * STEP, rows);
+        if (s + WARPS < steps) planes.fetch((s + WARPS) * STEP, rows);
 #pragma unroll
         for (int i = 0; i < D::ROUNDS; i++) {
             float2 v[NT];
-            digits.products(w[u], i, v);
-            const float2 unit = digits.unit(i);
+            planes.products(w[u], i, v);
+            const float2 unit = planes.unit(i);
 #pragma unroll
             for (int t = 0; t < NT; t++) {
                 const float2 a = to_floats<T>(scale[u][t][i]);
@@ -280,8 +280,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             const int now = s + u * WARPS;
             if (now < steps) {
                 const int next = now + UNROLL * WARPS;
-                if constexpr (FORM == DIGITS) {
-                    compute_digits(u, now);
+                if constexpr (FORM == INT8_PLANES) {
+                    compute_planes(u, now);
                     if (UNROLL == 1 && next < steps) load_weights(u, next);
                 } else {
                     load_next(u, now);
@@ -313,13 +313,13 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         for (int m = 0; m < MS; m++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) {  // lanes change places so that 32 columns of y are read without bank conflicts
-                const int place = FORM == DIGITS ? lane : lane ^ (i / 2 + (NT > 1 ? t : i) % 2 * 2);
+                const int place = FORM == INT8_PLANES ? lane : lane ^ (i / 2 + (NT > 1 ? t : i) % 2 * 2);
                 sums_at[warp * E + ((t * MS + m) * SUMS + i) * 32 + place] = acc[t][m][i];
             }
     __syncthreads();
     store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](u32 row, u32 c) {
         float v = 0.f;
-        if constexpr (FORM == DIGITS) {  // of a row's lanes
+        if constexpr (FORM == INT8_PLANES) {  // of a row's lanes
             const float* from = sums_at + (c / 16 * 2 + c % 16 / 8) * 32 + c % 8 * 4 + row * D::EACH;
 #pragma unroll
             for (int k = 0; k < WARPS; k++)

@@ -1,8 +1,8 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
-A config: WARPS of a block share K, NT row tiles of 16 a block, STEP k that a warp takes at once, UNROLL such steps it has
-in flight, BLOCKS that an SM must be able to hold (it caps the registers). MT, tiles of 8 rows of x, follows from M. DIGITS 1:
-codes and x as bytes, for a row or two (digits.cuh); MT is rows of x there.
+A config: WARPS of a block share K; ROW_TILES of 16 rows of W a block; BLOCK_K, k that a warp takes at once; STEPS_IN_FLIGHT of
+these; BLOCKS_PER_SM, which caps the registers; INT8_PLANES 1: codes and x as bytes, for a row or two (split_int8.cuh). The
+device code calls them NT, STEP, UNROLL and BLOCKS. MT, tiles of 8 rows of x (with INT8_PLANES: rows), follows from M.
 """
 
 import ctypes
@@ -13,56 +13,78 @@ from operator import itemgetter
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
-from lowq_kernels.cuda.operands import TYPES, companions, rows_of_x, shared_memory_limit
+from lowq_kernels.cuda.operands import TYPES, companions, rows_of_x
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, register
-from lowq_kernels.products.cuda.tile_mma_rules import BYTES, HALVES, KEYS, RULES, config_of, idle, tiles_of
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme, ZeroKind
 
-CONFIGS = HALVES + BYTES
+KEYS = ("WARPS", "ROW_TILES", "BLOCK_K", "STEPS_IN_FLIGHT", "BLOCKS_PER_SM", "INT8_PLANES")
+
+
+def config_of(*values: int) -> Config:
+    """The config of these values, in the order of KEYS; INT8_PLANES, where it is left out, is 0."""
+    return dict(zip(KEYS, (*values, 0), strict=False))
+
+
+CONFIGS: tuple[Config, ...] = tuple(config_of(*values) for values in (
+    (16, 1, 128, 1, 2), (16, 1, 128, 1, 1), (16, 1, 128, 2, 1), (16, 1, 256, 1, 2), (16, 2, 128, 1, 1), (16, 2, 128, 2, 1),
+    (16, 2, 256, 1, 1), (16, 2, 256, 2, 1), (12, 2, 128, 2, 1), (8, 1, 128, 2, 1), (8, 1, 128, 2, 4), (8, 1, 256, 1, 3),
+    (8, 1, 256, 1, 1), (8, 1, 256, 2, 1), (8, 2, 128, 1, 1), (8, 2, 128, 2, 2), (8, 2, 128, 2, 1), (8, 2, 256, 1, 2),
+    (8, 2, 256, 2, 1), (8, 2, 256, 2, 2), (4, 1, 128, 1, 1), (4, 1, 128, 1, 7), (4, 1, 128, 2, 1), (4, 1, 256, 1, 8),
+    (4, 1, 256, 2, 4), (4, 1, 256, 2, 5), (4, 1, 256, 1, 1), (4, 2, 128, 1, 1), (4, 2, 128, 1, 4), (4, 2, 128, 1, 7),
+    (4, 2, 128, 2, 1), (4, 2, 128, 2, 4), (4, 2, 256, 1, 1), (4, 2, 256, 1, 5), (4, 2, 256, 2, 1), (4, 2, 256, 2, 4),
+    (2, 1, 256, 1, 1), (2, 2, 128, 1, 8), (2, 2, 128, 2, 1), (2, 4, 128, 1, 1), (2, 2, 256, 1, 1), (2, 4, 256, 1, 1),
+)) + tuple(config_of(*values, 1) for values in (
+    (16, 1, 256, 1, 1), (16, 1, 512, 1, 1), (16, 2, 256, 1, 1), (16, 2, 256, 2, 1), (16, 2, 512, 1, 1), (8, 1, 256, 1, 1),
+    (8, 1, 512, 1, 1), (8, 2, 256, 1, 1), (8, 2, 256, 2, 1), (8, 2, 512, 1, 1), (8, 2, 512, 2, 1), (8, 4, 256, 1, 1),
+    (8, 4, 256, 2, 1), (8, 4, 512, 1, 1), (4, 1, 256, 1, 1), (4, 1, 512, 1, 1), (4, 2, 256, 1, 1), (4, 2, 256, 2, 1),
+    (4, 2, 512, 1, 5), (4, 4, 256, 1, 1), (4, 4, 256, 2, 1), (4, 4, 512, 1, 1), (2, 2, 512, 2, 1),
+))  # fmt: skip
 _numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
 NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
 GATED = SILU | GELU_TANH
 MOST_ROWS = 32  # of x a block: MT = 4
-MOST_DIGITS_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
+MOST_PLANES_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
 
 
 def form(dtype: torch.dtype, config: Config) -> str:
     """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
-    return "DIGITS" if config["DIGITS"] else "EXACT" if dtype == torch.float16 else "MAGIC"
+    return "INT8_PLANES" if config["INT8_PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
 def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
     """Registers that an instance needs, fitted to where ptxas (sm_80 to sm_90a) begins to spill."""
     bits, group = scheme.bits, scheme.group_size
-    groups = 1 if group % config["STEP"] == 0 or group == K else config["STEP"] // math.gcd(config["STEP"], group)
-    words = bits * config["STEP"] // 64
-    if config["DIGITS"]:
-        rounds = math.ceil(config["STEP"] * MT / (4 * span(scheme, K)))
-        fields = config["STEP"] // 16 if bits == 3 else 0  # of four bits, of the step that is computed
-        return 40 + config["NT"] * (config["UNROLL"] * (words + 2 * rounds) + fields + 8)
-    nt, row = config["NT"], group == K  # a row is one group
-    loads = config["UNROLL"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
-    extra = 2 * nt * config["UNROLL"] + 4 * nt * MT if groups > 1 else 6 * nt * config["STEP"] // 128 if row else 0
+    groups = 1 if group % config["BLOCK_K"] == 0 or group == K else config["BLOCK_K"] // math.gcd(config["BLOCK_K"], group)
+    words = bits * config["BLOCK_K"] // 64
+    if config["INT8_PLANES"]:
+        rounds = math.ceil(config["BLOCK_K"] * MT / (4 * span(scheme, K)))
+        fields = config["BLOCK_K"] // 16 if bits == 3 else 0  # of four bits, of the step that is computed
+        return 40 + config["ROW_TILES"] * (config["STEPS_IN_FLIGHT"] * (words + 2 * rounds) + fields + 8)
+    nt, row = config["ROW_TILES"], group == K  # a row is one group
+    loads = config["STEPS_IN_FLIGHT"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
+    extra = 2 * nt * config["STEPS_IN_FLIGHT"] + 4 * nt * MT if groups > 1 else 6 * nt * config["BLOCK_K"] // 128 if row else 0
     extra += (11 * nt if bits == 3 else 0) + (4 if nt == 4 else 0)
-    if (config["STEP"], config["UNROLL"], nt) == (128, 2, 1) and groups > 1 and form(dtype, config) == "EXACT":
+    if (config["BLOCK_K"], config["STEPS_IN_FLIGHT"], nt) == (128, 2, 1) and groups > 1 and form(dtype, config) == "EXACT":
         extra -= 18  # ptxas needs no more where it is told to
     if form(dtype, config) == "MAGIC":
         extra += 12 + 4 * (MT - 1) + ((62 if row else 38) if bits <= 2 else 0)
-    return 28 + loads + 10 * nt * MT + 12 * (MT - 1) + 2 * math.ceil(copies * 64 / config["STEP"]) + extra
+    return 28 + loads + 10 * nt * MT + 12 * (MT - 1) + 2 * math.ceil(copies * 64 / config["BLOCK_K"]) + extra
 
 
 def span(scheme: Scheme, K: int) -> int:
-    """DIGITS: the k whose x share a power of two, digits.cuh's SPAN."""
+    """INT8_PLANES: the k whose x share a power of two, split_int8.cuh's SPAN."""
     return 128 if scheme.groups(K) == 1 else math.gcd(scheme.group_size, 128)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is cut: MT tiles of 8 rows (DIGITS: rows), `rows` of x a block, copies of x a lane and step, grid, shared
+    """How a call is cut: MT tiles of 8 rows (INT8_PLANES: rows), `rows` of x a block, copies of x a lane and step, grid, shared
     memory bytes."""
 
     MT: int
@@ -74,23 +96,23 @@ class Plan:
 
 def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
     """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
-    warps, nt = config["WARPS"], config["NT"]
-    at_once = 256 // config["STEP"]  # rows of x that one copy of a warp takes
+    warps, nt = config["WARPS"], config["ROW_TILES"]
+    at_once = 256 // config["BLOCK_K"]  # rows of x that one copy of a warp takes
     squares = call.K // 4 if fold & NORMED else 0  # bytes a row of x
-    if config["DIGITS"]:
+    if config["INT8_PLANES"]:
         rows = 1 << (call.M - 1).bit_length()
-        spans = rows * config["STEP"] // span(call.scheme, call.K)
-        buffer = config["STEP"] // 32 * 288 + (spans + 2) // 2 * 16 + rows * config["STEP"] * 2
+        spans = rows * config["BLOCK_K"] // span(call.scheme, call.K)
+        buffer = config["BLOCK_K"] // 32 * 288 + (spans + 2) // 2 * 16 + rows * config["BLOCK_K"] * 2
         smem = warps * max(buffer, nt * 256) + call.M * squares
-        fits = smem <= shared_memory_limit(call.capability) - 1024
+        fits = smem <= gpu.of(call.capability).smem_block - 1024
         return Plan(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
         MT = math.ceil(rows / 8)
         copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
-        ring = config["UNROLL"] * copies * at_once * (2 * config["STEP"] + 16)
+        ring = config["STEPS_IN_FLIGHT"] * copies * at_once * (2 * config["BLOCK_K"] + 16)
         smem = warps * max(ring, nt * MT * 512) + rows * squares
-        if smem <= shared_memory_limit(call.capability) - 1024:
+        if smem <= gpu.of(call.capability).smem_block - 1024:
             return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
         if rows == 1:
             return None
@@ -98,53 +120,61 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
 
 
 def expression(
-    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, fold: int = 0
+    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, sms: int, fold: int = 0
 ) -> str:
-    """The template instance of tile_mma.cu; group 0: one group."""
+    """The template instance of tile_mma.cu for a GPU of so many SMs; group 0: one group."""
     flags = f"{'true' if zeros else 'false'}, {form(dtype, config)}"
-    c = config
-    tail = f"{c['WARPS']}, {c['NT']}, {c['STEP']}, {c['UNROLL']}, {MT}, {copies}, {c['BLOCKS']}" + (f", {fold}" if fold else "")
+    warps, nt, step, unroll, blocks, _ = _numbers(config)
+    tail = f"{warps}, {nt}, {step}, {unroll}, {MT}, {copies}, {blocks}, {2 * sms}"
+    tail += f", {fold}" if fold else ""
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
 
-def _digits_refuse(call: Call) -> str | None:
+def _planes_refuse(call: Call) -> str | None:
     if call.scheme.bits == 8:
-        return "digits are for up to 4 bits"
+        return "planes are for up to 4 bits"
     rows, k = 1 << (call.M - 1).bit_length(), span(call.scheme, call.K)
-    if rows > MOST_DIGITS_ROWS:
-        return f"digits are for up to {MOST_DIGITS_ROWS} rows"
+    if rows > MOST_PLANES_ROWS:
+        return f"planes are for up to {MOST_PLANES_ROWS} rows"
     if k < 32:
-        return "digits take whole groups of 32"
+        return "planes take whole groups of 32"
     return "a chunk has more spans than B columns for them" if rows * CHUNK[call.scheme.bits] > 4 * k else None
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
-    if config["STEP"] % CHUNK[call.scheme.bits]:
+    if config["BLOCK_K"] % CHUNK[call.scheme.bits]:
         return "STEP is not whole chunks of the layout"
-    if config["DIGITS"] and (why := _digits_refuse(call)):
+    if config["INT8_PLANES"] and (why := _planes_refuse(call)):
         return why
     cut = plan(call, config)
     if cut is None:
         return "too much shared memory"
-    cap = min(255, 65536 // (32 * config["WARPS"] * config["BLOCKS"]) // 8 * 8)
+    cap = min(255, 65536 // (32 * config["WARPS"] * config["BLOCKS_PER_SM"]) // 8 * 8)
     if registers(call.scheme, call.K, call.dtype, config, cut.MT, cut.copies) > cap:
         return "too many registers"
     return None
 
 
+def _wasteful(call: Call, config: Config) -> bool:
+    """Whether, of a layer with many row tiles, over a fifth of a block's warps would have no step of the last round along K
+    (27648x5120, M = 1, takes 29.3 us by 16 warps with steps of 256, 24.5 by what comes next), or whether all blocks together
+    are under seven warps an SM with little each under way (2 bits, M = 16, by two warps a block with two tiles of 128 k:
+    10240x8192 takes 36 us and 14336x4096 21, where tile_int8x2 takes 15 and 10)."""
+    limit = policy.model("cuda/tile_mma", gpu.of(call.capability))
+    N, steps = padded_rows(call.N), math.ceil(call.K / config["BLOCK_K"])
+    tiles, warps = N // 16, config["WARPS"]
+    few = tiles // config["ROW_TILES"] * warps < limit["least_warps"]
+    few = few and tiles * warps * config["BLOCK_K"] * config["STEPS_IN_FLIGHT"] < limit["least_k_in_flight"]
+    return limit["above_N"] < N and (few or math.ceil(steps / warps) * warps > limit["most_rounded_steps"] * steps)
+
+
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    """By RULES, among the configs with the fewest blocks of x, hence passes over W."""
+    """What the shipped rows say first, among the configs with the fewest blocks of x, hence passes over W."""
     cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
     fewest = min(cut.grid[1] for _, cut in cuts)
     good = [c for c, cut in cuts if cut.grid[1] == fewest]
-    kind = "g" if call.scheme.bits == 4 and call.scheme.group_size < 128 else str(call.scheme.bits)
-    tiles, rows = tiles_of(call), math.ceil(call.M / fewest)
-    for kinds, names, most, values in RULES:
-        if kind in kinds and tiles & set(names.split()) and rows <= most:
-            config = config_of(*values)
-            if config in good and not idle(call, config):
-                return config
-    return good[0]
+    known = policy.configs("cuda/tile_mma", call, math.ceil(call.M / fewest), KEYS)
+    return next((c for c in known if c in good and not _wasteful(call, c)), good[0])
 
 
 @cache
@@ -153,27 +183,26 @@ def _prepared(
 ) -> tuple[Kernel, Plan]:
     """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
     named = config_of(*config)
-    scheme = Scheme(bits, group, zero)
-    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", torch.cuda.get_device_capability(device)), named, fold)
+    scheme, on = Scheme(bits, group, zero), gpu.here(device)
+    cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", on.capability), named, fold)
     assert cut is not None  # config_refuse has asked
     one_group = 0 if scheme.groups(K) == 1 else group
-    instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, fold)
+    instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, on.sms, fold)
     return _kernel(instance, device, named["WARPS"]), cut
 
 
 @cache
 def _kernel(instance: str, device: int, warps: int) -> Kernel:
-    capability = torch.cuda.get_device_capability(device)
-    limit = shared_memory_limit(capability) - 1024
-    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, smem=limit, serialize=capability >= (9, 0))
+    on = gpu.here(device)
+    return Kernel("tile_mma.cu", instance, device, 32 * warps, PARAMETERS, on.smem_block - 1024, serialize=on.dependent_launch)
 
 
 @register(
     "cuda/tile_mma",
     layouts=("tile",),
     devices=("cuda",),
-    min_capability=(8, 0),
-    preferred_m=(1, 128),
+    min_capability=gpu.LEAST,
+    prefer=policy.prefers("cuda/tile_mma"),
     rank=20,
     configs=CONFIGS,
     config_refuse=_config_refuse,

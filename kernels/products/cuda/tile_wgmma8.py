@@ -1,8 +1,8 @@
 """cuda/tile_int8, cuda/tile_fp8: x rounded to int8 or e4m3 per token, times codes of the tile layout, on 8-bit tensor cores.
 
 Two launches: act_rows.cu rounds x and orders it as codes lie in words, tile_wgmma8.cu multiplies; both are described there.
-A config: MH, halves of 64 rows of W that each of two warpgroups owns (a tile is 128 * MH rows); NB, rows of x of a tile;
-SPLIT, blocks of a cluster that split K of one tile, for layers with fewer tiles than the GPU has SMs.
+A config: ROW_TILES_64 of 64 rows of W that each of two warpgroups owns (a tile is 128 * ROW_TILES_64 rows); BLOCK_M, rows of x
+of a tile; SPLIT_K, blocks of a cluster that split K of one tile, for layers with fewer tiles than the GPU has SMs.
 """
 
 import ctypes
@@ -11,29 +11,26 @@ from functools import cache
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument, multiprocessors, weight_maps
+from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument, share_of_block, weight_maps
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, register
-from lowq_kernels.products.cuda.tile_wgmma import CLUSTERS
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
 
+KEYS = ("ROW_TILES_64", "BLOCK_M", "SPLIT_K")
 CONFIGS: tuple[Config, ...] = tuple(
-    {"MH": mh, "NB": nb, "SPLIT": k}
+    dict(zip(KEYS, (mh, nb, k), strict=True))
     for mh, nb, splits in ((2, 128, (1, 2)), (1, 128, (1, 2)), (2, 64, (1, 2)), (1, 64, (1, 2, 4)))
     for k in splits
 )
-# us that a tile's step of 128 k takes by (MH, NB), on an H100 (4 bits, groups of 128)
-STEP_US = {
-    "fp8": {(2, 128): 0.94, (1, 128): 0.55, (2, 64): 0.63, (1, 64): 0.39},
-    "int8": {(2, 128): 1.20, (1, 128): 0.62, (2, 64): 0.70, (1, 64): 0.42},
-}
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5
 ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
 STEP = 128  # k of a stage
 BAND = 8192  # rows of W whose tiles run side by side
 MAX_STAGES = 8
-SHARED = 226 << 10
+SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
 
 
 def sum_span(group: int) -> int:
@@ -43,10 +40,10 @@ def sum_span(group: int) -> int:
 
 def plan(bits: int, group: int, config: Config) -> tuple[int, int]:
     """(stages, dynamic shared memory); under a split the fp32 sums and the staging of outputs take the ring's place."""
-    tiles, split = 8 * config["MH"], config["SPLIT"] > 1
+    tiles, split = 8 * config["ROW_TILES_64"], config["SPLIT_K"] > 1
     words = STEP // CHUNK[bits] * tiles * WORDS[bits] * 4
-    stage = -(-(config["NB"] * STEP + words + tiles * STEP // sum_span(group) * 32) // 1024) * 1024
-    staging, sums = 2 * 32 * 72 * 2, config["MH"] * config["NB"] * 512 if split else 0
+    stage = -(-(config["BLOCK_M"] * STEP + words + tiles * STEP // sum_span(group) * 32) // 1024) * 1024
+    staging, sums = 2 * 32 * 72 * 2, config["ROW_TILES_64"] * config["BLOCK_M"] * 512 if split else 0
     stages = min(MAX_STAGES, (SHARED - (0 if split else staging)) // stage)
     return stages, max(stages * stage + (0 if split else staging), sums)
 
@@ -54,13 +51,14 @@ def plan(bits: int, group: int, config: Config) -> tuple[int, int]:
 def expression(bits: int, T: int, int8: bool, group: int, zeros: bool, config: Config) -> str:
     """The template instance of tile_wgmma8.cu."""
     flags = ("false", "true")
-    tile = f"{config['MH']}, {config['NB']}, {sum_span(group) // 32}, {plan(bits, group, config)[0]}, {config['SPLIT']}"
-    return f"tile_wgmma8<{bits}, {T}, {flags[int8]}, {group}, {flags[zeros]}, {tile}, {BAND // (128 * config['MH'])}>"
+    stages = plan(bits, group, config)[0]
+    tile = f"{config['ROW_TILES_64']}, {config['BLOCK_M']}, {sum_span(group) // 32}, {stages}, {config['SPLIT_K']}"
+    return f"tile_wgmma8<{bits}, {T}, {flags[int8]}, {group}, {flags[zeros]}, {tile}, {BAND // (128 * config['ROW_TILES_64'])}>"
 
 
 def _refuse(call: Call) -> str | None:
-    if call.capability != (9, 0):
-        return f"needs compute capability (9, 0), this GPU has {call.capability}"
+    if why := gpu.no_wgmma(call.capability):
+        return why
     bits, group = call.scheme.bits, call.scheme.group_size
     if call.act == "fp8" and bits == 8:
         return "codes of 8 bits are no numbers of e4m3"
@@ -70,22 +68,25 @@ def _refuse(call: Call) -> str | None:
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
-    if config["SPLIT"] > math.ceil(call.K / STEP):
+    if config["SPLIT_K"] > math.ceil(call.K / STEP):
         return "nothing to split"
     return None
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    """The least rounds of the multiprocessors, weighed by what a tile takes."""
+    """The fewest waves, weighed by what a tile takes (fitted at 4 bits, groups of 128)."""
+    on = gpu.of(call.capability)
+    model = policy.model(f"cuda/tile_{call.act}", on)
 
     def cost(c: Config) -> float:
-        tiles = math.ceil(call.N / (128 * c["MH"])) * math.ceil(call.M / c["NB"])
-        at_once = max(1, CLUSTERS[c["SPLIT"]] * multiprocessors() // 132)
-        step = STEP_US[call.act][c["MH"], c["NB"]]
-        if call.act == "int8" and call.scheme.bits <= 3 and c["MH"] * c["NB"] == 256:
-            step *= 1.1  # 2 bits, 8192 x 8192, M = 1024: 196 us, 169 in tiles half as large; 3 bits: 187 and 182
-        tile = math.ceil(math.ceil(call.K / STEP) / c["SPLIT"]) * step + 1.5
-        return math.ceil(tiles / at_once) * tile + (2 + c["MH"] * c["NB"] / 32) * (c["SPLIT"] > 1)
+        rows, nb, split = (c[k] for k in KEYS)
+        tiles = math.ceil(call.N / (128 * rows)) * math.ceil(call.M / nb)
+        step = model["step_us"][f"{rows}x{nb}"]
+        if call.scheme.bits <= 3 and rows * nb == 256:
+            step *= model["few_bits_in_256_rows"]  # int8, 2 bits, 8192 x 8192, M = 1024: 196 us, 169 in tiles half as large
+        tile = math.ceil(math.ceil(call.K / STEP) / split) * step + model["tile_us"]
+        sums = model["split_us"] + rows * nb * model["split_us_a_row"] if split > 1 else 0
+        return math.ceil(tiles / max(on.clusters[split - 1], 1)) * tile + sums
 
     return min(legal, key=cost)
 
@@ -95,12 +96,12 @@ def _prepared(
     bits: int, T: int, int8: bool, group: int, zeros: bool, config: tuple[int, ...], device: int
 ) -> tuple[Kernel, Kernel, int]:
     """Both kernels of a config and the second one's shared memory, resolved once."""
-    named: Config = dict(zip(CONFIGS[0], config, strict=True))
+    named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(bits, group, named)[1]
     rounding = f"act_rows<{T}, {str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}, {sum_span(group)}>"
     rows = Kernel("act_rows.cu", rounding, device, 256, ROUND_PARAMETERS, serialize=True)
     instance = expression(bits, T, int8, group, zeros, named)
-    return rows, Kernel("tile_wgmma8.cu", instance, device, 384, PARAMETERS, smem, named["SPLIT"], serialize=True), smem
+    return rows, Kernel("tile_wgmma8.cu", instance, device, 384, PARAMETERS, smem, named["SPLIT_K"], serialize=True), smem
 
 
 def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config, int8: bool) -> torch.Tensor:
@@ -112,7 +113,7 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     scales, zeros, bias = companions(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     rows, kernel, smem = _prepared(
-        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in CONFIGS[0]), device.index
+        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), device.index
     )
     x = aligned(x)
     steps, span = math.ceil(K / STEP), sum_span(group)
@@ -121,10 +122,10 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     sums = torch.empty(M, -(-columns // 8) * 8, dtype=x.dtype, device=device)
     x_scales = torch.empty(M, dtype=torch.float32, device=device)
     rows(M, 1, 0, x.data_ptr(), x8.data_ptr(), sums.data_ptr(), x_scales.data_ptr(), K, steps, sums.shape[1])
-    tiles, nb = 8 * config["MH"], config["NB"]
+    tiles, nb = 8 * config["ROW_TILES_64"], config["BLOCK_M"]
     all_tiles = math.ceil(T / tiles) * math.ceil(M / nb)
-    split = config["SPLIT"]
-    blocks = all_tiles * split if split > 1 else min(all_tiles, multiprocessors(device.index))
+    split = config["SPLIT_K"]
+    blocks = all_tiles * split if split > 1 else min(all_tiles, gpu.here(device.index).sms)
     kernel(
         blocks,
         1,
@@ -149,11 +150,6 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
 FACTS: dict[str, object] = {
     "layouts": ("tile",),
     "devices": ("cuda",),
-    "min_capability": (9, 0),
-    # below, rounding x and multiplying in 16 bits is as fast: 27 and 27 us at M = 64, at 128 36 and 31 (fp8) or 34 (int8), at
-    # 256 56 and 43 (8192 x 8192, 4 bits). In groups of 64 int8 loses throughout: integer sums are converted twice as often
-    "preferred_m": (97, 1 << 62),
-    "prefer": lambda call: call.act == "fp8" or call.scheme.group_size % 128 == 0 or call.scheme.group_size == call.K,
     "rank": 18,
     "configs": CONFIGS,
     "refuse": _refuse,
@@ -162,13 +158,13 @@ FACTS: dict[str, object] = {
 }
 
 
-@register("cuda/tile_int8", bits=(8, 4, 3, 2), acts=("int8",), **FACTS)
+@register("cuda/tile_int8", bits=(8, 4, 3, 2), acts=("int8",), prefer=policy.prefers("cuda/tile_int8"), **FACTS)
 def tile_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N): x rounded to int8 per token, whole sums of every group, scaled and added in fp32."""
     return product(x, p, bias, config, True)
 
 
-@register("cuda/tile_fp8", bits=(4, 3, 2), acts=("fp8",), **FACTS)
+@register("cuda/tile_fp8", bits=(4, 3, 2), acts=("fp8",), prefer=policy.prefers("cuda/tile_fp8"), **FACTS)
 def tile_fp8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N): x rounded to e4m3 per token, sums of 128 k by the tensor core, scaled and added in fp32."""
     return product(x, p, bias, config, False)

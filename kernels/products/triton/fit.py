@@ -1,15 +1,11 @@
 """Which configs of the dot kernels can run a call, and which to take where nothing was measured."""
 
-from functools import cache
-
-import torch
 import triton
 
+from lowq_kernels import gpu
 from lowq_kernels.dispatch.registry import Call, Config
 from lowq_kernels.products.triton.decode import codes_per_step
 
-SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227}  # the most a block may take; CUDA C++ guide, table 24
-SHARED_KIB_ELSEWHERE = 99  # sm_86, sm_89, sm_12x
 NATURAL_STEPS = (32, 128)  # codes of k a step in natural order: below, the loop costs more than the work; above, memory
 POSITION_ROWS = 16  # the depth of one tensor-core product
 SLACK = 8 << 10  # what the compiler takes beyond the tiles for odd N and groups, at most, in the cases of the tests
@@ -49,25 +45,15 @@ def tile_refusal(call: Call, config: Config) -> str | None:
         return "decoded codes do not fit the registers"
     if call.device != "cuda":
         return None
-    limit = SHARED_KIB.get(call.capability, SHARED_KIB_ELSEWHERE) << 10
+    limit = gpu.of(call.capability).smem_block
     need = max(shared_bytes(call, config), 4 * config["BLOCK_M"] * config["BLOCK_N"])
     return None if need <= limit else f"needs {triton.cdiv(need, 1024)} KiB of shared memory, a block has {limit >> 10}"
-
-
-@cache
-def processors() -> int:
-    """Multiprocessors of the current GPU; 108 where there is none (the choice must not fail)."""
-    return (
-        torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        if torch.cuda.is_available()
-        else 108
-    )
 
 
 def imbalance(call: Call, config: Config, wanted: int = 3) -> float:
     """How far a config's programs are from `wanted` a multiprocessor, fewer weighing more; least 1/4."""
     tiles = triton.cdiv(call.M, config.get("BLOCK_M", 1)) * triton.cdiv(call.N, config["BLOCK_N"])
-    fill = tiles * max(config.get("SPLIT_K", 1), 1) / (wanted * processors())
+    fill = tiles * max(config.get("SPLIT_K", 1), 1) / (wanted * gpu.of(call.capability).sms)
     return 1 / fill if fill < 1 else fill / 4
 
 

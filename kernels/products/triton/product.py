@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.dispatch.registry import Call, Config, capability
+from lowq_kernels import gpu
+from lowq_kernels.dispatch.registry import Call, Config
 from lowq_kernels.products.triton.decode import codes_per_step, decode_ptx, decoded, interleaved, positions
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
@@ -58,7 +59,7 @@ def constants(scheme: Scheme, dtype: torch.dtype, K: int, rows: int, block_m: in
 
 def launch_facts(x: torch.Tensor) -> dict[str, object]:
     """PDL and, where it is on, Triton's launch option for it: programs then start while the previous kernel drains."""
-    on = native_ptx(x) and capability(x.device) >= (9, 0)
+    on = native_ptx(x) and gpu.here(x.device.index).dependent_launch
     return {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 

@@ -1,18 +1,18 @@
 // Rows of x[M,K] fp16 or bf16 as 16-bit integers in two signed bytes, a power of two for each row and 128 k: x of the products that
-// take codes as bytes (digits.cuh tells how), made once and not by every warp of them.
+// take codes as bytes (split_int8.cuh tells how), made once and not by every warp of them.
 //
 // Maths   x = x' * unit, unit a power of two by which the span's largest |x'| fills 14 bits; x' = 256 * high + low
-// Shapes  digits (2 * M, steps * 128) bytes, rows 2 * m high and 2 * m + 1 low, zeros past K · units (steps, stride) of (unit,
+// Shapes  planes (2 * M, steps * 128) bytes, rows 2 * m high and 2 * m + 1 low, zeros past K · units (steps, stride) of (unit,
 //         sum(x')); of a span with inf or nan unit is nan
 // Order   that of the codes in a word of the tile layout: of each 128 k the i-th 32 bytes: byte 16*h + 4*quad + b is
 //         k = 16*f + 8*h + 2*quad + b / 2, with f = i + b % 2 * 4, by 4 bits (chunks of 64 k) f = i / 2 * 4 + i % 2 + b % 2 * 2
-// PLACE   by 1 and 2 bits: codes of odd i come times 2^PLACE, so that half of them need no shift. Then digits are of 2 x' where i is even and
+// PLACE   by 1 and 2 bits: codes of odd i come times 2^PLACE, so that half of them need no shift. Then planes are of 2 x' where i is even and
 //         of 2 x' / 2^PLACE where it is odd, unit is half as large and sum(2 x') is of these roundings. An x' of 2^14 - 64 or more,
 //         whose double two signed bytes do not hold, takes the next unit.
 // Units   of row 4 * i + q lie at q * stride / 4 + i: those of a lane of wgmma's side by side.
 // Launch  x: 128 threads for 2048 k of a row, 16 each. y: rows.
 // Source  own.
-#include "digits.cuh"
+#include "split_int8.cuh"
 
 __device__ __forceinline__ uint4 load16_written(const u16* p) {  // as load4_written
     uint4 v;
@@ -22,8 +22,8 @@ __device__ __forceinline__ uint4 load16_written(const u16* p) {  // as load4_wri
 
 template <int T, int BITS>
 __global__ void __launch_bounds__(128)
-digit_rows(const u16* __restrict__ x, uint4* __restrict__ digits, float2* __restrict__ units, int K, int steps, int stride) {
-    constexpr int PLACE = BITS < 3 ? BITS : 0, HEAD = DIGIT_HEAD + (PLACE > 0);  // one more for the double
+int8_planes(const u16* __restrict__ x, uint4* __restrict__ planes, float2* __restrict__ units, int K, int steps, int stride) {
+    constexpr int PLACE = BITS < 3 ? BITS : 0, HEAD = SPLIT_HEAD + (PLACE > 0);  // one more for the double
     const int row = blockIdx.y, at = blockIdx.x * 128 + threadIdx.x, step = at / 8, i = at % 8 / 2, h = at % 2;
     next_grid_launch();
     previous_grid_wait();
@@ -46,16 +46,16 @@ digit_rows(const u16* __restrict__ x, uint4* __restrict__ digits, float2* __rest
 #pragma unroll
     for (int quad = 0; quad < 4; quad++) {
         const float2 a = to_floats<T>(v[0][quad]), b = to_floats<T>(v[1][quad]);
-        const u32 one[2] = {__float_as_uint(__fmaf_rn(a.x, up, DIGIT_ROUND)), __float_as_uint(__fmaf_rn(a.y, up, DIGIT_ROUND))};
-        const u32 other[2] = {__float_as_uint(__fmaf_rn(b.x, up, DIGIT_ROUND)), __float_as_uint(__fmaf_rn(b.y, up, DIGIT_ROUND))};
+        const u32 one[2] = {__float_as_uint(__fmaf_rn(a.x, up, SPLIT_ROUND)), __float_as_uint(__fmaf_rn(a.y, up, SPLIT_ROUND))};
+        const u32 other[2] = {__float_as_uint(__fmaf_rn(b.x, up, SPLIT_ROUND)), __float_as_uint(__fmaf_rn(b.y, up, SPLIT_ROUND))};
         sum += one[0] + other[0] + one[1] + other[1];
-        split_digits(one, other, low[quad], high[quad]);
+        split_int8(one, other, low[quad], high[quad]);
     }
-    sum = (sum - 16 * DIGIT_ZERO) << i % 2 * PLACE;
+    sum = (sum - 16 * SPLIT_ZERO) << i % 2 * PLACE;
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
     if (step >= steps) return;
-    uint4* const to = digits + (size_t)row * 2 * steps * 8 + at;
+    uint4* const to = planes + (size_t)row * 2 * steps * 8 + at;
     to[0] = make_uint4(high[0], high[1], high[2], high[3]);
     to[steps * 8] = make_uint4(low[0], low[1], low[2], low[3]);
     const int place = row % 4 * (stride / 4) + row / 4;

@@ -1,4 +1,4 @@
-"""x as 16-bit integers in two bytes, for the products that take codes as bytes. See digit_rows.cu."""
+"""x as two int8 planes, the high and the low bytes of 16-bit integers: x of tile_int8x2. See int8_planes.cu."""
 
 import ctypes
 from functools import cache
@@ -19,19 +19,18 @@ def rows_of_units(M: int) -> int:
 
 @cache
 def _prepared(T: int, bits: int, device: int) -> Kernel:
-    serialize = torch.cuda.get_device_capability(device) >= (9, 0)
-    return Kernel("digit_rows.cu", f"digit_rows<{T}, {bits}>", device, 128, PARAMETERS, serialize=serialize)
+    return Kernel("int8_planes.cu", f"int8_planes<{T}, {bits}>", device, 128, PARAMETERS, serialize=True)
 
 
-def digit_rows(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) fp16 or bf16, aligned, K a multiple of 8 -> its digits (2 * M, K') bytes and units (K' / 128, M', 2) fp32.
+def int8_planes(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) fp16 or bf16, aligned, K a multiple of 8 -> its planes (2 * M, K') int8 and units (K' / 128, M', 2) fp32.
 
     K' is the next multiple of 128; rows of units past M are not written. bits: whose codes they will meet, up to 4.
     """
     M, K = x.shape
     steps = -(-K // SPAN)
-    digits = torch.empty(2 * M, steps * SPAN, dtype=torch.uint8, device=x.device)
+    planes = torch.empty(2 * M, steps * SPAN, dtype=torch.uint8, device=x.device)
     units = torch.empty(steps, rows_of_units(M), 2, dtype=torch.float32, device=x.device)
     kernel = _prepared(TYPES[x.dtype], bits, x.device.index)
-    kernel(-(-steps // 16), M, 0, x.data_ptr(), digits.data_ptr(), units.data_ptr(), K, steps, units.shape[1])
-    return digits, units
+    kernel(-(-steps // 16), M, 0, x.data_ptr(), planes.data_ptr(), units.data_ptr(), K, steps, units.shape[1])
+    return planes, units

@@ -1,35 +1,36 @@
-"""cuda/tile_digits: up to 16 rows of x from the tile layout on Hopper, codes as bytes by x in two signed bytes, in integers.
+"""cuda/tile_int8x2: up to 16 rows of x from the tile layout on Hopper, codes as bytes by x as two int8 planes, in integers.
 
-Two launches: digit_rows.cu makes the bytes of x, tile_digits.cu multiplies; both are described there.
-A config: WN x WK consumer warpgroups of 64 rows of W each, WN side by side along N (a tile is 64 * WN rows), WK sharing each
-step along K; E, spans of 128 k of a step that a warpgroup takes; BLOCKS that fit an SM.
+Two launches: int8_planes.cu splits x, tile_int8x2.cu multiplies; both are described there.
+A config: WARPGROUPS_N x WARPGROUPS_K consumer warpgroups of 64 rows of W each, those of N side by side (a tile is
+64 * WARPGROUPS_N rows), those of K sharing each step; SPANS of 128 k of a step that a warpgroup takes; BLOCKS_PER_SM.
 """
 
 import ctypes
 import math
 from functools import cache
+from typing import Any
 
 import torch
 
+from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import (
-    BESIDE_L1,
-    TWO_BESIDE_L1,
+    SMEM_KEEPING_L1,
     TYPES,
     companions,
     group_argument,
     groups_of_step,
-    multiprocessors,
     rows_of_x,
     share_of_block,
     weight_maps,
 )
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, register
-from lowq_kernels.products.cuda.digit_rows import SPAN, digit_rows, rows_of_units
+from lowq_kernels.products.cuda.int8_planes import SPAN, int8_planes, rows_of_units
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
 
-KEYS = ("WN", "WK", "E", "BLOCKS")
+KEYS = ("WARPGROUPS_N", "WARPGROUPS_K", "SPANS", "BLOCKS_PER_SM")
 CONFIGS: tuple[Config, ...] = tuple(
     dict(zip(KEYS, (wn, wk, e, blocks), strict=True))
     for wn, wk, blocks, lengths in (
@@ -41,12 +42,6 @@ CONFIGS: tuple[Config, ...] = tuple(
     )
     for e in lengths
 )
-# What a tile costs more than its rows of W, on an H100 (12 layers, 2 and 1 bits): x is read, and sums are added up, for fewer.
-COST = {(2, 1): 1.0, (7, 1): 1.0, (1, 2): 1.18, (2, 2): 1.25, (1, 4): 1.55}
-ALONE = 1.45  # and in one of two blocks that an SM has room for, while the other place is empty
-# Least N and N * K, by bits, of what this is ahead in: from 9 rows on, and up to 8
-LEAST = {1: (8192, 0), 2: (8192, 40 << 20), 3: (12288, 0)}
-LEAST_FEW = {1: (9216, 0), 2: (10240, 64 << 20), 3: (10240, 56 << 20)}
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
 MAX_STAGES = 8
 
@@ -58,12 +53,12 @@ def columns(M: int) -> int:
 
 def buffers(config: Config) -> int:
     """BUF: products of a warpgroup that are under way at once, as ptxas finds registers for."""
-    return 1 if config["WN"] == 7 or config["E"] == 4 else 2
+    return 1 if config["WARPGROUPS_N"] == 7 or config["SPANS"] == 4 else 2
 
 
 def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> int:
-    """Shared memory of a stage: digits, words, scales, zeros and units of one step."""
-    spans, tiles = config["E"] * config["WK"], 4 * config["WN"]
+    """Shared memory of a stage: planes, words, scales, zeros and units of one step."""
+    spans, tiles = config["SPANS"] * config["WARPGROUPS_K"], 4 * config["WARPGROUPS_N"]
     words, metas = spans * SPAN // CHUNK[bits] * tiles * WORDS[bits] * 4, tiles * groups_of_step(group, spans * SPAN) * 32
     return -(-(spans * (columns(M) * SPAN + rows_of_units(M) * 8) + words + (2 if zeros else 1) * metas) // 1024) * 1024
 
@@ -71,27 +66,27 @@ def stage_bytes(M: int, bits: int, group: int, zeros: bool, config: Config) -> i
 def plan(M: int, bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
     """(stages, dynamic shared memory): as many stages as fit beside the staging of sums."""
     stage = stage_bytes(M, bits, group, zeros, config)
-    staging = config["WN"] * config["WK"] * columns(M) // 2 * 72 * 4
+    staging = config["WARPGROUPS_N"] * config["WARPGROUPS_K"] * columns(M) // 2 * 72 * 4
     stages = min(MAX_STAGES, (allowed(config) - staging) // stage)
     return stages, stages * stage + staging
 
 
 def allowed(config: Config) -> int:
     """Dynamic shared memory that a block may ask for."""
-    of_sm = TWO_BESIDE_L1 if config["BLOCKS"] == 2 and config["WK"] == 1 else BESIDE_L1
-    return share_of_block(of_sm, config["BLOCKS"])
+    of_sm = SMEM_KEEPING_L1[2 if config["BLOCKS_PER_SM"] == 2 and config["WARPGROUPS_K"] == 1 else 1]
+    return share_of_block(of_sm, config["BLOCKS_PER_SM"])
 
 
 def expression(M: int, bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
-    """The template instance of tile_digits.cu."""
-    tile = f"{config['WN']}, {config['WK']}, {columns(M)}, {config['E']}, {buffers(config)}"
+    """The template instance of tile_int8x2.cu."""
+    tile = f"{config['WARPGROUPS_N']}, {config['WARPGROUPS_K']}, {columns(M)}, {config['SPANS']}, {buffers(config)}"
     stages = plan(M, bits, group, zeros, config)[0]
-    return f"tile_digits<{bits}, {T}, {group}, {str(zeros).lower()}, {tile}, {stages}, {config['BLOCKS']}>"
+    return f"tile_int8x2<{bits}, {T}, {group}, {str(zeros).lower()}, {tile}, {stages}, {config['BLOCKS_PER_SM']}>"
 
 
 def _refuse(call: Call) -> str | None:
-    if call.capability != (9, 0):
-        return f"needs compute capability (9, 0), this GPU has {call.capability}"
+    if why := gpu.no_wgmma(call.capability):
+        return why
     group = call.scheme.group_size
     return f"groups of {group}: takes multiples of {SPAN}, or one a row" if group != call.K and group % SPAN else None
 
@@ -102,27 +97,22 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     return "too much shared memory" if plan(call.M, bits, group, s.zero != "none", config)[0] < 2 else None
 
 
-def _prefers(call: Call) -> bool:
-    """Whether this comes before tile_mma and tile_wgmma."""
-    least_N, least = (LEAST if call.M > 8 else LEAST_FEW).get(call.scheme.bits, (1 << 62, 0))
-    return call.K >= 3584 and least_N <= call.N and least <= call.N * call.K
-
-
-def cost(call: Call, config: Config, sms: int) -> float:
-    """Of the SM that has most to do: rows of W in 64, times spans of k, weighed by what was measured."""
+def cost(call: Call, config: Config, on: gpu.Gpu, model: dict[str, Any]) -> float:
+    """Of the SM that has most to do: rows of W in 64, times spans of k, weighed as 12 layers of 2 and 1 bits measured."""
     WN, WK, E, blocks = (config[k] for k in KEYS)
     tiles, bits = math.ceil(call.N / (64 * WN)), call.scheme.bits
-    rounds, rest = divmod(tiles, sms * blocks)
-    last = 0.0 if rest == 0 else ALONE if blocks == 2 and rest <= sms else blocks
+    waves, rest = divmod(tiles, on.sms * blocks)
+    last = 0.0 if rest == 0 else model["half_full_sm"] if blocks == 2 and rest <= on.sms else blocks
     spans = math.ceil(call.K / (SPAN * E * WK)) * E * WK
     # of four spans: fewer barriers, but fewer stages, too few of 2 bits
-    step = 1.0 if E == 2 else 0.945 if bits == 1 else 0.97 if WN == 1 and call.K >= 8192 else 1.03
-    return (rounds * blocks + last) * WN * spans * COST[WN, WK] * step
+    four = model["four_spans"]["1 bit" if bits == 1 else "long rows" if WN == 1 and model["long_rows"] <= call.K else "else"]
+    return (waves * blocks + last) * WN * spans * model["tile_cost"][f"{WN}x{WK}"] * (1.0 if E == 2 else four)
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
-    sms = multiprocessors()
-    return min(legal, key=lambda c: cost(call, c, sms))
+    on = gpu.of(call.capability)
+    model = policy.model("cuda/tile_int8x2", on)
+    return min(legal, key=lambda c: cost(call, c, on, model))
 
 
 @cache
@@ -130,26 +120,24 @@ def _prepared(M: int, bits: int, T: int, group: int, zeros: bool, config: tuple[
     """The kernel of a config and its shared memory, resolved once."""
     named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(M, bits, group, zeros, named)[1]
-    threads, instance = 128 * (1 + named["WN"] * named["WK"]), expression(M, bits, T, group, zeros, named)
-    return Kernel("tile_digits.cu", instance, device, threads, PARAMETERS, smem, serialize=True), smem
+    threads, instance = 128 * (1 + named["WARPGROUPS_N"] * named["WARPGROUPS_K"]), expression(M, bits, T, group, zeros, named)
+    return Kernel("tile_int8x2.cu", instance, device, threads, PARAMETERS, smem, serialize=True), smem
 
 
 @register(
-    "cuda/tile_digits",
+    "cuda/tile_int8x2",
     layouts=("tile",),
     devices=("cuda",),
     bits=(4, 3, 2, 1),
     m_range=(1, 16),
-    min_capability=(9, 0),
-    preferred_m=(3, 16),
-    prefer=_prefers,
+    prefer=policy.prefers("cuda/tile_int8x2"),
     rank=17,
     configs=CONFIGS,
     refuse=_refuse,
     config_refuse=_config_refuse,
     default_config=_default_config,
 )
-def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+def tile_int8x2(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) fp16 or bf16 -> (M, N): x rounded to 2^-13 of the largest in 128 k, whole sums of it, scaled in fp32."""
     M, bits = x.shape[0], p.scheme.bits
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
@@ -160,14 +148,14 @@ def tile_digits(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     operands = (bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     kernel, smem = _prepared(columns(M) // 2, *operands)
-    digits, units = digit_rows(x, bits)
-    tiles, spans = 4 * config["WN"], config["E"] * config["WK"]
+    planes, units = int8_planes(x, bits)
+    tiles, spans = 4 * config["WARPGROUPS_N"], config["SPANS"] * config["WARPGROUPS_K"]
     stride = 2 * units.shape[1]
     kernel(
-        min(math.ceil(T / tiles), multiprocessors(x.device.index) * config["BLOCKS"]),
+        min(math.ceil(T / tiles), gpu.here(x.device.index).sms * config["BLOCKS_PER_SM"]),
         1,
         smem,
-        tensor_map(digits.data_ptr(), 1, digits.shape[1], 2 * M, digits.shape[1], (SPAN, 2 * M), True),
+        tensor_map(planes.data_ptr(), 1, planes.shape[1], 2 * M, planes.shape[1], (SPAN, 2 * M), True),
         tensor_map(units.data_ptr(), 4, stride, units.shape[0], stride * 4, (stride, spans), False),
         *weight_maps(p, scales, zeros, group, spans * SPAN, tiles),
         x.data_ptr(),

@@ -1,4 +1,4 @@
-"""cuda/tile_digits: emulated on the CPU against the definition, compiled without spills, and run on a Hopper GPU."""
+"""cuda/tile_int8x2: emulated on the CPU against the definition, compiled without spills, and run on a Hopper GPU."""
 
 import dataclasses
 import shutil
@@ -13,15 +13,15 @@ from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
 
-emulation.require("cuda/tile_digits", compiler=False)
+emulation.require("cuda/tile_int8x2", compiler=False)
 import simt
 from lowq_kernels.cuda import nvrtc
-from lowq_kernels.products.cuda import digit_rows, tile_digits
+from lowq_kernels.products.cuda import int8_planes, tile_int8x2
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-SPEC = registry.kernels()["cuda/tile_digits"]
+SPEC = registry.kernels()["cuda/tile_int8x2"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +86,12 @@ CASES = [
 def test_emulated(case):
     """Twice, threads in two orders, wgmma as early and as late as it may read: the same bits, the definition's numbers."""
     x, p, bias, ref = operands(case)
-    config = dict(zip(tile_digits.KEYS, case.config, strict=True))
+    config = dict(zip(tile_int8x2.KEYS, case.config, strict=True))
     call = dataclasses.replace(Call.of(x, p), device="cuda", capability=(9, 0))
     assert SPEC.why_not(call) is None, SPEC.why_not(call)
     assert config in SPEC.legal_configs(call)
     found = []
-    with emulation.hopper(tile_digits, digit_rows), mock.patch.object(tile_digits, "multiprocessors", return_value=case.sms):
+    with emulation.hopper(tile_int8x2, int8_planes), emulation.sms(case.sms):
         for order in (1, -1):
             with mock.patch.object(simt.Kernel, "order", order):
                 found.append(SPEC.launch(x, p, bias, config))
@@ -119,24 +119,24 @@ def test_emulated(case):
 )
 def test_the_emulator_notices(good, bad, monkeypatch):
     """Defects put into the source fail, as an error text or as a wrong number."""
-    source = nvrtc.sources()["tile_digits.cu"]
+    source = nvrtc.sources()["tile_int8x2.cu"]
     assert good in source
-    (Path(simt._folder().name) / "tile_digits_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
+    (Path(simt._folder().name) / "tile_int8x2_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
     monkeypatch.setattr(simt.Kernel, "made", {})
 
     def broken(file, *rest, **more):
-        return simt.Kernel(file.replace("tile_digits", "tile_digits_bad"), *rest, **more)
+        return simt.Kernel(file.replace("tile_int8x2", "tile_int8x2_bad"), *rest, **more)
 
     case = Case((2, 2, 2, 1), 1, HALF, 128, "float", 6, 264, 4096, sms=1, special=bad == "if (false)")
-    config = dict(zip(tile_digits.KEYS, case.config, strict=True))
+    config = dict(zip(tile_int8x2.KEYS, case.config, strict=True))
 
     def both_orders():
         for order in (1, -1):
             with mock.patch.object(simt.Kernel, "order", order):
                 check(case, SPEC.launch(x, p, bias, config), ref)
 
-    with emulation.hopper(tile_digits, digit_rows), mock.patch.object(tile_digits, "multiprocessors", return_value=1):
-        monkeypatch.setattr(tile_digits, "Kernel", broken)
+    with emulation.hopper(tile_int8x2, int8_planes), emulation.sms(1):
+        monkeypatch.setattr(tile_int8x2, "Kernel", broken)
         x, p, bias, ref = operands(case)
         with pytest.raises(AssertionError):
             both_orders()
@@ -144,12 +144,12 @@ def test_the_emulator_notices(good, bad, monkeypatch):
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
 def test_compiles_without_spills(bits):
-    for i, config in enumerate(tile_digits.CONFIGS):
+    for i, config in enumerate(tile_int8x2.CONFIGS):
         for M, group in ((16, 128), (8, (384, 0)[i % 2]))[bits % 2 :: 2] if i % 2 else ((12, 128), (16, 0)):
-            if tile_digits.plan(M, bits, group, True, config)[0] < 2:
+            if tile_int8x2.plan(M, bits, group, True, config)[0] < 2:
                 continue
             cubin = nvrtc.compiled(
-                "tile_digits.cu", tile_digits.expression(M, bits, (bits + i) % 2, group, True, config), "sm_90a"
+                "tile_int8x2.cu", tile_int8x2.expression(M, bits, (bits + i) % 2, group, True, config), "sm_90a"
             )
             used = cubin.resources
             assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, (config, M, used)
@@ -163,7 +163,7 @@ def test_compiles_without_spills(bits):
         (2, 192, 16, (9, 0), "groups of 192"),
         (8, 128, 16, (9, 0), "takes 4/3/2/1 bits"),
         (2, 128, 17, (9, 0), "takes M 1 .. 16"),
-        (2, 128, 16, (10, 0), "needs compute capability (9, 0)"),
+        (2, 128, 16, (10, 0), "wgmma is Hopper's"),
     ],
 )
 def test_refuses(bits, group, M, capability, why):
@@ -173,7 +173,7 @@ def test_refuses(bits, group, M, capability, why):
 
 def gpu_cases(bits):
     """Every config: odd edges, groups of each kind, inf and nan; or more tiles than an SM takes at once."""
-    for i, config in enumerate(tile_digits.CONFIGS):
+    for i, config in enumerate(tile_int8x2.CONFIGS):
         M, dtype, zero = (3, 16, 9, 5)[(i + bits) % 4], (HALF, BRAIN)[i % 2], ("none", "float", "int")[i % 3]
         yield Case(tuple(config.values()), bits, dtype, (128, 384, 1152)[i % 3], zero, M, 1000, 1152, bias=True, special=True)
         if i % 4 == bits % 4:
@@ -186,7 +186,7 @@ def gpu_cases(bits):
 def test_on_the_gpu(bits):
     for case in gpu_cases(bits):
         x, p, bias, ref = operands(case, "cuda")
-        config = dict(zip(tile_digits.KEYS, case.config, strict=True))
+        config = dict(zip(tile_int8x2.KEYS, case.config, strict=True))
         if config not in SPEC.legal_configs(Call.of(x, p)):  # too little shared memory: 4 bits, long steps
             continue
         y = SPEC.launch(x, p, bias, config)

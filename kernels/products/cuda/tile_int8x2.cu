@@ -1,22 +1,22 @@
-// y[M,N] = x[M,K] @ dequantize(W)^T + bias for up to 16 rows on Hopper: codes as bytes by x as two signed bytes (digit_rows.cu),
+// y[M,N] = x[M,K] @ dequantize(W)^T + bias for up to 16 rows on Hopper: codes as bytes by x as two signed bytes (int8_planes.cu),
 // integer wgmma, W's codes its A operand in registers.
 //
 // Maths   sum_k x w = sum over spans of 128 k of scale * unit * (sum_k code * x' - zero * sum_k x'),  x = x' * unit
-// Columns of a product are digits: 2 m high and 2 m + 1 low ones of row m of x. So a lane has both of each sum, two rows of W and
+// Columns of a product are planes: 2 m high and 2 m + 1 low ones of row m of x. So a lane has both of each sum, two rows of W and
 //         NC / 8 of x, and flushes a span at a time: 5 instructions a value, where halves cost 32 and more to be made of codes.
-// Codes   (word >> place) & mask are 32 k of a row; digit_rows writes x in that order. Of 2 and 1 bits every other place needs no
-//         shift: its codes come times 4 or 2, its digits are of an x' that much smaller (PLACE). Words of 1 bit hold two spans,
+// Codes   (word >> place) & mask are 32 k of a row; int8_planes writes x in that order. Of 2 and 1 bits every other place needs no
+//         shift: its codes come times 4 or 2, its planes are of an x' that much smaller (PLACE). Words of 1 bit hold two spans,
 //         pulled apart by a byte permutation. 16 x 128 weights and 16 rows of x: 86 to 97 instructions and 64 cycles of
 //         tensor cores, and a kernel takes the sum of both: while wgmma reads and writes registers little else is issued.
 // Tile    64 * WN rows of W, WN x WK consumer warpgroups: WN side by side along N; of a step each of WK takes E spans of its own,
 //         and their sums meet in shared memory. A block takes tiles in turn; a producer thread feeds a ring of STAGES by TMA:
-//         digits (128-byte swizzled panels), words, scales, zeros, units of one step.
+//         planes (128-byte swizzled panels), words, scales, zeros, units of one step.
 // Cache   words are read once and leave the second-level cache first.
-// Spans   that hold inf or nan end as no finite number; such a y is computed once more, one by one (digits.cuh).
+// Spans   that hold inf or nan end as no finite number; such a y is computed once more, one by one (split_int8.cuh).
 // Edges   TMA reads zeros outside; stores are masked. Sums of columns past 2 M are of nothing, and stay here.
 // Limits  groups of a multiple of 128, or one a row. K of x a multiple of 8.
 // Source  own.
-#include "digits.cuh"
+#include "split_int8.cuh"
 #include "hopper.cuh"
 #include "wgmma8.cuh"
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUN
 
 template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NC, int E, int BUF, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(128 * (1 + WN * WK), BLOCKS)
-tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant__ TensorMap units_map, const __grid_constant__ TensorMap words_map,
+tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant__ TensorMap units_map, const __grid_constant__ TensorMap words_map,
             const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map, const u16* __restrict__ x,
             const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
             u16* __restrict__ y, int M, int N, int K, int steps, int row_tiles, int chunks, int groups) {
@@ -50,7 +50,7 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
     constexpr int SPANS = E * WK, STEP = SPANS * 128, TILES = 4 * WN, CONSUMERS = WN * WK, ROWS = NC / 2;
     constexpr int PER = BITS == 4 ? 2 : 1, SHARE = BITS == 1 ? 2 : 1;  // chunks of a span, spans of a chunk
     constexpr int GROUPS = groups_of_step(GROUP, STEP);
-    constexpr int UNITS = ROWS <= 4 ? 4 : ROWS <= 8 ? 8 : 16;  // rows of units: as digit_rows.py has them
+    constexpr int UNITS = ROWS <= 4 ? 4 : ROWS <= 8 ? 8 : 16;  // rows of units: as int8_planes.py has them
     constexpr u32 PANEL = NC * 128, X_BYTES = SPANS * PANEL, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = STEP / L::CHUNK * CHUNK_BYTES;
     constexpr u32 META_BYTES = TILES * GROUPS * 32, METAS = X_BYTES + W_BYTES, UNITS_AT = METAS + (ZEROS ? 2 : 1) * META_BYTES;
     constexpr u32 LOADED = UNITS_AT + SPANS * UNITS * 8, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
@@ -64,7 +64,7 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
     const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
     const int tiles = (row_tiles + TILES - 1) / TILES;
 
-    if (threadIdx.x == 32) prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&digits_map), prefetch(&units_map);
+    if (threadIdx.x == 32) prefetch(&words_map), prefetch(&scales_map), prefetch(&zeros_map), prefetch(&planes_map), prefetch(&units_map);
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 4 * CONSUMERS);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
@@ -99,7 +99,7 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
                         load_weights(s, c, tile);
                     }
 #pragma unroll
-                    for (int i = 0; i < SPANS; i++) tensor_load(at + i * PANEL, &digits_map, (c * SPANS + i) * 128, 0, barrier);
+                    for (int i = 0; i < SPANS; i++) tensor_load(at + i * PANEL, &planes_map, (c * SPANS + i) * 128, 0, barrier);
                     tensor_load(at + UNITS_AT, &units_map, 0, c * SPANS, barrier);
                     if (++s == STAGES) s = 0, round++;
                 }
@@ -168,11 +168,11 @@ tile_digits(const __grid_constant__ TensorMap digits_map, const __grid_constant_
                 span_codes<BITS>(w, b, a[which]);
                 alive(which);
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                const u64 digits = swizzled_tile(0) & 0xffffffff00000000ull | panel + b * (PANEL / 16);
+                const u64 planes = swizzled_tile(0) & 0xffffffff00000000ull | panel + b * (PANEL / 16);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    if (i == 0) Wgmma8<true, NC>::first(sum[which], a[which][i], digits);
-                    else Wgmma8<true, NC>::run(sum[which], a[which][i], digits + 2 * i, 1);
+                    if (i == 0) Wgmma8<true, NC>::first(sum[which], a[which][i], planes);
+                    else Wgmma8<true, NC>::run(sum[which], a[which][i], planes + 2 * i, 1);
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 if (BUF > 1 && b > 0) {

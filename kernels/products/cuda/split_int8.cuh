@@ -1,4 +1,4 @@
-// Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM DIGITS, up to 4 bits, one row of x or two.
+// Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM INT8_PLANES, up to 4 bits, one row of x or two.
 //
 // x       In a span of k (a group, or 128, 64 or 32 of one) x = x' * unit: x' an integer, unit a power of two, so that the span's
 //         largest x' fills 14 bits. Rounded there: by at most 2^-14 of that largest |x|, and no fp16 number within 1/8 of it is
@@ -40,12 +40,12 @@ __device__ __forceinline__ void mma_bytes(int (&d)[4], const u32 (&a)[4], u32 b0
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
 }
 
-// x' comes as the last bits of fma(x, a power of two, DIGIT_ROUND): it fills DIGIT_HEAD + 1 bits, and 1.5 * 2^23 leaves no room for a
-// fraction. 128 makes the second byte the high digit; the first is the low one + 128.
-constexpr int DIGIT_HEAD = 13;  // unit is 2^-DIGIT_HEAD of the largest |x|'s power of two
-constexpr float DIGIT_ROUND = 12582912.f + 128;
-constexpr u32 DIGIT_ZERO = 0x4b400080u;  // the bits of DIGIT_ROUND
-__device__ __forceinline__ void split_digits(const u32 (&one)[2], const u32 (&other)[2], u32& low, u32& high) {  // of four x', [e]: e-th of a pair
+// x' comes as the last bits of fma(x, a power of two, SPLIT_ROUND): it fills SPLIT_HEAD + 1 bits, and 1.5 * 2^23 leaves no room for a
+// fraction. 128 makes the second byte the high byte; the first is the low one + 128.
+constexpr int SPLIT_HEAD = 13;  // unit is 2^-SPLIT_HEAD of the largest |x|'s power of two
+constexpr float SPLIT_ROUND = 12582912.f + 128;
+constexpr u32 SPLIT_ZERO = 0x4b400080u;  // the bits of SPLIT_ROUND
+__device__ __forceinline__ void split_int8(const u32 (&one)[2], const u32 (&other)[2], u32& low, u32& high) {  // of four x', [e]: e-th of a pair
     const u32 even = __byte_perm(one[0], other[0], 0x5140), odd = __byte_perm(one[1], other[1], 0x5140);
     low = __byte_perm(even, odd, 0x5410) ^ 0x80808080u, high = __byte_perm(even, odd, 0x7632);
 }
@@ -75,7 +75,7 @@ __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, c
 }
 
 template <int BITS, int T, int GROUP, int ROWS, int STEP>
-struct Digits {
+struct Int8Planes {
     using L = Tile<BITS>;
     static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = STEP / SPAN;  // of a step
     static constexpr int CHUNKS = STEP / L::CHUNK, PLACES = L::FRAGS / 2;            // PLACES: mma of a chunk
@@ -98,7 +98,7 @@ struct Digits {
 
     // x: (rows, K). The memory is cleared: a barrier of the warp must follow. ptxas is kept from making the addresses anew for
     // each step (40 of 195 instructions).
-    __device__ __forceinline__ Digits(bool here, u32 at, const u16* x, int K) : from(x), K(K) {
+    __device__ __forceinline__ Int8Planes(bool here, u32 at, const u16* x, int K) : from(x), K(K) {
         if (!here) return;
         const int lane = threadIdx.x & 31, span = lane % 4 % EACH;
         for (int i = lane * 16; i < X; i += 512) store4(at + i, {0, 0, 0, 0});
@@ -131,7 +131,7 @@ struct Digits {
         copy_commit();
     }
 
-    // The x that was asked for into digits, by a warp; a barrier of it before and after.
+    // The x that was asked for into planes, by a warp; a barrier of it before and after.
     __device__ __forceinline__ void store() const {
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {
@@ -148,22 +148,22 @@ struct Digits {
             top = larger(top & 0xffffu, top >> 16);
 #pragma unroll
             for (int d = 1; d < SPAN / VALUES; d *= 2) top = larger(top, __shfl_xor_sync(0xffffffffu, top, d));
-            const u32 e = larger(__float_as_uint(to_floats<T>(top).x) >> 23, DIGIT_HEAD + 2);
-            const float up = __uint_as_float((254 + DIGIT_HEAD - e) << 23);
-            u32 t[LOADS][PAIRS][2], sum = 0;  // and [element]: DIGIT_ZERO + x'
+            const u32 e = larger(__float_as_uint(to_floats<T>(top).x) >> 23, SPLIT_HEAD + 2);
+            const float up = __uint_as_float((254 + SPLIT_HEAD - e) << 23);
+            u32 t[LOADS][PAIRS][2], sum = 0;  // and [element]: SPLIT_ZERO + x'
 #pragma unroll
             for (int i = 0; i < LOADS * PAIRS; i++) {
                 const float2 two = to_floats<T>(v[i / PAIRS][i % PAIRS]);
                 u32(&to)[2] = t[i / PAIRS][i % PAIRS];
-                to[0] = __float_as_uint(__fmaf_rn(two.x, up, DIGIT_ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, DIGIT_ROUND));
+                to[0] = __float_as_uint(__fmaf_rn(two.x, up, SPLIT_ROUND)), to[1] = __float_as_uint(__fmaf_rn(two.y, up, SPLIT_ROUND));
                 sum += to[0] + to[1];
             }
-            sum -= VALUES * DIGIT_ZERO;
+            sum -= VALUES * SPLIT_ZERO;
 #pragma unroll
             for (int d = 1; d < SPAN / VALUES; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
             if (TASKS % 32 && task >= TASKS) continue;
             if (mine % (SPAN / VALUES) == 0) {  // nan where an x is no finite number
-                const u32 unit = e == 255 ? 0x7fffffffu : (e - DIGIT_HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
+                const u32 unit = e == 255 ? 0x7fffffffu : (e - SPLIT_HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
                 store2(unit_at[n], unit, total);
             }
             if constexpr (SPLIT) {
@@ -182,7 +182,7 @@ struct Digits {
             } else {
                 u32 low[4], high[4];
 #pragma unroll
-                for (int i = 0; i < 2 * PAIRS; i++) split_digits(t[i % 2][i / 2], t[2 + i % 2][i / 2], low[i], high[i]);
+                for (int i = 0; i < 2 * PAIRS; i++) split_int8(t[i % 2][i / 2], t[2 + i % 2][i / 2], low[i], high[i]);
                 if constexpr (PAIRS == 2) store4(write_at[n], high), store4(write_at[n] + 32, low);
                 else store2(write_at[n], high[0], high[1]), store2(write_at[n] + 32, low[0], low[1]);
             }

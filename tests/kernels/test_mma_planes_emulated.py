@@ -1,4 +1,4 @@
-"""tile_mma's DIGITS (digits.cuh) emulated on the CPU: codes as bytes against fp64 truth, and what no span of x fits."""
+"""tile_mma's INT8_PLANES (split_int8.cuh) emulated on a CPU: codes as bytes against fp64 truth, and what no span of x fits."""
 
 import dataclasses
 from functools import partial
@@ -16,7 +16,7 @@ from lowq_packers.scheme import Scheme
 emulation.require("cuda/tile_mma")
 import simt
 from lowq_kernels.cuda import nvrtc
-from lowq_kernels.products.cuda import tile_mma, tile_mma_rules
+from lowq_kernels.products.cuda import tile_mma
 
 F16, BF16 = torch.float16, torch.bfloat16
 WIDTHS = (4, 3, 2, 1)
@@ -73,7 +73,7 @@ def product(case, x):
     """(y, x W^T in fp64) by the config of a case; the same bits with the threads in the other order."""
     q = weight(case)
     p = pack(q, "tile")
-    config = tile_mma_rules.config_of(*case[7], 1)
+    config = tile_mma.config_of(*case[7], 1)
     call = dataclasses.replace(Call.of(x, p), device="cuda")
     assert tile_mma._config_refuse(call, config) is None
     y = tile_mma.tile_mma(x, p, None, config)
@@ -150,18 +150,18 @@ NAN_STAYS = ("if (!(v * 0.f == 0.f))", "if (false)")
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("no_wait", "copy_wait<0>();\n        __syncwarp();\n        digits.store();", "digits.store();"),
-        ("no_barrier", "digits.store();\n        __syncwarp();", "digits.store();"),
+        ("no_wait", "copy_wait<0>();\n        __syncwarp();\n        planes.store();", "planes.store();"),
+        ("no_barrier", "planes.store();\n        __syncwarp();", "planes.store();"),
         ("low", "__byte_perm(even, odd, 0x5410) ^ 0x80808080u", "__byte_perm(even, odd, 0x5410)"),
         ("columns", "(row * EACH + span % EACH) * 64", "row * EACH * 64"),
         ("nan", *NAN_STAYS),
     ],
-    ids=["x is not waited for", "nor are digits", "low digits off by 128", "spans share columns", "nan stays"],
+    ids=["x is not waited for", "nor are planes", "low planes off by 128", "spans share columns", "nan stays"],
 )
 def test_the_emulator_notices(name, good, bad, monkeypatch):
     """Defects put into the source fail, as an error text or as a wrong number. (A nan that is made again hides some.)"""
     sources = nvrtc.sources()
-    source = sources["tile_mma.cu"].replace('#include "digits.cuh"', sources["digits.cuh"])
+    source = sources["tile_mma.cu"].replace('#include "split_int8.cuh"', sources["split_int8.cuh"])
     assert good in source
     (Path(simt._folder().name) / f"{name}.cu").write_text(simt.host_source(source.replace(good, bad).replace(*NAN_STAYS)))
     monkeypatch.setattr(tile_mma, "Kernel", lambda file, *rest, **more: simt.Kernel(f"{name}.cu", *rest, **more))
@@ -175,12 +175,12 @@ def test_the_emulator_notices(name, good, bad, monkeypatch):
 @pytest.mark.parametrize(
     ("bits", "group", "M", "why"),
     [
-        (8, 128, 1, "digits are for up to 4 bits"),
-        (4, 16, 1, "digits take whole groups of 32"),
-        (4, 128, 3, "digits are for up to 2 rows"),
+        (8, 128, 1, "planes are for up to 4 bits"),
+        (4, 16, 1, "planes take whole groups of 32"),
+        (4, 128, 3, "planes are for up to 2 rows"),
         (1, 64, 2, "a chunk has more spans than B columns for them"),
     ],
 )
 def test_what_is_refused(bits, group, M, why):
     call = Call(M, 4096, 4096, Scheme(bits, group, "float"), "tile", F16, "cuda", (9, 0))
-    assert tile_mma._config_refuse(call, tile_mma_rules.config_of(8, 2, 256, 1, 1, 1)) == why
+    assert tile_mma._config_refuse(call, tile_mma.config_of(8, 2, 256, 1, 1, 1)) == why

@@ -1,4 +1,4 @@
-"""digit_rows.cu: x as 16-bit integers in two bytes, emulated on the CPU and on a GPU against what its page defines."""
+"""int8_planes.cu: x as 16-bit integers in two bytes, emulated on the CPU and on a GPU against what its page defines."""
 
 import shutil
 
@@ -9,7 +9,7 @@ import emulation
 from lowq_packers.layouts.tile import CHUNK
 
 emulation.require("cuda/tile_mma", compiler=False)
-from lowq_kernels.products.cuda import digit_rows
+from lowq_kernels.products.cuda import int8_planes
 
 CASES = [
     (4, 3, 4096, torch.float16),
@@ -35,7 +35,7 @@ def rows(M, K, dtype):
 def check(bits, x):
     """The bytes, put back in the order of k, are x to 2^-14 of each span's largest; units and sums are theirs."""
     M, K = x.shape
-    digits, units = (t.cpu() for t in digit_rows.digit_rows(x, bits))
+    planes, units = (t.cpu() for t in int8_planes.int8_planes(x, bits))
     units = units.reshape(len(units), 4, -1, 2).transpose(1, 2).reshape(units.shape)
     place = bits if bits < 3 else 0
     steps, chunk = -(-K // 128), CHUNK[bits] if CHUNK[bits] == 64 else 128
@@ -45,7 +45,7 @@ def check(bits, x):
     k = 16 * f + 8 * h + 2 * quad + b // 2
     assert sorted(k.tolist()) == list(range(128))
     two = torch.empty(2 * M, steps, 128, dtype=torch.int32)
-    two[:, :, k] = digits.view(torch.int8).int().reshape(2 * M, steps, 128) << (i % 2 * place).int()
+    two[:, :, k] = planes.view(torch.int8).int().reshape(2 * M, steps, 128) << (i % 2 * place).int()
     found = 256 * two[0::2] + two[1::2]
     padded = torch.nn.functional.pad(x.cpu().double(), (0, steps * 128 - K)).reshape(M, steps, 128)
     finite = padded.isfinite().all(-1)
@@ -60,7 +60,7 @@ def check(bits, x):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(("bits", "M", "K", "dtype"), CASES, ids=str)
 def test_emulated(bits, M, K, dtype):
-    with emulation.hopper(digit_rows):
+    with emulation.hopper(int8_planes):
         check(bits, rows(M, K, dtype))
 
 
@@ -69,7 +69,7 @@ def test_emulated(bits, M, K, dtype):
 def test_compiles_without_spills(bits, arch):
     from lowq_kernels.cuda import nvrtc
 
-    used = nvrtc.compiled("digit_rows.cu", f"digit_rows<{bits % 2}, {bits}>", arch).resources
+    used = nvrtc.compiled("int8_planes.cu", f"int8_planes<{bits % 2}, {bits}>", arch).resources
     assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, used
 
 
