@@ -204,7 +204,8 @@ def _wishes(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Wish]:
     owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
     for c in candidates:
         default: int | Keep = "keep" if c.kind in ASKED_FOR_BY_NAME else recipe.bits
-        wishes[c.name] = Wish(recipe.head if c.kind == "head" else default)
+        of_kind = {"head": recipe.head, "embedding": recipe.embedding}
+        wishes[c.name] = Wish(of_kind.get(c.kind, default))
         for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
             owners[name].append(c.name)
     asked = [(o.pattern, Wish(o.bits, o.group, by_name=True)) for o in recipe.overrides]
@@ -217,7 +218,7 @@ def _wishes(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Wish]:
 def _verdict(c: Candidate, recipe: Recipe, wish: Wish) -> Verdict:
     """The scheme of one candidate. Raises SchemeError where an override cannot hold."""
     if wish.bits == "keep":
-        hint = {"head": "--lm-head BITS quantizes it", "embedding": "--override PATTERN=BITS quantizes it"}.get(c.kind)
+        hint = {"head": "--lm-head BITS quantizes it", "embedding": "--embedding BITS quantizes it"}.get(c.kind)
         return Verdict(None, "the recipe keeps it" if wish.by_name else f"{c.kind}; {hint}" if hint else c.kind)
     K = c.shape[1]
     asked = recipe.group_for(wish.bits) if wish.group is None else wish.group
@@ -258,7 +259,7 @@ def _tied_head(
     if table is None:
         raise UsageError("lm_head: this model has no output head to quantize; leave --lm-head out")
     if wishes[table.name].bits != "keep":
-        raise UsageError("lm_head: an override already quantizes the embedding, which is the head too; leave --lm-head out")
+        raise UsageError("lm_head: the embedding, which is the head too, is quantized already; leave --lm-head out")
     return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
 
 
