@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 PLAIN_STEPS = 10  # progress lines in a log file
 _errors: TextIO | None = None  # where errors go once everything else is silenced
 json_is_out = False  # whether this run has printed its one JSON object
+quiet = False  # whether only results and errors are printed: --quiet
+NARROWEST = 8  # columns in which a text of a table may still be broken over lines
 
 
 @cache
@@ -35,16 +37,29 @@ def stderr() -> "Console":
 
 def say(message: str) -> None:
     """A line for the person, on stderr; on a terminal too narrow for it, broken between words."""
-    if sys.stderr.isatty():
-        width = max(40, shutil.get_terminal_size().columns)
-        message = textwrap.fill(message, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    print(message, file=sys.stderr, flush=True)
+    if not quiet:
+        print(_broken(message, sys.stderr), file=sys.stderr, flush=True)
+
+
+def _broken(line: str, stream: TextIO) -> str:
+    """The line; for a terminal too narrow for it broken between words."""
+    if not stream.isatty():
+        return line
+    width = max(40, shutil.get_terminal_size().columns)
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def page(text: str) -> None:
+    """Lines for the person that are laid out already, on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:
     """A line that asks for attention, on stderr."""
     from rich.markup import escape
 
+    if quiet:
+        return
     stderr().print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=not sys.stderr.isatty())  # a log's lines stay whole
 
 
@@ -63,6 +78,11 @@ def only_errors() -> None:
 def out(text: str, end: str = "\n") -> None:
     """Result text on stdout, at once."""
     print(text, end=end, flush=True)
+
+
+def out_line(text: str) -> None:
+    """A line of a result that people read, on stdout; on a terminal too narrow for it, broken between words."""
+    out(_broken(text, sys.stdout))
 
 
 def out_json(value: dict[str, Any]) -> None:
@@ -91,8 +111,10 @@ def table(
     """A table; a column whose title starts with '>' is right-aligned, and its cells are never broken.
 
     Where it is wider than the terminal, columns stand closer and titles break between words; if that is not enough, the columns
-    of `spare` go, the first first.
+    of `spare` go, the first first; and where even the rest does not fit, a row becomes a paragraph of its own.
     """
+    if quiet and not on_stdout:
+        return
     from rich import box
     from rich.table import Table
 
@@ -106,6 +128,10 @@ def table(
     for name in spare:
         if sum(needed[i] for i in shown) + 2 * len(shown) + 1 > console.width:
             shown.remove(columns.index(name))
+    least = sum(needed[i] if columns[i].startswith(">") else min(needed[i], NARROWEST) for i in shown) + 2 * len(shown) + 1
+    if least > console.width:
+        _paragraphs(title, titles, cells, sys.stdout if on_stdout else sys.stderr)
+        return
     drawn = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.collapse_padding = tight
     for i in shown:
@@ -116,6 +142,16 @@ def table(
     for row in cells:
         drawn.add_row(*(row[i] for i in shown))
     console.print(drawn)
+
+
+def _paragraphs(title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], stream: TextIO) -> None:
+    """The rows of a table that no terminal so narrow has room for."""
+    for line in [title] * bool(title):
+        print(line, file=stream)
+    for first, *rest in cells:
+        told = ", ".join(f"{name} {cell}".strip() for name, cell in zip(titles[1:], rest, strict=True) if cell)
+        print(_broken(f"{first}: {told}" if first else told, stream), file=stream)
+    print(file=stream, flush=True)
 
 
 def _stdout() -> "Console":
@@ -148,12 +184,24 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
 
 
+def age(seconds: float) -> str:
+    """90 -> '1 min', 200000 -> '2 days'."""
+    for unit, length in (("day", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            n = int(seconds // length)
+            return f"{n} {unit}{'s' * (unit == 'day' and n > 1)}"
+    return f"{int(seconds)} s"
+
+
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
     """A live bar with ETA; yields `advance(done, note)`, `done` counted from 0 to `total` in any unit.
 
     On a terminal: one live row. Elsewhere: a plain line at the first and then at every tenth of the way.
     """
+    if quiet:
+        yield lambda done, note: None
+        return
     if not stderr().is_terminal:
         yield _plain_progress(label, total)
         return
@@ -176,7 +224,7 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
 @contextmanager
 def status(doing: str) -> Iterator[None]:
     """A spinner while nothing else can be shown (imports, reading headers, loading); only on a terminal."""
-    if not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty():
         yield
         return
     with stderr().status(doing):

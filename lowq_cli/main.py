@@ -7,6 +7,7 @@ without torch. Every LowqError becomes one line on stderr and its exit code.
 
 import atexit
 import importlib
+import inspect
 import io
 import os
 import pkgutil
@@ -29,7 +30,10 @@ EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
 EXIT_NO_MEMORY = 4
 UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: 2.7 s with inductor, 0.7 s with scipy
-ORDER = ("quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench", "export", "serve", "push", "doctor")
+ORDER = (
+    *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
+    *("export", "serve", "push", "ls", "rm", "doctor"),
+)
 
 app = typer.Typer(
     name="lowq",
@@ -68,7 +72,7 @@ def _add_commands() -> None:
         module = importlib.import_module(f"lowq_cli.commands.{name}")
         function = getattr(module, name)
         summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
-        app.command(name, short_help=summary, epilog=_lines(module.EXAMPLES))(_guarded(function))
+        app.command(name, short_help=summary, epilog=_lines(module.EXAMPLES))(_with_quiet(_guarded(function)))
 
 
 class _Stopped(Exception):
@@ -87,6 +91,24 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
         except BrokenPipeError:  # `lowq ... | head`: the reader left, nothing to report
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
+    return command
+
+
+QUIET = typer.Option("--quiet", help="Print results and errors only.")
+
+
+def _with_quiet(function: Callable[..., None]) -> Callable[..., None]:
+    """The command with --quiet, which all have."""
+
+    @wraps(function)
+    def command(*args: Any, quiet: bool = False, **kwargs: Any) -> None:
+        console.quiet = quiet
+        function(*args, **kwargs)
+
+    shown = inspect.signature(function)
+    flag = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, QUIET])
+    command.__signature__ = shown.replace(parameters=[*shown.parameters.values(), flag])  # type: ignore[attr-defined]
+    command.__annotations__ = {**function.__annotations__, "quiet": Annotated[bool, QUIET]}
     return command
 
 
@@ -152,7 +174,7 @@ def _leave_group() -> None:
 
 
 def _run() -> int:
-    console.json_is_out = False
+    console.json_is_out = console.quiet = False
     try:
         return int(app(prog_name="lowq", standalone_mode=False) or 0)
     except LowqError as e:
@@ -177,7 +199,7 @@ def _run() -> int:
 def _mistyped(e: Any) -> int:
     """A flag or command that does not exist or has no such value: the line, and where help is; all help for a bare `lowq`."""
     if type(e).__name__ == "NoArgsIsHelpError":
-        console.say(e.format_message())
+        console.page(e.format_message())
         return EXIT_USAGE
     text = " ".join(e.format_message().split()).rstrip(".")
     path = e.ctx.command_path if getattr(e, "ctx", None) else "lowq"

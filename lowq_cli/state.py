@@ -1,7 +1,9 @@
-"""Folders in the user's home, and what is remembered there between commands: the checkpoint that `quantize` wrote last."""
+"""Folders in the user's home, and what is remembered there between commands: the checkpoints that `quantize` wrote."""
 
 import json
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowq_cli import console
@@ -9,6 +11,7 @@ from lowq_packers.atomic import write_whole
 from lowq_packers.errors import NotFoundError
 
 LAST = "last.json"
+REMEMBERED = 100  # checkpoints
 
 
 def state_dir() -> Path:
@@ -44,24 +47,55 @@ def user_path(name: str | os.PathLike[str]) -> Path:
         return Path(name)
 
 
+@dataclass(frozen=True)
+class Known:
+    """A checkpoint that `quantize` wrote: its folder, the working folder it was written from ("" if unknown), and when."""
+
+    checkpoint: Path
+    where: str = ""
+    time: float = 0.0
+
+
+def known() -> list[Known]:
+    """The checkpoints written by this user that are still there, the newest last."""
+    try:
+        said = json.loads((state_dir() / LAST).read_text())
+        rows = said.get("known") or [{"checkpoint": said["checkpoint"]}]
+        found = [Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0))) for r in rows]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [k for k in found if k.checkpoint.is_dir()]
+
+
 def remember(checkpoint: Path) -> None:
     """Note `checkpoint` as the last one written; a home that is read-only or not there is no error."""
+    folder = checkpoint.resolve()
     try:
-        write_whole(state_dir() / LAST, json.dumps({"checkpoint": str(checkpoint.resolve())}).encode())
+        others = [k for k in known() if k.checkpoint != folder][1 - REMEMBERED :]
+        remember_only([*others, Known(folder, str(Path.cwd()), time.time())])
     except (OSError, NotFoundError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         console.say(f"note: could not remember this checkpoint for later commands ({why})")
 
 
+def remember_only(rows: list[Known]) -> None:
+    """Set down the known checkpoints."""
+    plain = [{"checkpoint": str(k.checkpoint), "where": k.where, "time": k.time} for k in rows]
+    write_whole(state_dir() / LAST, json.dumps({"known": plain}).encode())
+
+
 def checkpoint_or_last(given: str | None) -> str:
-    """`given`, or the last checkpoint written here (named on stderr). Raises NotFoundError when there is none."""
+    """`given`, or the last checkpoint written from this working folder, or the last of all (named on stderr).
+
+    Raises NotFoundError when there is none.
+    """
     if given is not None:
         return given
-    try:
-        last = Path(json.loads((state_dir() / LAST).read_text())["checkpoint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise NotFoundError("no checkpoint given and none written yet on this machine; run: lowq quantize demo") from None
-    if not last.is_dir():
-        raise NotFoundError(f"the last checkpoint, {last}, is gone; name one, or run: lowq quantize demo")
-    console.say(f"using {last}")
-    return str(last)
+    found = known()
+    if not found:
+        raise NotFoundError("no checkpoint given, and none known that was written on this machine; run: lowq quantize demo")
+    here = [k for k in found if k.where == str(Path.cwd())]
+    last = (here or found)[-1]
+    elsewhere = f" (written from {last.where}; none was from here)" if last.where and not here else ""
+    console.say(f"using {last.checkpoint}{elsewhere}")
+    return str(last.checkpoint)

@@ -20,9 +20,9 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
-        *("ranks", "console", "devices", "memory", "drawing", "state", "demo"),
+        *("ranks", "console", "devices", "memory", "drawing", "state", "holdings", "demo", "recipes"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop", "run"),
-        *("loading", "engine", "evaluate", "tuning", "checkup", "vllm_plugin", "commands", "main"),
+        *("loading", "engine", "evaluate", "tuning", "checkup", "vllm_plugin", "typing_in", "completion", "commands", "main"),
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from lowq_packers.qtensor import QuantizedTensor
 # `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
 # story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
 UNSEEN = 8
+ROUNDING = 8  # measured on two cores: see `seconds`
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,15 @@ class LayerDone:
     resumed: bool
     notes: dict[str, str] = field(default_factory=dict)
     unscaled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MatrixDone:
+    """One matrix of a layer is rounded, the `index`-th of `total`; the layer is not finished."""
+
+    name: str
+    index: int
+    total: int
 
 
 def is_calibrated(plan: Plan) -> bool:
@@ -88,6 +98,29 @@ def working_bytes(plan: Plan) -> int:
     return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
 
 
+def seconds(plan: Plan, device: torch.device) -> float | None:
+    """About how long a calibration takes, by the products in it at the rate of one that is timed here; None if it learns.
+
+    Both streams go through each layer, and again up to each of about four stages: 9 operations a weight and token. Moments are
+    two products a stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING products by (K, K).
+    """
+    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
+    if any(quantizers.needs_learning(str(i.method)) for i in items):
+        return None
+    x = torch.randn(1024, 1024, device=device)
+    (x @ x)[0, 0].item()  # first use: library start-up is no part of the rate
+    began = time.perf_counter()
+    (x @ x)[0, 0].item()
+    rate = 2 * 1024**3 / (time.perf_counter() - began)
+    tokens = plan.recipe.calib_tokens
+    layers = len({m[1] for i in items if (m := re.search(r"\.(\d+)\.", i.name))})
+    widths = sorted({i.shape[1] for i in items})
+    work = 9.0 * tokens * sum(i.params for i in items)
+    work += 4.0 * tokens * layers * (3 * widths[0] ** 2 + widths[-1] ** 2)
+    work += ROUNDING * sum(2.0 * i.params * i.shape[1] for i in items)
+    return work / rate
+
+
 class Calibration:
     """The calibrated part of one run. `run` does the work; `quantizer` then hands its results to the pipeline.
 
@@ -116,9 +149,10 @@ class Calibration:
         self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)
         self.layer_of: dict[str, Path] = {}  # checkpoint name -> the file that holds what was found for it
+        self.rounded = 0  # matrices
         self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
 
-    def run(self) -> Iterator[LayerDone]:
+    def run(self) -> Iterator[MatrixDone | LayerDone]:
         """Quantize every layer that is not done yet, in order."""
         blocks = self.blocks
         for old in self.folder.parent.glob(STAGED + "*"):
@@ -143,8 +177,9 @@ class Calibration:
                     scaling.repeat(layer, self._scaled(path, list(mine), kept))
                     for name in mine:
                         layer.set(name, load_item(path, self.items[name]).dequantize().to(self.device))
+                    self.rounded += len(mine)
                 else:
-                    error = self._quantize(layer, kept, original, behind, path)
+                    error = yield from self._quantize(layer, kept, original, behind, path)
                 if number + 1 < len(blocks):
                     layer.advance(original, behind)
             notes, unscaled = load_notes(path)
@@ -161,7 +196,9 @@ class Calibration:
             found[i.source] = q.dequantize()
         return found
 
-    def _quantize(self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path) -> float:
+    def _quantize(
+        self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path
+    ) -> Generator[MatrixDone, None, float]:
         """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `Blocks.kept`."""
         results: dict[str, torch.Tensor] = {}
         notes: dict[str, str] = {}
@@ -208,6 +245,8 @@ class Calibration:
                     layer.set(name, restored[rows])
                     if quantizers.needs_learning(str(item.method)):
                         learning[name] = _rows(q, rows)
+                    self.rounded += 1
+                    yield MatrixDone(name, self.rounded, len(self.items))
         dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
         for name, q in learn(layer, learning, dtypes, original, behind).items():
             results |= save_item(q, name, dtypes[name])

@@ -1,8 +1,8 @@
 """`quantize --bpw 3.2` or `--size 4GB`: the recipe that spends the bits where they matter most.
 
 What engines make one weight of gets one scheme: q/k/v, gate/up, all experts of a layer. Sensitivities (sensitivity.py) are
-measured once and kept in the output folder; allocation.py then finds the best choice for the budget, and the result is an
-ordinary recipe with an override per group.
+measured once a model and kept in the user's cache; allocation.py then finds the best choice for the budget, and the result is
+an ordinary recipe with an override per group.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import gcd
@@ -22,9 +23,11 @@ from lowq_cli import drawing, quantizers
 from lowq_cli.calibrate import sensitivity, texts
 from lowq_cli.calibrate.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
-from lowq_cli.files.source import SENSITIVITY, Source
+from lowq_cli.files.source import Source
 from lowq_cli.plan.planner import Candidate, free_candidates, make_plan, scale_dtype
 from lowq_cli.plan.recipe import Override, Recipe
+from lowq_cli.state import cache_dir
+from lowq_packers.atomic import write_whole
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
 from lowq_packers.formats import FUSED
@@ -49,7 +52,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Mixed:
-    """What was decided. bpw: of the weights that took part. cache: what to keep in the output folder.
+    """What was decided. bpw: of the weights that took part.
 
     in_nats: whether `error` is a KL divergence, or (where no text could be read) a relative error of weights.
     """
@@ -57,7 +60,6 @@ class Mixed:
     shares: tuple[Share, ...]
     in_nats: bool
     why_not_nats: str
-    cache: bytes
 
     @property
     def bpw(self) -> float:
@@ -88,7 +90,7 @@ class Mixed:
 
 
 def resolve(
-    source: Source, recipe: Recipe, folder: Path, device: torch.device, watch: sensitivity.Watch | None = None
+    source: Source, recipe: Recipe, device: torch.device, watch: sensitivity.Watch | None = None
 ) -> tuple[Recipe, Mixed]:
     """The recipe with an override for each group, within its budget; reads weights, writes nothing.
 
@@ -112,7 +114,7 @@ def resolve(
     least = sum(min(c.nbytes for c in cs) for cs in choices.values())
     if budget < least:  # told before the minutes that measuring takes
         raise UsageError(_too_small(recipe, least, budget, sum(params.values())))
-    key, errors, why = _measured(source, plain, text, candidates, schemes, folder, device, watch)
+    errors, why = _measured(source, plain, text, candidates, schemes, device, watch)
     choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
     while True:
         try:
@@ -126,12 +128,7 @@ def resolve(
             break
         budget -= over  # headers vary by a few bytes with the numbers in them
     shares = tuple(Share(name, groups[name][0].kind, params[name], c.nbytes, c.what, c.error) for name, c in found.items())
-    cache = {
-        "key": key,
-        "why_not_nats": why,
-        "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()},
-    }
-    return resolved, Mixed(shares, not why, why, (json.dumps(cache, indent=1) + "\n").encode())
+    return resolved, Mixed(shares, not why, why)
 
 
 def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
@@ -204,24 +201,20 @@ def _measured(
     text: str,
     candidates: list[Candidate],
     schemes: dict[str, list[Scheme]],
-    folder: Path,
     device: torch.device,
     watch: sensitivity.Watch | None,
-) -> tuple[str, sensitivity.Errors, str]:
-    """(key, errors, why they are no nats): what the folder holds for the same question, or measured now."""
+) -> tuple[sensitivity.Errors, str]:
+    """(errors, why they are no nats): what the user's cache holds for the same question, or measured now and kept there."""
     dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
     calibrated = recipe.method != "auto" and quantizers.carries_errors(recipe.method)
     facts = [calibrated, version("lowq"), source.identity, text, str(dtype), device.type, sensitivity.TOKENS, sensitivity.ROWS]
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    try:
-        kept = json.loads((folder / SENSITIVITY).read_bytes())
-        if kept["key"] == key:
-            named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
-            read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in kept["errors"].items()}
-            return key, read, str(kept["why_not_nats"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+    with suppress(OSError, ValueError, KeyError, TypeError, NotFoundError):  # not there, spoilt, or no home
+        kept = json.loads(_cached(key).read_bytes())
+        named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
+        read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in kept["errors"].items()}
+        return read, str(kept["why_not_nats"])
 
     def rounded(W: torch.Tensor, s: Scheme) -> torch.Tensor:
         return quantizers.get(quantizers.default_method(s.bits, s.group_size, s.zero))(W, s, dtype).dequantize()
@@ -232,9 +225,18 @@ def _measured(
         tokenizer = load_tokenizer(source)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
         ids = texts.choose_windows(tokenizer, text, sensitivity.TOKENS, texts.window_for(walk.blocks.model))
-        return key, walk.measure(ids, texts.BATCH, watch), ""
+        errors, why = walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
-        return key, sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
+        errors, why = sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)
+    kept = {"why_not_nats": why, "errors": {n: {_spell(s): e for s, e in row.items()} for n, row in errors.items()}}
+    with suppress(OSError, NotFoundError):  # it is measured again the next time
+        write_whole(_cached(key), json.dumps(kept).encode())
+    return errors, why
+
+
+def _cached(key: str) -> Path:
+    """Where the answer to one question is kept. Raises NotFoundError: no home."""
+    return cache_dir() / "sensitivity" / f"{key}.json"
 
 
 def _spell(s: Scheme) -> str:

@@ -1,3 +1,17 @@
 """One file per verb: a function of the file's name. Nothing heavy is imported at a file's top."""
 
+from secrets import randbelow
+
+from lowq_cli import ranks
+
 EXIT_INTERRUPTED = 130  # of a command that Ctrl-C ended
+
+
+def seed_or_random(given: int | None) -> int:
+    """The seed that was asked for, or another one every time; 0 where several processes must draw alike."""
+    return given if given is not None else 0 if ranks.world() > 1 else randbelow(1 << 31)
+
+
+def unescaped(text: str) -> str:
+    r"""A text from a command line, where \n and \t stand for a newline and a tab."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")

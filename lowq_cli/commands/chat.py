@@ -1,36 +1,92 @@
 """lowq chat: talk to a checkpoint; the cache is kept between turns, so an answer never waits for the whole conversation."""
 
+import json
 import sys
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import completion, console, typing_in
+from lowq_cli.commands import seed_or_random, unescaped
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
 
+INSIDE = """/help shows this
+/new starts over
+/system TEXT tells the model something before a new conversation
+/set NAME VALUE: temperature, top-p, top-k, max-new-tokens, seed, stop; /set shows them
+/save FILE writes the conversation (.json: messages, else text)
+/quit or Ctrl-D leaves
+Ctrl-C stops an answer, or drops a line half typed
+several lines: end them with \\, or put \"\"\" before and after"""
 EXAMPLES = """Examples:
   lowq chat
   lowq chat ./my-model-lowq --system 'Answer in one sentence.'
 
 Inside:
-  /new starts over
-  /quit or Ctrl-D leaves
-  Ctrl-C stops an answer"""
+""" + "\n".join(f"  {line}" for line in INSIDE.splitlines())
+
+
+@dataclass
+class Settings:
+    """How answers are drawn; what /set changes."""
+
+    temperature: float = 0.7
+    top_p: float = 0.95
+    top_k: int = 0
+    max_new_tokens: int = 1024
+    seed: int = 0
+    stop: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise UsageError for a value out of range."""
+        from lowq_cli.engine.sampling import Sampling
+
+        Sampling(self.temperature, self.top_k, self.top_p, seed=self.seed)
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max-new-tokens={self.max_new_tokens} must be at least 1")
+
+    def set(self, name: str, value: str) -> None:
+        """Give the setting called `name`, with - or _, a value. Raises UsageError."""
+        key = name.replace("-", "_")
+        if key not in asdict(self):
+            raise UsageError(f"no setting is called {name!r}; there are {', '.join(asdict(self)).replace('_', '-')}")
+        try:
+            made: Any = [unescaped(value)] * bool(value) if key == "stop" else type(getattr(self, key))(value)
+        except ValueError:
+            raise UsageError(f"{name} takes a number, not {value!r}") from None
+        before = getattr(self, key)
+        setattr(self, key, made)
+        try:
+            self.check()
+        except UsageError:
+            setattr(self, key, before)
+            raise
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in asdict(self).items() if value != [])
 
 
 def chat(
-    checkpoint: Annotated[str | None, typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.", autocompletion=completion.checkpoints),
+    ] = None,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 0.95,
     top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed answers the same way.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The same seed answers the same way.  [default: another every time]")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before this text; repeatable.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
 ) -> None:
     """Talk to a checkpoint, turn by turn."""
     from lowq_cli import state
@@ -38,52 +94,85 @@ def chat(
 
     folder = state.checkpoint_or_last(checkpoint)
     check_there(folder)
+    settings = Settings(temperature, top_p, top_k, max_new_tokens, seed_or_random(seed), [unescaped(s) for s in stop or ()])
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.conversation import Conversation
         from lowq_cli.engine.ready import ready
-        from lowq_cli.engine.sampling import Sampling
 
-        Sampling(temperature, top_k, top_p, seed=seed)  # out of range: told before the model is loaded
+        settings.check()  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
-    if sys.stdin.isatty():
-        with suppress(ModuleNotFoundError):  # Windows: no history, nothing else
-            import readline  # noqa: F401  # arrow keys and history for `input`
-        console.say("/new starts over, /quit or Ctrl-D leaves, Ctrl-C stops an answer")
+    typing_in.prepare()
     talk = Conversation(tokenizer, system)
-    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if not talk.template:
+        console.say("this model has no chat template: it goes on with your text instead of answering it")
+    if sys.stdin.isatty():
+        console.say(f"seed {settings.seed}; /help shows what can be typed, /quit or Ctrl-D leaves")
     turn = 0
-    while (said := _ask()) is not None:
-        if said == "/new":
-            talk = Conversation(tokenizer, system)
+    while (said := typing_in.ask()) is not None:
+        if (order := typing_in.command(said)) is not None:
+            if order[0] == "quit":
+                return
+            try:
+                talk = _obey(*order, talk, settings, lambda text: Conversation(tokenizer, text))
+            except UsageError as e:
+                console.say(str(e))
             continue
         turn += 1
         try:
-            answer = stream(model, tokenizer, talk.prompt(said), seed=seed + turn, **settings)  # type: ignore[arg-type]
+            drawn = asdict(settings) | {"seed": settings.seed + turn}
+            answer = stream(model, tokenizer, talk.prompt(said), **drawn)
         except UsageError as e:  # the context is full, or that was no text
             console.say(f"{e}; /new starts over")
             continue
-        _write(answer)
+        with typing_in.unechoed():
+            _write(answer)
         talk.answered(said, answer)
 
 
-def _ask() -> str | None:
-    """The next line a person types; None at the end or on /quit."""
-    while True:
-        try:
-            if sys.stdin.isatty():
-                said = input("> ")
-            else:
-                line = sys.stdin.readline()
-                if not line:
-                    return None
-                said = line.rstrip("\n")
-        except EOFError:
-            return None
-        if said.strip() == "/quit":
-            return None
-        if said.strip():
-            return said.strip()
+def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[str], Any]) -> Any:
+    """Do what a line such as "/set top-k 40" asks; the conversation to go on with. Raises UsageError."""
+    if name == "help":
+        console.page(INSIDE)
+    elif name == "new":
+        console.say("a new conversation")
+        return begin(talk.system)
+    elif name == "system":
+        if rest:
+            console.say("a new conversation, with that said first")
+            return begin(rest)
+        console.say(talk.system or "nothing is said before the conversation; /system TEXT says something")
+    elif name == "set":
+        key, _, value = rest.partition(" ")
+        if key:
+            settings.set(key, value.strip())
+        console.say(str(settings))
+    elif name == "save":
+        _save(talk.messages, rest)
+    else:
+        raise UsageError(f"no command is called /{name}; /help shows them")
+    return talk
+
+
+def _save(messages: list[dict[str, str]], name: str) -> None:
+    """Write what was said into a file. Raises UsageError where it cannot be written, or would be written over."""
+    path = Path(name).expanduser()
+    if not name:
+        raise UsageError("/save needs a file: /save talk.json, or /save talk.txt")
+    whole = path.suffix == ".json"
+    text = (
+        json.dumps(messages, ensure_ascii=False, indent=1)
+        if whole
+        else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    )
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text + "\n")
+    except FileExistsError:
+        raise UsageError(f"{path} is there already; name another file") from None
+    except OSError as e:
+        raise UsageError(f"{path} cannot be written: {e.strerror}") from None
+    console.say(f"saved {len(messages)} messages to {path}")
 
 
 def _write(answer: "Generation") -> None:

@@ -1,13 +1,17 @@
 """lowq export: a lowq checkpoint in the format of another engine."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import completion, console
+
+if TYPE_CHECKING:
+    from lowq_cli.interop.exported import Exported
 
 EXAMPLES = """Examples:
-  lowq export --to compressed-tensors
+  lowq export
+  lowq quantize ./my-model --export compressed-tensors
   lowq export my-lowq --to gguf --out my.gguf
   lowq export my-model-gptq --to mlx
   lowq export my-lowq --to compressed-tensors --check-tp 8"""
@@ -16,10 +20,22 @@ EXAMPLES = """Examples:
 def export(
     ckpt: Annotated[
         str | None,
-        typer.Argument(metavar="CKPT", help="Checkpoint folder, also another tool's. Default: the last one written."),
+        typer.Argument(
+            metavar="CKPT",
+            help="Checkpoint folder, also another tool's. Default: the last one written.",
+            autocompletion=completion.checkpoints,
+        ),
     ] = None,
-    to: Annotated[str, typer.Option(help="compressed-tensors, gptq, awq, humming, mlx, hqq or gguf.")] = "compressed-tensors",
-    out: Annotated[str | None, typer.Option(help="Folder (gguf: file) to write.  [default: ./CKPT-FORMAT]")] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="compressed-tensors, gptq, awq, humming, mlx, hqq or gguf.  [default: the first that holds it exactly]",
+            autocompletion=completion.exports,
+        ),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="Folder (gguf: file) to write.  [default: ./CKPT-FORMAT]")
+    ] = None,
     check_tp: Annotated[int | None, typer.Option(help="Refuse what N tensor-parallel ranks could not share.")] = None,
     rounding: Annotated[
         bool, typer.Option("--round", help="mlx, gguf: round -zero * scale to 16 bits where it is not exact.")
@@ -29,18 +45,30 @@ def export(
     """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: bit for bit the same weights, or refused."""
     from lowq_cli import state
 
-    source = state.checkpoint_or_last(ckpt)
+    found = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding)
+    if as_json:
+        console.out_json(found.to_json())
+    else:
+        show(found)
+    if to is None:
+        console.say(f"{found.format} is the first format that holds it; --to names another")
 
+
+def write(
+    source: str, to: str | None, out: str | None = None, check_tp: int | None = None, rounding: bool = False
+) -> "Exported":
+    """Export a checkpoint behind a progress bar."""
     from lowq_cli.interop.exporter import export as run
 
     try:
         with console.progress("export", 100) as advance:
-            found = run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name))
+            return run(source, to, out, check_tp, rounding, lambda percent, name: advance(percent, name))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the same command again to continue") from None
-    if as_json:
-        console.out_json(found.to_json())
-        return
+
+
+def show(found: "Exported") -> None:
+    """The folder on stdout, what is in it on stderr."""
     console.out(found.out)
     console.say(f"{found.matrices} weights, {console.size(found.bytes)}; serves in: {', '.join(found.engines)}")
     for note in found.notes:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console
-from lowq_cli.commands import EXIT_INTERRUPTED
+from lowq_cli import completion, console
+from lowq_cli.commands import EXIT_INTERRUPTED, seed_or_random, unescaped
 from lowq_packers.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -28,10 +29,16 @@ NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
 def generate(
-    checkpoint: Annotated[str | None, typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.")] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.", autocompletion=completion.checkpoints),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to go on from; - reads it from stdin.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help='Many: a JSONL file (- is stdin) of texts or {"prompt": text}; JSONL comes out.')
+        str | None,
+        typer.Option(
+            metavar="FILE", help='Many: a JSONL file (- is stdin) of texts or {"prompt": text, ...}; JSONL comes out.'
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after this many tokens.")] = 256,
@@ -39,20 +46,29 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed draws the same text.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Texts side by side: of --prompts, or copies of the prompt.")] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write a timeline of a few steps, for ui.perfetto.dev.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed; with --explain the kernels too.")
+    ] = False,
 ) -> None:
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
     from lowq_cli import state
     from lowq_cli.files.source import check_there
 
-    if (prompt is None) == (prompts is None):
+    if prompt is None and prompts is None:
+        checkpoint, prompt = _bare_text(checkpoint)
+    elif prompt is not None and prompts is not None:
         raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
     if prompts is not None and (explain or profile):
         raise UsageError(f"--{'explain' if explain else 'profile'} shows one prompt at work; give it with --prompt")
@@ -69,10 +85,12 @@ def generate(
         from lowq_cli.engine.ready import ready
         from lowq_cli.engine.sampling import Sampling
 
+        seed = seed_or_random(seed)
         Sampling(temperature, top_k, top_p, repetition_penalty, seed)  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
-    settings = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens}
+    settings["stop"] = [unescaped(s) for s in stop or ()]
     if many is not None:
         _answer_all(model, tokenizer, many, batch, settings, as_json)
         return
@@ -83,7 +101,7 @@ def generate(
     if explain:
         _show_kernels(model, generation)
     interrupted = _write_text(generation, live=not as_json, batch=batch)
-    numbers = _numbers(model, generation)
+    numbers = _numbers(model, generation, explain)
     if as_json:
         console.out_json(numbers)
     else:
@@ -109,8 +127,20 @@ def _compile(model: Any, generation: "Generation") -> None:
         warm(model, generation.decoder, generation.prompts, generation.sampling, advance)
 
 
-def _read_prompts(where: str) -> list[str]:
-    """The prompts of a JSONL file or stdin. Raises NotFoundError, or UsageError naming the line that is not a prompt."""
+def _bare_text(given: str | None) -> tuple[None, str]:
+    """A text given in the place of the checkpoint, for the last one to go on from. Raises UsageError where it may be either."""
+    if given in (None, "demo") or Path(str(given)).exists():
+        raise UsageError("give one of --prompt TEXT and --prompts FILE.jsonl")
+    assert given
+    if not any(map(str.isspace, given)):
+        raise UsageError(
+            f"{given} may be a text or a model; for a text: --prompt {shlex.quote(given)}, for a model add --prompt"
+        )
+    return None, given
+
+
+def _read_prompts(where: str) -> list[dict[str, Any]]:
+    """The lines of a JSONL file or stdin: each "prompt" and its other keys. Raises NotFoundError, UsageError (with a line)."""
     try:
         text = sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")
     except OSError as e:
@@ -125,10 +155,10 @@ def _read_prompts(where: str) -> list[str]:
             value = json.loads(line)
         except ValueError:
             raise UsageError(f'line {number} of {where} is not JSON; write a text as "text" or {{"prompt": "text"}}') from None
-        prompt = value.get("prompt") if isinstance(value, dict) else value
-        if not isinstance(prompt, str):
+        line = value if isinstance(value, dict) else {"prompt": value}
+        if not isinstance(line.get("prompt"), str):
             raise UsageError(f'line {number} of {where} holds no text; write it as "text" or {{"prompt": "text"}}')
-        found.append(prompt)
+        found.append(line)
     if not found:
         raise UsageError(f"{where} holds no prompts")
     return found
@@ -141,21 +171,23 @@ def _check_writable(timeline: str) -> None:
         raise UsageError(f"--profile {timeline}: {folder} is no folder that can be written to")
 
 
-def _answer_all(model: Any, tokenizer: Any, prompts: list[str], batch: int, settings: dict[str, Any], as_json: bool) -> None:
-    """One JSON line per prompt on stdout, in order, `batch` of them decoded side by side; the totals on stderr.
+def _answer_all(
+    model: Any, tokenizer: Any, asked: list[dict[str, Any]], batch: int, settings: dict[str, Any], as_json: bool
+) -> None:
+    """One JSON line per prompt on stdout, with its line's other keys, in order, `batch` side by side; the totals on stderr.
 
     as_json: all lines in one object. Every prompt is encoded, and told if it is too long, before the first is answered.
     """
     from lowq_cli.engine import stream
 
-    ids = _encode_all(model, tokenizer, prompts, settings.pop("chat"))
+    ids = _encode_all(model, tokenizer, [line["prompt"] for line in asked], settings.pop("chat"))
     lines, tokens, seconds = [], 0, 0.0
-    for start in range(0, len(prompts), batch):
+    for start in range(0, len(asked), batch):
         g = stream(model, tokenizer, ids[start : start + batch], **settings)
         for _ in g.pieces():
             pass
-        for i, text in enumerate(prompts[start : start + batch]):
-            line = {"prompt": text, "text": g.texts[i], "tokens": g.tokens[i], "finish_reason": g.finish_reasons[i]}
+        for i, given in enumerate(asked[start : start + batch]):
+            line = {**given, "text": g.texts[i], "tokens": g.tokens[i], "finish_reason": g.finish_reasons[i]}
             if as_json:
                 lines.append(line)
             else:
@@ -163,9 +195,10 @@ def _answer_all(model: Any, tokenizer: Any, prompts: list[str], batch: int, sett
         tokens, seconds = tokens + sum(map(len, g.tokens)), seconds + g.ttft_s + g.decode_s
     speed = tokens / max(seconds, 1e-9)
     if as_json:
-        console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2)})
-    made = f"{_count(len(prompts), 'prompt')}, {_count(tokens, 'new token')}"
-    console.say(f"{made} at {speed:.1f}/s, prefill included")
+        console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
+    made = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
+    drawn = f"; seed {settings['seed']}" if settings["temperature"] else ""
+    console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
 
 
 def _encode_all(model: Any, tokenizer: Any, prompts: list[str], chat: bool) -> list[list[int]]:
@@ -199,7 +232,7 @@ def _write_text(generation: "Generation", live: bool, batch: int) -> bool:
     return interrupted
 
 
-def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
+def _numbers(model: Any, generation: "Generation", kernels: bool) -> dict[str, Any]:
     """What --json prints."""
     from dataclasses import asdict
 
@@ -210,7 +243,10 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
     batch = len(g.prompts)
     peak = memory.peak_bytes(model.device)  # first: the roofline may be measured, on a buffer of its own
     percent, how = explain.roofline(model, g.decoder, g.decode_tps, batch)
-    several = {"texts": g.texts, "tokens_of_all": g.tokens} if batch > 1 else {}
+    several: dict[str, Any] = {"texts": g.texts, "tokens_of_all": g.tokens} if batch > 1 else {}
+    if kernels:  # kilobytes: every kernel that refused, and why
+        rows = explain.kernels_of(explain.called(model, g.decoder), batch, model.dtype)
+        several["kernels"] = [asdict(k) for k in rows]
     return {
         "text": g.text,
         "tokens": g.tokens[0],
@@ -224,7 +260,7 @@ def _numbers(model: Any, generation: "Generation") -> dict[str, Any]:
         "roofline": how,
         "decoder": g.decoder.name,
         "decoder_reason": g.decoder.reason,
-        "kernels": [asdict(k) for k in explain.kernels_of(explain.called(model, g.decoder), batch, model.dtype)],
+        "seed": g.sampling.seed,
         **several,
     }
 
@@ -241,7 +277,8 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     line += f"{_count(made, 'new token')}{speed} ({n['finish_reason']})"
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
-    console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}")
+    drawn = "" if generation.sampling.greedy else f"; seed {n['seed']}"
+    console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}{drawn}")
 
 
 def _show_profile(model: Any, generation: "Generation", timeline: Path) -> None:

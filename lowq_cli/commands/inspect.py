@@ -34,8 +34,8 @@ def inspect(
         return
     params = sum(r.params for r in found.rows)
     of_quantized = f" ({found.quantized_bpw:.3f} over the quantized ones)" if found.quantized_bpw is not None else ""
-    console.out(f"{found.path}: {found.format}, {found.model_type}, {params:,} weights")
-    console.out(f"{console.size(found.bytes)}, {found.bpw:.3f} bits per weight{of_quantized}")
+    console.out_line(f"{found.path}: {found.format}, {found.model_type}, {params:,} weights")
+    console.out_line(f"{console.size(found.bytes)}, {found.bpw:.3f} bits per weight{of_quantized}")
     top = max(found.histogram.values())
     rows: list[tuple[object, ...]] = [
         (bits, f"{n:,}", f"{n / params:.1%}", "#" * max(1, round(30 * n / top))) for bits, n in found.histogram.items()
@@ -61,11 +61,11 @@ def inspect(
         ]
         title = "tensors" if tensors else f"largest errors of {len(errors)} (all: --tensors)"
         console.table(title, ("tensor", "scheme", "shape", ">size", ">error"), rows, on_stdout=True)
-    console.out(f"serves in: {', '.join(found.engines)}")
+    console.out_line(f"serves in: {', '.join(found.engines)}")
     if found.format == "lowq":
-        console.out(f"tuned for: {', '.join(found.tuned) or 'no GPU yet (lowq tune)'}")
+        console.out_line(f"tuned for: {', '.join(found.tuned) or 'no GPU yet (lowq tune)'}")
     for note in found.notes:
-        console.out(f"note: {note}")
+        console.out_line(f"note: {note}")
 
 
 def _verify(name: str) -> None:

@@ -1,5 +1,6 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import fields
 from itertools import chain
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console, drawing, quantizers
+from lowq_cli import completion, console, drawing, quantizers, recipes
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -22,10 +23,13 @@ if TYPE_CHECKING:
     from lowq_cli.run.pipeline import Prepared
 
 METHODS = quantizers.methods()
+PRESETS = recipes.names()
 EXAMPLES = """Examples:
   lowq quantize demo
   lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
   lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8
+  lowq quantize ./my-model --recipe small
+  lowq quantize ./my-model --export gguf
   lowq quantize ./my-model --format fp8
   lowq quantize ./my-model --dry-run
 
@@ -33,17 +37,33 @@ Methods:
 """ + "\n".join(fill(summary, 76, initial_indent=f"  {name:6}", subsequent_indent=" " * 8) for name, summary in METHODS.items())
 FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
 BAR = "#"
+EMBEDDING_BITS = 8.5  # of an 8-bit embedding with a scale and zero per 64 weights
+MUCH = 0.2  # of the file, from which an embedding that stays 16-bit is worth a line
 STEPS = 1000  # of the bar that is shown before the number of layers is known
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder, hub id, or demo (the bundled model).")],
-    bits: Annotated[int | None, typer.Option(help="Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Model folder, hub id, or demo (the bundled model).", autocompletion=completion.models
+        ),
+    ],
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]", autocompletion=completion.bits),
+    ] = None,
     group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
     method: Annotated[
-        str | None, typer.Option(help=f"auto (the measured best per width), or {', '.join(METHODS)}: see below.")
+        str | None,
+        typer.Option(
+            help=f"auto (the measured best per width), or {', '.join(METHODS)}: see below.", autocompletion=completion.methods
+        ),
     ] = None,
-    zero: Annotated[str | None, typer.Option(help="Kind of zero: float, int or none (symmetric).  [default: float]")] = None,
+    zero: Annotated[
+        str | None,
+        typer.Option(help="Kind of zero: float, int or none (symmetric).  [default: float]", autocompletion=completion.zeros),
+    ] = None,
     bpw: Annotated[
         float | None, typer.Option(metavar="BITS", help="Mixed widths: so many bits per weight, spent where they matter most.")
     ] = None,
@@ -67,8 +87,24 @@ def quantize(
     lm_head: Annotated[
         str | None, typer.Option(metavar="BITS|keep", help="Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]")
     ] = None,
+    embedding: Annotated[str | None, typer.Option(metavar="BITS|keep", help="Input embedding.  [default: keep]")] = None,
     engine: Annotated[
-        str | None, typer.Option("--for", metavar="ENGINE", help="Only what this engine takes exactly: vllm, llama.cpp or mlx.")
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="ENGINE",
+            help="Only what this engine takes exactly: vllm, llama.cpp or mlx.",
+            autocompletion=completion.engines,
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            "--export",
+            metavar="FORMAT",
+            help="Only what this format takes exactly, and export it: compressed-tensors, gguf, mlx, gptq, awq, humming, hqq.",
+            autocompletion=completion.exports,
+        ),
     ] = None,
     calib: Annotated[
         str | None, typer.Option(metavar="FILE|DIR", help="Text for calibrated methods (.txt, .jsonl).  [default: bundled]")
@@ -82,11 +118,27 @@ def quantize(
     ] = None,
     block: Annotated[str | None, typer.Option(help="With --format fp8: 128x128 or 256x256.  [default: 128x128]")] = None,
     act: Annotated[
-        str | None, typer.Option(help="Round activations while running: none, int8 or fp8.  [default: none; --format fp8: fp8]")
+        str | None,
+        typer.Option(
+            help="Round activations while running: none, int8 or fp8.  [default: none; --format fp8: fp8]",
+            autocompletion=completion.acts,
+        ),
     ] = None,
-    recipe: Annotated[str | None, typer.Option(metavar="FILE.toml", help="Read the recipe; flags win over it.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder to write.  [default: ./MODEL-lowq-4b-g64]")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.")] = "auto",
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.toml",
+            help=f"A recipe: {', '.join(PRESETS)}, or a file; flags win over it.",
+            autocompletion=completion.words(*PRESETS),
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", "-o", help="Folder to write.  [default: ./MODEL-lowq-4b-g64, and what is not default]"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", autocompletion=completion.devices)
+    ] = "auto",
     dtype: Annotated[str | None, typer.Option(help="Of scales and kept tensors: source, float16, bfloat16, float32.")] = None,
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan from the headers alone and stop.")] = False,
@@ -96,9 +148,11 @@ def quantize(
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
     given = dict(locals())  # flags of the recipe have its fields' names
     from lowq_cli import state
+    from lowq_cli.commands import export
     from lowq_cli.plan import targets
     from lowq_cli.plan.recipe import Recipe, parse_size
 
+    engine = targets.of_export(to, engine) if to else engine
     asked = _recipes(recipe, {f.name: given[f.name] for f in fields(Recipe)}, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.bpw or one.size for one in asked)
@@ -131,7 +185,7 @@ def quantize(
                 stack.close()
             else:
                 raise UnsupportedError(f"--for {engine}: {faults[0]}")
-        _show_plan(prepared)
+        show_plan(prepared, on_stdout=dry_run and not as_json)
         if plot and prepared.mixed:
             from lowq_cli.calibrate import mixed
 
@@ -144,85 +198,117 @@ def quantize(
             console.say(f"dry run: nothing was {'' if prepared.mixed else 'read but headers, nothing was '}written")
         if dry_run:
             return
-        try:
-            result = _run(prepared.run(fresh), prepared.plan)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt("run the same command again to continue") from None
+        result = follow(prepared.run(fresh), prepared.plan)
     state.remember(prepared.out)
+    if not as_json:
+        _show_result(result, prepared.plan.recipe, engine, to)
+    exported = export.write(result.out, to) if to else None
     if as_json:
-        console.out_json({**result.to_json(), "parameters": prepared.plan.params})
-    else:
-        _show_result(result, prepared.plan.recipe, engine)
+        more = {"export": exported.to_json()} if exported else {}
+        console.out_json({**result.to_json(), "parameters": prepared.plan.params, **more})
+    elif exported:
+        export.show(exported)
 
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
     """The recipe of the flags, or with --for those to try, best first. Raises NotFoundError, UsageError."""
     from lowq_cli.plan import targets
-    from lowq_cli.plan.recipe import make_recipe, read_toml
+    from lowq_cli.plan.recipe import make_recipe, read_recipe
 
     if engine is None:
         return [make_recipe(file, **flags)]
-    given = read_toml(Path(file)) if file else {}
+    given = read_recipe(file) if file else {}
     return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
 
 
-def _show_plan(prepared: "Prepared") -> None:
-    """The table of classes, then totals, budget, notes and warnings: everything worth knowing before long work."""
+def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
+    """The table of classes, then totals, budget, notes and warnings: everything worth knowing before long work.
+
+    on_stdout: the plan is the result that was asked for.
+    """
     plan, budget = prepared.plan, prepared.budget
+    say = console.out_line if on_stdout else console.say
     rows = [
         (c.kind, c.tensors, f"{c.params / 1e6:,.1f} M", ", ".join(c.schemes), f"{c.bits:.2f}", console.size(c.nbytes))
         for c in plan.classes
     ]
     columns = ("weights", ">tensors", ">parameters", "scheme", ">bits each", ">size")
-    console.table(f"{plan.source} -> {prepared.out}", columns, rows)
-    console.say(
+    console.table(f"{plan.source} -> {prepared.out}", columns, rows, on_stdout=on_stdout)
+    say(
         f"{plan.coverage:.1%} of {plan.params / 1e6:,.1f} M parameters quantized; {console.size(plan.source_bytes)} -> "
         f"{console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight ({plan.quantized_bpw:.2f} where quantized)"
     )
     time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
     available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
-    console.say(
-        f"on {', '.join(map(str, prepared.devices))}{time}, peak memory about {console.size(budget.peak_bytes)}{available}"
-    )
+    methods = Counter(i.method for i in plan.items if i.method)
+    by = ", ".join(f"{method} ({n})" if len(methods) > 1 else str(method) for method, n in methods.most_common())
+    where = ", ".join(map(str, prepared.devices))
+    by = f"by {by}, " if by else ""
+    say(f"{by}on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
     if prepared.mixed:
-        _show_mixed(prepared.mixed)
+        _show_mixed(prepared.mixed, on_stdout)
     if plan.recipe.act != "none":
         but = ", experts take them as they are" if any(c.kind == "expert" for c in plan.classes) else ""
-        console.say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
-    for note in plan.notes:
-        console.say(f"note: {note}")
+        say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
+    for note in (*plan.notes, *_kept_embedding(plan)):
+        say(f"note: {note}")
     for warning in plan.warnings:
         console.warn(warning)
     from lowq_cli.plan.recipe import NOT_CALIBRATED
 
     few = (i for i in plan.items if i.scheme and i.scheme.bits <= FEW_BITS and i.kind not in NOT_CALIBRATED)
     if any(i.method and not quantizers.needs_text(i.method) for i in few):
-        console.say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
+        say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
 
 
-def _show_mixed(mixed: "Mixed") -> None:
+def _kept_embedding(plan: "Plan") -> "Iterator[str]":
+    """Where an embedding that is the head too stays as it is and takes much of the file: what would change that."""
+    kept = next((i for i in plan.items if i.kind == "embedding" and not i.scheme), None)
+    if kept is None or plan.recipe.skip or plan.recipe.format == "fp8" or any(i.kind == "head" for i in plan.items):
+        return
+    share, smaller = kept.nbytes / plan.nbytes, kept.params * EMBEDDING_BITS / 8
+    if share > MUCH:
+        bpw = 8 * (plan.nbytes - kept.nbytes + smaller) / plan.params
+        yield (
+            f"the embedding, which is the output head too, stays {8 * kept.nbytes // kept.params}-bit and is {share:.0%} of "
+            f"the file; --embedding 8 would make the whole {bpw:.2f} bits per weight"
+        )
+
+
+def _show_mixed(mixed: "Mixed", on_stdout: bool) -> None:
     """How many groups and weights got which scheme, and what it is expected to cost."""
     params = sum(s.params for s in mixed.shares)
     rows = [(scheme, groups, f"{100 * n / params:.1f}%", BAR * round(40 * n / params)) for scheme, groups, n in mixed.histogram]
-    console.table("bits where they matter most", ("scheme", ">groups", ">weights", ""), rows)
+    console.table("bits where they matter most", ("scheme", ">groups", ">weights", ""), rows, on_stdout=on_stdout)
     expected = f"expected KL divergence from the original {mixed.error:.4f} nats per token"
     by_weights = f"by the errors of the weights alone, because {mixed.why_not_nats}"
-    console.say(f"{mixed.bpw:.3f} bits per weight over {len(mixed.shares)} groups; {expected if mixed.in_nats else by_weights}")
+    say = console.out_line if on_stdout else console.say
+    say(f"{mixed.bpw:.3f} bits per weight over {len(mixed.shares)} groups; {expected if mixed.in_nats else by_weights}")
 
 
-def _run(events: "Iterator[Event]", plan: "Plan") -> "Result":
-    """Follow the run: a line per calibrated layer, then a progress bar; the result."""
+def follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
+    """Follow the run: progress and a line per calibrated layer, then a progress bar; the result. Ctrl-C says how to go on."""
+    try:
+        return _follow(events, plan)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from None
+
+
+def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
     from lowq_cli.calibrate.calibration import is_calibrated
-    from lowq_cli.run.events import Finished, LayerDone, TensorDone
+    from lowq_cli.run.events import Finished, LayerDone, MatrixDone, TensorDone
 
     if is_calibrated(plan):
         told: set[str] = set()
-        with console.status("calibrating layer by layer"):
+        with console.progress("calibrate", STEPS) as advance:
             for event in events:
-                if not isinstance(event, LayerDone):
+                if isinstance(event, MatrixDone):
+                    advance(STEPS * event.index // event.total, f"{event.index}/{event.total} {event.name}")
+                elif isinstance(event, LayerDone):
+                    _show_layer(event, told)
+                else:
                     events = chain([event], events)
                     break
-                _show_layer(event, told)
     with console.progress("quantize", plan.params) as advance:
         for event in events:
             if isinstance(event, TensorDone):
@@ -249,7 +335,7 @@ def _show_layer(layer: "LayerDone", told: set[str]) -> None:
             told.add(place)
 
 
-def _show_result(result: "Result", recipe: "Recipe", engine: str | None) -> None:
+def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str | None) -> None:
     if result.worst:
         rows = [(name, scheme, f"{error:.4f}") for name, scheme, error in result.worst]
         console.table("largest relative errors", ("weight", "scheme", ">error"), rows)
@@ -260,7 +346,7 @@ def _show_result(result: "Result", recipe: "Recipe", engine: str | None) -> None
         f"peak memory {console.size(result.peak_rss_bytes)}"
     )
     console.out(result.out)
-    if engine:
+    if engine and not to:
         from lowq_cli.plan import targets
 
         console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")

@@ -17,7 +17,7 @@ class Conversation:
     """
 
     def __init__(self, tokenizer: Any, system: str = "") -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.system = tokenizer, system
         self.template = bool(getattr(tokenizer, "chat_template", None))
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self.text = f"{system}\n" if system else ""

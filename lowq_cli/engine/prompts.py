@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -21,6 +22,7 @@ def stream(
     repetition_penalty: float = 1.0,
     chat: bool = False,
     batch: int = 1,
+    stop: str | Sequence[str] = (),
     decoder: Decoder | None = None,
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
@@ -30,6 +32,7 @@ def stream(
         prompt: a text, or its token ids; or several of either, decoded side by side.
         chat: put the text into the model's chat template as the user's message.
         batch: continue each prompt this many times, side by side.
+        stop: a text, or several, that end a sequence where they come up; they are no part of it.
         decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.choose`).
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
@@ -43,6 +46,7 @@ def stream(
     if batch < 1:
         raise UsageError(f"batch={batch} must be at least 1")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+    stops = check([stop] if isinstance(stop, str) else stop)
     given = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
     prompts = [encode(tokenizer, p, chat) if isinstance(p, str) else list(p) for p in given for _ in range(batch)]  # type: ignore[call-overload]
     if not prompts:
@@ -55,7 +59,7 @@ def stream(
 
         decoder = choose(model)
     limited_by = "length" if room == max_new_tokens else "context"
-    how = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began}
+    how = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
 
 

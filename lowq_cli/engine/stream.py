@@ -12,6 +12,7 @@ import torch
 
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.stopping import Stopper
 
 
 class Decoder(Protocol):
@@ -51,6 +52,7 @@ class Generation:
         self.finish_reasons = ["interrupted" for _ in prompts]
         self._open = set(range(len(prompts)))
         self._text = [Detokenizer(tokenizer, p) for p in prompts]
+        self._stoppers = [Stopper(how["stop"]) for _ in prompts]
         self.ttft_s = self.prefill_s = self.decode_s = 0.0
         self.steps = 0
 
@@ -93,11 +95,14 @@ class Generation:
         """Note a token of sequence i; the text it completes."""
         self.tokens[i].append(token)
         stopped = token in self.stop_ids
+        ended = stopped or len(self.tokens[i]) == self.room
         piece = "" if stopped else self._text[i].push(token)
-        if stopped or len(self.tokens[i]) == self.room:
-            self.finish_reasons[i] = "stop" if stopped else self.limited_by
+        piece, cut = self._stoppers[i].push(piece + self._text[i].flush() if ended else piece)
+        if ended and not cut:
+            piece += self._stoppers[i].flush()
+        if ended or cut:
+            self.finish_reasons[i] = "stop" if stopped or cut else self.limited_by
             self._open.discard(i)
-            piece += self._text[i].flush()
         return piece
 
     def _steps(self) -> Iterator[list[int]]:

@@ -4,6 +4,7 @@ Opening reads config.json and the safetensors headers only, and checks them agai
 `read` then fetch one tensor, or some rows of one, into fresh memory.
 """
 
+import difflib
 import hashlib
 import os
 import re
@@ -24,7 +25,7 @@ from lowq_cli.files.safetensors_io import (
     read_json,
     torch_dtype,
 )
-from lowq_cli.state import user_path
+from lowq_cli.state import known, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ DEMO = Path(__file__).parents[1] / "demo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, REPORT, LOG = "config.json", "lowq_report.json", "lowq.log"
 JOURNAL = "lowq-journal.jsonl"  # of a run of ours that has not finished
-SENSITIVITY = "lowq-sensitivity.json"  # what mixed.py measured of a model
 STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
 PARTIAL = ".partial"  # + a name: the file until it is whole
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -46,6 +46,24 @@ HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")
 _WANTED = ["*.safetensors", "*.json", *COMPANIONS]
 _UNWANTED = ["*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
 SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One (N, K) matrix inside a tensor or parameter: which expert's of a stack, which rows (None: all), held as (K, N)?"""
+
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    def of(self, W: "torch.Tensor") -> "torch.Tensor":
+        """The matrix, as a view of the tensor."""
+        W = W if self.expert is None else W[self.expert]
+        W = W.T if self.transposed else W
+        return W if self.rows is None else W[slice(*self.rows)]
+
+
+WHOLE = Cut()
 
 
 @dataclass
@@ -157,8 +175,25 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
     if path.is_file():
         return _open_folder(name, _folder_of(path))
     if path.is_absolute() or name.startswith((".", "~")) or not HUB_ID.fullmatch(name):
-        raise NotFoundError(f"no folder {name}, and that is no hub id either; give a model folder, org/name, or demo")
+        way_out = nearby(name) or "give a model folder, org/name, or demo"
+        raise NotFoundError(f"no folder {name}, and that is no hub id either; {way_out}")
+    _refuse_mistyped(name)
     return _hub_headers(name) if headers_only else _open_folder(name, _download(name))
+
+
+def _refuse_mistyped(name: str) -> None:
+    """Raise NotFoundError for what may be a hub id but looks like a folder: its parent is here, or it names no organisation."""
+    if ("/" not in name or user_path(name).parent.is_dir()) and (near := nearby(name)):
+        raise NotFoundError(f"no folder {name} here; {near} (a model of the hub is called org/name)")
+
+
+def nearby(name: str) -> str:
+    """A question that names the folder most like one that is not there, of those beside it and known checkpoints; or ""."""
+    path = user_path(name)
+    beside = [p for p in path.parent.glob("*") if (p / CONFIG).is_file() or p.suffix == ".gguf"]
+    spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *beside)}
+    near = difflib.get_close_matches(path.name, spelled, n=1, cutoff=0.75)
+    return f"did you mean {spelled[near[0]]}?" if near else ""
 
 
 def check_there(*models: str | os.PathLike[str] | None) -> None:
@@ -170,6 +205,8 @@ def check_there(*models: str | os.PathLike[str] | None) -> None:
         other_kind = path.suffix in (".gguf", ".pt") or (path / "qmodel.pt").is_file()  # interop.foreign opens those
         if not other_kind and (path.exists() or not HUB_ID.fullmatch(str(model))):
             open_source(model, headers_only=True).close()
+        elif not path.exists() and str(model) != "demo":
+            _refuse_mistyped(str(model))
 
 
 def _folder_of(path: Path) -> Path:

@@ -6,8 +6,10 @@ a kill the same call goes on behind the last file that was finished.
 """
 
 import os
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lowq_cli.files.shards import NAMES, ShardWriter, to_json
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
+from lowq_cli.plan import targets
 from lowq_cli.state import user_path
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
@@ -31,12 +34,13 @@ from lowq_packers.qtensor import QuantizedTensor
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
 TARGETS = tuple(sorted(WRITTEN, key=lambda name: WRITTEN[name].rank))
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
+INEXACT = ("mlx", "gguf")  # formats that round -zero * scale: only the values tell whether one survives
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
 
 
 def export(
     checkpoint: str | os.PathLike[str],
-    to: str,
+    to: str | None = None,
     out: str | os.PathLike[str] | None = None,
     check_tp: int | None = None,
     rounding: bool = False,
@@ -46,7 +50,7 @@ def export(
 
     Args:
         checkpoint: a folder that lowq wrote, or another tool's, which is imported into the cache first.
-        to: one of TARGETS.
+        to: one of TARGETS; None takes the first that holds the checkpoint.
         check_tp: refuse what this many tensor-parallel ranks could not share.
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
         progress: called with (percent done, name).
@@ -54,23 +58,25 @@ def export(
         UsageError: no such format; `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
         nearest scheme that it can. NotFoundError, DamagedError: as `open_checkpoint`.
     """
-    if to not in TARGETS:
+    if to is not None and to not in TARGETS:
         raise UsageError(f"--to {to} does not exist; use one of {', '.join(TARGETS)}")
     there = user_path(checkpoint).exists()
     found = open_checkpoint(runnable(checkpoint) if there else checkpoint)
     with found.source:
-        fmt = formats.get(to)
-        check(found, fmt)
         if check_tp is not None:
             _check_tp(found, check_tp)
-        name = Path(checkpoint).resolve().name
-        if WRITTEN[to].one_file:
-            from lowq_cli.interop.gguf_export import export_gguf
+        with _way_out(found, to):
+            to = to or _first_that_holds(found)
+            fmt = formats.get(to)
+            check(found, fmt)
+            name = Path(checkpoint).resolve().name
+            if WRITTEN[to].one_file:
+                from lowq_cli.interop.gguf_export import export_gguf
 
-            return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
-        target = Path(out or f"{name}-{to}")
-        with new_folder(target, run_name(found, to, rounding)) as folder:
-            config, written = _write(found, fmt, folder, rounding, progress)
+                return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
+            target = Path(out or f"{name}-{to}")
+            with new_folder(target, run_name(found, to, rounding)) as folder:
+                config, written = _write(found, fmt, folder, rounding, progress)
         engines, notes = fmt.engines(config, written), fmt.notes(config, {})
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes)):
             engines = [e for e in engines if not e.startswith("vLLM")]
@@ -120,6 +126,30 @@ def stacks(found: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:
     if members and dense:
         raise UnsupportedError(f"cannot export {dense[0]}: {fmt.title} reads all experts packed or none, and this one is not")
     return {name: [experts[e] for e in sorted(experts)] for name, experts in members.items()}
+
+
+def _first_that_holds(found: Checkpoint) -> str:
+    """The first format whose schemes and shapes hold every weight; of float zeros only where they need not be rounded."""
+    inexact = INEXACT if any(s.zero == "float" for s in found.schemes.values()) else ()
+    fitting = [to for to in exportable(found) if to not in inexact]
+    if not fitting:
+        raise UnsupportedError(f"no format holds {found.folder} as it is (lowq and transformers run it; --to NAME says why)")
+    return fitting[0]
+
+
+@contextmanager
+def _way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
+    """Inside, a refusal ends with the command that makes a checkpoint of the same model which `to` holds, if that is known."""
+    try:
+        yield
+    except UnsupportedError as e:
+        source, bits = found.report.get("source"), found.report.get("recipe", {}).get("bits")
+        form = to or TARGETS[0]
+        if not source or str(found.config.get("model_type")) in TRANSPOSED:
+            raise
+        fits = bits in next(t.bits for t in targets.TARGETS.values() if t.export == form)
+        width = f" --bits {bits}" if fits and bits != 4 else ""
+        raise UnsupportedError(f"{e}; from the original: lowq quantize {shlex.quote(source)}{width} --export {form}") from None
 
 
 def exportable(found: Checkpoint) -> list[str]:

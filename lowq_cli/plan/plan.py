@@ -16,22 +16,13 @@ from typing import Any
 
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
-from lowq_cli.files.source import Source
+from lowq_cli.files.source import Cut, Source
 from lowq_cli.plan.recipe import Recipe
 from lowq_packers.fp8 import ACT_KEY as FP8_ACT_KEY
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import BLOCKS, Scheme
 
 KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "other")
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One (N, K) matrix inside a source tensor: see `hf.structure.Part`."""
-
-    expert: int | None = None
-    rows: tuple[int, int] | None = None
-    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,14 +238,31 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
 
 
 def default_out(source: Source | str, recipe: Recipe) -> Path:
-    """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64."""
+    """The folder that a run writes to when none is named: ./MODEL-lowq-4b-g64, and what differs from the defaults."""
     name = source if isinstance(source, str) else source.name
     stem = Path(os.path.abspath(name)).name if os.path.isdir(name) else name.rstrip("/").rpartition("/")[2]
     if recipe.format == "fp8":
         return Path(f"{stem}-fp8-{recipe.block}")
     if recipe.bpw is not None:
-        return Path(f"{stem}-lowq-{recipe.bpw:g}bpw")
-    if recipe.size is not None:
-        return Path(f"{stem}-lowq-{recipe.size / 1e9:.3g}GB")
-    group = recipe.group_for(recipe.bits)
-    return Path(f"{stem}-lowq-{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}")
+        width = f"{recipe.bpw:g}bpw"
+    elif recipe.size is not None:
+        width = f"{recipe.size / 1e9:.3g}GB"
+    else:
+        group = recipe.group_for(recipe.bits)
+        width = f"{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}"
+    return Path("-".join((stem, "lowq", width, *_unusual(recipe))))
+
+
+def _unusual(recipe: Recipe) -> list[str]:
+    """What tells a recipe from others of its width in a folder's name; the rest of what is not default as a short hash."""
+    r = recipe
+    parts = [] if r.method == "auto" else [r.method]
+    parts += {"float": [], "none": ["sym"]}.get(r.zero, [r.zero])
+    parts += [] if r.lm_head == "auto" else [f"head{16 if r.lm_head == 'keep' else r.lm_head}"]
+    parts += [] if r.embedding == "keep" else [f"emb{r.embedding}"]
+    parts += [] if r.act == "none" else [r.act]
+    parts += ["rot"] * r.rotate
+    usual = Recipe()
+    names = ("overrides", "skip", "dtype", "layout", "calib", "calib_tokens", *(("widths", "group") if r.bpw or r.size else ()))
+    rest = {n: str(getattr(r, n)) for n in names if getattr(r, n) != getattr(usual, n)}
+    return parts + [hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:4]] * bool(rest)

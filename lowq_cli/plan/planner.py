@@ -10,10 +10,10 @@ from math import prod
 
 from lowq_cli import quantizers
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
-from lowq_cli.files.source import SINGLE, Source
+from lowq_cli.files.source import SINGLE, WHOLE, Cut, Source
 from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
 from lowq_cli.plan.fp8 import fp8_items
-from lowq_cli.plan.plan import Cut, Item, Plan, Shard
+from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Group, Keep, Recipe, matches
 from lowq_cli.quantizers.gptq import FEW_TOKENS
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
@@ -176,12 +176,11 @@ def _candidates(source: Source, found: Mapping[str, Role]) -> list[Candidate]:
                 f"{name} is {header.dtype}; lowq quantizes {', '.join(WEIGHT_DTYPES)}: give the original model"
             )
         for part in role.parts:
-            cut = Cut(part.expert, part.rows, part.transposed)
             if part.name in names:
                 raise DamagedError(f"{part.name} is there twice, in {name} too; fetch the model again")
             names.add(part.name)
-            shape = _cut_shape(name, header.shape, cut)
-            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, cut, part.target or part.name))
+            shape = _cut_shape(name, header.shape, part.cut)
+            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, part.cut, part.target or part.name))
     return candidates
 
 
@@ -205,7 +204,8 @@ def _wishes(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Wish]:
     owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
     for c in candidates:
         default: int | Keep = "keep" if c.kind in ASKED_FOR_BY_NAME else recipe.bits
-        wishes[c.name] = Wish(recipe.head if c.kind == "head" else default)
+        of_kind = {"head": recipe.head, "embedding": recipe.embedding}
+        wishes[c.name] = Wish(of_kind.get(c.kind, default))
         for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
             owners[name].append(c.name)
     asked = [(o.pattern, Wish(o.bits, o.group, by_name=True)) for o in recipe.overrides]
@@ -218,7 +218,7 @@ def _wishes(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Wish]:
 def _verdict(c: Candidate, recipe: Recipe, wish: Wish) -> Verdict:
     """The scheme of one candidate. Raises SchemeError where an override cannot hold."""
     if wish.bits == "keep":
-        hint = {"head": "--lm-head BITS quantizes it", "embedding": "--override PATTERN=BITS quantizes it"}.get(c.kind)
+        hint = {"head": "--lm-head BITS quantizes it", "embedding": "--embedding BITS quantizes it"}.get(c.kind)
         return Verdict(None, "the recipe keeps it" if wish.by_name else f"{c.kind}; {hint}" if hint else c.kind)
     K = c.shape[1]
     asked = recipe.group_for(wish.bits) if wish.group is None else wish.group
@@ -259,7 +259,7 @@ def _tied_head(
     if table is None:
         raise UsageError("lm_head: this model has no output head to quantize; leave --lm-head out")
     if wishes[table.name].bits != "keep":
-        raise UsageError("lm_head: an override already quantizes the embedding, which is the head too; leave --lm-head out")
+        raise UsageError("lm_head: the embedding, which is the head too, is quantized already; leave --lm-head out")
     return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
 
 
@@ -323,7 +323,7 @@ def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) 
     dtype = ST_NAMES[recipe.dtype] if cast else header.dtype
     assert dtype in TORCH_NAMES or not cast
     return Item(
-        name, name, kind, header.shape, header.dtype, None, None, why, Cut(), ((name, TensorHeader(header.shape, dtype)),)
+        name, name, kind, header.shape, header.dtype, None, None, why, WHOLE, ((name, TensorHeader(header.shape, dtype)),)
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lowq_cli import quantizers
+from lowq_cli import quantizers, recipes
 from lowq_packers.errors import NotFoundError, UsageError
 from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, GROUP_STEP, ZERO_KINDS, Act, ZeroKind
 
@@ -96,6 +96,7 @@ class Recipe:
         layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; "tile" is what
             CUDA kernels read as it is, "cpu" what CPU kernels do (embeddings, experts and odd row counts stay rowstream).
         lm_head: bits of the output head, or "keep"; "auto" is 8 beside 4 and 3 bits, 4 beside fewer, none if tied.
+        embedding: bits of the input embedding, or "keep"; tied, it is the head too.
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.
         calib_tokens: how many tokens of it, at most.
@@ -105,8 +106,8 @@ class Recipe:
             names, head and embedding among them; or bytes of the weight files. See `mixed`.
         widths: of the codes, that a budget may be spent on.
         overrides, skip: exceptions by tensor name.
-        format: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8" and
-            "none", and no more of the above than `skip` and, with any number of bits, `lm_head`.
+        format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8"
+            and "none", and no more of the above than `skip` and, with any number of bits, `lm_head`.
     """
 
     format: str = "lowq"
@@ -117,6 +118,7 @@ class Recipe:
     zero: ZeroKind = "float"
     layout: str = "auto"
     lm_head: int | Keep | Literal["auto"] = "auto"
+    embedding: int | Keep = "keep"
     dtype: Dtype = "source"
     calib: str | None = None
     calib_tokens: int = 65536
@@ -132,9 +134,8 @@ class Recipe:
         check_bits(self.bits, "bits")
         if self.group is not None:
             check_group(self.group, "group")
-        if self.method != "auto":
-            quantizers.check(self.method)
         for name, value, known in (
+            ("method", self.method, ("auto", *quantizers.methods())),
             ("zero", self.zero, ZERO_KINDS),
             ("act", self.act, ACTS),
             ("dtype", self.dtype, DTYPES),
@@ -143,21 +144,23 @@ class Recipe:
             ("block", self.block, tuple(BLOCKS)),
         ):
             if value not in known:
-                raise UsageError(f"{name}={value!r} does not exist; use one of {', '.join(known)}")
+                raise UsageError(f"{name}={spelled(value)} does not exist; use one of {', '.join(known)}")
         if type(self.calib_tokens) is not int or self.calib_tokens < 4096:
-            raise UsageError(f"calib_tokens={self.calib_tokens!r} must be a whole number of at least 4096")
+            raise UsageError(f"calib_tokens={spelled(self.calib_tokens)} must be a whole number of at least 4096")
         budgeted = self.bpw is not None or self.size is not None
         if self.calib is not None and not budgeted and (self.method == "auto" or not quantizers.needs_text(self.method)):
             raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
         if not isinstance(self.rotate, bool):
-            raise UsageError(f"rotate={self.rotate!r} must be true or false")
+            raise UsageError(f"rotate={spelled(self.rotate)} must be true or false")
         if self.lm_head not in ("keep", "auto"):
             check_bits(self.lm_head, "lm_head")
+        if self.embedding != "keep":
+            check_bits(self.embedding, "embedding")
         if self.format == "fp8" and self.act == "int8":
             raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
         self._check_budget()
         if not all(isinstance(s, str) and s for s in self.skip):
-            raise UsageError(f"skip={list(self.skip)!r} must be a list of patterns")
+            raise UsageError(f"skip={spelled(self.skip)} must be a list of patterns")
 
     @property
     def head(self) -> int | Keep:
@@ -170,9 +173,9 @@ class Recipe:
         if self.bpw is not None and self.size is not None:
             raise UsageError("--bpw and --size are two budgets; give one of them")
         if self.bpw is not None and not (isinstance(self.bpw, int | float) and 1 <= self.bpw <= 16):
-            raise UsageError(f"bpw={self.bpw!r} must be a number of bits per weight from 1 to 16, such as 3.2")
+            raise UsageError(f"bpw={spelled(self.bpw)} must be a number of bits per weight from 1 to 16, such as 3.2")
         if self.size is not None and (type(self.size) is not int or self.size < 1):
-            raise UsageError(f"size={self.size!r} must be a positive number of bytes")
+            raise UsageError(f"size={spelled(self.size)} must be a positive number of bytes")
         if not self.widths:
             raise UsageError("widths must name at least one width, such as 8,4,3,2")
         for bits in self.widths:
@@ -202,12 +205,12 @@ def _spell(o: Override) -> str:
 
 
 def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
-    """The recipe of a TOML file (or none), with every flag that is not None (or an empty list) in its place.
+    """The recipe of a TOML file or name (or none), with every flag that is not None (or an empty list) in its place.
 
     `overrides` may be a list of "PATTERN=BITS[:GROUP]", or a table; flags' overrides come after the file's, so they win.
     Raises NotFoundError, UsageError.
     """
-    given = read_toml(Path(file)) if file is not None else {}
+    given = read_recipe(file) if file is not None else {}
     known = [f.name for f in fields(Recipe)]
     check_keys(given, known, f"recipe {file}")
     check_keys(flags, known, "recipe")
@@ -229,7 +232,7 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
                 values[name] = parse_size(str(value))
             elif name == "group":
                 values[name] = group_of(value, name)
-            elif name == "lm_head":
+            elif name in ("lm_head", "embedding"):
                 values[name] = value if value in ("keep", "auto", "fp8") else number(value, name)
             else:
                 values[name] = value
@@ -272,8 +275,13 @@ def parse_size(text: str) -> int:
 
 def _listed(value: object) -> Iterable[object]:
     if not isinstance(value, Iterable):
-        raise UsageError(f"widths={value!r} must be a list of widths")
+        raise UsageError(f"widths={spelled(value)} must be a list of widths")
     return value
+
+
+def read_recipe(recipe: str | Path) -> dict[str, Any]:
+    """The table of a recipe that lowq knows by name, or of a TOML file. Raises as `read_toml`."""
+    return read_toml(recipes.path(str(recipe)) or Path(recipe))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -281,7 +289,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise NotFoundError(f"recipe {path} does not exist") from None
+        known = ", ".join(recipes.names())
+        raise NotFoundError(f"recipe {path} does not exist; give a TOML file, or one of {known}") from None
     except OSError as e:
         raise NotFoundError(f"cannot read recipe {path}: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
@@ -293,12 +302,12 @@ def _overrides(value: object) -> tuple[Override, ...]:
         return tuple(Override.of(pattern, v) for pattern, v in value.items())
     if isinstance(value, Iterable) and not isinstance(value, str):
         return tuple(v if isinstance(v, Override) else Override.parse(str(v)) for v in value)
-    raise UsageError(f"overrides={value!r} must be a table, pattern = bits")
+    raise UsageError(f"overrides={spelled(value)} must be a table, pattern = bits")
 
 
 def _strings(value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise UsageError(f"skip={value!r} must be a list of patterns")
+        raise UsageError(f"skip={spelled(value)} must be a list of patterns")
     return tuple(value)
 
 
@@ -318,25 +327,40 @@ def number(value: object, where: str) -> int:
         return value
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
         return int(value)
-    raise UsageError(f"{where}={value!r} is not a whole number")
+    raise UsageError(f"{where}={spelled(value)} is not a whole number")
+
+
+def spelled(value: object) -> str:
+    """A value as a recipe file would hold it, short: not the Python for it."""
+    if isinstance(value, Mapping):
+        return f"[a table of {', '.join(map(str, value))}]"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(spelled, value))}]"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def group_of(value: object, where: str) -> Group:
     """64, "64" or "channel". Raises UsageError."""
-    return "channel" if value == "channel" else number(value, where)
+    if value == "channel":
+        return "channel"
+    try:
+        return number(value, where)
+    except UsageError as e:
+        raise UsageError(f"{e} and not 'channel'; use 32, 64, 128 or channel") from None
 
 
 def check_bits(bits: object, where: str) -> None:
     """Raise UsageError unless `bits` is a width that lowq packs."""
     if type(bits) is not int or bits not in BITS:
-        raise UsageError(f"{where}: {bits!r} is not a width lowq packs; use one of {', '.join(map(str, BITS))}")
+        raise UsageError(f"{where}: {spelled(bits)} is not a width lowq packs; use one of {', '.join(map(str, BITS))}")
 
 
 def check_group(group: object, where: str) -> None:
     """Raise UsageError unless `group` is "channel" or a positive multiple of 16."""
     if group != "channel" and (type(group) is not int or group < 1 or group % GROUP_STEP):
+        place = "" if where == "group" else f"{where}: "
         raise UsageError(
-            f"{where}: group {group!r} is neither a positive multiple of {GROUP_STEP} nor 'channel'; use 32, 64 or 128"
+            f"{place}group {spelled(group)} is neither a positive multiple of {GROUP_STEP} nor 'channel'; use 32, 64 or 128"
         )
 
 

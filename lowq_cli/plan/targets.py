@@ -1,7 +1,8 @@
 """`quantize --for ENGINE`: schemes that `export` can hand to an engine bit for bit, chosen and checked before work starts.
 
-Zeros: none of the three holds a float zero exactly (vLLM's kernels take whole numbers or none; llama.cpp and MLX store
--zero * scale in 16 bits, which is exact for the constant 2**(bits-1) only), so the codes are symmetric.
+Zeros: none of the engines holds a float zero exactly (vLLM's kernels take whole numbers or none; llama.cpp and MLX store
+-zero * scale in 16 bits, which is exact for the constant 2**(bits-1) only), so the codes are symmetric. The last four are
+formats that some engine reads; Humming and HQQ hold float zeros.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """An engine: the export format it reads, and the widths and groups it has kernels for. The first group is the default.
+    """An engine or format: what `export` writes for it, the widths and groups it takes (the first ones are the default).
 
-    why_not: the reason it cannot hold a scheme and shape, or None.
+    why_not: the reason it cannot hold a scheme and shape, or None. zero: the kind it takes exactly. head: unless asked for.
     """
 
     engine: str
@@ -28,6 +29,8 @@ class Target:
     bits: tuple[int, ...]
     groups: tuple[int | str, ...]
     why_not: Callable[[Scheme, int, int], str | None]
+    zero: str = "none"
+    head: str = "keep"  # most engines read the head in 16 bits only
 
 
 def _why_not(name: str) -> Callable[[Scheme, int, int], str | None]:
@@ -45,6 +48,10 @@ TARGETS = {
         Target("vllm", "compressed-tensors", (4, 8, 2), (128, 64, 32, "channel"), _why_not("compressed-tensors")),
         Target("llama.cpp", "gguf", (4, 8), (32, 64, 128), _why_not("gguf")),
         Target("mlx", "mlx", (4, 8, 3, 2), (64, 32, 128), _why_not("mlx")),
+        Target("gptq", "gptq", (4, 8, 3, 2), (128, 64, 32, "channel"), _why_not("gptq")),
+        Target("awq", "awq", (4,), (128, 64, 32), _why_not("awq"), zero="int"),
+        Target("humming", "humming", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), _why_not("humming"), zero="float"),
+        Target("hqq", "hqq", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), _why_not("hqq"), zero="float"),
     )
 }
 
@@ -54,6 +61,16 @@ def get(engine: str) -> Target:
     if engine not in TARGETS:
         raise UsageError(f"--for {engine} does not exist; use one of {', '.join(TARGETS)}")
     return TARGETS[engine]
+
+
+def of_export(form: str, engine: str | None) -> str:
+    """The engine that an export format is for: the one named, if that reads it. Raises UsageError."""
+    known = {t.export: name for name, t in TARGETS.items()}
+    if form not in known:
+        raise UsageError(f"--export {form} does not exist; use one of {', '.join(known)}")
+    if engine is not None and get(engine).export != form:
+        raise UsageError(f"--for {engine} reads {get(engine).export}, not {form}; leave --for out, or --export")
+    return engine or known[form]
 
 
 def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -70,13 +87,13 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
     if asked("format") == "fp8":
         raise UsageError(f"--for {engine} is for --format lowq; leave it out")
     zero, bits, group = asked("zero"), asked("bits"), asked("group")
-    if zero not in (None, "none"):
-        raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero none exactly")
+    if zero not in (None, t.zero):
+        raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero {t.zero} exactly")
     if str(bits or t.bits[0]) not in map(str, t.bits):
         raise UsageError(f"--bits {bits} and --for {engine} contradict each other: {engine} takes {_spell(t.bits)}")
     if str(group or t.groups[0]) not in map(str, t.groups):
         raise UsageError(f"--group {group} and --for {engine} contradict each other: {engine} takes {_spell(t.groups)}")
-    fixed = {"zero": "none", "lm_head": asked("lm_head") or "keep"}  # most engines read the head in 16 bits only
+    fixed = {"zero": t.zero, "lm_head": asked("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
     if asked("bpw") or asked("size"):
         return [{**flags, **fixed, "widths": flags.get("widths") or file.get("widths") or t.bits}]
     return [{**flags, **fixed, "group": g} for g in (t.groups if group is None else (group,))]
@@ -103,4 +120,6 @@ def problem(engine: str, plan: "Plan") -> str | None:
 
 
 def _spell(values: tuple[int | str, ...]) -> str:
+    if len(values) == 1:
+        return str(values[0])
     return ", ".join(map(str, values[:-1])) + f" and {values[-1]}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowq_cli import quantizers
+from lowq_cli.calibrate.calibration import seconds as calibration_seconds
 from lowq_cli.calibrate.calibration import working_bytes
 from lowq_cli.console import size
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
@@ -65,8 +66,9 @@ def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, w
     peak = current_rss() + WORKING + held + workers * max(slab_bytes(i, device.type) for i in plan.items)
     peak += calibrating if device.type == "cpu" else 0
     peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
-    # a sample says little of a walk through the model
-    seconds = None if calibrating else sum(probe(plan, device, workers).values())
+    probed = sum(probe(plan, device, workers).values())
+    calibrated = calibration_seconds(plan, device) if calibrating else 0.0
+    seconds = None if calibrated is None else probed + calibrated
     return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
 
 

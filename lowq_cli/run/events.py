@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowq_cli.calibrate.calibration import LayerDone
+from lowq_cli.calibrate.calibration import LayerDone, MatrixDone
 
 
 @dataclass(frozen=True)
@@ -64,4 +64,4 @@ class Finished:
     result: Result
 
 
-Event = LayerDone | TensorDone | ShardDone | Finished
+Event = MatrixDone | LayerDone | TensorDone | ShardDone | Finished

@@ -24,14 +24,14 @@ from lowq_cli.calibrate.calibration import Calibration, identity, is_calibrated
 from lowq_cli.calibrate.rotation import rotated
 from lowq_cli.devices import pick_devices
 from lowq_cli.files.shards import to_json
-from lowq_cli.files.source import INDEX, REPORT, SENSITIVITY, Source
+from lowq_cli.files.source import INDEX, REPORT, Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.plan import Item, Plan, Shard, default_out, index_json, output_config
 from lowq_cli.plan.planner import SHARD_SIZE, make_plan
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import transform
 from lowq_cli.run.budget import Budget, make_budget
-from lowq_cli.run.events import Event, Finished, Result, ShardDone, TensorDone
+from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, TensorDone
 from lowq_cli.run.report import known_result, make_report, result_of
 from lowq_cli.run.workers import in_order, spread, worker_devices
 from lowq_cli.run.writer import OutputFolder, ShardFile, output_names
@@ -97,13 +97,12 @@ class Prepared:
             if output.already_done:
                 yield Finished(known_result(plan, output, time.monotonic() - self.began))
                 return
-            if self.mixed:
-                output.replace(SENSITIVITY, self.mixed.cache)
             output.log(f"lowq {version('lowq')}: {source.name} -> {self.out}, {json.dumps(plan.recipe.to_json())}, {on}")
             try:
-                for layer in calibration.run() if calibration else ():
-                    output.log(f"layer {layer.index} of {layer.total}: error {layer.error:.4g}, {layer.seconds:.1f} s")
-                    yield layer
+                for step in calibration.run() if calibration else ():
+                    if isinstance(step, LayerDone):
+                        output.log(_logged(step))
+                    yield step
                 result = yield from _write(source, plan, output, self.workers, self.began, calibration)
             except BaseException as e:
                 with suppress(LowqError):  # the reason matters more than the log
@@ -138,7 +137,7 @@ def prepare(
         if budgeted:
             from lowq_cli.calibrate import mixed  # builds a model with transformers
 
-            recipe, found = mixed.resolve(source, recipe, folder, devices[0], watch)
+            recipe, found = mixed.resolve(source, recipe, devices[0], watch)
         plan = make_plan(source, recipe, shard_size)
         independent = _independent(source, plan)
         workers = worker_devices(devices, independent)
@@ -164,6 +163,12 @@ def run(
     """`prepare`, and then its `run`: LayerDone, TensorDone and ShardDone, then Finished."""
     with prepare(model, recipe, out, device, shard_size) as prepared:
         yield from prepared.run(fresh)
+
+
+def _logged(layer: LayerDone) -> str:
+    """A calibrated layer's line of the log."""
+    done = "calibrated before" if layer.resumed else f"error {layer.error:.4g}, {layer.seconds:.1f} s"
+    return f"layer {layer.index} of {layer.total}: {done}"
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device) -> str:

@@ -1,6 +1,5 @@
 """The folder a run writes: one process at a time, resumable after a kill at any instant, never half-written and whole-looking.
 
-    lowq-sensitivity.json       what mixed.py measured; kept whatever run comes next
     lowq-journal.jsonl          what the run is, then one line per finished item: {"item", "rel_error", "crc": [per tensor]}
     model-....safetensors.partial   full size from the start; each tensor is written at its final place
     model-....safetensors       renamed once all its items are in and on disk
@@ -22,7 +21,7 @@ from typing import Any
 from lowq_cli.files.atomic import reserve, write_at, writing
 from lowq_cli.files.folder import held
 from lowq_cli.files.safetensors_io import read_bytes, read_header
-from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT, SENSITIVITY, STAGED
+from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT, STAGED
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_packers.atomic import replacing
 from lowq_packers.errors import LowqError, UsageError
@@ -71,7 +70,7 @@ class OutputFolder:
         header, records = read_journal(self.path / JOURNAL)
         report = _read_report(self.path / REPORT)
         ours = bool(header or report)
-        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in (LOG, JOURNAL, JOURNAL + PARTIAL, SENSITIVITY))
+        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in (LOG, JOURNAL, JOURNAL + PARTIAL))
         if foreign and not ours:
             raise UsageError(f"{self.path} holds files that lowq did not write, such as {foreign[0]}; use another --out")
         if self.fresh:

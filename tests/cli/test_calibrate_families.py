@@ -88,17 +88,19 @@ def test_experts_that_a_buffer_routes_to_are_calibrated(method, dense, small_cal
     assert found["quantized_fraction"] > 0.4
 
 
-def test_windows_are_no_longer_than_the_context(dense, small_calibration, text, tmp_path):
+def test_windows_are_no_longer_than_the_context(dense, small_calibration, text, tmp_path, monkeypatch):
     """GPT-2 has no position behind its 24th: windows of 32 tokens were an IndexError."""
     assert texts.WINDOW > 24
     pipeline.quantize(dense("gpt2"), tmp_path / "o", bits=4, group=16, method="gptq", calib=text)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     pipeline.quantize(dense("gpt2"), tmp_path / "p", bpw=7.5, group=16)
 
 
-def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, small_calibration, text, tmp_path):
+def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, small_calibration, text, tmp_path, monkeypatch):
     """OPT-350m's is narrower than its layers: its rows were multiplied with gradients of another width."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with open_source(dense("opt")) as source:
-        _, found = mixed.resolve(source, make_recipe(bpw=7.5, group=16), tmp_path, CPU)
+        _, found = mixed.resolve(source, make_recipe(bpw=7.5, group=16), CPU)
     assert "is projected before the first layer" in found.why_not_nats
     assert found.bpw <= 7.5
 

@@ -1,5 +1,6 @@
 """Conversations: each turn's prompt extends the last, the cache is told what it holds, the command talks."""
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -55,3 +56,23 @@ def test_the_command_answers_each_line_and_ends_with_its_input():
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.strip()]) >= 2
     assert "never" not in done.stdout
+
+
+def test_commands_are_obeyed_and_never_said_to_the_model(tmp_path):
+    file = tmp_path / "talk.json"
+    said = "/help\n/set temperature 0\n/set max-new-tokens 3\n/set top-p 7\n/set nose 7\n/nose\n"
+    said += f"/system Be kind.\nOnce\n/save {file}\n"
+    command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "chat", "demo", "--device", "cpu"]
+    done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    for told in (
+        "/save FILE writes",
+        "temperature 0.0",
+        "top_p=7.0 must be",
+        "no setting is called 'nose'",
+        "no command is called /nose",
+    ):
+        assert told in done.stderr
+    assert done.stderr.count("this model has no chat template") == 1
+    assert [m["role"] for m in json.loads(file.read_text())] == ["system", "user", "assistant"]
+    assert len(done.stdout.split()) <= 3

@@ -13,7 +13,7 @@ from lowq_cli import main
 from lowq_cli.commands import generate
 from lowq_cli.engine import explain
 
-KEYS = {"text", "tokens", "prefill_tps", "decode_tps", "ttft_s", "peak_memory_bytes", "roofline_pct", "kernels"}
+KEYS = {"text", "tokens", "prefill_tps", "decode_tps", "ttft_s", "peak_memory_bytes", "roofline_pct", "seed"}
 SHORT = ["demo", "--device", "cpu", "--max-new-tokens", "8"]
 
 
@@ -65,6 +65,8 @@ def test_json_is_one_object_with_the_promised_keys(run):
     assert "all 2 texts will be the same" in done.stderr
     assert found["peak_memory_bytes"] > 1e8
     assert found["roofline_pct"] is None or found["roofline_pct"] > 0
+    assert "kernels" not in found
+    found = json.loads(run(*SHORT, "--prompt", "x", "--json", "--explain").stdout)
     assert sum(k["count"] for k in found["kernels"]) == 6 * 4 + 1
 
 
@@ -75,6 +77,7 @@ def test_many_prompts_come_out_in_order(tmp_path, run):
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [r["prompt"] for r in rows] == ["Once upon a time", "The whale", "A"]
+    assert [r.get("id") for r in rows] == [None, 7, None]
     assert all(len(r["tokens"]) == 8 or r["finish_reason"] == "stop" for r in rows)
 
 
@@ -184,3 +187,31 @@ def test_ctrl_c_keeps_what_was_said(monkeypatch, run):
     done = run(*SHORT, "--prompt", "Once upon a time", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, len(found["tokens"]), found["finish_reason"]) == (130, 4, "interrupted")
+
+
+def test_a_text_ends_before_the_first_stop(run):
+    whole = json.loads(run(*SHORT, "--prompt", "Once upon a time", "--json").stdout)["text"]
+    stop = whole.strip().split()[1]
+    found = json.loads(run(*SHORT, "--prompt", "Once upon a time", "--stop", "never said", "--stop", stop, "--json").stdout)
+    assert found["text"] == whole[: whole.index(stop)]
+    assert (found["finish_reason"], len(found["tokens"]) < 8) == ("stop", True)
+    assert run(*SHORT, "--prompt", "x", "--stop", "").returncode == 2
+
+
+def test_every_run_draws_another_text_and_says_the_seed_that_repeats_it(run):
+    drawn = ["--prompt", "Once upon a time", "--temperature", "1"]
+    first, second = (json.loads(run(*SHORT, *drawn, "--json").stdout) for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = run(*SHORT, *drawn, "--seed", str(first["seed"]))
+    assert again.stdout == first["text"] + "\n"
+    assert f"seed {first['seed']}" in again.stderr
+    assert "seed" not in run(*SHORT, "--prompt", "x").stderr
+
+
+def test_a_text_in_the_checkpoints_place_is_the_prompt(run, monkeypatch):
+    monkeypatch.setattr("lowq_cli.state.checkpoint_or_last", lambda given: given or "demo")
+    done = run("Once upon a time", *SHORT[1:])
+    assert done.stdout == run(*SHORT, "--prompt", "Once upon a time").stdout
+    one_word = run("Hello")
+    assert one_word.returncode == 2
+    assert one_word.stderr == "lowq: Hello may be a text or a model; for a text: --prompt Hello, for a model add --prompt\n"

@@ -13,7 +13,6 @@ from lowq_cli.main import app
 from lowq_cli.plan.planner import free_candidates, make_plan
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.writer import SENSITIVITY
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 
@@ -22,15 +21,16 @@ FINE = {"group": 16, "dtype": "bfloat16"}  # 2 bits take 4 with their scales and
 
 
 @pytest.fixture
-def small(small_calibration, monkeypatch):
-    """Few tokens to measure on, too."""
+def small(small_calibration, monkeypatch, tmp_path):
+    """Few tokens to measure on, too; nothing measured before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sensitivity, "TOKENS", 1024)
 
 
-def resolve(model, recipe, out):
+def resolve(model, recipe):
     """`mixed.resolve` of a folder, on the CPU."""
     with open_source(model) as source:
-        return mixed.resolve(source, recipe, out, CPU)
+        return mixed.resolve(source, recipe, CPU)
 
 
 def schemes(plan):
@@ -42,7 +42,7 @@ def test_budgets_hold_and_fused_weights_agree(family, family_checkpoints, small,
     folder = family_checkpoints(family, schemes={}).dense
     sizes = []
     for bpw in (4.7, 6.5):
-        recipe, found = resolve(folder, make_recipe(bpw=bpw, **FINE), tmp_path)
+        recipe, found = resolve(folder, make_recipe(bpw=bpw, **FINE))
         assert found.in_nats
         assert bpw - 0.7 < found.bpw <= bpw
         with open_source(folder) as source:
@@ -88,13 +88,12 @@ def test_the_forecast_is_what_one_group_costs(small, family_checkpoints):
 def test_sensitivities_are_measured_once(family_checkpoints, small, tmp_path, monkeypatch):
     folder = family_checkpoints("llama").dense
     first = pipeline.quantize(folder, tmp_path / "out", bpw=4.7, **FINE)
-    assert (tmp_path / "out" / SENSITIVITY).is_file()
     assert 0 < first["quantized_bpw"] <= 4.7
     monkeypatch.setattr(sensitivity.Sensitivities, "measure", lambda *_: pytest.fail("measured again"))
     assert pipeline.quantize(folder, tmp_path / "out", bpw=4.7, **FINE)["already_done"]
-    wider = pipeline.quantize(folder, tmp_path / "out", bpw=6, **FINE, fresh=True)
+    wider = pipeline.quantize(folder, tmp_path / "wider", bpw=6, **FINE)  # another folder, the same model
     assert wider["bytes"] > first["bytes"]
-    report = json.loads((tmp_path / "out" / "lowq_report.json").read_text())
+    report = json.loads((tmp_path / "wider" / "lowq_report.json").read_text())
     again = make_recipe(**report["recipe"])
     with open_source(folder) as source:
         assert {t["name"]: t["scheme"] for t in report["tensors"] if "scheme" in t} == {
@@ -121,7 +120,7 @@ def test_a_size_is_kept_to_the_byte(family_checkpoints, small, tmp_path):
 def test_what_is_named_takes_no_part(family_checkpoints, small, tmp_path):
     folder = family_checkpoints("llama").dense
     recipe = make_recipe(bpw=4.7, **FINE, lm_head="keep", overrides=["layers.0.mlp.down_proj=8:16"], skip=["layers.1.mlp"])
-    resolved, found = resolve(folder, recipe, tmp_path)
+    resolved, found = resolve(folder, recipe)
     names = {s.group for s in found.shares}
     assert names == {"model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.gate_up_proj",
                      "model.layers.1.self_attn.qkv_proj", "model.layers.1.self_attn.o_proj"}  # fmt: skip
@@ -132,7 +131,7 @@ def test_what_is_named_takes_no_part(family_checkpoints, small, tmp_path):
 
 
 def test_without_a_tokenizer_weights_are_compared(family_checkpoints, tmp_path):
-    _, found = resolve(family_checkpoints("llama").dense, make_recipe(bpw=4.7, **FINE), tmp_path)
+    _, found = resolve(family_checkpoints("llama").dense, make_recipe(bpw=4.7, **FINE))
     assert not found.in_nats
     assert "tokenizer" in found.why_not_nats
     assert found.bpw <= 4.7
@@ -159,7 +158,7 @@ def test_refusals(family_checkpoints, small, tmp_path):
 def test_a_budget_that_nothing_fits_is_told_before_it_is_measured(budget, family_checkpoints, small, tmp_path, monkeypatch):
     monkeypatch.setattr(mixed, "_measured", lambda *_: pytest.fail("measured"))
     with pytest.raises(UsageError, match="is too little: the smallest widths take"):
-        resolve(family_checkpoints("llama").dense, make_recipe(**budget, **FINE), tmp_path)
+        resolve(family_checkpoints("llama").dense, make_recipe(**budget, **FINE))
 
 
 def test_flags_that_nothing_would_read_are_refused(family_checkpoints):

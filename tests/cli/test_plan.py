@@ -157,7 +157,7 @@ def test_a_tied_head_is_written_separately_only_when_asked(family_checkpoints, p
     with open_source(family_checkpoints("llama-tied").dense) as source:
         assert source.config["tie_word_embeddings"] is True
         assert output_config(source, plan)["tie_word_embeddings"] is False
-    with pytest.raises(UsageError, match="already quantizes the embedding"):
+    with pytest.raises(UsageError, match="is quantized already"):
         plan_of("llama-tied", lm_head=8, overrides=["embed_tokens=8"])
 
 
@@ -262,4 +262,10 @@ def test_the_default_folder_is_named_after_model_and_recipe(tmp_path, monkeypatc
     (tmp_path / "m").mkdir()
     assert str(default_out("org/Model-7B", make_recipe())) == "Model-7B-lowq-4b-g64"
     assert str(default_out("m/", make_recipe(bits=2, group="channel"))) == "m-lowq-2b-channel"
+    unusual = make_recipe(method="gptq", zero="none", lm_head="keep", embedding=8, rotate=True, act="int8")
+    assert str(default_out("m", unusual)) == "m-lowq-4b-g64-gptq-sym-head16-emb8-int8-rot"
+    assert str(default_out("m", make_recipe(bpw=3.5, method="gptq"))) == "m-lowq-3.5bpw-gptq"
+    skipping, other = (str(default_out("m", make_recipe(skip=[s]))) for s in ("layers.0", "layers.1"))
+    assert skipping != other
+    assert skipping.startswith("m-lowq-4b-g64-")
     assert str(default_out(str(tmp_path / "m"), make_recipe(group=128))) == "m-lowq-4b-g128"

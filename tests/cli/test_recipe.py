@@ -2,6 +2,7 @@
 
 import pytest
 
+from lowq_cli import recipes
 from lowq_cli.plan.recipe import Override, Recipe, make_recipe, matches
 from lowq_packers.errors import NotFoundError, UsageError
 
@@ -37,10 +38,14 @@ def test_defaults_are_those_of_the_dataclass():
         ({"bits": 5}, "bits: 5 is not a width lowq packs; use one of 8, 4, 3, 2, 1"),
         ({"bits": "four"}, "not a whole number"),
         ({"bits": True}, "not a whole number"),
-        ({"group": 24}, "group: group 24 is neither a positive multiple of 16"),
+        ({"group": 24}, "^group 24 is neither a positive multiple of 16"),
         ({"group": 0}, "neither a positive multiple"),
         ({"group": "row"}, "not a whole number"),
-        ({"method": "gtpq"}, "'gtpq' does not exist; use one of"),
+        ({"method": "gtpq"}, "'gtpq' does not exist; use one of auto, awq, gptq"),
+        ({"group": "abc"}, "group='abc' is not a whole number and not 'channel'; use 32, 64, 128 or channel"),
+        ({"bits": {"default": 4}}, r"bits=\[a table of default\] is not a whole number"),
+        ({"skip": [{"layer": 1}]}, r"skip=\[\[a table of layer\]\] must be a list of patterns"),
+        ({"embedding": 5}, "embedding: 5 is not a width"),
         ({"zero": "maybe"}, "zero='maybe' does not exist"),
         ({"dtype": "int8"}, "dtype='int8' does not exist"),
         ({"layout": "spiral"}, "layout='spiral' does not exist"),
@@ -97,3 +102,17 @@ def test_a_pattern_fits_whole_components_or_is_a_regular_expression(pattern, cou
 def test_a_pattern_that_fits_nothing_is_a_mistake(pattern, hint):
     with pytest.raises(UsageError, match=hint):
         matches(pattern, NAMES)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_of_a_name_is_whole_and_flags_win_over_it(name):
+    first = recipes.path(name).read_text().splitlines()[0]
+    assert first.startswith("# ")
+    assert make_recipe(name) != make_recipe(name, bits=2)
+    assert make_recipe(name, bits=2).bits == 2
+
+
+def test_the_three_recipes_go_from_small_to_large():
+    assert [make_recipe(n).bits for n in recipes.names()] == [3, 4, 8]
+    with pytest.raises(NotFoundError, match="one of small, balanced, best"):
+        make_recipe("smal")

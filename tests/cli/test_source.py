@@ -211,3 +211,16 @@ def test_hub_refusals_are_told_apart():
     assert "has no model org/x" in str(named("RepositoryNotFoundError"))
     assert named("NotASafetensorsRepoError").exit_code == 5
     assert str(named("Strange")) == "cannot fetch org/x: Strange: first line"
+
+
+@pytest.mark.parametrize("name", ["demo-lowq-4b-g46", "./demo-lowq-4b-g46", "models/demo-lowq-4b-g46"])
+def test_a_mistyped_folder_is_answered_with_the_one_beside_it_and_no_network(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source_module, "_download", lambda repo: pytest.fail("asked the hub"))
+    there = (tmp_path / name).parent / "demo-lowq-4b-g64"
+    there.mkdir(parents=True)
+    (there / "config.json").write_text("{}")
+    with pytest.raises(NotFoundError, match=r"did you mean (\./|models/)?demo-lowq-4b-g64\?"):
+        open_source(name)
+    with pytest.raises(NotFoundError, match="did you mean"):
+        source_module.check_there(name)

@@ -62,10 +62,45 @@ def test_a_spoilt_note_counts_as_none(content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     state.state_dir().mkdir()
     (state.state_dir() / state.LAST).write_text(content)
-    with pytest.raises(NotFoundError, match="none written yet"):
+    with pytest.raises(NotFoundError, match="run: lowq quantize demo"):
         state.checkpoint_or_last(None)
 
 
 def test_a_tilde_that_names_nobody_is_a_folder_that_is_not_there():
     with pytest.raises(NotFoundError, match="no folder ~nobody-of-this-name/model"):
         open_source("~nobody-of-this-name/model")
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A function: have a checkpoint of this name written from a working folder of that name."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def write(name, where):
+        for folder in (tmp_path / name, tmp_path / where):
+            folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / where)
+        state.remember(tmp_path / name)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_the_last_checkpoint_is_the_last_of_this_working_folder(written, tmp_path, monkeypatch, capsys):
+    mine = written("mine", "here")
+    theirs = written("theirs", "there")
+    assert state.checkpoint_or_last(None) == theirs
+    monkeypatch.chdir(tmp_path / "here")
+    assert state.checkpoint_or_last(None) == mine
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert state.checkpoint_or_last(None) == theirs
+    assert capsys.readouterr().err == f"using {theirs} (written from {tmp_path / 'there'}; none was from here)\n"
+
+
+def test_a_checkpoint_that_is_gone_gives_way_to_the_one_before(written, tmp_path):
+    older = written("older", "here")
+    Path(written("newer", "here")).rmdir()
+    assert state.checkpoint_or_last(None) == older
+    again = written("older", "here")
+    assert [str(k.checkpoint) for k in state.known()] == [again]

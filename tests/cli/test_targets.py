@@ -1,5 +1,6 @@
 """quantize --for ENGINE: what it chooses can be exported for that engine, or it says so before work starts."""
 
+import json
 import sys
 
 import pytest
@@ -22,7 +23,8 @@ def state(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("engine", targets.TARGETS)
 def test_what_is_chosen_exports_exactly(family_checkpoints, tmp_path, monkeypatch, engine):
-    model = "demo" if engine == "llama.cpp" else family_checkpoints("llama").dense  # GGUF needs a tokenizer
+    # GGUF needs a tokenizer, Humming's kernels rows in multiples of 64
+    model = "demo" if engine in ("llama.cpp", "humming") else family_checkpoints("llama").dense
     assert cli(monkeypatch, "quantize", model, "--for", engine, "--method", "rtn", "--out", tmp_path / "m") == 0
     done = export(tmp_path / "m", targets.get(engine).export, tmp_path / "out")
     assert done.matrices == (42 if model == "demo" else 14)
@@ -43,6 +45,9 @@ def test_a_group_that_does_not_divide_every_layer_gives_way_to_one_that_does(fam
         (["--for", "vllm", "--bits", "3"], 2, "takes 4, 8 and 2"),
         (["--for", "mlx", "--group", "16"], 2, "takes 64, 32 and 128"),
         (["--for", "mlx", "--zero", "int"], 2, "--zero none"),
+        (["--for", "mlx", "--export", "gguf"], 2, "mlx reads mlx, not gguf"),
+        (["--export", "onnx"], 2, "use one of compressed-tensors, gguf, mlx"),
+        (["--export", "awq", "--bits", "3"], 2, "awq takes 4"),
         (["--for", "tgi"], 2, "use one of vllm, llama.cpp, mlx"),
         (["--for", "vllm", "--group", "64"], 5, "takes groups of"),
         (["--for", "vllm", "--override", "q_proj=8"], 5, "qkv_proj is made of"),
@@ -71,3 +76,25 @@ def test_a_budget_is_spent_on_what_the_engine_takes():
     (flags,) = targets.candidates("vllm", {"bpw": 4.5, "zero": None, "bits": None, "group": None}, {})
     assert flags["widths"] == targets.get("vllm").bits
     assert (flags["zero"], flags["lm_head"], flags["group"]) == ("none", "keep", None)
+
+
+def test_the_defaults_of_quantize_and_export_meet(tmp_path, monkeypatch, capsys):
+    """`lowq quantize demo && lowq export` was refused: float zeros."""
+    monkeypatch.chdir(tmp_path)
+    assert cli(monkeypatch, "quantize", "demo", "--method", "rtn") == 0
+    assert cli(monkeypatch, "export", "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["format"] == "humming"
+    assert found["engines"]
+
+
+def test_a_refused_export_ends_with_the_command_that_makes_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli(monkeypatch, "quantize", "demo", "--method", "rtn", "--bits", "8") == 0
+    capsys.readouterr()
+    assert cli(monkeypatch, "export", "--to", "gguf") == 5
+    way_out = capsys.readouterr().err.strip().rpartition("from the original: lowq ")[2]
+    assert way_out == "quantize demo --bits 8 --export gguf"
+    assert cli(monkeypatch, *way_out.split(), "--method", "rtn", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["export"]["format"], found["export"]["matrices"]) == ("gguf", 42)

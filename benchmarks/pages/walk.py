@@ -1,0 +1,16 @@
+"""docs/cli.md: how long the commands take from shell to shell. Results: */walk_8b.json, of walk_8b.py."""
+
+from pages import RESULTS, part, read, table
+
+
+@part
+def walk() -> str:
+    """A table a device that the walk was measured on."""
+    parts = []
+    for path in sorted(RESULTS.glob("*/walk_8b.json")):
+        report = read(str(path.relative_to(RESULTS)))
+        about = f"8B, Llama 3.1's shape, random weights, {report['model_gb']:.1f} GB in the page cache, {report['device']}, "
+        about += f"{report['date'][:10]} (lowq {report['lowq']}, torch {report['torch']}); seconds of fresh processes:"
+        rows = [(r["what"], f"`{r['command']}`" if r["command"] else "", f"{r['seconds']:.1f}") for r in report["rows"]]
+        parts.append(f"{about}\n\n{table(('', 'command', '>seconds'), rows)}")
+    return "\n".join(parts) or "Not measured yet: `python benchmarks/walk_8b.py` on a GPU writes the table.\n"

@@ -1,0 +1,144 @@
+"""Seconds from shell to shell of every command on a model of an 8B's shape with random weights: what a person waits for.
+
+    python benchmarks/walk_8b.py                      # on a GPU; 35 GB of disk; --folder /dev/shm for memory
+    python benchmarks/walk_8b.py --shape tiny         # the same steps on a CPU in a minute or two, to see that they work
+
+The model is written first, so its files are in the page cache. Each command is a process of its own in a home of its own; the
+first `generate` compiles kernels, a later one finds them. A step that fails is told, with the end of its stderr, and exits 1.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from lowq_cli import demo
+
+RESULTS = Path(__file__).parent / "results"
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+LLAMA |= {"tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192, "max_position_embeddings": 1024},
+}
+NEW = "--prompt Once --max-new-tokens"
+STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint
+    ("python, torch and a first tensor on the device", ""),
+    ("doctor", "doctor"),
+    ("inspect the original", "inspect MODEL"),
+    ("plan: quantize --dry-run", "quantize MODEL --group 128 --dry-run"),
+    ("quantize, 4 bits g128", "quantize MODEL --group 128 --out CKPT"),
+    ("inspect", "inspect CKPT"),
+    ("generate, 1 token, kernels not compiled yet", f"generate CKPT {NEW} 1"),
+    ("generate, 1 token", f"generate CKPT {NEW} 1"),
+    ("generate, 512 tokens", f"generate CKPT {NEW} 512"),
+    ("generate, 16 texts of 256 tokens, first time", "generate CKPT --prompts PROMPTS --batch 16 --max-new-tokens 256"),
+    ("generate, 16 texts of 256 tokens", "generate CKPT --prompts PROMPTS --batch 16 --max-new-tokens 256"),
+    ("eval, 20,000 tokens", "eval CKPT --max-tokens 20000"),
+    ("tune", "tune CKPT"),
+    ("generate, 512 tokens, tuned", f"generate CKPT {NEW} 512"),
+    ("export", "export CKPT --out EXPORT"),
+)
+
+
+def main() -> None:
+    """Write the model, take the steps, write their seconds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--out", type=Path, help="default: results/<gpu>/walk_SHAPE.json")
+    parser.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    gpu = next((known for known in ("h200", "h100") if known in name.lower()), name.lower().replace(" ", "-"))
+    work = Path(tempfile.mkdtemp(prefix="lowq-walk-", dir=args.folder))
+    try:
+        size = write(work / "model", args.shape, args.device)
+        facts: dict[str, Any] = {"shape": args.shape, "device": name, "model_gb": round(size / 1e9, 2)}
+        facts["date"] = datetime.now(UTC).isoformat("T", "seconds")
+        facts |= {package: version(package) for package in ("lowq", "torch", "transformers")}
+        rows, failed = walk(work, args.device)
+    finally:
+        shutil.rmtree(work)
+    out = args.out or RESULTS / gpu / f"walk_{args.shape}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {out}")
+    sys.exit(bool(failed))
+
+
+def walk(work: Path, device: str) -> tuple[list[dict[str, Any]], int]:
+    """The seconds of each step in the folder `work`, and how many failed."""
+    prompts = work / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(f"The {n}th day") + "\n" for n in range(16)))
+    places = {"MODEL": work / "model", "CKPT": work / "checkpoint", "EXPORT": work / "export", "PROMPTS": prompts}
+    homes = {f"XDG_{kind}_HOME": str(work / kind.lower()) for kind in ("STATE", "CACHE")}
+    env = {**os.environ, **homes, "TRITON_CACHE_DIR": str(work / "triton"), "HF_HUB_OFFLINE": "1"}
+    rows, failed = [], 0
+    for what, line in STEPS:
+        words = [str(places.get(word, word)) for word in line.split()]
+        command = [str(Path(sys.executable).with_name("lowq")), *words]
+        if not line:
+            command = [sys.executable, "-c", f"import torch; torch.zeros(1, device={device!r})"]
+        elif line.split()[0] in ("generate", "eval", "tune", "quantize"):
+            command += ["--device", device]
+        began = time.perf_counter()
+        done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
+        seconds = round(time.perf_counter() - began, 2)
+        told = next((row for row in reversed(done.stderr.splitlines()) if " new token" in row), "")
+        rows.append({"what": what, "command": f"lowq {line}" if line else "", "seconds": seconds, "said": told})
+        print(f"{seconds:7.2f} s  {what}  {told}", flush=True)
+        if done.returncode:
+            failed += 1
+            rows[-1]["exit_code"] = done.returncode
+            print(done.stderr[-2000:], flush=True)
+    return rows, failed
+
+
+def write(folder: Path, shape: str, device: str) -> int:
+    """A model of random weights with the demo's tokenizer; a file a layer. Its bytes."""
+    folder.mkdir(parents=True)
+    c = SHAPES[shape]
+    hidden, inner, kv = c["hidden_size"], c["intermediate_size"], c["num_key_value_heads"] * c["head_dim"]
+    linears = {"self_attn.q_proj": (c["num_attention_heads"] * c["head_dim"], hidden), "self_attn.k_proj": (kv, hidden)}
+    linears |= {"self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, c["num_attention_heads"] * c["head_dim"])}
+    linears |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    files = [{"model.embed_tokens": (c["vocab_size"], hidden), "model.norm": (hidden,), "lm_head": (c["vocab_size"], hidden)}]
+    for i in range(c["num_hidden_layers"]):
+        files.append(
+            {f"model.layers.{i}.{name}": size for name, size in {**linears, **dict.fromkeys(norms, (hidden,))}.items()}
+        )
+    generator = torch.Generator(device).manual_seed(0)
+    index = {}
+    for number, names in enumerate(files, 1):
+        tensors = {}
+        for name, size in names.items():
+            new = torch.ones(size, dtype=torch.bfloat16, device=device)
+            new = new if len(size) == 1 else new.normal_(0, size[-1] ** -0.5, generator=generator)
+            tensors[f"{name}.weight"] = new.cpu()
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "config.json").write_text(json.dumps(LLAMA | c))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(demo.__path__[0]) / file, folder / file)
+    return sum(f.stat().st_size for f in folder.iterdir())
+
+
+if __name__ == "__main__":
+    main()

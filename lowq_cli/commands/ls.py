@@ -1,0 +1,29 @@
+"""lowq ls: what lowq has written on this disk."""
+
+from typing import Annotated
+
+import typer
+
+from lowq_cli import console
+
+EXAMPLES = """Examples:
+  lowq ls
+  lowq ls --json"""
+
+
+def ls(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+    """List what lowq wrote on this disk: checkpoints, and the imports, exports and runs in its cache."""
+    from lowq_cli import holdings
+
+    found = holdings.holdings()
+    if as_json:
+        rows = [{"path": str(h.path), "kind": h.kind, "bytes": h.nbytes, "age_s": round(h.age_s)} for h in found]
+        console.out_json({"holdings": rows, "bytes": holdings.total(found)})
+        return
+    if not found:
+        console.say("nothing yet; lowq quantize demo writes a checkpoint")
+        return
+    cells = [(str(h.path), h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in found]
+    console.table("", ("folder", "kind", ">size", ">age"), cells, on_stdout=True)
+    size = console.size(holdings.total(found))
+    console.say(f"{size} in {len(found)} folders; lowq rm FOLDER removes one, lowq rm --cached all of the cache")

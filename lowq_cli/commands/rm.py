@@ -1,0 +1,47 @@
+"""lowq rm: remove checkpoints that lowq wrote, or its cache; nothing else."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lowq_cli import completion, console
+from lowq_packers.errors import UsageError
+
+EXAMPLES = """Examples:
+  lowq rm demo-lowq-4b-g64
+  lowq rm --cached --yes"""
+
+
+def rm(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FOLDER]...", help="Folders that lowq ls lists.", autocompletion=completion.checkpoints),
+    ] = None,
+    cached: Annotated[bool, typer.Option("--cached", help="All imports, exports and runs in the cache.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; with --yes.")] = False,
+) -> None:
+    """Remove what lowq wrote: checkpoints, or all of its cache; asks first."""
+    from lowq_cli import holdings
+
+    if not names and not cached:
+        raise UsageError("name what to remove (lowq ls lists it), or --cached for all of the cache")
+    found = holdings.named(names or [], cached)
+    if not yes:
+        _ask([f"{h.path} ({h.kind}, {console.size(h.nbytes)})" for h in found], as_json)
+    for h in found:
+        holdings.remove(h)
+        console.say(f"removed {h.path}")
+    if as_json:
+        console.out_json({"removed": [str(h.path) for h in found], "bytes": holdings.total(found)})
+
+
+def _ask(what: list[str], as_json: bool) -> None:
+    """Raise UsageError unless the person says yes, in a terminal."""
+    if as_json or not sys.stdin.isatty():
+        raise UsageError(f"not asked whether to remove {len(what)} folders; add --yes")
+    for line in what:
+        console.page(line)
+    if what and input("remove? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was removed")

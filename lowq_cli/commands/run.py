@@ -1,0 +1,93 @@
+"""lowq run: a model and a text -> an answer; the model is quantized into the cache where it is not quantized yet."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lowq_cli import completion, console, recipes
+
+EXAMPLES = """Examples:
+  lowq run demo 'Once upon a time'
+  lowq run meta-llama/Llama-3.1-8B-Instruct 'Why is the sky blue?'
+  lowq run ./my-model --recipe small   (no text: a conversation)"""
+
+
+def run(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Model folder, hub id, demo, or a checkpoint.", autocompletion=completion.models),
+    ],
+    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to answer. Default: talk, as lowq chat.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE.toml",
+            help=f"How to quantize it: {', '.join(recipes.names())}, or a file.  [default: 4 bits, without a text]",
+            autocompletion=completion.words(*recipes.names()),
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
+) -> None:
+    """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""
+    from lowq_cli.commands.chat import chat
+    from lowq_cli.commands.generate import generate
+
+    folder = _quantized(model, recipe, device)
+    if text is None and sys.stdin.isatty() and not as_json:
+        chat(folder, device=device)
+        return
+    generate(
+        folder, prompt="-" if text is None else text, chat=_has_template(folder), max_new_tokens=max_new_tokens,
+        temperature=temperature, device=device, as_json=as_json,
+    )  # fmt: skip
+
+
+def _quantized(model: str, recipe: str | None, device: str) -> str:
+    """The model itself where its weights are low-bit already, or the checkpoint in the cache, made now if it is not there."""
+    from lowq_cli import state
+    from lowq_cli.files.checkpoint import is_checkpoint
+    from lowq_cli.files.source import check_there
+    from lowq_cli.plan.recipe import make_recipe
+
+    asked = make_recipe(recipe)
+    check_there(model)
+    if is_checkpoint(state.user_path(model)):
+        return model
+    with ExitStack() as stack:
+        with console.status(f"reading {model}"):
+            from lowq_cli.commands.quantize import follow
+            from lowq_cli.interop.foreign import open_foreign
+            from lowq_cli.plan.plan import default_out
+            from lowq_cli.run.pipeline import prepare
+
+            with open_foreign(model) as source:
+                if source.config.get("quantization_config") or source.config.get("quantization"):
+                    return model  # another tool's: `generate` imports it
+                target = state.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
+            if is_checkpoint(target):
+                return str(target)
+            prepared = stack.enter_context(prepare(model, asked, target, device))
+        plan = prepared.plan
+        size = console.size(plan.nbytes)
+        console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
+        follow(prepared.run(), plan)
+    return str(target)
+
+
+def _has_template(model: str) -> bool:
+    """Whether a checkpoint's tokenizer says how a question is put to it."""
+    from lowq_cli import state
+
+    folder = state.user_path(model)
+    config = folder / "tokenizer_config.json"
+    return (folder / "chat_template.jinja").is_file() or (config.is_file() and _says_template(config))
+
+
+def _says_template(config: Path) -> bool:
+    return '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")

@@ -1,0 +1,42 @@
+"""Texts that end a generation: never shown in part, the first of several wins, wherever the pieces are cut."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowq_cli.engine.stopping import Stopper, check
+from lowq_packers.errors import UsageError
+
+TEXTS = st.text(alphabet="ab\n", max_size=12)
+
+
+@given(st.lists(TEXTS, max_size=6), st.lists(TEXTS.filter(bool), max_size=3))
+def test_what_is_shown_is_the_text_before_the_first_stop(pieces, stops):
+    whole, stopper, shown = "".join(pieces), Stopper(stops), ""
+    cut = False
+    for piece in pieces:
+        if not cut:
+            more, cut = stopper.push(piece)
+            shown += more
+    shown += "" if cut else stopper.flush()
+    ends = [at for s in stops if (at := whole.find(s)) >= 0]
+    assert cut == bool(ends)
+    if not cut:
+        assert shown == whole
+    else:  # a stop that a later piece completes earlier in the text than one already found is no stop any more
+        assert whole.startswith(shown)
+        assert any(whole[len(shown) :].startswith(s) for s in stops)
+        assert not any(s in shown for s in stops)
+
+
+def test_text_is_held_back_only_while_it_may_be_a_stop():
+    stopper = Stopper(["\n\nUser:"])
+    assert stopper.push("Hi.\n") == ("Hi.", False)
+    assert stopper.push("\nUse") == ("", False)
+    assert stopper.push("ful") == ("\n\nUseful", False)
+    assert stopper.push("\n\nUser: x") == ("", True)
+
+
+def test_an_empty_stop_is_refused():
+    with pytest.raises(UsageError, match="is empty"):
+        check(["x", ""])

@@ -1,0 +1,103 @@
+"""What a person types into chat: in a terminal of its own (a pty), where Ctrl-C, typed-ahead text and echo are real."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lowq_cli import typing_in
+
+TALK = """
+import sys, time
+from lowq_cli import typing_in
+typing_in.prepare()
+while (said := typing_in.ask()) is not None:
+    print("SAID", repr(said), flush=True)
+    with typing_in.unechoed():
+        print("ANSWERING", flush=True)
+        time.sleep(0.6)
+        print("ANSWERED", flush=True)
+"""
+
+
+class Screen:
+    """A program in a terminal of 80 columns."""
+
+    def __init__(self, code):
+        self.master, slave = pty.openpty()
+        env = {**os.environ, "TERM": "dumb", "COLUMNS": "80"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", code], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True,
+            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+    def wait(self, text, seconds=30):
+        """What was written until `text` came up."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.master], [], [], 0.2)[0]:
+                self.seen += re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", os.read(self.master, 4096).decode())
+        before, _, self.seen = self.seen.partition(text)
+        return before + text
+
+
+@pytest.fixture
+def screen():
+    shown = Screen(TALK)
+    yield shown
+    shown.process.kill()
+    shown.process.wait()
+    os.close(shown.master)
+
+
+def test_ctrl_c_drops_the_line_and_the_conversation_goes_on(screen):
+    screen.wait("> ")
+    screen.type("half a li")
+    screen.wait("half a li")
+    screen.type("\x03")
+    screen.wait("(dropped; /quit or Ctrl-D leaves)")
+    screen.wait("> ")
+    screen.type("whole\r")
+    assert "SAID 'whole'" in screen.wait("ANSWERED")
+
+
+def test_what_is_typed_ahead_does_not_mix_into_the_answer_and_is_the_next_line(screen):
+    screen.wait("> ")
+    screen.type("first\r")
+    screen.wait("ANSWERING")
+    screen.type("second\r")
+    assert "second" not in screen.wait("ANSWERED")
+    assert "SAID 'second'" in screen.wait("ANSWERED")
+
+
+def test_several_lines_are_one_message(screen):
+    screen.wait("> ")
+    screen.type("one\\\r")
+    screen.wait(". ")
+    screen.type("two\r")
+    assert r"SAID 'one\ntwo'" in screen.wait("ANSWERED")
+    screen.type('"""a\r')
+    screen.wait(". ")
+    screen.type("\r")
+    screen.wait(". ")
+    screen.type('b"""\r')
+    assert r"SAID 'a\n\nb'" in screen.wait("ANSWERED")
+
+
+@pytest.mark.parametrize(
+    ("said", "order"),
+    [("/help", ("help", "")), ("/set top-k 40", ("set", "top-k 40")), ("/usr/bin is full", None), ("a /help", None)],
+)
+def test_commands_are_told_from_texts(said, order):
+    assert typing_in.command(said) == order
