@@ -1,0 +1,74 @@
+"""The NEON products under an emulator, against the definition: every width, kind of zero and odd shape.
+
+Needs g++-aarch64-linux-gnu and qemu-user: the one way to run them on an x86 machine.
+"""
+
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowq_kernels.products.cpu import native, packed
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import BITS, ZERO_KINDS
+
+CXX, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
+MISSING = [tool for tool in (CXX, QEMU) if not shutil.which(tool)]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+CASES = [(1, 33, 64, 32), (3, 40, 384, 128), (9, 17, 96, 96), (5, 31, 30, 30)]  # M N K group
+PARTS = ("x", "words", "scales", "zeros", "bias", "most")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    made = tmp_path_factory.mktemp("neon") / "products"
+    sources = [native.HERE / "neon.cpp", Path(__file__).with_name("neon_main.cpp")]
+    command = [CXX, *native.FLAGS, *native.ARM["neon.cpp"], f"-I{native.HERE}", "-static", *map(str, sources), "-o", str(made)]
+    subprocess.run(command, check=True)
+    return made
+
+
+def blob(t):
+    raw = b"" if t is None else t.contiguous().view(torch.uint8).numpy().tobytes()
+    return struct.pack("<q", len(raw)) + raw
+
+
+def make(M, N, K, group, bits, zero, dtype):
+    g = torch.Generator().manual_seed(N + K + bits)
+    W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)
+    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
+    zeros = torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)
+    zeros = None if zero == "none" else (zeros.round() if zero == "int" else zeros).to(dtype)
+    x, bias = torch.randn(M, K, generator=g).to(dtype), torch.randn(N, generator=g).to(dtype)
+    return QuantizedTensor(W_q, scales, zeros, bits, group, zero), x, bias
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_products_against_the_definition(program, bits, monkeypatch):
+    sent, truths = [], []
+
+    def send(tensors, meta, **numbers):
+        kinds = {"dtype": native.DTYPES[tensors["y"].dtype], "meta": native.DTYPES[meta], "threads": 2}
+        raw = bytes(native.Args(**numbers, **kinds))
+        sent.append(struct.pack("<q", len(raw)) + raw + b"".join(blob(tensors[part]) for part in PARTS))
+
+    monkeypatch.setattr(native, "product", send)
+    for zero in ZERO_KINDS:
+        for dtype in TOLERANCE:
+            for M, N, K, group in CASES:
+                q, x, bias = make(M, N, K, group, bits, zero, dtype)
+                packed.packed(x, pack(q, "cpu"), bias, {})
+                truths.append((x.double() @ q.dequantize().double().t() + bias.double(), dtype))
+    done = subprocess.run([QEMU, "-cpu", "max", str(program)], input=b"".join(sent), capture_output=True, check=True)
+    at = 0
+    for truth, dtype in truths:
+        raw = bytearray(done.stdout[at : at + truth.numel() * 2])
+        at += len(raw)
+        y = torch.frombuffer(raw, dtype=dtype).reshape(truth.shape).double()
+        assert (y - truth).norm() / truth.norm() < TOLERANCE[dtype]
+    assert at == len(done.stdout)
