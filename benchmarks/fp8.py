@@ -39,10 +39,11 @@ from fp8_speed import (
 from lowq_kernels import gpu
 from lowq_kernels.activations import rounded
 from lowq_kernels.cuda import nvrtc
-from lowq_kernels.dispatch.registry import Call, kernels, matmul
+from lowq_kernels.dispatch.registry import Call, kernels, matmul, named
 from lowq_kernels.dispatch.tuning import Machine
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
+from lowq_kernels.fp8.call import Fp8Call
 from lowq_kernels.fp8.matmul import multiply
 from lowq_kernels.products.cuda import tile_wgmma8
 from lowq_packers import fp8
@@ -174,7 +175,8 @@ def gemm_compilations() -> list[Callable[[], object]]:
                 a, b = meta_matrix(M, K, x_block), meta_matrix(N, K, w_block)
                 plan = f"{name} {block_quant.plan_for(M, K, x_block)} {M == 1} {K // 256 % 16} {min(x_block[1], 4096)}"
                 launches.setdefault(plan, partial(quantize, M, K, x_block))
-                c = gemm_wgmma.config_for(a, b)
+                call = Fp8Call.of(a, b, torch.bfloat16)
+                c = gemm_wgmma.config_for(call, named("cuda/fp8_gemm").legal_configs(call))
                 modes = (gemm_wgmma.mode_of(a), gemm_wgmma.mode_of(b))
                 instances.add(gemm_wgmma.expression(c, 1, modes[::-1] if c["SWAP"] else modes))
     return [*launches.values(), *(partial(nvrtc.compiled, "fp8_gemm.cu", i, "sm_90a") for i in sorted(instances))]

@@ -17,6 +17,7 @@ from lowq_kernels.dispatch.registry import Call, kernels, select
 from lowq_kernels.dispatch.timing import graph_time, rotation
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
+from lowq_kernels.fp8.call import Fp8Call
 from lowq_packers import fp8
 from lowq_packers.fp8 import FP8, Fp8Matrix
 from lowq_packers.layouts import PackedWeight, pack
@@ -122,7 +123,7 @@ def gemm_rows(cells: Sequence[tuple[int, int, tuple[int, ...]]]) -> Iterator[Row
             xs = [fp8_block_quant(x0, x_block) for _, x_block, _ in block_pairs(K)]
             x128, xrow = xs[0], xs[2]
             for (name, _, _), x, ws in zip(block_pairs(K), xs, (w128, w256, rowwise), strict=True):
-                config = gemm_wgmma.config_for(x, ws[0])
+                config = select(Fp8Call.of(x, ws[0], torch.bfloat16), "cuda/fp8_gemm")[1]
                 row.setdefault("config", {})[name] = config
                 timed(name, lambda w, x=x, c=config: gemm_wgmma.fp8_gemm(x, w, None, torch.bfloat16, c), ws, x)  # type: ignore[misc]
             c = gemm_triton.config_for(M, N, K)

@@ -62,6 +62,18 @@ def kernels(reproductions: bool = False) -> str:
 
 
 @part
+def operations() -> str:
+    """The kernels of the operations that are no products of packed weights."""
+    from lowq_kernels.dispatch import registry
+
+    registry.load_kernels()
+    specs = sorted((s for s in registry.KERNELS.values() if s.op != "product"), key=lambda s: (s.op, s.rank))
+    firsts = [(sys.modules[s.launch.__module__].__doc__ or "").strip().splitlines()[0] for s in specs]
+    rows = [(s.op, f"`{s.name}`", "/".join(s.devices), first) for s, first in zip(specs, firsts, strict=True)]
+    return table(("operation", "kernel", "device", "what it is"), rows)
+
+
+@part
 def papers() -> str:
     """Reproductions of papers' kernels."""
     return kernels(reproductions=True)

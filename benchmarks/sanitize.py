@@ -27,6 +27,7 @@ from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.precompile import Work, compile_all
 from lowq_kernels.dispatch.registry import Call, Config, KernelSpec
 from lowq_kernels.fp8 import gemm_wgmma
+from lowq_kernels.fp8.call import Fp8Call
 from lowq_packers import fp8
 from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import LAYOUTS, PackedWeight, pack
@@ -84,7 +85,7 @@ def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.
                 )
 
 
-FP8 = "cuda/fp8_gemm"  # not in the registry: both operands are fp8
+FP8 = "cuda/fp8_gemm"
 
 
 def fp8_cases() -> Iterator[tuple[Fp8Matrix, Fp8Matrix, torch.dtype, list[Config]]]:
@@ -94,7 +95,7 @@ def fp8_cases() -> Iterator[tuple[Fp8Matrix, Fp8Matrix, torch.dtype, list[Config
         N, K = ((200, 1040), (328, 400), (72, 1152))[i % 3]
         rng = torch.Generator().manual_seed(i)
         x, w = (fp8.quantize(torch.randn(n, K, generator=rng), (b[0], b[1] or K)) for n, b in ((M, x_block), (N, w_block)))
-        legal = [c for c in gemm_wgmma.CONFIGS if gemm_wgmma.refuse(x, w, c) is None]
+        legal = [c for c in gemm_wgmma.CONFIGS if gemm_wgmma.refuse(Fp8Call.of(x, w, torch.float16), c) is None]
         yield x, w, (torch.float16, torch.bfloat16)[i // 3 % 2], [legal[(i + 5 * j) % len(legal)] for j in range(3)]
 
 

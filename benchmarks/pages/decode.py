@@ -1,4 +1,5 @@
-"""docs/decode.md: tokens per second of whole models. Results: h100/{decode_*,first_token}.json, */same_tokens_*.json."""
+"""docs/decode.md: tokens per second of whole models. Results: h100/{decode_*,first_token}.json,
+*/same_tokens_*.json, h200/attention.json."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -140,3 +141,33 @@ def _batched(rows: list[Row]) -> Lines | None:
     cells = {(r["variant"], r["batch"]): f"{r['tokens_per_s']:,.0f}{mark(r)}" for r in rows}
     variants = [v for v in dict.fromkeys(r["variant"] for r in rows) if any((v, b) in cells for b in batches if b > 1)]
     return ("", *(f">batch {b}" for b in batches)), [(label(v), *(cells.get((v, b), "") for b in batches)) for v in variants]
+
+
+@part
+def attention() -> str:
+    """Two tables: steps over long caches, and prompts."""
+    found = read("h200/attention.json")
+    names = (">sequences", ">tokens so far", ">us", ">by clusters", ">Triton", ">reading alone")
+    numbers = ("us", "cluster_us", "triton_us", "read_us")
+    steps = table(names, [(r["B"], f"{r['tokens']:,}", *(shown(r.get(n)) for n in numbers)) for r in found["steps"]])
+    names = (
+        ">tokens",
+        ">after",
+        ">ms",
+        ">torch flash",
+        ">torch cuDNN",
+        ">torch's choice",
+        ">first call",
+        ">torch's",
+        ">TFLOP/s",
+    )
+    numbers = tuple(f"{way}_ms" for way in ("ours", "flash", "cudnn", "reference", "ours_first", "reference_first"))
+    prompts = table(
+        names,
+        [
+            (f"{r['T']:,}", f"{r['start']:,}", *(shown(r.get(n), ".2f") for n in numbers), f"{r['tflops']:.0f}")
+            for r in found["prompts"]
+        ],
+    )
+    head = f"{found['gpu']}, {found['date']}, torch {found['torch']}, reading {found['read_gbs']:,} GB/s"
+    return f"One layer's attention in a step ({head}), microseconds:\n\n{steps}\nOf a prompt, milliseconds:\n\n{prompts}"

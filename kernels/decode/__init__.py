@@ -9,19 +9,42 @@
 
     fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
 
-On CUDA these are the kernels of this package (attention by CUDA where NVRTC is installed and the heads fit, the rest Triton);
+On CUDA these are the kernels of this package (`attend` by what dispatch chooses, the rest Triton);
 elsewhere the torch functions they are held to (`reference`). `experts` computes a mixture's layer from packed experts.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lowq_kernels.decode import reference
+from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.optional import optional
+
+if TYPE_CHECKING:
+    from lowq_kernels.decode import fold
+
+
+class Fold(Protocol):
+    """What decode/fold.py offers: products (a layer each) that do the row-wise work of a step, too."""
+
+    NORMED: int
+    ADDED: int
+    SQUARES: int
+    ACTS: dict[str, int]
+    Stream: "type[fold.Stream]"
+
+    def why_not(self, layer: Any, M: int, dtype: torch.dtype, fold: int) -> str | None: ...
+    def config_of(self, layer: Any, M: int, dtype: torch.dtype, fold: int) -> Config: ...
+    def normed(self, layer: Any, s: "fold.Stream") -> tuple[torch.Tensor, torch.Tensor]: ...
+    def gated(self, layer: Any, s: "fold.Stream", act: str) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def activated(self, layer: Any, x: torch.Tensor, act: str) -> torch.Tensor: ...
+    def added(
+        self, layer: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
+    ) -> "fold.Stream": ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +58,7 @@ class Ops:
     gated: Callable[..., torch.Tensor]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
-    fold: Any = None
+    fold: Fold | None = None
 
 
 TORCH = Ops(
@@ -54,12 +77,11 @@ def ops(device_type: str) -> Ops:
     """The set for a kind of device; torch's where Triton is not installed."""
     if device_type != "cuda":
         return TORCH
-    attention = optional("lowq_kernels.decode.attention", "triton")
-    if attention is None:
+    if optional("lowq_kernels.decode.elementwise", "triton") is None:
         return TORCH
     from lowq_kernels.decode import elementwise, prompt, router, sample
+    from lowq_kernels.decode.attend import attend
 
-    faster, folding = (optional(f"lowq_kernels.decode.{name}", "cuda") for name in ("attention_cuda", "fold"))
-    attend = (faster or attention).attend
+    folding = optional("lowq_kernels.decode.fold", "cuda")
     own = (elementwise.add_norm, attend, prompt.attend_prompt, elementwise.gated, router.route, sample.choose)
     return Ops("triton", *own, folding)

@@ -1,4 +1,4 @@
-"""attend: one token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel.
+"""triton/attend: one token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel.
 
 Maths   softmax(scale * rope(q) . rope(K)^T) V over slots first .. pos, online in base 2; GQA: the G = HQ / HKV queries of a
         key head are the rows of one tl.dot (padded to 16)
@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.reference import Heads
+from lowq_kernels.dispatch.registry import Config, register
 
 BLOCK_N = 64
 NUM_WARPS = 4
@@ -198,6 +199,14 @@ def splits_for(heads: int) -> int:
     return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
 
 
+@register(
+    "triton/attend",
+    op="attend",
+    devices=("cuda",),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    rank=50,
+    refuse=lambda call: None if call.D <= 256 else f"takes heads of up to 256, not D={call.D}",
+)
 def attend(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
@@ -206,6 +215,7 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
     B, S, G = qkv.shape[0], k_cache.shape[2], h.HQ // h.HKV

@@ -1,4 +1,4 @@
-"""attend by attend.cu, for the head shapes of today's models on Hopper and later; `attend` hands every other call to Triton's.
+"""cuda/attend: attend.cu, for the head shapes of today's models on Hopper and later.
 
 Launch  a cluster of 8 blocks of 4 warps for each key head of each sequence; for long caches as many blocks of 8 warps for each
         as together fill the GPU
@@ -15,9 +15,11 @@ from lowq_kernels import gpu
 from lowq_kernels.counters import counters
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES
-from lowq_kernels.decode import attention, launch
+from lowq_kernels.decode import launch
+from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.attention import LOG2E
 from lowq_kernels.decode.reference import Heads
+from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 11, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 CLUSTER = 8  # blocks: what every GPU with clusters allows
@@ -26,19 +28,15 @@ STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 
 LONG = 4096  # slots of a cache from which blocks fill the GPU: clusters of 8 leave half of its SMs without one
 
 
-def why_not(B: int, dtype: torch.dtype, device: torch.device, R: int, h: Heads, S: int = 0) -> str:
-    """The reason B sequences of up to S slots with heads of this shape are not for attend.cu, or ""."""
-    if dtype not in TYPES:
-        return f"takes fp16 and bf16, not {dtype}"
-    if gpu.of(gpu.capability(device)).max_cluster < CLUSTER:
-        return "clusters need compute capability 9.0"
-    if h.D not in (64, 128) or R % 64 or h.HQ // h.HKV > 8:
-        return f"takes heads of 64 or 128 with up to 8 queries, not D={h.D}, R={R}, {h.HQ // h.HKV} queries a key head"
-    if any(w is not None and w.dtype not in (dtype, torch.float32) for w in (h.q_norm, h.k_norm)):
-        return f"takes norms of {dtype} or fp32"
-    if (gpu.here(device.index).sms if S >= LONG else MOST_HEADS) < B * h.HKV:
-        return f"{B * h.HKV} key heads of all sequences, which Triton's kernel takes as fast"
-    return ""
+def _refuse(call: AttendCall) -> str | None:
+    queries = call.HQ // call.HKV
+    if call.D not in (64, 128) or call.R % 64 or queries > 8:
+        return f"takes heads of 64 or 128 with up to 8 queries, not D={call.D}, R={call.R}, {queries} queries a key head"
+    if call.norm not in (None, call.dtype, torch.float32):
+        return f"takes norms of {call.dtype} or fp32"
+    if (gpu.here().sms if call.S >= LONG else MOST_HEADS) < call.M * call.HKV:
+        return f"{call.M * call.HKV} key heads of all sequences, which Triton's kernel takes as fast"
+    return None
 
 
 def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int) -> str:
@@ -51,6 +49,7 @@ def _kernel(instance: str, device: int, warps: int, smem: int, cluster: int, ser
     return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize)
 
 
+@register("cuda/attend", op="attend", devices=("cuda",), min_capability=(9, 0), rank=40, refuse=_refuse)
 def attend(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,
@@ -59,12 +58,11 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    config: Config | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
     R = cos.shape[1]
     B, S = qkv.shape[0], k_cache.shape[2]
-    if why_not(B, qkv.dtype, qkv.device, R, h, S):
-        return attention.attend(qkv, k_cache, v_cache, pos, cos, sin, h)
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     tile = 64 * h.D  # bytes of 16 slots, k and v; a warp has two on their way

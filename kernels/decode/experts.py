@@ -14,7 +14,8 @@ from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.modules.stack import Stack
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
 
@@ -38,27 +39,21 @@ def _smem(K: int, bits: int, top_k: int | None = None) -> int:
     return (top_k or UP_PRODUCTS) * n * math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2
 
 
-def why_not(gate_up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The reason `experts` cannot take this layer, or ""."""
-    if gpu.capability(device) < gpu.LEAST:
-        return "needs a GPU of compute capability 8.0"
-    if dtype not in TYPES:
-        return f"takes fp16 and bf16, not {dtype}"
-    if act not in ACTS:
-        return f"activation {act}"
-    if top_k > MOST_WARPS:
-        return f"{top_k} experts a token, at most {MOST_WARPS} are taken"
-    for s in (gate_up, down):
-        if s.scheme is None or s.layout != "tile":
+def _refuse(call: ExpertsCall) -> str | None:
+    if call.act not in ACTS:
+        return f"activation {call.act}"
+    if call.top_k > MOST_WARPS:
+        return f"{call.top_k} experts a token, at most {MOST_WARPS} are taken"
+    limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
+    for (_, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
+        if scheme is None or layout != "tile":
             return "experts that are not packed in the layout tile"
-        if s.K % 8 or (s.scheme.group_size % 16 and s.scheme.group_size != s.K):
-            return f"rows of {s.K} in groups of {s.scheme.group_size}"
-    if gate_up.N % 32:
-        return f"{gate_up.N // 2} rows of gate and up, which are no tiles of 16"
-    for s, down_of in ((gate_up, None), (down, top_k)):
-        if s.scheme and _smem(s.K, s.scheme.bits, down_of) > min(LIMIT, gpu.of(gpu.capability(device)).smem_block - 4096):
-            return f"rows of {s.K} are too long"
-    return ""
+        if K % 8 or (scheme.group_size % 16 and scheme.group_size != K):
+            return f"rows of {K} in groups of {scheme.group_size}"
+        if _smem(K, scheme.bits, down_of) > limit:
+            return f"rows of {K} are too long"
+    N = call.gate_up[0]
+    return f"{N // 2} rows of gate and up, which are no tiles of 16" if N % 32 else None
 
 
 def expression(scheme: Scheme, K: int, T: int, zeros: bool, mode: int) -> str:
@@ -104,10 +99,19 @@ def _launch(
     )
 
 
-def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str) -> torch.Tensor:
+@register("cuda/experts", op="experts", devices=("cuda",), min_capability=(8, 0), refuse=_refuse)
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Stack,
+    down: Stack,
+    act: str,
+    config: Config | None = None,
+) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
 
-    act: "silu" or "gelu_tanh". fp32 inside; h = act(gate) * up and y are rounded to x's dtype. `why_not` says what it takes.
+    act: "silu" or "gelu_tanh". fp32 inside; h = act(gate) * up and y are rounded to x's dtype.
     """
     M, top_k = ids.shape
     ids, weights, x = ids.contiguous(), weights.float().contiguous(), x.contiguous()

@@ -13,16 +13,18 @@ A layer is then five launches instead of eight. One row only: every block of a `
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from lowq_kernels.cuda.driver import UNFOLDED
 from lowq_kernels.dispatch import policy
-from lowq_kernels.dispatch.registry import Call, Config, kernels, select
+from lowq_kernels.dispatch.registry import Call, Config, Op, find, kernels, named, refusals, register, select
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cuda import tile_mma
 from lowq_kernels.products.cuda.tile_mma import ADDED, GATED, NORMED
+from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import padded_rows
 
 MOST_ROWS = 1  # 8B on an H100, us a step, folded (not): 4 bits 1787 (1831), 2 bits 1267 (1310); four rows 2011 (1973)
@@ -47,29 +49,68 @@ class Stream:
     eps: float
 
 
-def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str:
-    """The reason a product of M rows cannot do what `fold` (a sum of tile_mma's bits) says, or ""."""
+@dataclass(frozen=True)
+class FoldedCall:
+    """A product that does the row-wise work of `fold`, a sum of tile_mma's bits, too. kernel: what its layer forces, or None.
+
+    Its kernels are launch(x, p, bias, fold, folded, config) -> y, `folded` the bytes of fold.cuh's Folded.
+    """
+
+    op: ClassVar[Op] = "folded"
+    product: Call
+    fold: int
+    kernel: str | None
+
+    M = property(lambda self: self.product.M)
+    dtype = property(lambda self: self.product.dtype)
+    device = property(lambda self: self.product.device)
+    capability = property(lambda self: self.product.capability)
+
+
+def _refuse(call: FoldedCall) -> str | None:
+    c, fold = call.product, call.fold
+    if fold & NORMED and c.K % (4 * SQUARES):
+        return f"takes rows of x that are a multiple of {4 * SQUARES}, not {c.K}"
+    rows = c.N // 2 if fold & GATED else c.N
+    if fold & ~NORMED and padded_rows(rows) != rows:
+        return f"takes whole row tiles, not {rows} rows"
+    name = select(c, call.kernel)[0].name
+    if name != KERNEL:
+        return f"{name} computes this product"
+    return None if _config(c, call.kernel, fold) else "no config of it fits this shape"
+
+
+@register(
+    "cuda/tile_mma_folded",
+    op="folded",
+    devices=("cuda",),
+    configs=named(KERNEL).configs,
+    refuse=_refuse,
+    config_refuse=lambda call, config: named(KERNEL).config_refuse(call.product, config),
+    default_config=lambda call, legal: _config(call.product, call.kernel, call.fold),
+)
+def folded_product(
+    x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, fold: int, folded: bytes, config: Config
+) -> torch.Tensor:
+    """x (M, K), or a stream's, -> (M, N), or (M, N / 2) of gate and up."""
+    return tile_mma.launch(x, p, bias, config, fold, folded)
+
+
+def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | None:
+    """The reason a product of M rows cannot do what `fold` (a sum of tile_mma's bits) says, or None."""
     if not enabled:
         return "switched off"
     if type(layer) is not QuantLinear or layer.act != "none" or not layer.weight.is_cuda:
         return "takes packed layers on a GPU, activations in 16 bits"
     if M > MOST_ROWS:
         return f"takes up to {MOST_ROWS} rows, not {M}"
-    if fold & NORMED and layer.in_features % (4 * SQUARES):
-        return f"takes rows of x that are a multiple of {4 * SQUARES}, not {layer.in_features}"
-    rows = layer.out_features // 2 if fold & GATED else layer.out_features
-    if fold & ~NORMED and padded_rows(rows) != rows:
-        return f"takes whole row tiles, not {rows} rows"
-    call = Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed)
-    name = select(call, layer.kernel)[0].name
-    if name != KERNEL:
-        return f"{name} computes this product"
-    return "" if _config(call, layer.kernel, fold) else "no config of it fits this shape"
+    call = FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel)
+    return None if find(call) else "; ".join(refusals(call).values())
 
 
-def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Config | None:
+def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Config:
     """The config that the product takes where it does what `fold` says."""
-    return _config(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), layer.kernel, fold)
+    return select(FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel))[1]
 
 
 def normed(layer: QuantLinear, s: Stream) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,9 +148,8 @@ def _of_stream(layer: QuantLinear, s: Stream, fold: int) -> tuple[torch.Tensor, 
 
 def _launch(layer: QuantLinear, x: torch.Tensor, fold: int, folded: bytes) -> torch.Tensor:
     p = layer.packed
-    config = _config(Call.of(x, p), layer.kernel, fold)
-    assert config is not None  # why_not has asked
-    return tile_mma.launch(x, p, layer.bias, config, fold, folded)
+    spec, config = select(FoldedCall(Call.of(x, p), fold, layer.kernel))
+    return spec.launch(x, p, layer.bias, fold, folded, config)
 
 
 def _config(call: Call, kernel: str | None, fold: int) -> Config | None:

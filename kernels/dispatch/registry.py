@@ -1,9 +1,10 @@
-"""The list of kernels and the choice among them.
+"""The list of everything that runs as a kernel, and the choice among them.
 
-A kernel file calls `@register(...)` on its launcher, `launch(x, p, bias, config) -> y` with x (M, K) contiguous, p a
-PackedWeight, bias (N,) or None, y (M, N) in x's dtype. `select` asks, in order: LOWQ_KERNEL, the tables in `TABLES`
-(a checkpoint's tuned entries, then those shipped for this GPU), then the rule (`prefers`, then `rank`). A kernel
-that cannot take a call says why; when none can, the error lists every reason.
+A kernel file calls `@register(...)` on its launcher. Of a product that is `launch(x, p, bias, config) -> y` with x (M, K)
+contiguous, p a PackedWeight, bias (N,) or None, y (M, N) in x's dtype; the other operations (`Op`) say theirs where their call
+is defined. `select` asks, in order: LOWQ_KERNEL, the tables in `TABLES` (a checkpoint's tuned entries, then those shipped for
+this GPU), then the rule (`prefers`, then `rank`). A kernel that cannot take a call says why; when none can, the error lists
+every reason. LOWQ_KERNEL takes several names, separated by commas: each forces the operation that it computes.
 """
 
 import importlib
@@ -12,6 +13,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -22,17 +24,37 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme, ZeroKind
 
 Config = dict[str, int]
-Launch = Callable[[torch.Tensor, PackedWeight, torch.Tensor | None, Config], torch.Tensor]
+Op = Literal["product", "fp8_product", "attend", "experts", "folded"]
+Launch = Callable[..., torch.Tensor]  # the operands of its operation, then the config
 ANY_M = (1, 1 << 62)
 LAST_RESORT = 1000  # a kernel of this rank is chosen only where no other is legal, preferred or not
 FLOATS = (torch.float16, torch.bfloat16)
 OPTIONAL_LIBRARIES = ("triton", "cuda")  # a kernel file may need these; any other missing import is a bug
 
 
+class AnyCall(Protocol):
+    """What dispatch knows of a call of any operation: no tensor contents, so that it can be cached and asked ahead of time.
+
+    Each is a frozen dataclass. M: rows, of x or of a batch.
+    """
+
+    op: ClassVar[Op]
+
+    @property
+    def M(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def capability(self) -> tuple[int, int]: ...
+
+
 @dataclass(frozen=True)
 class Call:
-    """What dispatch knows of one call: no tensor contents, so that it can be cached and asked ahead of time."""
+    """A product by a packed weight: y (M, N) = x (M, K) @ dequantize(p)^T."""
 
+    op: ClassVar[Op] = "product"
     M: int
     N: int
     K: int
@@ -48,6 +70,10 @@ class Call:
         """The call y = x @ p^T, x (M, K), its rows rounded to 8 bits by the kernel where `act` says so."""
         return cls(x.shape[0], p.N, p.K, p.scheme, p.layout, x.dtype, x.device.type, capability(x.device), act)
 
+    def __str__(self) -> str:
+        """What an error says of it."""
+        return f"M={self.M} N={self.N} K={self.K} {self.scheme} on {self.device}"
+
 
 @dataclass(frozen=True)
 class KernelSpec:
@@ -55,37 +81,34 @@ class KernelSpec:
 
     name: str
     launch: Launch
-    layouts: tuple[str, ...]
     devices: tuple[str, ...]
+    op: Op = "product"
+    layouts: tuple[str, ...] = ()  # of a product, as bits, zeros and acts
     bits: tuple[int, ...] = BITS
-    dtypes: tuple[torch.dtype, ...] = FLOATS
     zeros: tuple[ZeroKind, ...] = ZERO_KINDS
+    acts: tuple[Act, ...] = ("none",)  # how the kernel itself rounds activations
+    dtypes: tuple[torch.dtype, ...] = FLOATS
     m_range: tuple[int, int] = ANY_M
     preferred_m: tuple[int, int] = ANY_M
-    prefer: Callable[[Call], bool] = lambda call: True  # where preferred_m is not the whole story
+    prefer: Callable[[Any], bool] = lambda call: True  # where preferred_m is not the whole story
     min_capability: tuple[int, int] = (0, 0)
-    acts: tuple[Act, ...] = ("none",)  # how the kernel itself rounds activations
     reproduction: bool = False  # a paper's kernel: reached by name, never dispatched or tuned
     rank: int = 100  # the rule takes the lowest rank among kernels that prefer the call
     configs: tuple[Config, ...] = ({},)
-    refuse: Callable[[Call], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
-    config_refuse: Callable[[Call, Config], str | None] = lambda call, config: None
-    default_config: Callable[[Call, list[Config]], Config] = lambda call, legal: legal[0]
+    refuse: Callable[[Any], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
+    config_refuse: Callable[[Any, Config], str | None] = lambda call, config: None
+    default_config: Callable[[Any, list[Config]], Config] = lambda call, legal: legal[0]
 
-    def why_not(self, call: Call) -> str | None:
+    def why_not(self, call: AnyCall) -> str | None:
         """The reason this kernel cannot take the call, or None."""
+        if call.op != self.op:
+            return f"computes {self.op}, not {call.op}"
         if call.device not in self.devices:
             return f"runs on {'/'.join(self.devices)}, not on {call.device}"
-        if call.layout not in self.layouts:
-            return f"reads layout {'/'.join(self.layouts)}, the weight is {call.layout}"
-        if call.scheme.bits not in self.bits:
-            return f"takes {'/'.join(map(str, self.bits))} bits, not {call.scheme.bits}"
-        if call.act not in self.acts:
-            return f"takes activations as {'/'.join(self.acts)}, not {call.act}"
+        if isinstance(call, Call) and (reason := self._no_such_weight(call)):
+            return reason
         if call.dtype not in self.dtypes:
             return f"takes {'/'.join(str(d).removeprefix('torch.') for d in self.dtypes)}, not {call.dtype}"
-        if call.scheme.zero not in self.zeros:
-            return f"takes zero {'/'.join(self.zeros)}, not {call.scheme.zero}"
         if not self.m_range[0] <= call.M <= self.m_range[1]:
             return f"takes M {self.m_range[0]} .. {self.m_range[1]}, not {call.M}"
         if call.device == "cuda" and call.capability < self.min_capability:
@@ -94,20 +117,31 @@ class KernelSpec:
             return reason
         return None if self.legal_configs(call) else "no config of it fits this shape"
 
-    def prefers(self, call: Call) -> bool:
+    def _no_such_weight(self, call: Call) -> str | None:
+        if call.layout not in self.layouts:
+            return f"reads layout {'/'.join(self.layouts)}, the weight is {call.layout}"
+        if call.scheme.bits not in self.bits:
+            return f"takes {'/'.join(map(str, self.bits))} bits, not {call.scheme.bits}"
+        if call.act not in self.acts:
+            return f"takes activations as {'/'.join(self.acts)}, not {call.act}"
+        if call.scheme.zero not in self.zeros:
+            return f"takes zero {'/'.join(self.zeros)}, not {call.scheme.zero}"
+        return None
+
+    def prefers(self, call: AnyCall) -> bool:
         """Whether the rule counts this kernel as made for the call."""
         return self.preferred_m[0] <= call.M <= self.preferred_m[1] and self.prefer(call)
 
-    def legal_configs(self, call: Call) -> list[Config]:
+    def legal_configs(self, call: AnyCall) -> list[Config]:
         """The configs that may run this call, in registration order."""
         return [c for c in self.configs if self.config_refuse(call, c) is None]
 
 
 Choice = tuple[KernelSpec, Config]
-KERNELS: dict[str, KernelSpec] = {}
+KERNELS: dict[str, KernelSpec] = {}  # of all operations
 skipped: dict[str, str] = {}  # kernel file -> the library it lacks here
-TABLES: list[Callable[[Call], tuple[str, Config] | None]] = []  # asked in order before the rule
-_choices: dict[Call, Choice] = {}
+TABLES: list[Callable[[Any], tuple[str, Config] | None]] = []  # asked of products, in order, before the rule
+_choices: dict[tuple[AnyCall, str | None], tuple[AnyCall, Choice]] = {}
 
 
 def register(name: str, **facts: object) -> Callable[[Launch], Launch]:
@@ -136,90 +170,119 @@ def load_kernels() -> None:
             skipped[info.name.removeprefix("lowq_kernels.")] = library
 
 
-def kernels() -> dict[str, KernelSpec]:
-    """Every kernel that can be imported here, by name."""
+def kernels(op: Op = "product") -> dict[str, KernelSpec]:
+    """Every kernel of an operation that can be imported here, by name."""
     load_kernels()
-    return KERNELS
+    return {name: s for name, s in KERNELS.items() if s.op == op}
 
 
-def dispatched() -> list[KernelSpec]:
+def dispatched(op: Op = "product") -> list[KernelSpec]:
     """The kernels among which dispatch chooses: all but reproductions."""
-    return [s for s in kernels().values() if not s.reproduction]
+    return [s for s in kernels(op).values() if not s.reproduction]
 
 
-def refusals(call: Call) -> dict[str, str]:
-    """Kernel name -> why it cannot take this call, for those that cannot."""
-    return {s.name: why for s in dispatched() if (why := s.why_not(call))}
+def refusals(call: AnyCall) -> dict[str, str]:
+    """Kernel name -> why it cannot take this call, for those of its operation that cannot."""
+    return {s.name: why for s in dispatched(call.op) if (why := s.why_not(call))}
 
 
 def named(kernel: str) -> KernelSpec:
-    """The kernel of that name. Raises UnsupportedError naming those that there are."""
-    if kernel not in kernels():
-        raise UnsupportedError(f"no kernel is called {kernel!r}; there are {', '.join(sorted(kernels()))}")
-    return kernels()[kernel]
+    """The kernel of that name, of any operation. Raises UnsupportedError naming those that there are."""
+    load_kernels()
+    if kernel not in KERNELS:
+        raise UnsupportedError(f"no kernel is called {kernel!r}; there are {', '.join(sorted(KERNELS))}")
+    return KERNELS[kernel]
 
 
-def forced(kernel: str | None = None) -> KernelSpec | None:
-    """The kernel that a layer (`kernel`), else LOWQ_KERNEL, asks for by name, or None. Raises UnsupportedError for no name."""
-    name = kernel or os.environ.get("LOWQ_KERNEL")
+@lru_cache(16)
+def _named_in(text: str) -> dict[Op, str]:
+    """Operation -> the kernel that LOWQ_KERNEL names for it."""
+    return {named(name).op: name for name in filter(None, map(str.strip, text.split(",")))}
+
+
+def forced(kernel: str | None = None, op: Op = "product") -> KernelSpec | None:
+    """The kernel that a layer (`kernel`), else LOWQ_KERNEL, asks for by name for an operation, or None.
+
+    Raises UnsupportedError for a name that there is not, or one of another operation.
+    """
+    name = kernel or _name_from_environment(op)
+    if name and named(name).op != op:
+        raise UnsupportedError(f"kernel {name} was asked for by name but computes {named(name).op}, not {op}")
     return named(name) if name else None
 
 
-def select(call: Call, kernel: str | None = None) -> Choice:
-    """The kernel and config for a call. Raises UnsupportedError with every kernel's reason when none can take it.
+def _name_from_environment(op: Op) -> str | None:
+    text = os.environ.get("LOWQ_KERNEL")
+    return _named_in(text).get(op) if text else None
+
+
+def select(call: AnyCall, kernel: str | None = None) -> Choice:
+    """The kernel and config for a call; under an `act` that no kernel multiplies, those for x rounded before.
 
     `kernel` (or LOWQ_KERNEL) forces one by name and fails aloud if it cannot.
+    Raises UnsupportedError with every kernel's reason when none can take it.
     """
-    if spec := forced(kernel):
-        if why := spec.why_not(call):
-            raise UnsupportedError(f"kernel {spec.name} was asked for by name but {why}")
-        return spec, spec.default_config(call, spec.legal_configs(call))
-    if call not in _choices:
-        _choices[call] = _choose(call)
-    return _choices[call]
+    return _met(call, kernel)[1]
+
+
+def find(call: AnyCall) -> Choice | None:
+    """As `select`, None where no kernel takes the call: for operations that have another way. A forced one fails aloud."""
+    try:
+        return select(call)
+    except UnsupportedError:
+        if _name_from_environment(call.op):
+            raise
+        return None
+
+
+def after_rounding(call: Call, kernel: str | None = None) -> Call:
+    """The call as its kernel meets it: without an `act` where x is rounded before."""
+    return _met(call, kernel)[0]  # type: ignore[return-value]
+
+
+def _met(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
+    """The call as its kernel meets it, and that choice: one look-up once it was made."""
+    kernel = kernel or _name_from_environment(call.op)
+    found = _choices.get((call, kernel))
+    if found is None:
+        found = _choices[call, kernel] = _forced(call, kernel) if kernel else _choose(call)
+    return found
 
 
 def forget_choices() -> None:
     """Drop cached choices; call after `TABLES` or a table's contents changed."""
     _choices.clear()
-    _rounds_itself.cache_clear()
 
 
-def _choose(call: Call) -> Choice:
-    load_kernels()  # tuning.py, which fills TABLES, is found by it
-    for table in TABLES:
-        entry = table(call)
-        if entry is not None:
-            spec = next((s for s in dispatched() if s.name == entry[0]), None)
-            if spec is not None and spec.why_not(call) is None and entry[1] in spec.legal_configs(call):
-                return spec, entry[1]
-    legal = [s for s in dispatched() if s.why_not(call) is None]
+def _forced(call: AnyCall, kernel: str) -> tuple[AnyCall, Choice]:
+    spec = named(kernel)
+    if isinstance(call, Call) and call.act not in spec.acts:
+        call = replace(call, act="none")
+    if why := spec.why_not(call):
+        raise UnsupportedError(f"kernel {kernel} was asked for by name but {why}")
+    return call, (spec, spec.default_config(call, spec.legal_configs(call)))
+
+
+def _choose(call: AnyCall) -> tuple[AnyCall, Choice]:
+    rounds = isinstance(call, Call) and call.act != "none"
+    legal = {s.name: s for s in dispatched(call.op) if s.why_not(call) is None}  # loads tuning.py, too, which fills TABLES
+    for table in TABLES if isinstance(call, Call) else ():
+        if entry := table(call):
+            name, config = entry
+            if name in legal and config in legal[name].legal_configs(call):
+                return call, (legal[name], config)
+            if rounds and name in kernels():  # measured: a kernel of 16 bits behind a rounding of x is faster
+                legal = {}
+                break
+    if rounds:
+        legal = {name: s for name, s in legal.items() if s.rank < LAST_RESORT and s.prefers(call)}
+        if not legal:
+            return _choose(replace(call, act="none"))  # type: ignore[type-var]
     if not legal:
         reasons = "; ".join(f"{k}: {why}" for k, why in refusals(call).items())
-        raise UnsupportedError(f"no kernel takes M={call.M} N={call.N} K={call.K} {call.scheme} on {call.device}: {reasons}")
-    best = min(legal, key=lambda s: (s.rank >= LAST_RESORT, not s.prefers(call), s.rank, s.name))
-    return best, best.default_config(call, best.legal_configs(call))
-
-
-@lru_cache(4096)
-def _rounds_itself(call: Call, kernel: str | None) -> bool:
-    """Whether a kernel takes activations as this call has them: the forced one, a table's, or any that the rule counts as made
-    for it."""
-    load_kernels()  # tuning.py, which fills TABLES, is found by it
-    for table in TABLES if kernel is None else ():
-        if (entry := table(call)) and (spec := kernels().get(entry[0])):
-            return spec.why_not(call) is None
-    return any(
-        s.why_not(call) is None
-        for s in kernels().values()
-        if s.name == kernel or (kernel is None and not s.reproduction and s.rank < LAST_RESORT and s.prefers(call))
-    )
-
-
-def multiplied(call: Call, kernel: str | None = None) -> Call:
-    """The call as its kernel meets it: without an `act` where x is rounded before."""
-    inside = call.act == "none" or _rounds_itself(call, kernel or os.environ.get("LOWQ_KERNEL"))
-    return call if inside else replace(call, act="none")
+        raise UnsupportedError(f"no kernel takes {call}: {reasons}")
+    best = min(legal.values(), key=lambda s: (s.rank >= LAST_RESORT, not s.prefers(call), s.rank, s.name))
+    return call, (best, best.default_config(call, best.legal_configs(call)))
 
 
 def matmul(
@@ -229,7 +292,8 @@ def matmul(
 
     act: round each row of x to 8 bits: inside a kernel that multiplies such, else here, for the kernels that do not.
     """
-    if act != "none" and not _rounds_itself(Call.of(x, p, act), kernel or os.environ.get("LOWQ_KERNEL")):
-        x, act = rounded(x, act), "none"
-    spec, config = select(Call.of(x, p, act), kernel)
+    call = Call.of(x, p, act)
+    met, (spec, config) = _met(call, kernel)
+    if met is not call and met != call:
+        x = rounded(x, act)
     return spec.launch(x.contiguous(), p, bias, config)

@@ -9,7 +9,6 @@ stale ones are skipped, and `stale` counts them. Shipped ones bind to the config
 import datetime
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -318,7 +317,7 @@ def _from_shipped(call: Call) -> tuple[str, Config] | None:
 def chosen_by(call: Call, kernel: str | None = None) -> str:
     """Who made `registry.select`'s choice for a call: "name", "tuned" (the checkpoint's table), "shipped" (a file of tuned/) or
     "rule", the kernels' own."""
-    if kernel or os.environ.get("LOWQ_KERNEL"):
+    if registry.forced(kernel, call.op):
         return "name"
     spec, config = registry.select(call)
     asked = {"tuned": _from_checkpoint, "shipped": _from_shipped}

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.counters import counters
-from lowq_kernels.dispatch.registry import Config
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
+from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
 from lowq_packers.fp8 import Fp8Matrix
 
 
@@ -74,28 +74,6 @@ def _gemm_kernel(
             _store(total, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
 
 
-def fp8_gemm(
-    x: Fp8Matrix | torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, config: Config
-) -> torch.Tensor:
-    """x (M, K), quantized or in fp16 or bf16, @ W (N, K)^T + bias -> (M, N) in `dtype`."""
-    q, xs, x_block = (x.q, x.scales, x.block) if isinstance(x, Fp8Matrix) else (x, w.scales, (1, 1))
-    (M, K), N = q.shape, w.q.shape[0]
-    y = torch.empty(M, N, dtype=dtype, device=q.device)
-    splits = config["SPLIT_K"]
-    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
-    partials = slots = y
-    if splits > 1:
-        partials = torch.empty(tiles * splits * config["BLOCK_M"] * config["BLOCK_N"], dtype=torch.float32, device=q.device)
-        slots = counters(tiles, q.device)
-    strides = (xs.stride(0), xs.stride(1), w.scales.stride(0), w.scales.stride(1))
-    _gemm_kernel[(tiles * splits,)](
-        q, w.q, xs, w.scales, w.scales if bias is None else bias, y, M, N, K, *strides, partials, slots,
-        X_ROWS=x_block[0], X_K=x_block[1], W_ROWS=w.block[0], W_K=w.block[1], FP8=isinstance(x, Fp8Matrix),
-        BIAS=bias is not None, EVEN_K=K % config["BLOCK_K"] == 0, **config,
-    )  # fmt: skip
-    return y
-
-
 def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps", "num_stages")
     return tuple(dict(zip(names, row, strict=True)) for row in rows)
@@ -106,6 +84,7 @@ SPLITK_CONFIGS = _configs(  # what won somewhere on an H100
     (64, 64, 128, 2, 4, 5), (64, 64, 128, 4, 4, 4),
 )  # fmt: skip
 GEMM_CONFIGS = _configs((64, 64, 128, 1, 4, 5), (64, 128, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3))
+BLOCK_K = 128  # of every config
 PROGRAMS = 512  # that fill a large GPU
 
 
@@ -118,3 +97,40 @@ def config_for(M: int, N: int, K: int) -> Config:
     ]
     legal = [c for c in fitting if c["SPLIT_K"] <= max(1, K // 512)] or fitting[:1]
     return min(legal, key=lambda c: abs(PROGRAMS - triton.cdiv(N, 64) * c["SPLIT_K"]))
+
+
+def _refuse(call: Fp8Call) -> str | None:
+    for name, block in (("x", call.x_block), ("W", call.w_block)):
+        if block and block[1] % BLOCK_K and block[1] < call.K:
+            return f"{name} has a scale per {block[0]}x{block[1]}; takes multiples of {BLOCK_K} along K"
+    return None
+
+
+@register(
+    "triton/fp8_gemm",
+    op="fp8_product",
+    devices=("cuda",),
+    min_capability=(8, 9),
+    rank=20,
+    prefer=lambda call: call.x_block is not None or call.M <= WIDEN_M,
+    configs=SPLITK_CONFIGS + GEMM_CONFIGS,
+    refuse=_refuse,
+    default_config=lambda call, legal: config_for(call.M, call.N, call.K),
+)
+def fp8_gemm(
+    x: Fp8Matrix | torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, config: Config
+) -> torch.Tensor:
+    """x (M, K), quantized or in fp16 or bf16, @ W (N, K)^T + bias -> (M, N) in `dtype`."""
+    q, xs, x_block = (x.q, x.scales, x.block) if isinstance(x, Fp8Matrix) else (x, w.scales, (1, 1))
+    (M, K), N = q.shape, w.q.shape[0]
+    y = torch.empty(M, N, dtype=dtype, device=q.device)
+    splits = config["SPLIT_K"]
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    partials, slots = split_scratch(y, tiles, splits, config["BLOCK_M"] * config["BLOCK_N"])
+    strides = (xs.stride(0), xs.stride(1), w.scales.stride(0), w.scales.stride(1))
+    _gemm_kernel[(tiles * splits,)](
+        q, w.q, xs, w.scales, w.scales if bias is None else bias, y, M, N, K, *strides, partials, slots,
+        X_ROWS=x_block[0], X_K=x_block[1], W_ROWS=w.block[0], W_K=w.block[1], FP8=isinstance(x, Fp8Matrix),
+        BIAS=bias is not None, EVEN_K=K % config["BLOCK_K"] == 0, **config,
+    )  # fmt: skip
+    return y

@@ -15,9 +15,10 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import TYPES, share_of_block
-from lowq_kernels.dispatch.registry import Config
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.fp8.call import Fp8Call
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.fp8 import Fp8Matrix
+from lowq_packers.fp8 import Block, Fp8Matrix
 
 CHUNK = 128  # k of a stage
 VECTOR, GROUP, BLOCK = range(3)  # the device code's modes of scales
@@ -46,8 +47,12 @@ CONFIGS = LARGE + SMALL
 
 def mode_of(m: Fp8Matrix) -> int:
     """How the device code finds the scales of an operand."""
-    if m.block[0] == 1:
-        return VECTOR if m.scales.shape[1] == 1 else GROUP
+    return _mode(m.block, m.q.shape[1])
+
+
+def _mode(block: Block, K: int) -> int:
+    if block[0] == 1:
+        return VECTOR if block[1] >= K else GROUP
     return BLOCK
 
 
@@ -73,28 +78,30 @@ def expression(config: Config, T: int, modes: tuple[int, int]) -> str:
     )
 
 
-def refuse(x: Fp8Matrix, w: Fp8Matrix, config: Config) -> str | None:
-    """The reason a config cannot multiply these two, or None."""
-    for name, m in (("x", x), ("W", w)):
-        if mode_of(m) == GROUP and (name == "W" or m.block[1] != CHUNK):
-            return f"{name} has a scale per {m.block[0]}x{m.block[1]}"
-        if mode_of(m) == BLOCK and m.block not in ((128, 128), (256, 256)):
-            return f"{name} has blocks of {m.block[0]}x{m.block[1]}; takes 128x128 and 256x256"
-    a, b = (w, x) if config["SWAP"] else (x, w)
-    if mode_of(b) == BLOCK and config["NB"] > b.block[0]:
+def refuse(call: Fp8Call, config: Config) -> str | None:
+    """The reason a config cannot multiply these operands, or None."""
+    K = call.K
+    if call.x_block is None:
+        return "takes activations in fp8"
+    for name, block in (("x", call.x_block), ("W", call.w_block)):
+        if _mode(block, K) == GROUP and (name == "W" or block[1] != CHUNK):
+            return f"{name} has a scale per {block[0]}x{block[1]}"
+        if _mode(block, K) == BLOCK and block not in ((128, 128), (256, 256)):
+            return f"{name} has blocks of {block[0]}x{block[1]}; takes 128x128 and 256x256"
+    a, b = (call.w_block, call.x_block) if config["SWAP"] else (call.x_block, call.w_block)
+    if _mode(b, K) == BLOCK and config["NB"] > b[0]:
         return "a tile is wider than a block"
-    if x.q.shape[1] % 16:
-        return f"K={x.q.shape[1]} is no multiple of 16"
-    if config["SPLIT"] > math.ceil(x.q.shape[1] / CHUNK):
+    if K % 16:
+        return f"K={K} is no multiple of 16"
+    if config["SPLIT"] > math.ceil(K / CHUNK):
         return "nothing to split"
-    stages, smem = plan(config, (mode_of(a), mode_of(b)))
+    stages, smem = plan(config, (_mode(a, K), _mode(b, K)))
     return "too much shared memory" if stages < 2 or smem > SHARED else None
 
 
-def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
+def config_for(call: Fp8Call, legal: list[Config]) -> Config:
     """The config that measured fastest on an H100 for the like (docs/fp8.md): W's rows in front up to M = 64, x's beyond."""
-    (M, K), N = x.q.shape, w.q.shape[0]
-    sms = gpu.here(x.q.device.index).sms
+    M, N, K, sms = call.M, call.N, call.K, gpu.here().sms
     if M <= 64:
         nb = max(8, 1 << (M - 1).bit_length())
         tiles = math.ceil(N / 64)
@@ -105,7 +112,7 @@ def config_for(x: Fp8Matrix, w: Fp8Matrix) -> Config:
         rounds = math.ceil(math.ceil(M / (128 * c["MH"])) * math.ceil(N / c["NB"]) / sms)
         return rounds * c["MH"] * c["NB"] * LARGE_COST[c["MH"], c["NB"]]
 
-    return min((c for c in LARGE if refuse(x, w, c) is None), key=cost)
+    return min((c for c in LARGE if c in legal), key=cost)
 
 
 @cache
@@ -132,10 +139,21 @@ def _groups(m: Fp8Matrix) -> torch.Tensor:
     return wide[:, : s.shape[1]]
 
 
+@register(
+    "cuda/fp8_gemm",
+    op="fp8_product",
+    devices=("cuda",),
+    rank=10,
+    m_range=(0, 1 << 62),
+    configs=CONFIGS,
+    refuse=lambda call: gpu.no_wgmma(call.capability),
+    config_refuse=refuse,
+    default_config=config_for,
+)
 def fp8_gemm(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, config: Config) -> torch.Tensor:
     """x (M, K) @ W (N, K)^T + bias -> (M, N) in `dtype` (fp16 or bf16): fp32 sums, rounded once."""
     (M, K), N = x.q.shape, w.q.shape[0]
-    if why := refuse(x, w, config):
+    if why := refuse(Fp8Call.of(x, w, dtype), config):
         raise UnsupportedError(f"cuda/fp8_gemm cannot take this: {why}")
     y = torch.empty(M, N, dtype=dtype, device=x.q.device)
     if M == 0:

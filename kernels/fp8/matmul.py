@@ -1,25 +1,22 @@
-"""Products with fp8 weights: which kernel, on which hardware.
+"""Products with fp8 weights. `registry.select` chooses the kernel (op "fp8_product"):
 
 Hopper                         cuda/fp8_gemm (gemm_wgmma.py); triton where NVRTC is missing or K is no multiple of 16
 other GPUs with FP8 (8.9, 10+) triton/fp8_gemm
-anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which, linear.py does it
+many rows of 16 bits           fp8_widened: the weight widened a slab at a time
+anything else                  widened once to 16 bits and multiplied as such: `has_fp8` says which, fp8_linear.py does it
 """
-
-from functools import cache
-from typing import Any
 
 import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.activations import Act
-from lowq_kernels.dispatch.registry import Config
-from lowq_kernels.optional import optional
+from lowq_kernels.dispatch.registry import Config, capability, register, select
+from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
 from lowq_kernels.products.dequant import SLAB_BYTES
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix
 
 GROUP = 128  # values of a token that share a scale
-WIDEN_M = 128  # rows beyond which 16-bit activations are worth widening the weight for
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -31,12 +28,6 @@ def has_fp8(device: torch.device) -> bool:
     except ModuleNotFoundError:
         return False
     return True
-
-
-@cache
-def _wgmma(device: torch.device) -> Any:
-    """gemm_wgmma where it can run, else None."""
-    return optional("lowq_kernels.fp8.gemm_wgmma", "cuda") if gpu.of(gpu.capability(device)).wgmma else None
 
 
 def activation_block(w: Fp8Matrix) -> Block:
@@ -51,19 +42,25 @@ def matmul(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None = None, act:
     """
     if not has_fp8(x.device) or act == "int8":
         raise UnsupportedError(f"fp8 weights with act={act} have no kernel on {x.device}")
-    from lowq_kernels.fp8 import gemm_triton
     from lowq_kernels.fp8.block_quant import fp8_block_quant
 
     x = x.contiguous()
-    if act == "none" and x.shape[0] > WIDEN_M:
-        return widened_product(x, w, bias)
-    if act == "none":
-        return gemm_triton.fp8_gemm(x, w, bias, x.dtype, gemm_triton.config_for(x.shape[0], *w.q.shape))
-    return multiply(fp8_block_quant(x, activation_block(w)), w, bias, x.dtype)
+    return multiply(x if act == "none" else fp8_block_quant(x, activation_block(w)), w, bias, x.dtype)
 
 
-def widened_product(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    """x (M, K) @ W^T + bias -> (M, N): W widened to x's dtype a slab of rows at a time, then the library's product.
+@register(
+    "fp8_widened",
+    op="fp8_product",
+    devices=("cuda",),
+    m_range=(0, 1 << 62),
+    preferred_m=(WIDEN_M + 1, 1 << 62),
+    rank=30,
+    refuse=lambda call: None if call.x_block is None else "takes activations in 16 bits",
+)
+def widened_product(
+    x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, config: Config
+) -> torch.Tensor:
+    """x (M, K) @ W^T + bias -> (M, N) in x's dtype: W widened to it a slab of rows at a time, then the library's product.
 
     What 16-bit activations take at large M; SLAB_BYTES of scratch, whatever the layer's size.
     """
@@ -77,18 +74,13 @@ def widened_product(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None) ->
     return y
 
 
-def kernel_for(device: torch.device, K: int, act: Act) -> str:
-    """The name of the kernel that `matmul` takes."""
-    return "cuda/fp8_gemm" if act != "none" and _wgmma(device) is not None and K % 16 == 0 else "triton/fp8_gemm"
+def kernel_for(w: Fp8Matrix, act: Act, M: int = 1) -> str:
+    """The name of the kernel that `matmul` takes for M rows."""
+    x_block, (N, K) = None if act == "none" else activation_block(w), w.q.shape
+    return select(Fp8Call(M, N, K, x_block, w.block, torch.bfloat16, w.q.device.type, capability(w.q.device)))[0].name
 
 
-def multiply(x: Fp8Matrix, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Two quantized matrices -> (M, N) in `dtype`."""
-    from lowq_kernels.fp8 import gemm_triton
-
-    M, (N, K) = x.q.shape[0], w.q.shape
-    wgmma = _wgmma(x.q.device)
-    if wgmma is not None and K % 16 == 0:
-        config: Config = wgmma.config_for(x, w)
-        return wgmma.fp8_gemm(x, w, bias, dtype, config)
-    return gemm_triton.fp8_gemm(x, w, bias, dtype, gemm_triton.config_for(M, N, K))
+def multiply(x: Fp8Matrix | torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """x (M, K), quantized or in 16 bits, @ W^T + bias -> (M, N) in `dtype`."""
+    spec, config = select(Fp8Call.of(x, w, dtype))
+    return spec.launch(x, w, bias, dtype, config)

@@ -72,7 +72,7 @@ class Fp8Linear(nn.Module):
     @property
     def kernel(self) -> str:
         """What multiplies: for `--explain`."""
-        return "torch (widened)" if self.widened else kernel_for(self.weight.device, self.in_features, self.act)
+        return "torch (widened)" if self.widened else kernel_for(self.matrix, self.act)
 
     @property
     def matrix(self) -> Fp8Matrix:

@@ -13,7 +13,7 @@ from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import matmul
 from lowq_kernels.modules import ops
 from lowq_packers.errors import SchemeError
-from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, repack, stored
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, pack_facts, repack, stored
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -134,10 +134,9 @@ class QuantLinear(nn.Module):
             raise SchemeError(f"x has {x.shape[-1]} features, the layer takes K={self.in_features}")
         flat = x.reshape(-1, self.in_features)
         if ops.through_autograd(flat):
-            s = self.scheme
-            words, scales, zeros = self.weight, self.weight_scale, self.weight_zero
-            shape = (self.out_features, self.in_features, s.bits, s.group_size, s.zero, self.layout, self.kernel, self.act)
-            y = ops.linear(flat, words, scales, zeros, self.aux, self.bias, *shape)
+            tensors = (self.weight, self.weight_scale, self.weight_zero, self.aux, self.bias)
+            facts = pack_facts(self.scheme, self.out_features, self.in_features, self.layout)
+            y = ops.linear(flat, *tensors, facts, self.kernel, self.act)
         else:
             y = matmul(flat, self.packed, self.bias, self.kernel, self.act)
         return y.reshape(*x.shape[:-1], self.out_features)

@@ -11,8 +11,7 @@ import torch
 
 from lowq_kernels.activations import check_act
 from lowq_kernels.dispatch.registry import matmul
-from lowq_packers.layouts import PackedWeight, unpack
-from lowq_packers.scheme import Scheme
+from lowq_packers.layouts import PackedWeight, read_facts, unpack
 
 
 def through_autograd(x: torch.Tensor) -> bool:
@@ -28,23 +27,17 @@ def linear(
     zeros: torch.Tensor | None,
     aux: torch.Tensor | None,
     bias: torch.Tensor | None,
-    N: int,
-    K: int,
-    bits: int,
-    group_size: int,
-    zero: str,
-    layout: str,
+    facts: str,
     kernel: str | None,
     act: str = "none",
 ) -> torch.Tensor:
-    """x (M, K), its rows rounded to 8 bits where `act` says so, @ dequantize(words, scales, zeros)^T + bias -> (M, N)."""
-    scheme = Scheme(bits, group_size, zero)  # type: ignore[arg-type]
-    return matmul(x, PackedWeight(words, scales, zeros, scheme, N, K, layout, aux), bias, kernel, check_act(act))
+    """x (M, K), its rows rounded to 8 bits where `act` says so, @ dequantize(W)^T + bias -> (M, N). facts: W's."""
+    return matmul(x, PackedWeight.from_facts(words, scales, zeros, aux, facts), bias, kernel, check_act(act))
 
 
 @linear.register_fake
-def _(x, words, scales, zeros, aux, bias, N, K, bits, group_size, zero, layout, kernel, act="none"):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], N)
+def _(x, words, scales, zeros, aux, bias, facts, kernel, act="none"):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], read_facts(facts)[1])
 
 
 @torch.library.custom_op("lowq::linear_gradient", mutates_args=())
@@ -54,31 +47,25 @@ def linear_gradient(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     aux: torch.Tensor | None,
-    N: int,
-    K: int,
-    bits: int,
-    group_size: int,
-    zero: str,
-    layout: str,
+    facts: str,
 ) -> torch.Tensor:
-    """dy (M, N) @ dequantize(words, scales, zeros) -> (M, K): the gradient of x, as if `act` did not round it."""
-    scheme = Scheme(bits, group_size, zero)  # type: ignore[arg-type]
-    return dy @ unpack(PackedWeight(words, scales, zeros, scheme, N, K, layout, aux)).dequantize(dy.dtype)
+    """dy (M, N) @ dequantize(W) -> (M, K): the gradient of x, as if `act` did not round it."""
+    return dy @ unpack(PackedWeight.from_facts(words, scales, zeros, aux, facts)).dequantize(dy.dtype)
 
 
 @linear_gradient.register_fake
-def _(dy, words, scales, zeros, aux, N, K, bits, group_size, zero, layout):  # type: ignore[no-untyped-def]
-    return dy.new_empty(dy.shape[0], K)
+def _(dy, words, scales, zeros, aux, facts):  # type: ignore[no-untyped-def]
+    return dy.new_empty(dy.shape[0], read_facts(facts)[2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs[1:5])
-    ctx.facts = inputs[6:12]
+    ctx.facts = inputs[6]
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dx = linear_gradient(dy, *ctx.saved_tensors, *ctx.facts) if ctx.needs_input_grad[0] else None
-    return dx, *[None] * 4, dy.sum(0) if ctx.needs_input_grad[5] else None, *[None] * 8
+    dx = linear_gradient(dy, *ctx.saved_tensors, ctx.facts) if ctx.needs_input_grad[0] else None
+    return dx, *[None] * 4, dy.sum(0) if ctx.needs_input_grad[5] else None, *[None] * 3
 
 
 linear.register_autograd(_gradients, setup_context=_keep)

@@ -1,15 +1,16 @@
 """Stack: the packed weights of a mixture's experts side by side, so that one kernel can find any of them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from lowq_kernels.dispatch.registry import matmul
-from lowq_kernels.optional import optional
+from lowq_kernels.dispatch.registry import Choice, Op, capability, find, matmul
 from lowq_packers.layouts import PackedWeight, repack
 from lowq_packers.scheme import Scheme
+
+Facts = tuple[int, int, Scheme | None, str]  # N, K, scheme and layout of a Stack
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class Stack:
     N: int
     K: int
     layout: str
+
+    @property
+    def facts(self) -> Facts:
+        """What dispatch knows of it."""
+        return self.N, self.K, self.scheme, self.layout
 
     def expert(self, e: int) -> PackedWeight:
         """Expert e's packed weight: views."""
@@ -54,9 +60,30 @@ class Stack:
         return replace(self, words=words, scales=scales, zeros=zeros, aux=aux, layout=layout)
 
 
-def fused(up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+@dataclass(frozen=True)
+class ExpertsCall:
+    """A mixture's layer of a few tokens from the chosen experts' packed weights alone. act: "silu" or "gelu_tanh".
+
+    Its kernels are launch(x, ids, weights, gate_up, down, act, config) -> y: for each row of x (M, H) the sum over its experts
+    ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
+    """
+
+    op: ClassVar[Op] = "experts"
+    M: int
+    gate_up: Facts
+    down: Facts
+    top_k: int
+    act: str
+    dtype: torch.dtype
+    device: str
+    capability: tuple[int, int]
+
+    @classmethod
+    def of(cls, up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> "ExpertsCall":
+        """The call for any few tokens."""
+        return cls(1, up.facts, down.facts, top_k, act, dtype, device.type, capability(device))
+
+
+def fused(up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype) -> Choice | None:
     """The kernel that computes a mixture from the chosen experts alone, where there is one for this device and shape."""
-    if not up.words.is_cuda:
-        return None
-    found = optional("lowq_kernels.decode.experts", "cuda")
-    return None if found is None or found.why_not(up, down, top_k, act, dtype, up.words.device) else found.experts
+    return find(ExpertsCall.of(up, down, top_k, act, dtype, up.words.device)) if up.words.is_cuda else None

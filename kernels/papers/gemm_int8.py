@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from lowq_kernels import gpu
-from lowq_kernels.counters import counters
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.triton.decode import interleaved, plain_code
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
+from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
 from lowq_kernels.products.triton.product import store_tile
 from lowq_packers.fp8 import LEAST
 from lowq_packers.layouts import PackedWeight
@@ -180,10 +179,7 @@ def gemm_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, confi
         return y
     q, s, sums = quantize_rows(x, config["BLOCK_K"])
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(p.N, config["BLOCK_N"])
-    partials = slots = y
-    if splits > 1:
-        size = tiles * splits * config["BLOCK_M"] * config["BLOCK_N"]
-        partials, slots = torch.empty(size, dtype=torch.float32, device=x.device), counters(tiles, x.device)
+    partials, slots = split_scratch(y, tiles, splits, config["BLOCK_M"] * config["BLOCK_N"])
     zeros = p.scales if p.zeros is None else p.zeros
     _gemm_kernel[(tiles * splits,)](
         q, s, sums, p.words, p.scales, zeros, p.scales if bias is None else bias, y, M, p.N, p.K, partials, slots,

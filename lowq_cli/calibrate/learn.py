@@ -37,7 +37,7 @@ def learn(
         dtypes: of scales and zeros as stored, by name. Experts stay as they are.
         original, behind: the layer's inputs in the original model, and behind the layers quantized so far.
     """
-    dense = {n: _Learnt(q, dtypes[n]) for n, q in found.items() if layer.spots[n].expert is None}
+    dense = {n: _Learnt(q, dtypes[n]) for n, q in found.items() if layer.spots[n].cut.expert is None}
     if not dense:
         return {}
     wanted = [layer.run(x, layer.original) for x in original]
@@ -117,8 +117,8 @@ def _weights(layer: Layer, learnt: Mapping[str, _Learnt]) -> dict[str, torch.Ten
     pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
     for name, matrix in learnt.items():
         spot, W = layer.spots[name], matrix.weight()
-        first, last = spot.rows or (0, W.shape[0])
-        pieces[spot.path].append((first, last, W.T if spot.flipped else W))
+        first, last = spot.cut.rows or (0, W.shape[0])
+        pieces[spot.path].append((first, last, W.T if spot.cut.transposed else W))
     found = {}
     for path, parts in pieces.items():
         rest, at, joined = layer.quantized[path], 0, []

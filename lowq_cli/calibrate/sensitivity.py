@@ -143,10 +143,10 @@ class Sensitivities:
         read = read_rows(c, self.source)
         if place.grads is None:  # an expert that no token visits
             return dict.fromkeys(self.schemes[name], 0.0)
-        if spot.expert is not None:  # seen as a part of the whole mixture: its error is spread like the outputs
+        if spot.cut.expert is not None:  # seen as a part of the whole mixture: its error is spread like the outputs
             W = read(0, min(ROWS, c.shape[0])).to(self.device)
             return {s: 0.5 * place.power / tokens * _relative(W, self.rounded(W, s)) for s in self.schemes[name]}
-        importance = place.grads if spot.rows is None else place.grads[slice(*spot.rows)]
+        importance = place.grads if spot.cut.rows is None else place.grads[slice(*spot.cut.rows)]
         rows = importance.topk(min(ROWS, len(importance))).indices.sort().values
         scale = float(importance.sum() / importance[rows].sum().clamp(min=1e-30)) / tokens**2
         W = _take(read, rows).to(self.device, torch.float32)

@@ -46,15 +46,13 @@ class Layer:
         """The (N, K) weight of a name: a view."""
         spot = self.spots[name]
         W = weights[spot.path]
-        W = W if spot.expert is None else W[spot.expert]
-        W = W.T if spot.flipped else W
-        return W if spot.rows is None else W[slice(*spot.rows)]
+        return spot.cut.of(W)
 
     def set(self, name: str, W: torch.Tensor) -> None:
         """Take the quantized weight (N, K) of a name from now on."""
         spot = self.spots[name]
-        if spot.expert is None and spot.rows is None:
-            self.quantized[spot.path] = W.T.contiguous() if spot.flipped else W
+        if spot.cut.expert is None and spot.cut.rows is None:
+            self.quantized[spot.path] = W.T.contiguous() if spot.cut.transposed else W
             return
         if self.quantized[spot.path] is self.original[spot.path]:
             self.quantized[spot.path] = self.original[spot.path].clone()
@@ -112,7 +110,7 @@ class Layer:
         """The stages in order. Each must be quantized (`set`) before the next is asked for."""
         for modules in self._order(original[0]):
             names = [n for n, s in self.spots.items() if s.module in modules]
-            if any(self.spots[n].expert is not None for n in names):
+            if any(self.spots[n].cut.expert is not None for n in names):
                 yield from self._experts(modules[0], names, original, behind)
             else:
                 yield self._dense(modules[0], names, original, behind)
@@ -168,7 +166,7 @@ class Layer:
             mine = _visitors(visits, expert)
             x, x_behind = clean[mine], seen[mine]
             for path in (up, down):
-                wanted = [n for n in names if self.spots[n].expert == expert and self.spots[n].path == path]
+                wanted = [n for n in names if self.spots[n].cut.expert == expert and self.spots[n].path == path]
                 if wanted:
                     yield Stage(wanted, _add(None, x, x_behind))
                 if path == up:
@@ -179,15 +177,15 @@ class Layer:
 
     def experts(self, names: list[str]) -> list[int]:
         """The numbers of the experts that some matrices belong to."""
-        return sorted({e for n in names if (e := self.spots[n].expert) is not None})
+        return sorted({e for n in names if (e := self.spots[n].cut.expert) is not None})
 
     def inner(self, module: str, behind: Hidden) -> Iterator[tuple[str, torch.Tensor]]:
         """For each expert the matrix that reads its inner values, and those (tokens, K), with original weights."""
         inputs = [self._given(module, x, self.original) for x in behind]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
         for name, spot in self.spots.items():
-            if spot.module == module and spot.leaf == STACKS[1] and spot.expert is not None:
-                yield name, self._inside(module, spot.expert, seen[_visitors(visits, spot.expert)], self.original)
+            if spot.module == module and spot.leaf == STACKS[1] and spot.cut.expert is not None:
+                yield name, self._inside(module, spot.cut.expert, seen[_visitors(visits, spot.cut.expert)], self.original)
 
     def _inside(self, module: str, expert: int, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """An expert's inner values (tokens, I) for its inputs."""

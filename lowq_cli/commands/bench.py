@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 EXAMPLES = """Examples:
   lowq bench
   lowq bench --shape 4096x14336 --bits 4 --batch 1,16,256 --plot speed.png
-  lowq bench --shape 4096x4096 --kernel all --json"""
+  lowq bench --shape 4096x4096 --kernel all --json
+  lowq bench --op attend --shape 4096x8192 --batch 1,4   (32 heads of 128 over 8192 tokens)"""
 BATCHES = "1,2,4,8,16,32,64,128,256"
 
 
@@ -28,6 +29,7 @@ def bench(
     group: Annotated[str, typer.Option(help="Group size for --shape, or channel.")] = "128",
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
     kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or each.  [default: as dispatch]")] = None,
+    op: Annotated[str, typer.Option(help="product, fp8_product, attend or experts; the last three with --shape.")] = "product",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw speed-up against M and the roofline.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -38,11 +40,16 @@ def bench(
     from lowq_cli import state
     from lowq_cli.devices import pick_device
     from lowq_cli.tuning import benching, tuner, tuning_plan
+    from lowq_cli.tuning.examples import EXAMPLES
     from lowq_kernels.dispatch import tuning
     from lowq_kernels.dispatch.timing import roofline
     from lowq_packers.errors import UsageError
 
     batches, where = tuner.parse_batches(batch), pick_device(device)
+    if op not in EXAMPLES:
+        raise UsageError(f"--op {op!r} does not exist; use one of {', '.join(EXAMPLES)}")
+    if op != "product" and not shape:
+        raise UsageError(f"--op {op} goes with --shape")
     if plot:
         drawing.check(Path(plot))
     dtype = torch.bfloat16 if where.type == "cpu" else torch.float16
@@ -61,7 +68,7 @@ def bench(
     console.say(f"{ceiling.device}: reads {ceiling.read_gbs:.0f} GB/s, multiplies {ceiling.tflops:.3g} TFLOP/s (measured)")
     rows = []
     with console.progress("bench", len(shapes) * len(batches)) as advance:
-        for row in benching.measure(shapes, batches, where, ceiling, kernel):
+        for row in benching.measure(shapes, batches, where, ceiling, kernel, op):  # type: ignore[arg-type]
             rows.append(row)
             advance(len({(r.N, r.K, r.bits, r.group, r.M) for r in rows}), f"{row.N}x{row.K} M={row.M}: {row.us:.1f} us")
     if as_json:

@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
-from lowq_kernels.dispatch.registry import Call, Config, capability, multiplied, refusals, select
+from lowq_kernels.dispatch.registry import Call, Config, after_rounding, capability, kernels, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 
 DENSE = "torch"  # what an unquantized layer takes
 EXPERT = re.compile(r"\bexperts\b")  # in the names of a mixture's experts
-EXPERTS = "cuda/experts"  # what the packed experts of a few tokens take on a GPU, where their shape allows it
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,10 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
         found[key] = found.get(key, 0) + count
     rows = []
     for (pattern, N, K, scheme, layout, forced, device, act), count in found.items():
-        kernel, chosen = DENSE if layout == "dense" else EXPERTS, ""
+        kernel, chosen = DENSE if layout == "dense" else forced, ""
         config, refused = Config(), dict[str, str]()
-        if layout == "fp8":
-            kernel = forced
-        elif layout != "dense" and forced != EXPERTS:
-            call = multiplied(Call(M, N, K, scheme, layout, dtype, device.type, capability(device), act), forced)
+        if layout not in ("dense", "fp8") and forced not in kernels("experts"):
+            call = after_rounding(Call(M, N, K, scheme, layout, dtype, device.type, capability(device), act), forced)
             spec, config = select(call, forced)
             config = {k: config[k] for k in spec.configs[0]}  # a table's file has its own order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
@@ -79,7 +76,8 @@ def _products(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, 
             dense = str(m.weight.dtype).removeprefix("torch.")
             yield name, 1, (*m.weight.shape, dense, "dense", None, m.weight.device, "none")
         elif isinstance(m, QuantExperts):
-            fused = EXPERTS if m.fused(dtype, 1) else None
+            chosen = m.fused(dtype, 1)
+            fused = chosen[0].name if chosen else None
             for leaf in m.schemes:
                 s = m.stack(leaf)
                 yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device, "none")

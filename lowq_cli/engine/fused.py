@@ -16,7 +16,7 @@ from torch import nn
 from lowq_cli.engine.blocks import Blocks, Layer, Mixture, Mlp
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
-from lowq_kernels.decode import ops
+from lowq_kernels.decode import Fold, ops
 
 SMALLEST_BUCKET = 512
 CHUNK = 2048  # prompt tokens per pass, of all sequences together: bounds the memory of activations
@@ -152,9 +152,10 @@ class FusedDecoder:
 
     def about(self, batch: int) -> str:
         """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`."""
-        if not self._folds(batch):
+        fold = self.ops.fold
+        if fold is None or not self._folds(batch):
             return ""
-        fold, gate_up = self.ops.fold, self.blocks.layers[0].mlp.gate_up  # type: ignore[union-attr]
+        gate_up = self.blocks.layers[0].mlp.gate_up  # type: ignore[union-attr]
         config = fold.config_of(gate_up, batch, self.dtype, fold.NORMED | fold.ACTS[self.blocks.act])
         values = ",".join(map(str, config.values()))
         return f"norms, residual sums and activations are done by the products, which takes config {values} for gate_up"
@@ -164,7 +165,7 @@ class FusedDecoder:
         fold = self.ops.fold
         return fold is not None and all(self._layer_folds(fold, layer, M) for layer in self.blocks.layers)
 
-    def _layer_folds(self, fold: Any, layer: Layer, M: int) -> bool:
+    def _layer_folds(self, fold: Fold, layer: Layer, M: int) -> bool:
         mlp, dtype = layer.mlp, self.dtype
         if layer.post_attention is not None or any(n.weight.dtype != dtype for n in (layer.before_attention, layer.before_mlp)):
             return False
@@ -178,6 +179,7 @@ class FusedDecoder:
     def _folded(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
         """As `_layers`, what lies between the products done by them (`_folds`)."""
         fold, blocks = self.ops.fold, self.blocks
+        assert fold is not None  # `_folds` has asked
         x, layers, act = x.contiguous(), blocks.layers, blocks.act
         first = layers[0].before_attention
         qkv, scale = layers[0].qkv(self.ops.add_norm(x, None, first.weight, first.eps)), self.ones

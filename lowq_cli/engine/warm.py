@@ -93,6 +93,7 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
 def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]:
     """One launch of each distinct product that does more than multiply."""
     fold, layers, act, seen = decoder.ops.fold, decoder.blocks.layers, decoder.blocks.act, set()
+    assert fold is not None  # `decoder._folds` has asked
     make = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
     row = torch.ones(batch, dtype=torch.float32, device=decoder.device)
     for layer in layers:
@@ -106,6 +107,6 @@ def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]
             if role in ("o", "down"):
                 yield partial(fold.added, m, x, make(batch, m.out_features), norm.weight, norm.eps, row)
                 continue
-            squares = torch.ones(batch, m.in_features // fold.SQUARES, dtype=torch.float32, device=decoder.device)
+            squares = torch.ones(batch, x.shape[1] // fold.SQUARES, dtype=torch.float32, device=decoder.device)
             stream = fold.Stream(x, squares, row, norm.eps)
             yield partial(fold.gated, m, stream, act) if role == "gate_up" else partial(fold.normed, m, stream)

@@ -48,6 +48,24 @@ _UNWANTED = ["*/*", "consolidated*"]  # folders of other formats, and Mistral's 
 SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
 
 
+@dataclass(frozen=True)
+class Cut:
+    """One (N, K) matrix inside a tensor or parameter: which expert's of a stack, which rows (None: all), held as (K, N)?"""
+
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    def of(self, W: "torch.Tensor") -> "torch.Tensor":
+        """The matrix, as a view of the tensor."""
+        W = W if self.expert is None else W[self.expert]
+        W = W.T if self.transposed else W
+        return W if self.rows is None else W[slice(*self.rows)]
+
+
+WHOLE = Cut()
+
+
 @dataclass
 class Source:
     """A model to quantize: its config and the header of every tensor, in the order of files and of bytes in them.

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lowq_cli.files.source import Source
+from lowq_cli.files.source import WHOLE, Cut, Source
 from lowq_cli.hf.experts import why_not_experts
-from lowq_cli.hf.skeleton import Skeleton, Slice, build, one_line
+from lowq_cli.hf.skeleton import Skeleton, build, one_line
 from lowq_packers.errors import LowqError, UnsupportedError
 
 Hidden = torch.Tensor
@@ -22,13 +22,11 @@ Others = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with b
 
 @dataclass(frozen=True)
 class Spot:
-    """Where the matrix of a checkpoint tensor lies in a decoder layer: a parameter, or some rows of one, or of one expert's."""
+    """Where the matrix of a checkpoint tensor lies in a decoder layer: a parameter, or a cut of one."""
 
     module: str
     leaf: str = "weight"
-    expert: int | None = None
-    rows: tuple[int, int] | None = None
-    flipped: bool = False  # Conv1D holds (K, N)
+    cut: Cut = WHOLE  # transposed in Conv1D
 
     @property
     def path(self) -> str:
@@ -42,7 +40,7 @@ class _Tensor:
 
     name: str
     inside: str
-    piece: Slice | None = None
+    cut: Cut | None = None
 
 
 class Blocks:
@@ -74,13 +72,13 @@ class Blocks:
             if not place.param.startswith(prefix):
                 self._rest.append(_Tensor(name, place.param))
                 continue
-            piece = split(place.param).get(name) if place.merged else None
-            if place.merged and piece is None:
+            cut = split(place.param).get(name) if place.merged else None
+            if place.merged and cut is None:
                 raise UnsupportedError(
                     f"{name} is rearranged while it is loaded; such layers cannot be calibrated, use --method lsq"
                 )
             number, _, inside = place.param.removeprefix(prefix).partition(".")
-            self._mine[int(number)].append(_Tensor(name, inside, piece))
+            self._mine[int(number)].append(_Tensor(name, inside, cut))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -92,18 +90,18 @@ class Blocks:
             module, leaf = _owner(self.layers[number], tensor.inside)
             path = tensor.inside.rpartition(".")[0]
             if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
-                rows = tensor.piece.rows if tensor.piece else None
-                found[tensor.name] = Spot(path, rows=rows, flipped=isinstance(module, Conv1D))
+                rows = tensor.cut.rows if tensor.cut else None
+                found[tensor.name] = Spot(path, cut=Cut(rows=rows, transposed=isinstance(module, Conv1D)))
             elif (held := module._parameters.get(leaf)) is not None and held.dim() == 3 and not why_not_experts(module, leaf):
                 whole = f"{self._prefix}{number}.{tensor.inside}"
-                pieces = {tensor.name: tensor.piece} if tensor.piece else self.skeleton.split(whole)
-                found |= {name: Spot(path, leaf, piece.expert, piece.rows) for name, piece in pieces.items()}
+                cuts = {tensor.name: tensor.cut} if tensor.cut else self.skeleton.split(whole)
+                found |= {name: Spot(path, leaf, cut) for name, cut in cuts.items()}
         return {name.removesuffix(".weight"): spot for name, spot in found.items()}
 
     def kept(self, number: int) -> dict[str, str]:
         """Parameter in the layer -> checkpoint name, for those that a tensor fills alone."""
         held = dict(self.layers[number].named_parameters())
-        return {t.inside: t.name for t in self._mine[number] if t.piece is None and t.inside in held}
+        return {t.inside: t.name for t in self._mine[number] if t.cut is None and t.inside in held}
 
     @torch.no_grad()
     def start(
@@ -176,14 +174,13 @@ class Blocks:
                     module._buffers[leaf] = self.source.read(t.name).reshape(shape).to(self.device, _in_fp32(buffer))
                 continue
             value = self.source.read(t.name).reshape(shape).to(self.device, torch.float32)
-            if t.piece is None:
+            if t.cut is None:
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
                 continue
             if held.is_meta:
                 held = nn.Parameter(torch.empty(held.shape, device=self.device), requires_grad=False)
                 module._parameters[leaf] = held
-            part = held.data if t.piece.expert is None else held.data[t.piece.expert]
-            part[slice(*t.piece.rows)] = value
+            t.cut.of(held.data).copy_(value)
 
     @staticmethod
     def _empty(root: nn.Module, tensors: list[_Tensor]) -> None:

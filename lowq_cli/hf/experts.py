@@ -4,17 +4,17 @@ Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gat
 `down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowq_kernels.dispatch.layouts import best_layout
+from lowq_kernels.dispatch.registry import Choice
 from lowq_kernels.modules.ops import through_autograd
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers import bitstream
-from lowq_packers.layouts import DISK
+from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Scheme
 
 STACKS = ("gate_up_proj", "down_proj")
@@ -104,11 +104,11 @@ class QuantExperts(nn.Module):
         one kernel that reads nothing but their experts; the rest is grouped by expert.
         """
         top_k, few = top_k_index.shape[-1], hidden_states.dim() == 2 and hidden_states.shape[0] <= FEW_TOKENS
-        if hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing()) and not through_autograd(hidden_states):
-            kernel = self.fused(hidden_states.dtype, top_k)
-            if kernel is not None:
-                stacks = (self.stack(name) for name in STACKS)
-                return kernel(hidden_states, top_k_index, top_k_weights, *stacks, self.act)
+        few = hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing())
+        if few and not through_autograd(hidden_states) and (chosen := self.fused(hidden_states.dtype, top_k)):
+            spec, config = chosen
+            stacks = (self.stack(name) for name in STACKS)
+            return spec.launch(hidden_states, top_k_index, top_k_weights, *stacks, self.act, config)
         experts = top_k_index.reshape(-1)
         gate: Any = self.__dict__["gating"]._apply_gate
         h = gate(self._product(hidden_states.repeat_interleave(top_k, 0), experts, "gate_up_proj"))
@@ -122,7 +122,7 @@ class QuantExperts(nn.Module):
         usual = type(gating)._apply_gate.__name__ == "_default_apply_gate"
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
-    def fused(self, dtype: torch.dtype, top_k: int) -> Callable[..., torch.Tensor] | None:
+    def fused(self, dtype: torch.dtype, top_k: int) -> Choice | None:
         """The kernel that computes the layer from the chosen experts alone, where there is one for this device and shape."""
         up, down = (self.stack(name) for name in STACKS)
         return fused(up, down, top_k, self.act, dtype)
@@ -130,8 +130,7 @@ class QuantExperts(nn.Module):
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""
         s = self.stack(name)
-        scheme = (0, 0, "") if s.scheme is None else (s.scheme.bits, s.scheme.group_size, s.scheme.zero)
-        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, s.N, s.K, *scheme, s.layout)
+        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout))
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device changes the layout; go through the one that every device knows."""
@@ -196,21 +195,15 @@ def experts_linear(
     scales: torch.Tensor | None,
     zeros: torch.Tensor | None,
     aux: torch.Tensor | None,
-    N: int,
-    K: int,
-    bits: int,
-    group_size: int,
-    zero: str,
-    layout: str,
+    facts: str,
 ) -> torch.Tensor:
-    """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. bits = 0: `words` (E, N, K) is dense."""
-    scheme = Scheme(bits, group_size, zero) if bits else None  # type: ignore[arg-type]
-    stack = Stack(words, scales, zeros, aux, scheme, N, K, layout)
+    """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. No scheme in the facts: `words` is dense."""
+    stack = Stack(words, scales, zeros, aux, *read_facts(facts))
     if x.is_cuda and (x.shape[0] <= FEW_ROWS or torch.cuda.is_current_stream_capturing()):
         return row_by_row(x, experts, stack)
     return rows_by_expert(x, experts, stack)
 
 
 @experts_linear.register_fake
-def _(x, experts, words, scales, zeros, aux, N, K, bits, group_size, zero, layout):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], N)
+def _(x, experts, words, scales, zeros, aux, facts):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], read_facts(facts)[1])

@@ -50,7 +50,7 @@ def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) ->
     for module, names in by_module.items():
         if module in seen:
             continue
-        if any(spots[n].expert is not None for n in names):
+        if any(spots[n].cut.expert is not None for n in names):
             experts = _experts(module, names, spots)
             folds += experts
             missing.append(f"{module}.gate_up_proj")
@@ -124,7 +124,11 @@ def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spot
     parent, _, leaf = module.rpartition(".")
     sources = {"o_proj": ("v_proj", "qkv_proj"), "down_proj": ("up_proj", "gate_up_proj")}.get(leaf, ())
     source = next((f"{parent}.{s}" for s in sources if f"{parent}.{s}" in by_module), None)
-    if source is None or len(by_module[source]) != 1 or any(spots[n].flipped for n in by_module[source] + by_module[module]):
+    if (
+        source is None
+        or len(by_module[source]) != 1
+        or any(spots[n].cut.transposed for m in (source, module) for n in by_module[m])
+    ):
         return None
     linear: Any = layer.get_submodule(source)
     K, N = layer.get_submodule(module).in_features, linear.out_features
@@ -148,10 +152,10 @@ def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spot
 def _experts(module: str, names: list[str], spots: dict[str, Spot]) -> list[Fold]:
     """up -> down inside each expert."""
     folds = []
-    for expert in sorted({e for n in names if (e := spots[n].expert) is not None}):
-        mine = [n for n in names if spots[n].expert == expert]
+    for expert in sorted({e for n in names if (e := spots[n].cut.expert) is not None}):
+        mine = [n for n in names if spots[n].cut.expert == expert]
         down = [n for n in mine if spots[n].leaf == "down_proj"]
-        ups = [(n, *(spots[n].rows or (0, 0))) for n in mine if spots[n].leaf == "gate_up_proj"]
+        ups = [(n, *(spots[n].cut.rows or (0, 0))) for n in mine if spots[n].leaf == "gate_up_proj"]
         end = max((last for _, _, last in ups), default=0)
         half = end // 2
         if len(down) != 1 or not ups or sum(last - first for _, first, last in ups) != end:

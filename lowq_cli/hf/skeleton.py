@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from lowq_cli.files.source import Cut
 from lowq_packers.errors import DamagedError, UnsupportedError
 
 
@@ -88,14 +89,6 @@ class Place:
     why_not: str = ""  # the reason packed rows cannot follow the same way, "" if they can
 
 
-@dataclass(frozen=True)
-class Slice:
-    """The rows of a 2-D or stacked 3-D parameter that one checkpoint tensor holds."""
-
-    expert: int | None
-    rows: tuple[int, int]
-
-
 class Skeleton:
     """A model (on any device; its weights are never read) with its checkpoint names."""
 
@@ -140,7 +133,7 @@ class Skeleton:
         """Parameter -> the parameter it shares its values with, e.g. {"lm_head.weight": "model.embed_tokens.weight"}."""
         return dict(self.model.all_tied_weights_keys)
 
-    def split(self, param: str) -> dict[str, Slice]:
+    def split(self, param: str) -> dict[str, Cut]:
         """The checkpoint tensors that `save_pretrained` would cut a parameter into, by name.
 
         Empty if what comes out is not made of whole runs of its rows.
@@ -155,7 +148,7 @@ class Skeleton:
             if piece.dim() != 2 or last - first != len(ids) - 1 or first // rows != last // rows:
                 return {}
             expert = first // rows if len(shape) == 3 else None
-            found[name] = Slice(expert, (first % rows, last % rows + 1))
+            found[name] = Cut(expert, (first % rows, last % rows + 1))
         return found
 
     def saved_names(self, param: str, rows: tuple[int, ...]) -> list[str]:

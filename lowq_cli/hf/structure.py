@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files.source import WHOLE, Cut
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import why_not_experts
 from lowq_cli.hf.skeleton import Skeleton, build
@@ -27,9 +28,7 @@ class Part:
     """One (N, K) matrix to quantize inside a source tensor, and the checkpoint name it is written under."""
 
     name: str  # e.g. "model.layers.0.mlp.experts.3.gate_proj", without ".weight"
-    expert: int | None = None  # index along dim 0 of a 3-D source tensor
-    rows: tuple[int, int] | None = None  # rows of this matrix in a fused tensor; None: all of them
-    transposed: bool = False  # the source stores (K, N), as GPT-2's Conv1D does: transpose before quantizing
+    cut: Cut = WHOLE  # transposed, where the source stores (K, N), as of GPT-2's Conv1D
     target: str = ""  # the model's parameter it ends up in: parts with one target must share one scheme
 
 
@@ -131,7 +130,7 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
         slices = skeleton.split(param)
         if not slices or any(not n.endswith(".weight") for n in slices):
             return Role(kind, reason="experts that transformers keeps stacked in files")
-        parts = tuple(Part(n.removesuffix(".weight"), s.expert, s.rows, target=param) for n, s in slices.items())
+        parts = tuple(Part(n.removesuffix(".weight"), cut, param) for n, cut in slices.items())
         return Role(kind, parts)
     if leaf != "weight" or not name.endswith(".weight"):
         return Role(kind, reason="not a linear weight")
@@ -147,7 +146,7 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
     if reason := _read_by_its_model(skeleton, param):
         return Role(kind, reason=reason)
     if type(module) is nn.Linear or type(module) is Conv1D:
-        return Role(kind, (Part(stem, transposed=type(module) is Conv1D, target=param),))
+        return Role(kind, (Part(stem, Cut(transposed=type(module) is Conv1D), param),))
     return Role(kind, reason=f"not a linear weight ({type(module).__name__})")
 
 

@@ -76,7 +76,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
         slices = skeleton.split(param) if len(members) > 1 else {}
         for stem, how in members.items():
             part = slices.get(stem + WEIGHT)
-            own = N if len(members) == 1 else None if part is None else part.rows[1] - part.rows[0]
+            own = N if len(members) == 1 else part.rows[1] - part.rows[0] if part and part.rows else None
             _check_packed(stem, headers, how, own, K)
         if rows[param] != N:
             raise DamagedError(f"{param} has {N} rows; the checkpoint packs {rows[param]} for it, in {len(members)} tensors")

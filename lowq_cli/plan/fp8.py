@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from lowq_cli.files.safetensors_io import TensorHeader
-from lowq_cli.files.source import Source
+from lowq_cli.files.source import WHOLE, Source
 from lowq_cli.hf.structure import Role
-from lowq_cli.plan.plan import Cut, Item
+from lowq_cli.plan.plan import Item
 from lowq_cli.plan.recipe import Recipe, matches
 from lowq_packers.fp8 import scale_shape
 from lowq_packers.scheme import BLOCKS
@@ -30,14 +30,14 @@ def _why_kept(name: str, source: Source, role: Role, recipe: Recipe) -> str:
         return role.kind
     if not name.endswith(".weight") or len(source.headers[name].shape) != 2 or len(role.parts) != 1:
         return role.reason or "stored stacked or fused"
-    return (role.reason or "stored transposed or fused") if role.parts[0].transposed or role.parts[0].rows else ""
+    return (role.reason or "stored transposed or fused") if role.parts[0].cut != WHOLE else ""
 
 
 def _item(name: str, header: TensorHeader, kind: str, block: str, kept: str | None) -> Item:
     if kept is not None:
         same = ((name, TensorHeader(header.shape, header.dtype)),)
-        return Item(name, name, kind, header.shape, header.dtype, None, None, kept, Cut(), same)
+        return Item(name, name, kind, header.shape, header.dtype, None, None, kept, WHOLE, same)
     stem, shape = name.removesuffix(".weight"), (header.shape[0], header.shape[1])
     scales = TensorHeader(scale_shape(shape, BLOCKS[block]), "F32")
     outputs = ((name, TensorHeader(shape, "F8_E4M3")), (f"{stem}.weight_scale_inv", scales))
-    return Item(stem, name, kind, shape, header.dtype, None, None, "", Cut(), outputs, block=block)
+    return Item(stem, name, kind, shape, header.dtype, None, None, "", WHOLE, outputs, block=block)

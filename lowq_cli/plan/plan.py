@@ -16,22 +16,13 @@ from typing import Any
 
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
-from lowq_cli.files.source import Source
+from lowq_cli.files.source import Cut, Source
 from lowq_cli.plan.recipe import Recipe
 from lowq_packers.fp8 import ACT_KEY as FP8_ACT_KEY
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import BLOCKS, Scheme
 
 KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "other")
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One (N, K) matrix inside a source tensor: see `hf.structure.Part`."""
-
-    expert: int | None = None
-    rows: tuple[int, int] | None = None
-    transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from math import prod
 
 from lowq_cli import quantizers
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
-from lowq_cli.files.source import SINGLE, Source
+from lowq_cli.files.source import SINGLE, WHOLE, Cut, Source
 from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
 from lowq_cli.plan.fp8 import fp8_items
-from lowq_cli.plan.plan import Cut, Item, Plan, Shard
+from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Group, Keep, Recipe, matches
 from lowq_cli.quantizers.gptq import FEW_TOKENS
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
@@ -176,12 +176,11 @@ def _candidates(source: Source, found: Mapping[str, Role]) -> list[Candidate]:
                 f"{name} is {header.dtype}; lowq quantizes {', '.join(WEIGHT_DTYPES)}: give the original model"
             )
         for part in role.parts:
-            cut = Cut(part.expert, part.rows, part.transposed)
             if part.name in names:
                 raise DamagedError(f"{part.name} is there twice, in {name} too; fetch the model again")
             names.add(part.name)
-            shape = _cut_shape(name, header.shape, cut)
-            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, cut, part.target or part.name))
+            shape = _cut_shape(name, header.shape, part.cut)
+            candidates.append(Candidate(part.name, name, role.kind, shape, header.dtype, part.cut, part.target or part.name))
     return candidates
 
 
@@ -323,7 +322,7 @@ def _kept(name: str, header: TensorHeader, kind: str, why: str, recipe: Recipe) 
     dtype = ST_NAMES[recipe.dtype] if cast else header.dtype
     assert dtype in TORCH_NAMES or not cast
     return Item(
-        name, name, kind, header.shape, header.dtype, None, None, why, Cut(), ((name, TensorHeader(header.shape, dtype)),)
+        name, name, kind, header.shape, header.dtype, None, None, why, WHOLE, ((name, TensorHeader(header.shape, dtype)),)
     )
 
 

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing
-from lowq_kernels.dispatch.layouts import best_layout
-from lowq_kernels.dispatch.measure import call_for, copies, random_weight
-from lowq_kernels.dispatch.registry import forced, kernels, select
-from lowq_kernels.dispatch.timing import Roofline, call_bytes, rotation, timed
+from lowq_cli.tuning.examples import EXAMPLES
+from lowq_kernels.dispatch.registry import Op, forced, kernels, named, select
+from lowq_kernels.dispatch.timing import Roofline, timed
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_packers.errors import UnsupportedError, UsageError
-from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
 
 SPEEDUP_TICKS = (0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
@@ -62,57 +60,39 @@ def shape_for(text: str, bits: int, group: str, dtype: torch.dtype) -> Shape:
 
 
 def measure(
-    shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, ceiling: Roofline, kernel: str | None
+    shapes: Sequence[Shape],
+    batches: Sequence[int],
+    device: torch.device,
+    ceiling: Roofline,
+    kernel: str | None,
+    op: Op = "product",
 ) -> Iterator[Row]:
-    """Rows in order: per shape and M, the kernel that dispatch takes in its best layout; `kernel` names one, or "all".
+    """Rows in order: per shape and M, the kernel that dispatch takes; `kernel` names one of any operation, or "all" of `op`.
 
     Raises UnsupportedError where the named kernel cannot take one of them.
     """
-    names = list(kernels()) if kernel == "all" else [kernel]
+    names = list(kernels(op)) if kernel == "all" else [kernel]
+    if kernel and kernel != "all":
+        op = named(kernel).op
+    if op not in EXAMPLES:
+        raise UnsupportedError(f"nothing times {op} alone: it is part of a decode step (lowq generate --profile)")
     for shape in shapes:
-        dense = _dense_times(shape, batches, device)
-        weights: dict[str, list[PackedWeight]] = {}
         for M in batches:
+            dense: float | None = None
             for name in names:
                 try:
-                    yield _row(shape, M, name, weights, device, ceiling, dense[M])
+                    example = EXAMPLES[op](shape, M, device, forced(name, op))
+                    spec, config = select(example.call, name)
                 except UnsupportedError:
-                    if kernel != "all":
-                        raise
-
-
-def _row(
-    shape: Shape,
-    M: int,
-    name: str | None,
-    weights: dict[str, list[PackedWeight]],
-    device: torch.device,
-    ceiling: Roofline,
-    dense: float,
-) -> Row:
-    """M rows by the kernel called `name` (None: dispatch's), on copies of a weight in its layout, which `weights` keeps."""
-    layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device, kernel=name)
-    asked = forced(name)
-    act = asked.acts[0] if asked else "none"  # a kernel that multiplies 8-bit activations is timed on such
-    spec, config = select(call_for(shape, M, layout, device, act), name)
-    if layout not in weights:
-        weights[layout] = copies(random_weight(shape, layout, device))
-    x = torch.randn(M, shape.K, device=device).to(shape.dtype)
-    us = timed([partial(spec.launch, x, w, None, config) for w in weights[layout]], device)
-    flops, moved = 2.0 * M * shape.N * shape.K, call_bytes(M, shape.N, shape.K, shape.scheme.bits_per_weight())
-    place = (shape.N, shape.K, M, shape.scheme.bits, shape.scheme.group_size, spec.name, layout)
-    percent = 100 * ceiling.floor_us(moved, flops) / us
-    return Row(*place, round(us, 2), round(moved / us / 1e3, 4), round(flops / us / 1e6, 6), round(percent, 1), round(dense, 2))
-
-
-def _dense_times(shape: Shape, batches: Sequence[int], device: torch.device) -> dict[int, float]:
-    n = rotation(2 * shape.N * shape.K, device)
-    dense = [torch.randn(shape.N, shape.K, device=device, dtype=shape.dtype) / 64 for _ in range(n)]
-    times = {}
-    for M in batches:
-        x = torch.randn(M, shape.K, device=device).to(shape.dtype)
-        times[M] = timed([partial(torch.nn.functional.linear, x, w) for w in dense], device)
-    return times
+                    if kernel == "all":
+                        continue
+                    raise
+                us = timed([partial(spec.launch, *operands, config) for operands in example.operands], device)
+                dense = dense or timed(example.dense, device)
+                place = (shape.N, shape.K, M, shape.scheme.bits, shape.scheme.group_size, spec.name, example.layout)
+                gbs, tflops = example.nbytes / us / 1e3, example.flops / us / 1e6
+                percent = 100 * ceiling.floor_us(example.nbytes, example.flops) / us
+                yield Row(*place, round(us, 2), round(gbs, 4), round(tflops, 6), round(percent, 1), round(dense, 2))
 
 
 def plot(rows: Sequence[Row], ceiling: Roofline, path: Path) -> None:

@@ -14,9 +14,10 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from lowq_cli.hf.experts import FEW_ROWS, FEW_TOKENS, experts_linear
 from lowq_cli.vllm_plugin.linear import Held, LowqLinearMethod, check_companions
 from lowq_kernels.dispatch.layouts import best_layout
+from lowq_kernels.dispatch.registry import Choice
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.layouts import DISK
+from lowq_packers.layouts import DISK, pack_facts
 from lowq_packers.scheme import Scheme
 
 ACTS = {
@@ -108,8 +109,9 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         if layer.apply_router_weight_on_input:  # models that do have one expert a token
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         up, down = (_current(layer, weight) for weight in ("w13", "w2"))
-        if kernel := _kernel(x, ids, up, down, act):
-            return kernel(x, ids, weights, up, down, act)
+        if chosen := _kernel(x, ids, up, down, act):
+            spec, config = chosen
+            return spec.launch(x, ids, weights, up, down, act, config)
         top_k, experts = ids.shape[-1], ids.reshape(-1)
         gate, value = _product(x.repeat_interleave(top_k, 0), experts, up).chunk(2, -1)
         h = ACTS[act](gate) * value  # type: ignore[operator]
@@ -124,7 +126,7 @@ def _current(layer: Any, weight: str) -> Stack:
     return Stack(words, scales, zeros, aux, s.scheme, s.N, s.K, s.layout)
 
 
-def _kernel(x: torch.Tensor, ids: torch.Tensor, up: Stack, down: Stack, act: str) -> Any:
+def _kernel(x: torch.Tensor, ids: torch.Tensor, up: Stack, down: Stack, act: str) -> Choice | None:
     """The kernel for a few tokens, where it takes the call; None otherwise."""
     if not x.is_cuda or (x.shape[0] > FEW_TOKENS and not torch.cuda.is_current_stream_capturing()):
         return None
@@ -133,8 +135,7 @@ def _kernel(x: torch.Tensor, ids: torch.Tensor, up: Stack, down: Stack, act: str
 
 def _product(x: torch.Tensor, experts: torch.Tensor, s: Stack) -> torch.Tensor:
     """Row i of x times the weight of expert `experts[i]`; a few rows at a time where a graph must hold copies of experts."""
-    assert s.scheme is not None
-    facts = (s.words, s.scales, s.zeros, s.aux, s.N, s.K, s.scheme.bits, s.scheme.group_size, s.scheme.zero, s.layout)
+    facts = (s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout))
     if x.is_cuda and torch.cuda.is_current_stream_capturing() and x.shape[0] > FEW_ROWS:
         parts = zip(x.split(FEW_ROWS), experts.split(FEW_ROWS), strict=True)
         return torch.cat([experts_linear(a, e, *facts) for a, e in parts])

@@ -17,7 +17,7 @@ from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules import ops
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.layouts import DISK, PackedWeight, repack
+from lowq_packers.layouts import DISK, PackedWeight, pack_facts, repack
 from lowq_packers.scheme import Scheme
 
 
@@ -84,8 +84,8 @@ class LowqLinearMethod(LinearMethodBase):
         """x (..., K) -> (..., N), through a custom op that torch.compile and CUDA graphs can hold."""
         p = layer.lowq
         tensors = (layer.weight, layer.weight_scale, layer.weight_zero, layer.weight_aux, bias)
-        facts = (p.N, p.K, p.scheme.bits, p.scheme.group_size, p.scheme.zero, p.layout, None)
-        return ops.linear(x.reshape(-1, p.K), *tensors, *facts).reshape(*x.shape[:-1], p.N)
+        facts = pack_facts(p.scheme, p.N, p.K, p.layout)
+        return ops.linear(x.reshape(-1, p.K), *tensors, facts, None).reshape(*x.shape[:-1], p.N)
 
 
 def loaded(layer: Any, name: str) -> PackedWeight:

@@ -7,12 +7,27 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
+
+
+def pack_facts(scheme: Scheme | None, N: int, K: int, layout: str) -> str:
+    """Scheme (None: dense), sizes and layout of a weight in one string: "4 128 float 4096 4096 tile"."""
+    s = "0 0 none" if scheme is None else f"{scheme.bits} {scheme.group_size} {scheme.zero}"
+    return f"{s} {N} {K} {layout}"
+
+
+@cache
+def read_facts(facts: str) -> tuple[Scheme | None, int, int, str]:
+    """Inverse of `pack_facts`."""
+    bits, group_size, zero, N, K, layout = facts.split()
+    scheme = None if bits == "0" else Scheme(int(bits), int(group_size), zero)  # type: ignore[arg-type]
+    return scheme, int(N), int(K), layout
 
 
 @dataclass(frozen=True)
@@ -30,6 +45,20 @@ class PackedWeight:
     K: int
     layout: str
     aux: torch.Tensor | None = None
+
+    @property
+    def facts(self) -> str:
+        """What the tensors do not say, for torch's custom ops, whose schema takes no dataclass; `from_facts` reads it."""
+        return pack_facts(self.scheme, self.N, self.K, self.layout)
+
+    @classmethod
+    def from_facts(
+        cls, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, aux: torch.Tensor | None, facts: str
+    ) -> "PackedWeight":
+        """The weight of these tensors."""
+        scheme, N, K, layout = read_facts(facts)
+        assert scheme is not None
+        return cls(words, scales, zeros, scheme, N, K, layout, aux)
 
     @property
     def nbytes(self) -> int:

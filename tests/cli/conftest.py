@@ -140,7 +140,7 @@ def write_packed(dense: Path, folder: Path, schemes: dict[str, Scheme], dtype: s
             if scheme is None:
                 packed[name] = W
             for part in role.parts if scheme else ():
-                q = rtn.quantize(_slice(W, part).contiguous(), scheme, W.dtype if dtype is None else getattr(torch, dtype))
+                q = rtn.quantize(part.cut.of(W).contiguous(), scheme, W.dtype if dtype is None else getattr(torch, dtype))
                 p = pack(q)
                 tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros}
                 packed |= {f"{part.name}.{leaf}": t for leaf, t in tensors.items() if t is not None}
@@ -180,7 +180,7 @@ def write_dequantized(dense: Path, packed: Path, out: Path) -> Path:
             W = source.read(name).reshape(source.headers[name].shape)
             for part in role.parts:
                 if part.name in schemes:
-                    _slice(W, part).copy_(values(part.name))
+                    part.cut.of(W).copy_(values(part.name))
             tensors[name] = W
         tensors |= {f"{stem}.weight": values(stem) for stem in list(schemes)}  # a head that the source kept tied
     shutil.copytree(dense, out, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -190,13 +190,6 @@ def write_dequantized(dense: Path, packed: Path, out: Path) -> Path:
 
 
 LEAVES = (".weight", ".weight_scale", ".weight_zero")
-
-
-def _slice(W: Any, part: Any) -> Any:
-    """The view of a source tensor that a Part means."""
-    view = W if part.expert is None else W[part.expert]
-    view = view if part.rows is None else view[part.rows[0] : part.rows[1]]
-    return view.t() if part.transposed else view
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowq_cli.files.safetensors_io import TensorHeader, read_json
-from lowq_cli.files.source import open_source
+from lowq_cli.files.source import Cut, open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.hf.structure import Part, roles
 from lowq_packers.errors import DamagedError, UnsupportedError
@@ -45,7 +45,7 @@ def test_biases_and_fused_and_transposed_weights(headers):
     assert roles(*headers("phi3"))["model.layers.0.self_attn.qkv_proj.weight"].kind == "attention"
     gpt2 = roles(*headers("gpt2"))
     part = gpt2["transformer.h.0.mlp.c_fc.weight"].parts[0]
-    assert part == Part("transformer.h.0.mlp.c_fc", transposed=True, target="transformer.h.0.mlp.c_fc.weight")
+    assert part == Part("transformer.h.0.mlp.c_fc", Cut(transposed=True), target="transformer.h.0.mlp.c_fc.weight")
     assert gpt2["transformer.wpe.weight"].reason == "not the token embedding"
 
 
@@ -79,7 +79,7 @@ def test_stacked_experts_are_cut_into_the_names_of_per_expert_files(family, fami
                 continue
             W = source.read(name).reshape(source.headers[name].shape)
             for part in role.parts:
-                piece = W[part.expert] if part.rows is None else W[part.expert][part.rows[0] : part.rows[1]]
+                piece = part.cut.of(W)
                 assert torch.equal(piece, per_expert[f"{part.name}.weight"])
                 seen.add(f"{part.name}.weight")
     assert seen == {n for n in per_expert if ".experts." in n}

@@ -164,9 +164,20 @@ def test_bench_times_the_kernel_that_is_named(name, monkeypatch):
     assert [r["kernel"] for r in result["rows"]] == [name]
 
 
+@pytest.mark.parametrize("asked", [("--op", "attend"), ("--kernel", "torch/attend")])
+def test_bench_times_other_operations(asked):
+    result, _ = lowq("bench", "--shape", "512x64", "--group", "32", "--batch", "2", "--device", "cpu", *asked)
+    assert [(r["kernel"], r["M"], r["us"] > 0) for r in result["rows"]] == [("torch/attend", 2, True)]
+
+
 @pytest.mark.parametrize(
     ("args", "error"),
     [
+        (["--shape", "100x64", "--group", "32", "--op", "attend"], "attend takes --shape"),
+        (["--shape", "64x64", "--group", "32", "--op", "fp8_product"], "no kernel takes"),
+        (["--shape", "64x64", "--group", "32", "--op", "multiply"], "--op 'multiply'"),
+        (["--op", "attend"], "goes with --shape"),
+        (["--shape", "64x64", "--group", "32", "--kernel", "cuda/experts"], "cuda/experts .* runs on cuda, not on cpu"),
         (["--shape", "64x64", "--group", "32", "--kernel", "cuda/tile_mma"], "cuda/tile_mma .* runs on cuda, not on cpu"),
         (["--shape", "64"], "NxK"),
         (["--shape", "64x0"], "NxK"),

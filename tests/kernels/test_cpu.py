@@ -167,7 +167,7 @@ def test_a_gradient_flows_through_every_layout(layout, compiled, monkeypatch):
 
 def test_custom_op_passes_torchs_own_check():
     p = pack(make(32, 64, 32, 4, "float", torch.bfloat16), "cpu_int4")
-    args = (torch.randn(3, 64).bfloat16(), p.words, p.scales, p.zeros, p.aux, None, 32, 64, 4, 32, "float", "cpu_int4", None)
+    args = (torch.randn(3, 64).bfloat16(), p.words, p.scales, p.zeros, p.aux, None, p.facts, None)
     torch.library.opcheck(torch.ops.lowq.linear.default, args)
 
 

@@ -5,7 +5,6 @@ On a GPU they run there; elsewhere emulated on the CPU thread by thread, every l
 
 import dataclasses
 import shutil
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,6 +21,10 @@ except ModuleNotFoundError:
 import lowq_kernels.gpu
 import simt
 from lowq_kernels.decode import reference
+from lowq_kernels.decode.attend import AttendCall
+from lowq_kernels.dispatch import registry
+from lowq_kernels.dispatch.registry import find, named, select
+from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -130,19 +133,36 @@ def test_attend(name):
     assert torch.equal(*results)
 
 
-def test_long_caches_of_many_sequences_are_taken_too():
-    h, cuda = reference.Heads(32, 8, 128, 1.0), torch.device("cuda")
-    assert "key heads" in attention_cuda.why_not(8, F16, cuda, 128, h)
-    assert DEVICE == "cpu" or attention_cuda.why_not(8, F16, cuda, 128, h, attention_cuda.LONG) == ""
+CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
 
 
-def test_heads_it_does_not_take_go_to_triton():
-    h = reference.Heads(9, 1, 128, 1.0)
-    assert attention_cuda.why_not(4, F16, torch.device("cuda"), 128, reference.Heads(32, 8, 128, 1.0)) == ""
-    assert "40 key heads" in attention_cuda.why_not(5, F16, torch.device("cuda"), 128, reference.Heads(32, 8, 128, 1.0))
-    assert "queries" in attention_cuda.why_not(1, F16, torch.device("cuda"), 128, h)
-    assert "D=96" in attention_cuda.why_not(1, F16, torch.device("cuda"), 64, reference.Heads(4, 2, 96, 1.0))
-    assert "fp16" in attention_cuda.why_not(1, torch.float32, torch.device("cuda"), 128, reference.Heads(4, 2, 128, 1.0))
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, None),
+        ({"M": 8, "S": attention_cuda.LONG}, None),  # blocks fill the GPU, however many heads there are
+        ({"M": 8}, "64 key heads"),
+        ({"HQ": 72}, "queries"),
+        ({"D": 96, "R": 64}, "D=96"),
+        ({"dtype": torch.float32}, "float16"),
+        ({"norm": BF16}, "norms"),
+        ({"capability": (8, 9)}, "capability"),
+    ],
+)
+def test_heads_it_does_not_take_go_to_triton(changed, why):
+    call, cuda = dataclasses.replace(CALL, **changed), named("cuda/attend")
+    with mock.patch.object(attention_cuda.gpu, "here", return_value=attention_cuda.gpu.HOPPER):
+        assert (cuda.why_not(call) is None) if why is None else why in cuda.why_not(call)
+        registry.forget_choices()
+        assert select(call)[0].name == ("cuda/attend" if why is None else "triton/attend")
+    registry.forget_choices()
+
+
+EXPERTS = named("cuda/experts")
+
+
+def experts_call(up, down, top_k, act="silu", dtype=F16):
+    return ExpertsCall(1, up.facts, down.facts, top_k, act, dtype, "cuda", (9, 0))
 
 
 def stack(E, N, K, bits, group, zero, dtype):
@@ -157,7 +177,8 @@ def stack(E, N, K, bits, group, zero, dtype):
     packed = [pack(q, "tile") for q in made]
     fields = {f: [getattr(p, f) for p in packed] for f in ("words", "scales", "zeros")}
     held = {f: None if ts[0] is None else torch.stack(ts) for f, ts in fields.items()}
-    return SimpleNamespace(**held, scheme=scheme, N=N, K=K, layout="tile"), torch.stack([q.dequantize().float() for q in made])
+    held = Stack(**held, aux=None, scheme=scheme, N=N, K=K, layout="tile")
+    return held, torch.stack([q.dequantize().float() for q in made])
 
 
 @on_device
@@ -169,7 +190,7 @@ def layer(name):
     down, down_weights = stack(5, H, I, bits, group if group and I % group == 0 else 0, zero, dtype)
     x, weights = torch.randn(3, H).to(dtype) * 0.3, torch.rand(3, 4)
     ids = torch.stack([torch.randperm(5)[:4] for _ in range(3)])
-    assert mixture.why_not(up, down, 4, act, dtype, torch.device("cuda")) == ""
+    assert EXPERTS.why_not(experts_call(up, down, 4, act, dtype)) is None
     y = mixture.experts(x, ids, weights, up, down, act)
     both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float())
     h = reference.gated(both.reshape(12, -1), act).to(dtype).float().reshape(3, 4, I)
@@ -188,11 +209,11 @@ def test_experts(name):
 
 def test_layers_it_does_not_take():
     good, _ = stack(2, 64, 64, 4, 32, "float", F16)
-    facts = (2, "silu", F16, torch.device("cuda"))
-    assert mixture.why_not(good, good, *facts) == ""
-    assert "activation" in mixture.why_not(good, good, 2, "", *facts[2:])
-    assert "tile" in mixture.why_not(good, SimpleNamespace(**vars(good) | {"layout": "rowstream"}), *facts)
-    assert "rows of 60" in mixture.why_not(SimpleNamespace(**vars(good) | {"K": 60}), good, *facts)
-    assert "tiles" in mixture.why_not(SimpleNamespace(**vars(good) | {"N": 48}), good, *facts)
-    with mock.patch.object(lowq_kernels.gpu, "capability", return_value=(0, 0)):
-        assert "GPU" in mixture.why_not(good, good, 2, "silu", F16, torch.device("cpu"))
+    assert EXPERTS.why_not(experts_call(good, good, 2)) is None
+    assert "activation" in EXPERTS.why_not(experts_call(good, good, 2, ""))
+    assert "tile" in EXPERTS.why_not(experts_call(good, dataclasses.replace(good, layout="rowstream"), 2))
+    assert "rows of 60" in EXPERTS.why_not(experts_call(dataclasses.replace(good, K=60), good, 2))
+    assert "tiles" in EXPERTS.why_not(experts_call(dataclasses.replace(good, N=48), good, 2))
+    on_cpu = dataclasses.replace(experts_call(good, good, 2), device="cpu")
+    assert EXPERTS.why_not(on_cpu) == "runs on cuda, not on cpu"
+    assert find(on_cpu) is None

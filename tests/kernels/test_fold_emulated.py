@@ -53,7 +53,7 @@ def layer_of(bits, dtype, bias=True):
 def config(monkeypatch, request):
     """Every product takes the case's config."""
     chosen = tile_mma.config_of(*request.node.callspec.params["values"])
-    monkeypatch.setattr(fold, "_config", lambda *args: chosen)
+    monkeypatch.setattr(fold, "select", lambda call: (registry.named("cuda/tile_mma_folded"), chosen))
 
 
 def twice(launch):
@@ -111,6 +111,30 @@ def test_who_may_not(monkeypatch):
     assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == "takes packed layers on a GPU, activations in 16 bits"
     monkeypatch.setattr(fold, "enabled", False)
     assert fold.why_not(layer, 1, F16, fold.NORMED) == "switched off"
+
+
+@pytest.mark.parametrize(
+    ("changed", "doing", "why"),
+    [
+        ({}, tile_mma.NORMED, None),
+        ({}, tile_mma.ADDED, None),
+        ({}, tile_mma.SILU, None),
+        ({"K": 4096 + 32}, tile_mma.NORMED, "rows of x that are a multiple of 64"),
+        ({"N": 4096 + 8}, tile_mma.ADDED, "whole row tiles"),
+        ({"M": 64, "N": 28672}, tile_mma.ADDED, "cuda/tile_wgmma computes this product"),
+        ({"device": "cpu", "layout": "rowstream"}, tile_mma.ADDED, "runs on cuda, not on cpu"),
+    ],
+)
+def test_which_products_may(changed, doing, why):
+    product = replace(registry.Call(1, 4096, 4096, Scheme(4, 32), "tile", F16, "cuda", (9, 0)), **changed)
+    call = fold.FoldedCall(product, doing, None)
+    found = registry.find(call)
+    if why is None:
+        assert found[0].name == "cuda/tile_mma_folded"
+        assert found[1] in found[0].legal_configs(call)
+    else:
+        assert found is None
+        assert why in registry.refusals(call)["cuda/tile_mma_folded"]
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])

@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ pytest.importorskip("triton")
 import numpy as np
 
 from lowq_kernels import activations, gpu
+from lowq_kernels.dispatch.registry import kernels, named, select
 from lowq_kernels.fp8 import block_quant, gemm_triton, matmul
+from lowq_kernels.fp8.call import Fp8Call
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers import fp8
 from lowq_packers.errors import SchemeError, UnsupportedError
@@ -153,7 +157,7 @@ def test_widened_products(block, monkeypatch):
     monkeypatch.setattr(matmul, "SLAB_BYTES", 2 * 272 * 256)
     x0, _, w, bias, _ = product(5, 600, 272, None, block, torch.float16)
     ref = x0.float() @ w.dequantize(torch.float16).float().T + bias.float()
-    assert error(matmul.widened_product(x0, w, bias), ref) < 1e-3
+    assert error(matmul.widened_product(x0, w, bias, torch.float16, {}), ref) < 1e-3
 
 
 def test_a_wrong_scale_is_seen():
@@ -226,6 +230,37 @@ def test_wgmma_emulated(case, monkeypatch):
     assert error(found[0], ref) < TOLERANCE
 
 
+HOPPER = Fp8Call(16, 4096, 4096, (1, 128), (128, 128), torch.bfloat16, "cuda", (9, 0))
+DISPATCHED = [
+    (HOPPER, "cuda/fp8_gemm"),
+    (replace(HOPPER, M=4096), "cuda/fp8_gemm"),
+    (replace(HOPPER, K=4104), "triton/fp8_gemm"),
+    (replace(HOPPER, capability=(8, 9)), "triton/fp8_gemm"),
+    (replace(HOPPER, capability=(10, 0)), "triton/fp8_gemm"),
+    (replace(HOPPER, x_block=None), "triton/fp8_gemm"),
+    (replace(HOPPER, x_block=None, M=512), "fp8_widened"),
+]
+
+
+@pytest.mark.parametrize(("call", "name"), DISPATCHED, ids=str)
+def test_dispatch(call, name, monkeypatch):
+    spec, config = select(call)
+    assert spec.name == name
+    assert config in spec.legal_configs(call)
+    for other in kernels("fp8_product"):
+        monkeypatch.setenv("LOWQ_KERNEL", other)
+        if why := named(other).why_not(call):
+            with pytest.raises(UnsupportedError, match=re.escape(f"{other} was asked for by name but {why}")):
+                select(call)
+        else:
+            assert select(call)[0].name == other
+
+
+def test_scales_that_a_step_would_mix_are_refused():
+    """A step of 128 codes has one scale a row: with one per 96 the product would be wrong without a word."""
+    assert "takes multiples of 128" in (named("triton/fp8_gemm").why_not(replace(HOPPER, x_block=(1, 96))) or "")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("blocks", [*OPERANDS[:4], ((1, 256), (1, 256))], ids=str)
@@ -236,9 +271,10 @@ def test_wgmma_products(blocks, M):
         blocks = (None, None)
     for (N, K), dtype in itertools.product([(200, 400), (1000, 656), (392, 2064)], [torch.bfloat16, torch.float16]):
         _, x, w, bias, ref = product(M, N, K, *blocks, dtype)
-        legal = [c for c in wgmma.CONFIGS if wgmma.refuse(x, w, c) is None]
-        assert legal
-        for config in [wgmma.config_for(x, w), *legal[M % 5 :: 5]]:
+        call = Fp8Call.of(x, w, dtype)
+        spec, chosen = select(call)
+        assert spec.name == "cuda/fp8_gemm"
+        for config in [chosen, *spec.legal_configs(call)[M % 5 :: 5]]:
             y = wgmma.fp8_gemm(x, w, bias, dtype, config)
             assert error(y, ref) < TOLERANCE, config
             assert torch.equal(y, wgmma.fp8_gemm(x, w, bias, dtype, config)), config

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from lowq_kernels.activations import int8_rows, rounded
-from lowq_kernels.dispatch.registry import Call, _rounds_itself, kernels, matmul
+from lowq_kernels.dispatch.registry import Call, after_rounding, kernels, matmul
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.papers import gemm_int8 as kernel
 from lowq_packers.errors import UsageError
@@ -84,9 +84,7 @@ def test_dispatch():
     """Activations are rounded before the kernels that win; the int8 kernel is not offered to others, and taken by name only."""
     call = Call(3, 64, 128, weight(64, 128, 64, 4, "float").scheme, "strided", torch.float16, "cuda", (9, 0), "int8")
     assert SPEC.why_not(call) is None
-    assert _rounds_itself(call, SPEC.name)
-    assert not _rounds_itself(call, None)
-    assert not _rounds_itself(call, "triton/gemm")
+    assert [after_rounding(call, name).act for name in (SPEC.name, None, "triton/gemm")] == ["int8", "none", "none"]
     w = weight(64, 128, 64, 4, "float")
     x = torch.randn(3, 128, device=DEVICE).half()
     assert SPEC.why_not(Call(3, 64, 128, w.scheme, "strided", x.dtype, "cuda", (9, 0))) == "takes activations as int8, not none"

@@ -115,6 +115,20 @@ def test_a_kernel_of_another_device_is_refused_when_it_is_called_and_not_before(
         lin(torch.ones(1, 128))
 
 
+def test_several_names_force_an_operation_each(monkeypatch):
+    attend = dataclasses.replace(kernels()["reference"], name="torch/other", op="attend")
+    monkeypatch.setitem(registry.KERNELS, "torch/other", attend)
+    monkeypatch.setenv("LOWQ_KERNEL", "torch/other, dequant")
+    assert registry.forced().name == "dequant"
+    assert registry.forced(op="attend").name == "torch/other"
+    assert registry.forced(op="experts") is None
+    assert select(CPU)[0].name == "dequant"
+    monkeypatch.setenv("LOWQ_KERNEL", "torch/other")
+    assert registry.forced() is None
+    with pytest.raises(UnsupportedError, match="torch/other was asked for by name but computes attend, not product"):
+        select(CPU, "torch/other")
+
+
 def test_no_kernel_gives_every_reason():
     nobody = Call(1, 64, 128, Scheme(4, 32), "rowstream", torch.float64, "cpu")
     with pytest.raises(UnsupportedError, match=r"reference: takes .*not torch.float64"):

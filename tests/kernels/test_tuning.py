@@ -240,10 +240,10 @@ def test_a_table_says_where_x_is_rounded_inside_the_product(monkeypatch):
         ([entry(16, eight, **place, config=config), entry(200, sixteen, **place)], {16: False, 200: True}),  # of 16-bit calls
     ):
         registry.forget_choices()
-        assert {M: registry._rounds_itself(c, None) for M, c in asked.items()} == rounds
+        assert {M: registry.after_rounding(c).act != "none" for M, c in asked.items()} == rounds
         if found and found[0].act == "int8":
             assert select(asked[16])[0].name == eight
-    assert not registry._rounds_itself(asked[16], sixteen)
+    assert registry.after_rounding(asked[16], sixteen).act == "none"
 
 
 @pytest.mark.parametrize(("eight_bits", "sixteen", "alone", "taken"), [(9.0, 8.0, 4.0, True), (9.0, 8.0, 0.5, False)])
@@ -279,7 +279,7 @@ def test_activations_are_tuned_on_the_gpu(tmp_path, monkeypatch):
     assert tuning.use(tmp_path, device) == 4
     for M in (1, 512):
         asked = measure.call_for(shape, M, "tile", device, "fp8")
-        assert registry._rounds_itself(asked, None) == ("fp8" in by_act["fp8", M].kernel)
+        assert (registry.after_rounding(asked).act == "fp8") == ("fp8" in by_act["fp8", M].kernel)
 
 
 def test_a_time_that_the_others_contradict_is_measured_again(monkeypatch):

@@ -11,11 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.counters import counters
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.triton.fit import closest_config, tile_refusal
 from lowq_kernels.products.triton.overlap import overlap_previous
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
+from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
 from lowq_kernels.products.triton.product import (
     block_k,
     constants,
@@ -72,12 +71,7 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(p.N, config["BLOCK_N"])
     splits = config["SPLIT_K"]
-    if splits == 1:
-        partials = slots = y  # neither is touched
-    else:
-        size = tiles * splits * config["BLOCK_M"] * config["BLOCK_N"]
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
-        slots = counters(tiles, x.device)
+    partials, slots = split_scratch(y, tiles, splits, config["BLOCK_M"] * config["BLOCK_N"])
     facts = constants(p.scheme, x.dtype, p.K, config["ROWS"], config["BLOCK_M"], native_ptx(x))
     settings = facts | config | launch_facts(x) | {"BIAS": bias is not None}
     _gemm_kernel[(tiles * splits,)](*operands(x, p, bias, y), partials, slots, **settings)

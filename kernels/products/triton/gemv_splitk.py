@@ -15,12 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.counters import counters
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.triton.decode import codes_per_step, decode_ptx, decoded
 from lowq_kernels.products.triton.fit import imbalance
 from lowq_kernels.products.triton.overlap import overlap_previous
-from lowq_kernels.products.triton.partial import arrived_last
+from lowq_kernels.products.triton.partial import arrived_last, split_scratch
 from lowq_kernels.products.triton.product import block_k, launch_facts, native_ptx, operands
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
@@ -154,11 +153,7 @@ def launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: 
     facts = _constants(p.scheme, x.dtype, p.K, config["ROWS"], config["SHARE"], native_ptx(x))
     splits = config["SPLIT_K"] or triton.cdiv(p.K, config["ROWS"] * codes_per_step(p.scheme.bits) * config["SHARE"])
     tiles = triton.cdiv(p.N, config["BLOCK_N"])
-    if splits == 1:
-        partials = slots = y  # neither is touched
-    else:
-        partials = torch.empty(M * tiles * splits * config["BLOCK_N"], dtype=torch.float32, device=x.device)
-        slots = counters(M * tiles, x.device)
+    partials, slots = split_scratch(y, M * tiles, splits, config["BLOCK_N"])
     settings = {k: v for k, v in config.items() if k != "SPLIT_K"}
     grid = (tiles * splits * M,)
     more = launch_facts(x) | {"LOOP": config["SPLIT_K"] > 0, "SPLIT": splits > 1, "BIAS": bias is not None}

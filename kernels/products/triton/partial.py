@@ -5,8 +5,18 @@ reads every partial back (they are in the second-level cache), adds them in the 
 not depend on who was last, writes y and puts the counter back to 0 (counters.py). No zero-fill launch, no atomics on y.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+from lowq_kernels.counters import counters
+
+
+def split_scratch(y: torch.Tensor, tiles: int, splits: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(fp32 slots for `splits` partials of `size` numbers a tile, a counter a tile); y for both without splits."""
+    if splits == 1:
+        return y, y  # neither is touched
+    return torch.empty(tiles * splits * size, dtype=torch.float32, device=y.device), counters(tiles, y.device)
 
 
 @triton.jit

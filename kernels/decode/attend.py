@@ -1,0 +1,72 @@
+"""attend: which kernel computes one token's attention over its cache (op "attend"), and the definition as the last of them."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from lowq_kernels.decode import reference
+from lowq_kernels.decode.reference import Heads
+from lowq_kernels.dispatch.registry import LAST_RESORT, Config, Op, capability, register, select
+
+
+@dataclass(frozen=True)
+class AttendCall:
+    """One token of each of M sequences, over caches of S slots. R: rotated dims of a head; HQ, HKV, D as in `Heads`.
+
+    Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, config) -> y, as `reference.attend`; qkv and caches
+    contiguous, pos (M,) int32, cos and sin (S, R).
+    """
+
+    op: ClassVar[Op] = "attend"
+    M: int
+    S: int
+    R: int
+    HQ: int
+    HKV: int
+    D: int
+    norm: torch.dtype | None  # of the weights of q's and k's norms
+    dtype: torch.dtype
+    device: str
+    capability: tuple[int, int]
+
+    @classmethod
+    def of(cls, qkv: torch.Tensor, S: int, R: int, h: Heads) -> "AttendCall":
+        """The call of qkv (M, (HQ + 2 HKV) D)."""
+        norm = None if h.q_norm is None else h.q_norm.dtype
+        return cls(qkv.shape[0], S, R, h.HQ, h.HKV, h.D, norm, qkv.dtype, qkv.device.type, capability(qkv.device))
+
+
+def attend(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+) -> torch.Tensor:
+    """As `reference.attend`, by the kernel that dispatch chooses."""
+    spec, config = select(AttendCall.of(qkv, k_cache.shape[2], cos.shape[1], h))
+    return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, config)
+
+
+@register(
+    "torch/attend",
+    op="attend",
+    devices=("cpu", "cuda"),
+    dtypes=(torch.float16, torch.bfloat16, torch.float32),
+    rank=LAST_RESORT,
+)
+def _attend(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    config: Config,
+) -> torch.Tensor:
+    """`reference.attend`."""
+    return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h)

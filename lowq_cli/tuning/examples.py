@@ -1,0 +1,116 @@
+"""A call of each operation on drawn operands, for `lowq bench` to time. What a shape NxK means there is said with each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lowq_kernels.activations import Act
+from lowq_kernels.decode import reference
+from lowq_kernels.decode.attend import AttendCall
+from lowq_kernels.dispatch.layouts import best_layout
+from lowq_kernels.dispatch.measure import call_for, copies, random_weight
+from lowq_kernels.dispatch.registry import AnyCall, KernelSpec, Op
+from lowq_kernels.dispatch.timing import call_bytes, rotation
+from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.fp8.call import Fp8Call
+from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_packers import fp8
+from lowq_packers.errors import UsageError
+
+HEAD, QUERIES = 128, 4  # of attention: dims of a head, queries a key head
+EXPERTS, TOP_K = 8, 2  # of a mixture
+
+
+@dataclass(frozen=True)
+class Example:
+    """A call, and the operands of launches that do it on distinct weights, more than a cache holds; the same in 16 bits."""
+
+    call: AnyCall
+    operands: list[tuple[Any, ...]]
+    dense: list[Callable[[], object]]
+    nbytes: float  # that one launch must move
+    flops: float
+    layout: str = ""
+
+
+def product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+    """x (M, K) times a packed weight (N, K), activations as the kernel that is asked for takes them."""
+    layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device, kernel=asked.name if asked else None)
+    act: Act = asked.acts[0] if asked else "none"
+    x = torch.randn(M, shape.K, device=device).to(shape.dtype)
+    operands = [(x, w, None) for w in copies(random_weight(shape, layout, device))]
+    moved = call_bytes(M, shape.N, shape.K, shape.scheme.bits_per_weight())
+    call = call_for(shape, M, layout, device, act)
+    return Example(call, operands, _linear(x, shape), moved, 2.0 * M * shape.N * shape.K, layout)
+
+
+def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+    """x (M, K) by a weight (N, K) in e4m3, scales by 128x128; x in e4m3 too, 1x128, where the kernel takes that."""
+    x, w = torch.randn(M, shape.K, device=device).to(shape.dtype), torch.randn(shape.N, shape.K, device=device)
+    weight, rounded = fp8.quantize(w, (128, 128)), fp8.quantize(x, (1, 128))
+    call = Fp8Call.of(rounded, weight, shape.dtype)
+    operand: object = rounded
+    if asked and asked.why_not(call):
+        call, operand = Fp8Call.of(x, weight, shape.dtype), x
+    weights = [weight] + [
+        fp8.Fp8Matrix(weight.q.clone(), weight.scales, weight.block) for _ in range(rotation(weight.q.nbytes, device) - 1)
+    ]
+    operands = [(operand, w, None, shape.dtype) for w in weights]
+    return Example(call, operands, _linear(x, shape), call_bytes(M, shape.N, shape.K, 8), 2.0 * M * shape.N * shape.K)
+
+
+def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+    """A token of each of M sequences: heads of 128 that make N features of queries, 4 a key head; caches of K slots, full."""
+    HQ, S = shape.N // HEAD, shape.K
+    if shape.N % (HEAD * QUERIES):
+        heads = f"heads of {HEAD}, {QUERIES} a key head"
+        raise UsageError(f"attend takes --shape NxS: N features of queries in {heads}, S slots of the cache; not N={shape.N}")
+    h = reference.Heads(HQ, HQ // QUERIES, HEAD, HEAD**-0.5)
+    qkv = torch.randn(M, (HQ + 2 * h.HKV) * HEAD, device=device).to(shape.dtype)
+    pos, angles = torch.full((M,), S - 1, dtype=torch.int32, device=device), torch.rand(S, HEAD, device=device)
+    tables = angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
+    moved = 4.0 * M * h.HKV * S * HEAD
+    n = rotation(int(moved), device)
+    caches = [torch.randn(2, M, h.HKV, S, HEAD, device=device).to(shape.dtype) for _ in range(n)]
+    operands = [(qkv, c[0], c[1], pos, *tables, h) for c in caches]
+    dense: list[Callable[[], object]] = [partial(reference.attend, *o) for o in operands]
+    return Example(AttendCall.of(qkv, S, HEAD, h), operands, dense, moved, 4.0 * M * HQ * S * HEAD)
+
+
+def experts(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+    """A mixture's layer for M tokens: 2 of 8 experts each, gate and up (N, K) side by side, down (K, N / 2)."""
+    up = _stack(shape, device)
+    down = _stack(Shape(shape.K, shape.N // 2, shape.scheme, shape.dtype), device)
+    x = torch.randn(M, shape.K, device=device).to(shape.dtype)
+    ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(M)]).to(device)
+    weights = torch.rand(M, TOP_K, device=device)
+    read = min(EXPERTS, M * TOP_K) * 1.5 * shape.N * shape.K
+    call = ExpertsCall.of(up, down, TOP_K, "silu", shape.dtype, device)
+    moved = read * shape.scheme.bits_per_weight() / 8
+    return Example(call, [(x, ids, weights, up, down, "silu")], _linear(x, shape), moved, 3.0 * M * TOP_K * shape.N * shape.K)
+
+
+def _stack(shape: Shape, device: torch.device) -> Stack:
+    layout = best_layout(shape.scheme, shape.N, shape.K, shape.dtype, device)
+    made = [random_weight(shape, layout, device) for _ in range(EXPERTS)]
+    zeros = None if made[0].zeros is None else torch.stack([p.zeros for p in made if p.zeros is not None])
+    words, scales = torch.stack([p.words for p in made]), torch.stack([p.scales for p in made])
+    return Stack(words, scales, zeros, None, shape.scheme, shape.N, shape.K, layout)
+
+
+def _linear(x: torch.Tensor, shape: Shape) -> list[Callable[[], object]]:
+    """The dense product in x's dtype."""
+    n = rotation(2 * shape.N * shape.K, x.device)
+    made = [torch.randn(shape.N, shape.K, device=x.device, dtype=shape.dtype) / 64 for _ in range(n)]
+    return [partial(torch.nn.functional.linear, x, w) for w in made]
+
+
+EXAMPLES: dict[Op, Callable[[Shape, int, torch.device, KernelSpec | None], Example]] = {
+    "product": product,
+    "fp8_product": fp8_product,
+    "attend": attend,
+    "experts": experts,
+}
