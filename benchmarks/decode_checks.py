@@ -9,7 +9,8 @@ was the engine's token its likeliest, and where not, how far apart were the two 
 Also compares with `model.generate` of the dequantized model token by token. On a CPU or a GPU.
 first: from nothing to the first token, seconds of a fresh process that loads a checkpoint of random weights, reads a prompt of
 128 tokens and writes 64. The checkpoint is written first (and removed unless --folder keeps it), so that its files are in the
-page cache. The first run compiles the kernels, where no earlier run did; the others find them on disk. On a GPU.
+page cache. The first run compiles the kernels, where no earlier run did; the others find them on disk. then_s: seconds
+to the first token of other batches and lengths of prompt in the same process, met for the first time and again. On a GPU.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import torch
 PROMPTS = ("Once upon a time there was a", "The history of the city begins", "def main():", "In the year 1850 the ship")
 PROMPT, NEW = 128, 64
 SHARD_BYTES = 1_200_000_000
+THEN = ((4, 128), (16, 128), (64, 128), (1, 300), (1, 1000), (1, 3000), (1, 777))  # (batch, tokens) after the first text
 
 
 def tokens(args: argparse.Namespace) -> None:
@@ -124,28 +126,38 @@ def run(folder: Path, device: str) -> dict[str, Any]:
 
     model, tokenizer = stage("load_s", lambda: ready(str(folder), device, print))
     g = stage("join_s", lambda: stream(model, tokenizer, list(range(10, 10 + PROMPT)), max_new_tokens=NEW))
-    stage("compile_s", lambda: warm(model, g.decoder, g.prompts, g.sampling, lambda n, of: None))
+    stage("compile_s", lambda: warm(model, g.decoder, g.prompts, g.sampling))
     pieces = g.pieces()
     stage("prompt_s", lambda: next(pieces))
     for _ in pieces:
         pass
     first = sum(stages[name] for name in ("load_s", "join_s", "compile_s", "prompt_s"))
     found = {"load_to_first_token_s": round(first, 2), "tokens_per_s": round(g.decode_tps, 1), "decoder": g.decoder.name}
+    found["then_s"] = {f"{B}x{T}": _ttft(model, tokenizer, B, T) for B, T in THEN} if device == "cuda" else {}
+    found["model"] = type(model).__name__  # LightModel where no transformers was needed
     return stages | found | {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device == "cuda" else None}
 
 
-def imports() -> None:
-    """What loading and decoding import: transformers, most of all."""
-    import transformers.models.auto.modeling_auto
-    import transformers.models.auto.tokenization_auto
-    import transformers.models.llama.modeling_llama
+def _ttft(model: Any, tokenizer: Any, batch: int, length: int) -> tuple[float, float]:
+    """Seconds to the first token at a batch and length of prompt that are new to the process, and again with other prompts."""
+    from lowq_cli.engine import stream
 
+    seconds = []
+    for first in (10, 11):
+        g = stream(model, tokenizer, [list(range(first, first + length)) for _ in range(batch)], max_new_tokens=8)
+        for _ in g.pieces():
+            pass
+        seconds.append(round(g.ttft_s, 3))
+    return seconds[0], seconds[1]
+
+
+def imports() -> None:
+    """What loading and decoding import."""
     import lowq_cli.engine.choose
-    import lowq_cli.hf.load
+    import lowq_cli.engine.light
     from lowq_kernels.dispatch import registry
 
     registry.load_kernels()
-    assert transformers
     assert lowq_cli
 
 

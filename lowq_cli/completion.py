@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 Complete = Callable[[str], list[str]]
 EXPORTS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
-ENGINES = ("vllm", "llama.cpp", "mlx")
+ENGINES = ("vllm", "llama.cpp", "mlx", "gptq", "awq", "humming", "hqq")
 
 
 def words(*known: str) -> Complete:

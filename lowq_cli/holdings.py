@@ -21,6 +21,12 @@ class Holding:
     time: float
 
     @property
+    def short(self) -> str:
+        """What `named` takes for it: its path from the working folder if it is below that, of the cache's the last part."""
+        here = self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path
+        return str(here) if self.kind == "checkpoint" else self.path.name
+
+    @property
     def age_s(self) -> float:
         """Seconds since it was written."""
         return max(0.0, time.time() - self.time)

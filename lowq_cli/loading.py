@@ -5,7 +5,8 @@ import os
 import torch
 
 from lowq_cli.files.source import open_source
-from lowq_cli.hf.load import PreTrainedModel, PreTrainedTokenizerBase, load_model, load_tokenizer
+from lowq_cli.hf.load import PreTrainedModel, load_model
+from lowq_cli.hf.tokenizer import PreTrainedTokenizerBase, load_tokenizer
 from lowq_cli.interop.importer import runnable
 
 

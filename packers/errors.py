@@ -53,6 +53,11 @@ class QualityError(LowqError):
     exit_code = 6
 
 
+def one_line(e: Exception) -> str:
+    """What an exception of another library says, on one line of at most 300 characters."""
+    return " ".join(str(e).split())[:300] or type(e).__name__
+
+
 def disk_full(e: OSError, path: object, then: str = "run the same command again") -> DoesNotFitError | None:
     """What to raise where `e`, met in writing `path` (None: unknown), says that the disk is full; None where it does not."""
     if e.errno not in _DISK_FULL:

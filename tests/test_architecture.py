@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"lowq_cli": "lowq_cli", "lowq_kernels": "kernels", "lowq_packers": "packers"}
 MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli": {"lowq_packers", "lowq_kernels"}}
 FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
-    "lowq_packers": ("atomic", "errors", "scheme", "bitstream", "qtensor", "fp8", "layouts", "formats"),
+    "lowq_packers": ("atomic", "errors", "scheme", "families", "bitstream", "qtensor", "fp8", "layouts", "formats"),
     "lowq_kernels": (
         *("gpu", "optional", "workspaces", "counters", "activations", "tuned"),
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),

@@ -90,6 +90,7 @@ CHOICES = [  # typed by hand in the help, which must not import what knows them
     ("quantize", "--zero", ZERO_KINDS),
     ("quantize", "--layout", recipe.LAYOUTS),
     ("quantize", "--for", targets.TARGETS),
+    ("quantize", "--export", [t.export for t in targets.TARGETS.values()]),
     ("quantize", "--act", ACTS),
     ("eval", "--act", ACTS),
     ("export", "--to", exporter.TARGETS),

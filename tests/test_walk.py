@@ -51,7 +51,7 @@ STEPS = (
     Step("eval --max-tokens 600 --json", keys=("ppl", "tokens")),
     Step("tune --batch 1 --budget 10", says=("wrote",), makes=("demo-lowq-4b-g64/lowq_tune.json",)),
     Step("bench --batch 1 --json", keys=("rows",)),
-    Step("compare demo demo-lowq-4b-g64 --max-tokens 600 --new-tokens 4 --json", keys=("models",)),
+    Step("compare demo demo-lowq-4b-g64 --max-tokens 600 --new-tokens 4 --json", keys=("rows",)),
     Step("export", says=("humming is the first format",), makes=("demo-lowq-4b-g64-humming/config.json",)),
     Step("export --to gguf", 5, says=("lowq quantize demo --export gguf",)),
     Step(

@@ -15,7 +15,7 @@ def ranked(scheme: Scheme, N: int, K: int, dtype: torch.dtype, device: torch.dev
     for name, layout in LAYOUTS.items():
         if layout.why_not(scheme, N, K) is None:
             call = Call(M, N, K, scheme, name, dtype, device.type, capability(device))
-            ranks = [s.rank for s in dispatched() if s.why_not(call) is None]
+            ranks = [s.rank for s in dispatched("product", device.type) if s.why_not(call) is None]
             found.append((min(ranks, default=1 << 30), name != DISK, name))
     return [name for _, _, name in sorted(found)]
 

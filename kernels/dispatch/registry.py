@@ -29,6 +29,7 @@ Launch = Callable[..., torch.Tensor]  # the operands of its operation, then the 
 ANY_M = (1, 1 << 62)
 LAST_RESORT = 1000  # a kernel of this rank is chosen only where no other is legal, preferred or not
 FLOATS = (torch.float16, torch.bfloat16)
+GPU_FOLDERS = ("products.triton", "products.cuda", "papers", "fp8", "decode", "gptq", "cuda")  # Triton alone takes 0.3 s
 OPTIONAL_LIBRARIES = ("triton", "cuda")  # a kernel file may need these; any other missing import is a bug
 
 
@@ -157,10 +158,12 @@ def register(name: str, **facts: object) -> Callable[[Launch], Launch]:
 
 
 @cache
-def load_kernels() -> None:
-    """Import every kernel file below this package once. Only a missing optional library is forgiven."""
+def load_kernels(device: str = "") -> None:
+    """Import every kernel file below this package once, for "cpu" without GPU_FOLDERS. Only a missing library is forgiven."""
     package = importlib.import_module("lowq_kernels")
     for info in pkgutil.walk_packages(package.__path__, "lowq_kernels."):
+        if device == "cpu" and info.name.removeprefix("lowq_kernels.").startswith(GPU_FOLDERS):
+            continue
         try:
             importlib.import_module(info.name)
         except ModuleNotFoundError as e:
@@ -170,15 +173,15 @@ def load_kernels() -> None:
             skipped[info.name.removeprefix("lowq_kernels.")] = library
 
 
-def kernels(op: Op = "product") -> dict[str, KernelSpec]:
-    """Every kernel of an operation that can be imported here, by name."""
-    load_kernels()
+def kernels(op: Op = "product", device: str = "") -> dict[str, KernelSpec]:
+    """Every kernel of an operation that can be imported here, by name; of products on a "cpu" perhaps only those for it."""
+    load_kernels(device if op == "product" else "")
     return {name: s for name, s in KERNELS.items() if s.op == op}
 
 
-def dispatched(op: Op = "product") -> list[KernelSpec]:
+def dispatched(op: Op = "product", device: str = "") -> list[KernelSpec]:
     """The kernels among which dispatch chooses: all but reproductions."""
-    return [s for s in kernels(op).values() if not s.reproduction]
+    return [s for s in kernels(op, device).values() if not s.reproduction]
 
 
 def refusals(call: AnyCall) -> dict[str, str]:
@@ -265,7 +268,8 @@ def _forced(call: AnyCall, kernel: str) -> tuple[AnyCall, Choice]:
 
 def _choose(call: AnyCall) -> tuple[AnyCall, Choice]:
     rounds = isinstance(call, Call) and call.act != "none"
-    legal = {s.name: s for s in dispatched(call.op) if s.why_not(call) is None}  # loads tuning.py, too, which fills TABLES
+    # what loads them finds tuning.py, too, which fills TABLES
+    legal = {s.name: s for s in dispatched(call.op, call.device) if s.why_not(call) is None}
     for table in TABLES if isinstance(call, Call) else ():
         if entry := table(call):
             name, config = entry

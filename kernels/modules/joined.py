@@ -61,13 +61,20 @@ def _kind(p: QuantLinear) -> tuple[object, ...]:
     return p.scheme, p.kernel, p.weight_scale.dtype, p.act
 
 
+def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """A linear layer that holds weight (N, K) and bias (N,). Its constructor would draw others, on "meta" by torch._dynamo."""
+    made = nn.Linear.__new__(nn.Linear)
+    nn.Module.__init__(made)
+    made.out_features, made.in_features = weight.shape
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    made.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    return made
+
+
 def _join_dense(parts: list[nn.Linear]) -> nn.Linear:
     weight = torch.cat([p.weight.detach() for p in parts])
     bias = None if parts[0].bias is None else torch.cat([p.bias.detach() for p in parts])
-    whole = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, "meta", weight.dtype)
-    whole.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        whole.bias = nn.Parameter(bias, requires_grad=False)
+    whole = dense(weight, bias)
     at = 0
     for p in parts:
         rows = slice(at, at + p.out_features)

@@ -132,7 +132,7 @@ class Calibration:
 
     def __init__(self, source: Source, plan: Plan, folder: Path, run_hash: str, device: torch.device) -> None:
         from lowq_cli.hf.blocks import Blocks
-        from lowq_cli.hf.load import load_tokenizer
+        from lowq_cli.hf.tokenizer import load_tokenizer
 
         self.device, self.source = device, source
         self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]

@@ -220,7 +220,7 @@ def _measured(
         return quantizers.get(quantizers.default_method(s.bits, s.group_size, s.zero))(W, s, dtype).dequantize()
 
     try:
-        from lowq_cli.hf.load import load_tokenizer
+        from lowq_cli.hf.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(source)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)

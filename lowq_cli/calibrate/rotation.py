@@ -20,14 +20,14 @@ from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_cli.hf.structure import roles
 from lowq_cli.plan.planner import refuse_quantized
 from lowq_packers.errors import UnsupportedError
+from lowq_packers.families import families
 
 # Pre-norm, RMSNorm times its weight, nothing else on the stream: checked against transformers' code and by tests/cli.
-EXACT = ("llama", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "qwen3_moe")
-WHY_NOT = {
+EXACT = tuple(name for name, family in families().items() if not family.not_rotated)
+WHY_NOT = {name: family.not_rotated for name, family in families().items()} | {
     "gemma": "its embedding is scaled and its norms multiply by 1 + weight",
     "gemma2": "it has norms behind attention and MLP, whose weights do not commute with a rotation",
     "gemma3": "it has norms behind attention and MLP, whose weights do not commute with a rotation",
-    "gemma3_text": "it has norms behind attention and MLP, whose weights do not commute with a rotation",
     "gpt2": "its LayerNorm subtracts the mean, which does not commute with a rotation",
 }
 SEED = 0

@@ -23,7 +23,7 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on 
     if not found:
         console.say("nothing yet; lowq quantize demo writes a checkpoint")
         return
-    cells = [(str(h.path), h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in found]
+    cells = [(h.short, h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in found]
     console.table("", ("folder", "kind", ">size", ">age"), cells, on_stdout=True)
     size = console.size(holdings.total(found))
     console.say(f"{size} in {len(found)} folders; lowq rm FOLDER removes one, lowq rm --cached all of the cache")

@@ -93,7 +93,7 @@ def quantize(
         typer.Option(
             "--for",
             metavar="ENGINE",
-            help="Only what this engine takes exactly: vllm, llama.cpp or mlx.",
+            help="Only what this takes exactly: vllm, llama.cpp, mlx; or a format: gptq, awq, humming, hqq.",
             autocompletion=completion.engines,
         ),
     ] = None,

@@ -1,25 +1,24 @@
-"""A transformers model as the few tensors that decoding needs: per layer one q/k/v weight, o, one gate/up weight, down.
+"""A model as the few tensors that decoding needs: per layer one q/k/v weight, o, one gate/up weight, down.
 
-In a mixture the last two are the router and the packed experts.
-
-q, k, v (and gate, up) are joined (modules/joined.py): one launch instead of three, and N large enough to fill a GPU.
-The model keeps working: its own modules become views into the joined weights, so nothing is held twice.
+In a mixture the last two are the router and the packed experts. What a family does otherwise than Llama is data
+(`lowq_packers.families`). The tensors come from a transformers model (`blocks_of`: its layers become views into the joined
+weights, so nothing is held twice, and it keeps working) or straight from files (`light.py`).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from lowq_cli.engine import rope
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.modules.joined import join
+from lowq_packers.families import Family, families
 
-MIXTURES = ("mixtral", "qwen3_moe")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES)
 ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-ROPE_OF_LENGTH = ("dynamic", "longrope")  # their angles depend on how long the text already is
+FULL, SLIDING = "full_attention", "sliding_attention"  # of a config's layer_types
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. post_attention and post_mlp norm what is added to the residual (Gemma), or are None."""
+    """One decoder layer. post_attention and post_mlp norm what is added to the residual, or are None."""
 
     qkv: nn.Module
     o: nn.Module
@@ -69,50 +68,78 @@ class Layer:
     post_mlp: torch.Tensor | None
 
 
+class Tensors(Protocol):
+    """Where `Blocks` gets a model's weights from, by the names of its layers' modules."""
+
+    def linear(self, parent: str, names: tuple[str, ...]) -> nn.Module:
+        """The layers `names` of a module as one, along N."""
+        ...
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A norm's weight."""
+        ...
+
+    def experts(self, parent: str) -> tuple[torch.Tensor, QuantExperts] | None:
+        """A layer's router (E, H) and experts; None where it has an MLP."""
+        ...
+
+
 class Blocks:
     """What `FusedDecoder` reads. `linears` holds the weights under short names, for `--explain`."""
 
-    def __init__(self, model: Any) -> None:
-        self.config = config = model.config.get_text_config()
-        base = model.model
-        self.embed, self.rotary = base.embed_tokens, base.rotary_emb
-        gemma = config.model_type.startswith("gemma")
-        self.layers = [_layer(layer, i, config, gemma) for i, layer in enumerate(base.layers)]
-        self.norm = _norm(base.norm, gemma)
-        self.head = model.lm_head
+    def __init__(self, config: Any, family: Family, tensors: Tensors, embed: nn.Module, head: Any) -> None:
+        self.config, self.family, self.embed, self.head = config, family, embed, head
+        self.layers = [_layer(tensors, i, config, family) for i in range(config.num_hidden_layers)]
+        self.norm = _norm(tensors, "model.norm", config, family)
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self.act = ACTS[_act_name(config)]
         named = nn.ModuleList(_named(layer) for layer in self.layers)
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
 
-    def rope_tables(self, slots: int, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Kind of layer -> cos, sin (slots, R), as the model's own rotary embedding computes and rounds them."""
-        x = torch.empty(0, dtype=dtype, device=device)
-        ids = torch.arange(slots, device=device)[None]
-        kinds = {layer.rope for layer in self.layers}
-        angles = {kind: self.rotary(x, ids, kind) if kind else self.rotary(x, ids) for kind in kinds}
-        return {kind: (cos[0].contiguous(), sin[0].contiguous()) for kind, (cos, sin) in angles.items()}
+    def rope_tables(self, slots: int, device: torch.device, dtype: torch.dtype) -> dict[str, rope.Tables]:
+        """Kind of layer -> cos, sin (slots, R), as transformers computes and rounds them."""
+        kinds, D = rope.by_kind(self.config.rope_parameters), self.layers[0].heads.D
+        partial = self.family.partial_rope
+        return {k: rope.tables(kinds[k], D, slots, device, dtype, partial) for k in {layer.rope for layer in self.layers}}
+
+
+class _ModelTensors:
+    """The modules of a transformers model, joined in place."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def linear(self, parent: str, names: tuple[str, ...]) -> nn.Module:
+        module = self.model.get_submodule(parent)
+        return getattr(module, names[0]) if len(names) == 1 else join(module, names)
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self.model.get_submodule(name).weight.detach()
+
+    def experts(self, parent: str) -> tuple[torch.Tensor, QuantExperts] | None:
+        mlp = self.model.get_submodule(parent)
+        return (mlp.gate.weight.detach(), mlp.experts) if hasattr(mlp, "experts") else None
+
+
+def blocks_of(model: Any) -> Blocks:
+    """The blocks of a model that `why_not` has nothing against: its own, or those of a transformers model, joined in place."""
+    if isinstance(found := getattr(model, "blocks", None), Blocks):
+        return found
+    config = model.config.get_text_config()
+    return Blocks(config, families()[config.model_type], _ModelTensors(model), model.model.embed_tokens, model.lm_head)
 
 
 def why_not(model: Any) -> str | None:
     """The reason this model cannot be decoded from `Blocks`, or None."""
+    if isinstance(getattr(model, "blocks", None), Blocks):
+        return None
     config = model.config.get_text_config()
-    if config.model_type not in FAMILIES:
-        return f"{config.model_type} is not one of the families with fused layers ({', '.join(FAMILIES)})"
+    if reason := why_not_config(config):
+        return reason
     base = getattr(model, "model", None)
     wanted = ("layers", "embed_tokens", "norm", "rotary_emb")
     if base is None or not all(hasattr(base, name) for name in wanted) or not hasattr(model, "lm_head"):
         return f"{type(model).__name__} is not built like the causal models of its family"
-    if _act_name(config) not in ACTS:
-        return f"activation {_act_name(config)}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(r for r in rope.values() if isinstance(r, dict))]
-    if any(r.get("rope_type") in ROPE_OF_LENGTH for r in kinds):
-        return "rotary angles that depend on the length of the text"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "soft-capped attention"
-    if getattr(config, "use_bidirectional_attention", False):
-        return "attention that is not causal"
     if len({p.device for p in model.parameters()}) > 1:
         return "the model is spread over several devices"
     routed = [layer.mlp for layer in base.layers if hasattr(getattr(layer, "mlp", None), "experts")]
@@ -123,60 +150,80 @@ def why_not(model: Any) -> str | None:
     return None
 
 
+def why_not_config(config: Any) -> str | None:
+    """The reason no model of this config can be, or None."""
+    if config.model_type not in families():
+        return f"{config.model_type} is not one of the families with fused layers ({', '.join(families())})"
+    if _act_name(config) not in ACTS:
+        return f"activation {_act_name(config)}"
+    if reason := rope.why_not(getattr(config, "rope_parameters", None)):
+        return reason
+    if getattr(config, "attn_logit_softcapping", None):
+        return "soft-capped attention"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "attention that is not causal"
+    return None
+
+
+def head_dim(config: Any) -> int:
+    """Values of a head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def _act_name(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
 
 
-def _norm(module: nn.Module, gemma: bool) -> Norm:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return Norm(_norm_weight(module, gemma), float(eps))  # type: ignore[arg-type]
+def _scaled(weight: torch.Tensor, family: Family) -> torch.Tensor:
+    return 1.0 + weight.float() if family.norm_adds_one else weight  # fp32: 1 + w is what it computes, bf16 would round it
 
 
-def _norm_weight(module: Any, gemma: bool) -> torch.Tensor:
-    weight = module.weight.detach()
-    return 1.0 + weight.float() if gemma else weight  # fp32: 1 + w is what the model computes, and bf16 would round it
+def _norm(tensors: Tensors, name: str, config: Any, family: Family) -> Norm:
+    return Norm(_scaled(tensors.vector(name), family), float(config.rms_norm_eps))
 
 
-def _layer(layer: Any, index: int, config: Any, gemma: bool) -> Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(attention, "sliding_window", None)
-    if window is None and kinds is None:  # Mistral and Phi-3 keep it in the config, for every layer
-        window = getattr(config, "sliding_window", None)
-    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+def _window(index: int, config: Any, family: Family) -> int:
+    windowed = family.windows == "every layer"
+    if family.windows == "by layer_types":
+        windowed = config.layer_types[index] == SLIDING
+    return int(getattr(config, "sliding_window", None) or 0) if windowed else 0
+
+
+def _layer(tensors: Tensors, index: int, config: Any, family: Family) -> Layer:
+    layer = f"model.layers.{index}"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    D, of_heads = head_dim(config), [f"{attention}.{n}_norm" for n in "qk"] if family.qk_norm else []
     heads = Heads(
         config.num_attention_heads,
         config.num_key_value_heads,
-        attention.head_dim,
-        float(attention.scaling),
-        int(window or 0),
-        float(getattr(q_norm, "variance_epsilon", getattr(q_norm, "eps", 0.0))),
-        None if q_norm is None else _norm_weight(q_norm, gemma),
-        None if k_norm is None else _norm_weight(k_norm, gemma),
+        D,
+        float(getattr(config, family.attention_scale) if family.attention_scale else D) ** -0.5,
+        _window(index, config, family),
+        float(config.rms_norm_eps) if family.qk_norm else 0.0,
+        *(_scaled(tensors.vector(n), family) for n in of_heads),
     )
-    post = gemma and layer.post_attention_layernorm, gemma and layer.post_feedforward_layernorm
+    after = "post_attention_layernorm"  # where nothing norms what is added, the norm before the MLP
+    posts = (after, "post_feedforward_layernorm") if family.post_norms else ()
+    post = [_scaled(tensors.vector(f"{layer}.{n}"), family) for n in posts]
+    routed = tensors.experts(mlp) if family.mixture else None
+    plain = () if routed else (tensors.linear(mlp, family.gate_up), tensors.linear(mlp, ("down_proj",)))
     return Layer(
-        qkv=attention.qkv_proj if hasattr(attention, "qkv_proj") else join(attention, ("q_proj", "k_proj", "v_proj")),
-        o=attention.o_proj,
-        mlp=_mixture(mlp) if hasattr(mlp, "experts") else _mlp(mlp),
+        qkv=tensors.linear(attention, family.qkv),
+        o=tensors.linear(attention, ("o_proj",)),
+        mlp=_mixture(*routed, config, family) if routed else Mlp(*plain),
         heads=heads,
-        rope=kinds[index] if gemma and kinds else "",
-        before_attention=_norm(layer.input_layernorm, gemma),
-        before_mlp=_norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm, gemma),
-        post_attention=_norm_weight(post[0], gemma) if gemma else None,
-        post_mlp=_norm_weight(post[1], gemma) if gemma else None,
+        rope=config.layer_types[index] if family.rope_by_layer_type else "",
+        before_attention=_norm(tensors, f"{layer}.input_layernorm", config, family),
+        before_mlp=_norm(tensors, f"{layer}.{'pre_feedforward_layernorm' if posts else after}", config, family),
+        post_attention=post[0] if post else None,
+        post_mlp=post[1] if post else None,
     )
 
 
-def _mlp(mlp: Any) -> Mlp:
-    return Mlp(mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else join(mlp, ("gate_proj", "up_proj")), mlp.down_proj)
-
-
-def _mixture(mlp: Any) -> Mixture:
-    router = mlp.gate
-    only_some = hasattr(router, "norm_topk_prob")  # Qwen's routers have the choice, and round; Mixtral's always normalises
-    normalise = router.norm_topk_prob if only_some else True
-    return Mixture(router.weight.detach(), mlp.experts, int(router.top_k), bool(normalise), rounded=only_some)
+def _mixture(router: torch.Tensor, experts: QuantExperts, config: Any, family: Family) -> Mixture:
+    assert family.mixture
+    always = family.mixture.normalises
+    return Mixture(router, experts, int(config.num_experts_per_tok), always or bool(config.norm_topk_prob), rounded=not always)
 
 
 def _named(layer: Layer) -> nn.ModuleDict:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_cli.engine.blocks import Blocks, Layer, Mixture, Mlp
+from lowq_cli.engine.blocks import Layer, Mixture, Mlp, blocks_of
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
 from lowq_kernels.decode import Fold, ops
@@ -36,7 +36,7 @@ class FusedDecoder:
 
     def __init__(self, model: Any, graphs: bool = True) -> None:
         self.device, self.dtype = model.device, model.dtype
-        self.blocks = Blocks(model)
+        self.blocks = blocks_of(model)
         self.ahead = self.device.type == "cuda"
         self.graphs = graphs and self.ahead
         self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
@@ -82,10 +82,20 @@ class FusedDecoder:
     def step(self) -> torch.Tensor:
         """The next token of each sequence, (B,) int64 on the device; the same tensor every time."""
         if self.run is None:
-            self._step()
+            self.forward_step()
         else:
             self.run.replay()
         return self.token
+
+    @torch.inference_mode()
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits (B, T, V) at every place of whole texts (B, T)."""
+        B, T = ids.shape
+        self._make_room(B, T)
+        self.held = []
+        x = self.blocks.embed(ids).reshape(B * T, -1)
+        hidden = self._layers(x, partial(self._attend_prompt, slice(0, B), 0))
+        return self._head(hidden).reshape(B, T, -1)
 
     def _make_room(self, batch: int, length: int) -> None:
         """A cache with at least `length` slots for `batch` sequences, kept from the last text where it fits."""
@@ -147,21 +157,21 @@ class FusedDecoder:
             y = o.add_norm(x, delta, layer.before_attention.weight, layer.before_attention.eps, post)
             delta = layer.o(attend(layer.qkv(y), i, layer))
             y = o.add_norm(x, delta, layer.before_mlp.weight, layer.before_mlp.eps, layer.post_attention)
-            delta = self._mlp(y, layer.mlp)
+            delta = self.mlp(y, layer.mlp)
             post = layer.post_mlp
         return o.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps, post)
 
     def about(self, batch: int) -> str:
         """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`."""
         fold = self.ops.fold
-        if fold is None or not self._folds(batch):
+        if fold is None or not self.folds(batch):
             return ""
         gate_up = self.blocks.layers[0].mlp.gate_up  # type: ignore[union-attr]
         config = fold.config_of(gate_up, batch, self.dtype, fold.NORMED | fold.ACTS[self.blocks.act])
         values = ",".join(map(str, config.values()))
         return f"norms, residual sums and activations are done by the products, which takes config {values} for gate_up"
 
-    def _folds(self, M: int) -> bool:
+    def folds(self, M: int) -> bool:
         """Whether products of M rows can do what lies between them, in every layer."""
         fold = self.ops.fold
         return fold is not None and all(self._layer_folds(fold, layer, M) for layer in self.blocks.layers)
@@ -178,7 +188,7 @@ class FusedDecoder:
         return not (fold.why_not(mlp.gate_up, M, dtype, gate_up) or fold.why_not(mlp.down, M, dtype, fold.ADDED))
 
     def _folded(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
-        """As `_layers`, what lies between the products done by them (`_folds`)."""
+        """As `_layers`, what lies between the products done by them (`folds`)."""
         fold, blocks = self.ops.fold, self.blocks
         assert fold is not None  # `_folds` has asked
         x, layers, act = x.contiguous(), blocks.layers, blocks.act
@@ -197,7 +207,7 @@ class FusedDecoder:
                 delta = mlp.down(h)
         return self.ops.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps)
 
-    def _mlp(self, x: torch.Tensor, mlp: Mlp | Mixture) -> torch.Tensor:
+    def mlp(self, x: torch.Tensor, mlp: Mlp | Mixture) -> torch.Tensor:
         """What a layer's second half adds to the residual stream, from its normed input x (M, H)."""
         if isinstance(mlp, Mlp):
             fold, act = self.ops.fold, self.blocks.act
@@ -206,14 +216,14 @@ class FusedDecoder:
             return mlp.down(self.ops.gated(mlp.gate_up(x), act))
         return mlp.experts(x, *self.ops.route(x, *mlp.route))
 
-    def _step(self) -> None:
+    def forward_step(self) -> None:
         """One token for each sequence; everything it reads and writes stays at fixed addresses."""
         x = self.blocks.embed(self.token)
 
         def attend(qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
             return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads)
 
-        layers = self._folded if self._folds(x.shape[0]) else self._layers
+        layers = self._folded if self.folds(x.shape[0]) else self._layers
         self._choose(self._head(layers(x, attend)), advance=1)
 
     def _head(self, x: torch.Tensor) -> torch.Tensor:
@@ -243,7 +253,7 @@ class FusedDecoder:
             kept = [t.clone() for t in (self.token, self.pos)]
             seen = None if self.seen is None else self.seen.clone()
             try:
-                found = capture(self._step)
+                found = capture(self.forward_step)
             except RuntimeError as e:
                 self.graphs, self.reason = False, f"no CUDA graph: {str(e).splitlines()[0]}"
                 found = None

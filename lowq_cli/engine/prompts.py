@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from lowq_cli.engine.sampling import Sampling
@@ -59,7 +60,11 @@ def stream(
 
         decoder = choose(model)
     limited_by = "length" if room == max_new_tokens else "context"
-    how = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
+    how: dict[str, Any] = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
+    if model.device.type == "cuda":
+        from lowq_cli.engine.warm import warm
+
+        how["prepare"] = partial(warm, model, decoder, prompts, sampling)
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
 
 

@@ -7,21 +7,54 @@ from typing import Any
 
 import torch
 
+from lowq_cli import console, ranks
+from lowq_cli.engine.config import NotPlain
+from lowq_cli.engine.tokenizer import read_tokenizer
+from lowq_cli.files.source import Source
+
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def ready(folder: str, device: str, notice: Callable[[str], None]) -> tuple[Any, Any]:
-    """(model, tokenizer) of a folder, hub id or "demo". Raises what `lowq_cli.loading.load` raises."""
+def ready(
+    folder: str | os.PathLike[str], device: str = "auto", notice: Callable[[str], None] = console.warn
+) -> tuple[Any, Any]:
+    """(model, tokenizer) of a folder, hub id or "demo": `light.read`'s where that takes it, else transformers'.
+
+    Raises what `lowq_cli.loading.load` raises.
+    """
     from lowq_cli.devices import pick_device
-    from lowq_cli.loading import load
+    from lowq_cli.engine import light
+    from lowq_cli.files.source import open_source
+    from lowq_cli.interop.importer import runnable
     from lowq_kernels.dispatch import tuning
 
     chosen = pick_device(device)
     if chosen.type == "cpu":
         torch.set_num_threads(threads())
-    if Path(folder).is_dir():
-        tuning.use(folder, chosen, notice)  # before loading: it also says which layout each shape is best held in
-    return load(folder, device=chosen)
+    with open_source(runnable(folder)) as source:
+        if source.folder is not None:
+            tuning.use(source.folder, chosen, notice)  # before loading: it also says which layout each shape is best held in
+        try:
+            if ranks.world() > 1:
+                raise NotPlain("several processes share it")
+            model: Any = light.read(source, chosen)
+        except NotPlain:
+            from lowq_cli.hf.load import load_model
+
+            model = load_model(source, chosen)
+        return model, tokenizer(source)
+
+
+def tokenizer(source: Source) -> Any:
+    """The tokenizer beside a model. Raises what `hf.tokenizer.load_tokenizer` raises."""
+    try:
+        if source.folder is None:
+            raise NotPlain("no folder")
+        return read_tokenizer(source.folder, str(source.config.get("model_type")))
+    except NotPlain:
+        from lowq_cli.hf.tokenizer import load_tokenizer
+
+        return load_tokenizer(source)
 
 
 def threads() -> int:

@@ -5,11 +5,11 @@ to start early. So the few best of each shape are tried in place, the shapes wit
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from lowq_cli.engine.graph import capture
+from lowq_cli.engine.stream import StepDecoder
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call, Config
 from lowq_kernels.modules.linear import QuantLinear
@@ -20,7 +20,7 @@ WORTH = 0.998  # of the best time so far: a gain that is not the clock's
 _trial: dict[Call, Named] = {}
 
 
-def calls_of(decoder: Any, batch: int, dtype: torch.dtype) -> dict[Call, Named]:
+def calls_of(decoder: StepDecoder, batch: int, dtype: torch.dtype) -> dict[Call, Named]:
     """The products of a step of `batch` sequences, and what dispatch takes for each now; those with most weights first."""
     found: dict[Call, int] = {}
     for m in decoder.linears.modules():
@@ -33,12 +33,12 @@ def calls_of(decoder: Any, batch: int, dtype: torch.dtype) -> dict[Call, Named]:
 
 
 @torch.inference_mode()
-def step_us(decoder: Any, replays: int = 30) -> float:
+def step_us(decoder: StepDecoder, replays: int = 30) -> float:
     """Microseconds of one recorded step at a started decoder's position, which stays; kernels are chosen anew."""
     registry.forget_choices()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     at, token = decoder.pos.clone(), decoder.token.clone()
-    run = capture(decoder._step)
+    run = capture(decoder.forward_step)
     run.replay()
     start.record()
     for _ in range(replays):
@@ -51,7 +51,10 @@ def step_us(decoder: Any, replays: int = 30) -> float:
 
 
 def search(
-    decoder: Any, now: Mapping[Call, Named], candidates: Mapping[Call, Sequence[Named]], left: Callable[[], bool] = lambda: True
+    decoder: StepDecoder,
+    now: Mapping[Call, Named],
+    candidates: Mapping[Call, Sequence[Named]],
+    left: Callable[[], bool] = lambda: True,
 ) -> tuple[dict[Call, Named], float, float]:
     """(kernel and config for each call, microseconds of a step with `now`, and with these), tried one call after the other.
 

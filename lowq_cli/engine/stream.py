@@ -5,10 +5,11 @@ detokenisation; the price is one wasted step after the end of a text.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampling
@@ -34,6 +35,23 @@ class Decoder(Protocol):
         ...
 
 
+class StepDecoder(Decoder, Protocol):
+    """A decoder whose step can be recorded and timed where it stands.
+
+    token (B,) int64, pos (B,) int32: the last tokens and their slots. linears: the layers that a step calls.
+    """
+
+    token: torch.Tensor
+    pos: torch.Tensor
+
+    @property
+    def linears(self) -> nn.Module: ...
+
+    def forward_step(self) -> None:
+        """One token for each sequence, from and into tensors at fixed addresses."""
+        ...
+
+
 class Generation:
     """Iterate for the text of the first sequence as it comes; afterwards the attributes tell the rest.
 
@@ -47,6 +65,7 @@ class Generation:
         self.stop_ids: frozenset[int] = how["stop_ids"]
         self.limited_by: str = how["limited_by"]
         self.began: float = how["began"]
+        self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles what its kernels are
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.texts = ["" for _ in prompts]
         self.finish_reasons = ["interrupted" for _ in prompts]
@@ -110,6 +129,7 @@ class Generation:
         if self.room == 0:
             self.finish_reasons = [self.limited_by for _ in self.prompts]
             return
+        self.prepare()
         start = time.perf_counter()
         device = self.decoder.start(self.prompts, self.sampling, self.room)
         waiting = _Fetch(device)

@@ -6,8 +6,10 @@ in the caches on disk, that takes some milliseconds and nothing is shown.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -22,18 +24,43 @@ from lowq_kernels.modules.linear import QuantLinear
 SLOTS = 64  # of the cache that attention is compiled on; no kernel's binary depends on how many there are
 
 
-def warm(model: Any, decoder: Any, prompts: list[list[int]], sampling: Sampling, done: Callable[[int, int], None]) -> int:
-    """Compile in parallel; returns how many launches that took, 0 on a CPU. `done(n, of)` is called where it is slow."""
+def warm(
+    model: Any,
+    decoder: Any,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    done: Callable[[int, int], None] = lambda n, of: None,
+) -> int:
+    """Compile in parallel what this decoder has not met; returns how many launches that took, 0 on a CPU.
+
+    A generation asks for it before it reads its prompts, so that another batch size or length of prompt waits for the slowest
+    kernel, not for one after the other. `done(n, of)` is called where it is slow.
+    """
     if model.device.type != "cuda" or not prompts:
         return 0
-    return launch_all(launches(model, decoder, len(prompts), max(map(len, prompts)), sampling), done)
+    met = _met.setdefault(decoder, set())
+    work = launches(model, decoder, len(prompts), max(map(len, prompts)), sampling, met)
+    return launch_all(work, done) if work else 0
 
 
-def launches(model: Any, decoder: Any, batch: int, longest: int, sampling: Sampling) -> list[Callable[[], object]]:
-    """One launch of each kernel that `batch` prompts of up to `longest` tokens and what follows them will take."""
+_met: WeakKeyDictionary[Any, set[object]] = WeakKeyDictionary()  # decoder -> rows of products and steps that it has launched
+
+
+def launches(
+    model: Any, decoder: Any, batch: int, longest: int, sampling: Sampling, met: set[object] | None = None
+) -> list[Callable[[], object]]:
+    """One launch of each kernel that `batch` prompts of up to `longest` tokens and what follows them will take.
+
+    What is in `met` is left out, and what is launched joins it.
+    """
+    met = set() if met is None else met
     rows = {batch} | {(some.stop - some.start) * (tokens.stop - tokens.start) for some, tokens in passes(batch, 0, longest)}
-    work = [*_products(model, decoder, rows)]
-    return work + _between(decoder, batch, rows, sampling) if isinstance(decoder, FusedDecoder) else work
+    step, new = (batch, replace(sampling, seed=0)), rows - met
+    work = [*_products(model, decoder, new)]
+    if isinstance(decoder, FusedDecoder) and step not in met:
+        work += _between(decoder, batch, new, sampling)
+    met |= {*rows, step}
+    return work
 
 
 def _products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], object]]:
@@ -80,20 +107,20 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
     work: list[Callable[[], object]] = [attend, attend_prompt, partial(choose, 0), partial(choose, 1)]
     work.append(partial(ops.add_norm, x, None, norm.weight, norm.eps, None))
     work.append(partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention))
-    if decoder._folds(batch):
+    if decoder.folds(batch):
         work += _folded(decoder, batch)
     if isinstance(first.mlp, Mlp):
         work.append(partial(ops.gated, make(batch, first.mlp.gate_up.out_features), blocks.act))
-        work.append(partial(decoder._mlp, x, first.mlp))
+        work.append(partial(decoder.mlp, x, first.mlp))
     else:
-        work += [partial(decoder._mlp, make(M, x.shape[1]), first.mlp) for M in rows if M <= FEW_TOKENS]
+        work += [partial(decoder.mlp, make(M, x.shape[1]), first.mlp) for M in rows if M <= FEW_TOKENS]
     return work
 
 
 def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]:
     """One launch of each distinct product that does more than multiply."""
     fold, layers, act, seen = decoder.ops.fold, decoder.blocks.layers, decoder.blocks.act, set()
-    assert fold is not None  # `decoder._folds` has asked
+    assert fold is not None  # `decoder.folds` has asked
     make = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
     row = torch.ones(batch, dtype=torch.float32, device=decoder.device)
     for layer in layers:

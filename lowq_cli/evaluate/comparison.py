@@ -42,13 +42,13 @@ def compare(
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: other vocabularies, too short a text.
     """
+    from lowq_cli.engine.ready import ready
     from lowq_cli.interop.inspection import inspect_model
-    from lowq_cli.loading import load
 
     reference: Any = None
     inspected = [inspect_model(name) for name in models]  # what is missing is told before any is measured
     for name, found in zip(models, inspected, strict=True):
-        model, tokenizer = load(name, device=device)
+        model, tokenizer = ready(name, device)
         ids = tokenize(tokenizer, text)
         window = window_of(model)
         report = evaluate(model, ids, reference, window, max_tokens)

@@ -117,14 +117,14 @@ def measure(
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
     """
-    from lowq_cli.loading import load
+    from lowq_cli.engine.ready import ready
 
-    loaded, tokenizer = load(model, device=device)
+    loaded, tokenizer = ready(model, device)
     if act is not None:
         from lowq_cli.hf.activations import set_activations
 
         set_activations(loaded, check_act(act))
-    reference = load(against, device=device)[0] if against else None
+    reference = ready(against, device)[0] if against else None
     window = min(window_of(m) for m in (loaded, reference) if m is not None)
     return evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress)
 
@@ -133,10 +133,10 @@ def measure_modes(
     model: str | Path, text: str, device: str = "auto", max_tokens: int | None = None, progress: Progress | None = None
 ) -> dict[str, Report]:
     """Activation mode -> `evaluate` on a text, for every mode that the model's layers take. Arguments as of `measure`."""
+    from lowq_cli.engine.ready import ready
     from lowq_cli.hf.activations import modes, set_activations
-    from lowq_cli.loading import load
 
-    loaded, tokenizer = load(model, device=device)
+    loaded, tokenizer = ready(model, device)
     ids = tokenize(tokenizer, text)
     found: dict[str, Report] = {}
     for act in modes(loaded):

@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowq_packers.errors import DamagedError
+from lowq_packers.families import families
 
 # Families whose self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj have the shapes of `_llama_shapes`.
-LLAMA_LIKE = {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3"}
+LLAMA_LIKE = {name for name, family in families().items() if family.llama_shapes}
+LLAMA_LIKE |= {"gemma", "gemma2", "olmo2", "granite", "smollm3"}  # whose layers are computed by transformers alone
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.")
 
 

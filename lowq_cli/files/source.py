@@ -136,6 +136,10 @@ class Source:
         """`nbytes` bytes of a tensor from byte `first`, whatever its dtype."""
         return read_bytes(self._fd(self.where[name]), self.headers[name].offset + first, nbytes, self.where[name])
 
+    def read_into(self, name: str, first: int, view: memoryview) -> None:
+        """Fill `view` (bytes) with a tensor's bytes from byte `first`."""
+        read_into(view, self._fd(self.where[name]), self.headers[name].offset + first, self.where[name])
+
     def _fd(self, file: str) -> int:
         if self.folder is None:
             raise UsageError(f"only the headers of {self.name} were fetched (dry run)")

@@ -1,6 +1,9 @@
 """How the linear layers of a loaded model take their activations."""
 
-from transformers import PreTrainedModel
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+from torch import nn
 
 from lowq_cli.hf.embedding import TiedHead
 from lowq_kernels.modules.fp8_linear import Fp8Linear
@@ -9,7 +12,22 @@ from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Act
 
 
-def quantized_linears(model: PreTrainedModel) -> list[QuantLinear | Fp8Linear]:
+class Model(Protocol):
+    """A causal model, of transformers or `engine.light`."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Every module in it."""
+        ...
+
+    def get_output_embeddings(self) -> Any:
+        """Its head."""
+        ...
+
+
+AnyModel = TypeVar("AnyModel", bound=Model)
+
+
+def quantized_linears(model: Model) -> list[QuantLinear | Fp8Linear]:
     """The packed and fp8 linear layers, but for the output head, whose rounding every logit would see."""
     head = model.get_output_embeddings()
     return [
@@ -17,7 +35,7 @@ def quantized_linears(model: PreTrainedModel) -> list[QuantLinear | Fp8Linear]:
     ]
 
 
-def set_activations(model: PreTrainedModel, act: Act) -> PreTrainedModel:
+def set_activations(model: AnyModel, act: Act) -> AnyModel:
     """The model, its quantized linears rounding activations as `act` says.
 
     Raises UsageError where there are none, UnsupportedError for int8 against fp8 weights.
@@ -30,7 +48,7 @@ def set_activations(model: PreTrainedModel, act: Act) -> PreTrainedModel:
     return model
 
 
-def modes(model: PreTrainedModel) -> list[Act]:
+def modes(model: Model) -> list[Act]:
     """The modes that the model's layers take; just "none" where nothing is quantized."""
     layers = quantized_linears(model)
     if not layers:

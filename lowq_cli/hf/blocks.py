@@ -13,8 +13,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import WHOLE, Cut, Source
 from lowq_cli.hf.experts import why_not_experts
-from lowq_cli.hf.skeleton import Skeleton, build, one_line
-from lowq_packers.errors import LowqError, UnsupportedError
+from lowq_cli.hf.skeleton import Skeleton, build
+from lowq_packers.errors import LowqError, UnsupportedError, one_line
 
 Hidden = torch.Tensor
 Others = tuple[tuple[Any, ...], dict[str, Any]]  # what a layer is called with besides the hidden state

@@ -1,4 +1,4 @@
-"""A model folder, hub id or "demo" as a transformers model with kernels in place, and its tokenizer."""
+"""A model folder, hub id or "demo" as a transformers model with kernels in place."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from lowq_cli import console, ranks
@@ -14,11 +14,11 @@ from lowq_cli.devices import pick_device
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
 from lowq_cli.hf import register
-from lowq_cli.hf.skeleton import model_class, one_line
+from lowq_cli.hf.skeleton import model_class
 from lowq_cli.hf.structure import check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
 from lowq_kernels.dispatch import tuning
-from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, UnsupportedError, UsageError, one_line
 
 
 def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.device) -> torch.dtype | str:
@@ -128,31 +128,3 @@ def _silent() -> Iterator[None]:
         logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
-
-
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model.
-
-    Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read.
-    """
-    try:  # False: left out, transformers asks on stdin whether to run the folder's own code
-        found = AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
-    except Exception as e:
-        if "trust_remote_code" in str(e):
-            raise UnsupportedError(
-                f"the tokenizer of {source.name} is code of its own, which lowq does not run; with a tokenizer.json beside it, "
-                f"take auto_map out of tokenizer_config.json and write PreTrainedTokenizerFast for its tokenizer_class"
-            ) from e
-        if source.folder is not None and not _has_tokenizer(source):
-            raise NotFoundError(
-                f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json into {source.folder}"
-            ) from e
-        raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
-    if hasattr(found, "deprecation_warnings"):  # as if it had warned of a long text before: those who pass one check its length
-        found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return found
-
-
-def _has_tokenizer(source: Source) -> bool:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    return source.folder is not None and any((source.folder / n).is_file() for n in names)

@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lowq_cli.files.source import Cut
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError, one_line
 
 
 def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
@@ -73,11 +73,6 @@ def _untagged(value: Any) -> Any:
             return float(value["__float__"])
         return {k: _untagged(v) for k, v in value.items()}
     return [_untagged(v) for v in value] if isinstance(value, list) else value
-
-
-def one_line(e: Exception) -> str:
-    """What an exception of another library says, on one line of at most 300 characters."""
-    return " ".join(str(e).split())[:300] or type(e).__name__
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
 """What llama.cpp calls the families that lowq writes, and their tensors."""
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-MIXTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}  # written, not read
+from lowq_packers.families import families
+
+_WRITTEN = {name: family for name, family in families().items() if family.gguf}
+ARCHITECTURES = {name: family.gguf for name, family in _WRITTEN.items() if not family.mixture}
+MIXTURES = {name: family.gguf for name, family in _WRITTEN.items() if family.mixture}  # written, not read
+CLASSES = {family.gguf: family.gguf_class for family in _WRITTEN.values() if family.gguf_class}  # architecture -> what reads it
 PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {

@@ -17,7 +17,7 @@ from lowq_cli import state
 from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
-from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, TOP
+from lowq_cli.interop.gguf_names import ARCHITECTURES, CLASSES, LAYER, PERMUTED, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_folder
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
@@ -203,7 +203,7 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
         | {k: v for k, v in tokens.items() if v is not None}
         | {
             "model_type": arch,
-            "architectures": [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[arch]],
+            "architectures": [CLASSES[arch]],
             "vocab_size": embedding.shape[0],
             "tie_word_embeddings": "output.weight" not in tensors,
             "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in tensors,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,7 +116,8 @@ class Steps:
 
         model, _ = ready(str(folder), device.type, lambda text: None)
         tuning.forget()  # an older table of this folder: what is to be beaten is dispatch without one
-        self.decoder, self.dtype = choose(model), model.dtype
+        self.decoder: Any = choose(model)  # a FusedDecoder where there is no reason against it
+        self.dtype = model.dtype
         recorded = isinstance(self.decoder, FusedDecoder) and self.decoder.graphs
         self.reason = "" if recorded else self.decoder.reason or "its steps are not recorded"
 
@@ -130,7 +132,7 @@ class Steps:
         known = {call: e for call in now if (e := found.get(tuning.place_of(call)))}
         options = {call: _close(e) for call, e in known.items()}
         chosen, before, after = search.search(self.decoder, now, options, left)
-        self.decoder.captured.clear()  # type: ignore[attr-defined]
+        self.decoder.captured.clear()
         return [_reordered(e, chosen[call]) for call, e in known.items()], before, after
 
 

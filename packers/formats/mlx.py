@@ -14,6 +14,7 @@ import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.families import families
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._older_config import spelled_out
@@ -22,9 +23,11 @@ from lowq_packers.scheme import Scheme
 
 WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
-FAMILIES = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # whose experts mlx-lm stacks as below, and changes nothing else
-SILU = ("llama", "mistral", "qwen2", "qwen3", *FAMILIES)  # mlx-lm 0.32 computes them with silu, whatever config.json says
-UNWINDOWED = ("mistral", "qwen2", "qwen3", *FAMILIES)  # and without their sliding window
+_OURS = [f for f in families().values() if f.mlx]
+_OTHERS = ("olmoe", "qwen2_moe")  # whose layers are computed by transformers alone
+FAMILIES = (*(f.model_type for f in _OURS if f.mixture), *_OTHERS)  # whose experts mlx-lm stacks as below, and no more
+SILU = (*(f.model_type for f in _OURS), *_OTHERS)  # mlx-lm 0.32 computes them with silu, whatever config.json says
+UNWINDOWED = (*(f.model_type for f in _OURS if f.windows != "no"), *_OTHERS)  # and without their sliding window
 LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of an expert's matrix -> the stack's
 
 

@@ -150,6 +150,15 @@ def test_a_rerun_continues_behind_the_finished_layers(family_checkpoints, text, 
         assert files(out) == files(tmp_path / "whole")
 
 
+def test_progress_is_told_before_the_first_layer_ends_and_the_plan_names_its_time(family_checkpoints, text, tmp_path):
+    dense, recipe = family_checkpoints("llama").dense, make_recipe(bits=3, group=16, method="gptq", calib=text)
+    with pipeline.prepare(dense, recipe, tmp_path / "out") as prepared:
+        assert prepared.budget.seconds > 0
+        steps = [e for e in prepared.run() if isinstance(e, calibration.MatrixDone | calibration.LayerDone)]
+    assert [getattr(e, "total", 0) for e in steps if isinstance(e, calibration.MatrixDone)] == [14] * 14
+    assert [e.index for e in steps] == [1, 2, 3, 4, 5, 6, 7, 1, 8, 9, 10, 11, 12, 13, 14, 2]
+
+
 def test_a_damaged_finished_layer_is_named(family_checkpoints, text, tmp_path):
     dense, recipe = family_checkpoints("llama").dense, make_recipe(bits=3, group=16, method="gptq", calib=text)
     events = pipeline.run(dense, recipe, tmp_path / "out")
@@ -312,3 +321,9 @@ def test_layers_are_calibrated_behind_a_quantized_embedding(family_checkpoints, 
     with open_source(tmp_path / "out1") as source:
         assert "model.embed_tokens.weight_scale" in source.headers
     assert 0.05 < table < 0.6  # 2 bits of random weights
+
+
+def test_the_log_says_of_a_layer_done_before_that_it_was():
+    """It said "error 0"."""
+    assert pipeline._logged(calibration.LayerDone(2, 6, 0.0, 0.1, True)) == "layer 2 of 6: calibrated before"
+    assert pipeline._logged(calibration.LayerDone(3, 6, 0.0125, 4.2, False)) == "layer 3 of 6: error 0.0125, 4.2 s"

@@ -72,3 +72,32 @@ def test_numbers_that_json_has_no_word_for_are_null(capsys):
     console.out_json({"ppl": float("inf"), "rows": [{"kl": float("nan"), "n": 1}], "pair": (0.5, float("-inf")), "ok": True})
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found == {"ppl": None, "rows": [{"kl": None, "n": 1}], "pair": [0.5, None], "ok": True}
+
+
+def test_a_table_without_room_for_its_columns_becomes_a_paragraph_a_row(terminal):
+    """At 40 columns one of them was left out."""
+    screen = terminal(40)
+    columns = ("weights", ">tensors", ">parameters", "scheme", ">bits each", ">size")
+    console.table("demo -> out", columns, [("attention", 24, "1.2 M", "4-bit g64", "4.50", "663.6 kB")], on_stdout=True)
+    shown = screen.getvalue()
+    assert max(map(len, shown.splitlines())) <= 40
+    for cell in ("attention:", "24,", "1.2 M,", "4-bit g64,", "4.50,", "663.6 kB"):
+        assert cell in " ".join(shown.split())
+
+
+def test_a_line_of_a_result_breaks_between_words(terminal):
+    screen = terminal(44)
+    console.out_line("serves in: lowq, transformers (with import lowq), humming (lowq export)")
+    assert screen.getvalue() == "serves in: lowq, transformers (with import\n  lowq), humming (lowq export)\n"
+
+
+def test_quiet_leaves_results_and_errors(capsys, monkeypatch):
+    monkeypatch.setattr(console, "quiet", True)
+    console.say("a hint")
+    console.warn("a warning")
+    console.table("", ("a",), [("x",)])
+    with console.progress("work", 2) as advance:
+        advance(1, "half")
+    console.out("result")
+    console.fail("error")
+    assert capsys.readouterr() == ("result\n", "lowq: error\n")

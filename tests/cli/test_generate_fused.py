@@ -137,7 +137,7 @@ def test_folding_changes_no_token(name):
     decoder = FusedDecoder(model)
     wanted = tokens(model, decoder, **lively)
     decoder.ops = replace(decoder.ops, fold=Fold)
-    assert decoder._folds(2) == (name != "gemma3_text")
+    assert decoder.folds(2) == (name != "gemma3_text")
     assert decoder.about(2).endswith("by the products, which takes config 4,2 for gate_up") == (name != "gemma3_text")
     assert tokens(model, decoder, **lively) == wanted
 

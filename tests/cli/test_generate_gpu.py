@@ -84,7 +84,7 @@ def test_packed_models(bits, monkeypatch):
             model.set_submodule(path, packed)
             truth.get_submodule(path).weight.data = q.dequantize()
     decoder = FusedDecoder(model)
-    assert decoder._folds(3)
+    assert decoder.folds(3)
     for folding in (True, False):
         decoder.ops = decoder.ops if folding else replace(decoder.ops, fold=None)
         decoder.captured.clear()

@@ -1,5 +1,6 @@
 """The command itself: help without torch in under 0.2 s, exit codes, one line per error, JSON on request."""
 
+import io
 import json
 import os
 import resource
@@ -252,3 +253,36 @@ def test_bytes_that_are_not_utf8_are_one_line():
         done = subprocess.run([LOWQ, "generate", "demo", *args], capture_output=True, input=stdin)
         assert done.returncode == 2
         assert done.stderr.decode() == "lowq: the prompt is not UTF-8 text; convert it, or check the locale\n"
+
+
+def test_a_bare_lowq_in_a_terminal_keeps_the_lines_of_its_help(monkeypatch):
+    """It was filled into one paragraph."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "argv", ["lowq"])
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    main._run()
+    shown = (sys.stderr.getvalue() + sys.stdout.getvalue()).splitlines()
+    assert "Commands:" in shown
+    assert any(line.startswith("  quantize  ") for line in shown)
+
+
+def test_a_dry_run_writes_its_plan_to_stdout_and_quiet_leaves_the_result(tmp_path):
+    done = run("quantize", "demo", "--dry-run", XDG_STATE_HOME=str(tmp_path))
+    assert "bits per weight" in done.stdout
+    assert "by lsq, on" in done.stdout
+    assert "--embedding 8 would make the whole" in done.stdout
+    assert "bits per weight" not in done.stderr
+    quiet = run("generate", "demo", "--prompt", "Once", "--max-new-tokens", "2", "--device", "cpu", "--quiet")
+    assert quiet.stdout.strip()
+    assert quiet.stderr == ""
+
+
+def test_the_version_is_that_of_the_package():
+    import lowq
+
+    assert run("--version").stdout == f"lowq {lowq.__version__}\n"

@@ -47,6 +47,10 @@ def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
     assert sorted(seen) == sorted([*wanted, *((2, N, K) for N, K in shapes[2:])])
     between = 8  # attention and choice after a prompt and after a step, two norms, activation, a whole second half
     assert n == len(seen) - 2 + between  # the second half multiplies twice
+    assert warm.warm(model, decoder, PROMPTS, Sampling(seed=3)) == 0  # all of it was launched before
+    n = len(seen)
+    warm.warm(model, decoder, [[1] * 7] * 2, Sampling())
+    assert {M for M, _, _ in seen[n:]} == {2 * 7}  # of a prompt of another length its own products alone
     assert warm.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), told.append) == 0
 
 

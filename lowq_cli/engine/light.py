@@ -1,0 +1,313 @@
+"""A checkpoint as a model that decodes, straight from config.json and the tensors: no transformers is imported.
+
+Taken are safetensors folders of a known family whose tensors are exactly those that config.json asks for. Anything else
+(another family, another tool's format, tensors that are missing, extra or damaged) goes by way of transformers, which also
+says what is wrong with it: `why_not` gives the reason. A product's weight is read from its places in the files into one
+tensor, and moved into its device's layout once, several at a time.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.engine.blocks import Blocks, head_dim, why_not_config
+from lowq_cli.engine.config import Config, NotPlain, read_config
+from lowq_cli.engine.reading import Reader
+from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
+from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files.source import Source
+from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
+from lowq_kernels.modules.joined import SideBySide, dense
+from lowq_kernels.modules.linear import QuantLinear
+from lowq_packers.errors import DamagedError, DoesNotFitError, SchemeError, UnsupportedError
+from lowq_packers.families import Family
+from lowq_packers.layouts import DISK, PackedWeight, stored
+
+WEIGHT, SCALE, ZERO, BIAS = ".weight", ".weight_scale", ".weight_zero", ".bias"
+FLOATS = ("F16", "BF16", "F32")
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+Place = tuple[str, tuple[str, ...]]  # a module and the names of its layers that are one product
+EMBED, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One (N, K) weight of the files, by its name without ".weight". how: None where it is dense."""
+
+    stem: str
+    N: int
+    K: int
+    bias: bool
+    how: Stored | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is read: parent module and leaves -> the matrices side by side, and the vectors by name."""
+
+    config: Config
+    family: Family
+    dtype: torch.dtype
+    act: str
+    linears: dict[Place, list[Matrix]]
+    vectors: dict[str, int]
+    embed: Matrix
+    head: Matrix | None  # None: tied to the embedding
+
+
+class LightModel(nn.Module):
+    """What commands and decoders ask of a model: config, device, dtype, blocks, embeddings, logits of whole texts."""
+
+    def __init__(self, plan: Plan, tensors: "_FileTensors", embed: nn.Module, head: nn.Module, stops: Any) -> None:
+        super().__init__()
+        self.config, self.dtype = plan.config, plan.dtype
+        self.generation_config = SimpleNamespace(eos_token_id=stops)
+        self.embed, self.vectors = embed, nn.ParameterList(tensors.vectors.values())
+        self.blocks = Blocks(plan.config, plan.family, tensors, embed, head)
+        self.linears = self.blocks.linears
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.vectors[0].device
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embedding."""
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output head."""
+        return self.blocks.head
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> SimpleNamespace:
+        """`logits` (B, T, V) of whole texts (B, T), as transformers' models give them."""
+        from lowq_cli.engine.choose import choose
+
+        decoder: Any = choose(self)  # the fused one: a model like this has no other
+        return SimpleNamespace(logits=decoder.logits(input_ids))
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose rows are multiplied by `scalar_embed_scale`, rounded to their dtype."""
+
+    scalar_embed_scale = 1.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids (...) -> (..., K)."""
+        return super().forward(ids) * torch.tensor(self.scalar_embed_scale, device=self.weight.device).to(self.weight.dtype)
+
+
+def why_not(source: Source, device: torch.device) -> str | None:
+    """The reason a source goes by way of transformers, or None."""
+    try:
+        make_plan(source, device)
+    except NotPlain as e:
+        return str(e)
+    return None
+
+
+def read(source: Source, device: torch.device) -> LightModel:
+    """The model of an open source.
+
+    Raises NotPlain where it has to go by way of transformers, DoesNotFitError where the device's memory ends.
+    """
+    plan = make_plan(source, device)
+    try:
+        return _read(source, plan, device)
+    except torch.OutOfMemoryError as e:
+        raise DoesNotFitError(f"{source.name} does not fit into the memory of {device}; use fewer bits, or --device cpu") from e
+
+
+def make_plan(source: Source, device: torch.device) -> Plan:
+    """What to read, every header checked. Raises NotPlain."""
+    quantization = source.config.get("quantization_config")
+    if source.folder is None or (quantization is not None and quantization.get("quant_method") != METHOD):
+        raise NotPlain("not a folder of plain or lowq's tensors")
+    config, family = read_config(source.config, len(source.headers))
+    if reason := why_not_config(config):
+        raise NotPlain(reason)
+    if family.mixture:
+        raise NotPlain("a mixture of experts")
+    dtype = torch.bfloat16 if quantization is not None and device.type == "cpu" else _dtype(source.config)
+    stems = {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)}
+    try:
+        schemes = {} if quantization is None else expand_stored(quantization, stems)
+    except (DamagedError, UnsupportedError) as e:
+        raise NotPlain(str(e)) from None
+
+    def matrix(stem: str, N: int, K: int, bias: bool = False) -> Matrix:
+        return Matrix(stem, N, K, bias, schemes.get(stem))
+
+    linears: dict[Place, list[Matrix]] = {}
+    vectors = {NORM: config.hidden_size}
+    for i in range(config.num_hidden_layers):
+        linears |= _linears(f"model.layers.{i}", config, family, matrix)
+        vectors |= _vectors(f"model.layers.{i}", config, family)
+    table = matrix(EMBED, config.vocab_size, config.hidden_size)
+    head = None if config.tie_word_embeddings else matrix(HEAD, config.vocab_size, config.hidden_size)
+    act = "none" if quantization is None else quantization.get("activations", "none")
+    plan = Plan(config, family, dtype, act, linears, vectors, table, head)
+    _check(plan, source.headers)
+    return plan
+
+
+def _dtype(config: Mapping[str, Any]) -> torch.dtype:
+    named = config.get("dtype") or config.get("torch_dtype")
+    if named not in DTYPES:
+        raise NotPlain("config.json names no dtype")
+    return DTYPES[named]
+
+
+def _linears(layer: str, config: Config, family: Family, matrix: Callable[..., Matrix]) -> dict[Place, list[Matrix]]:
+    """The linear layers of one decoder layer."""
+    hidden, inter, D = config.hidden_size, config.intermediate_size, head_dim(config)
+    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
+    all_bias = bool(getattr(config, "attention_bias", False))
+    bias, mlp_bias = all_bias if family.qkv_bias is None else family.qkv_bias, bool(getattr(config, "mlp_bias", False))
+    rows = {1: [q + 2 * kv], 3: [q, kv, kv]}[len(family.qkv)]
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    each = 2 * inter // len(family.gate_up)
+    return {
+        (attention, family.qkv): [matrix(f"{attention}.{n}", N, hidden, bias) for n, N in zip(family.qkv, rows, strict=True)],
+        (attention, ("o_proj",)): [matrix(f"{attention}.o_proj", hidden, q, all_bias if family.qkv_bias is None else False)],
+        (mlp, family.gate_up): [matrix(f"{mlp}.{n}", each, hidden, mlp_bias) for n in family.gate_up],
+        (mlp, ("down_proj",)): [matrix(f"{mlp}.down_proj", hidden, inter, mlp_bias)],
+    }
+
+
+def _vectors(layer: str, config: Config, family: Family) -> dict[str, int]:
+    """The norms of one decoder layer."""
+    names = ["input_layernorm", "post_attention_layernorm"]
+    names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if family.post_norms else []
+    found = {f"{layer}.{n}": config.hidden_size for n in names}
+    of_heads = ("q_norm", "k_norm") if family.qk_norm else ()
+    return found | {f"{layer}.self_attn.{n}": head_dim(config) for n in of_heads}
+
+
+def _check(plan: Plan, headers: Mapping[str, TensorHeader]) -> None:
+    """Raise NotPlain unless the headers are those of the plan, no more and no fewer."""
+    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+    wanted |= {n + WEIGHT: ((size,), FLOATS) for n, size in plan.vectors.items()}
+    singles = [plan.embed, *([plan.head] if plan.head else [])]
+    for m in [*(m for row in plan.linears.values() for m in row), *singles]:
+        if m.bias:
+            wanted[m.stem + BIAS] = (m.N,), FLOATS
+        if m.how is None:
+            wanted[m.stem + WEIGHT] = (m.N, m.K), FLOATS
+            continue
+        scheme, layout = m.how
+        form = stored(layout)
+        assert form.shapes
+        if m.N % form.row_step or (m is plan.embed and layout != DISK):
+            raise NotPlain(f"{m.stem} in layout {layout}")
+        try:
+            words, companions = form.shapes(scheme, m.N, m.K)
+        except SchemeError as e:
+            raise NotPlain(str(e)) from None
+        wanted[m.stem + WEIGHT] = words, ("I32",)
+        wanted[m.stem + SCALE] = companions, FLOATS
+        if scheme.zero != "none":
+            wanted[m.stem + ZERO] = companions, FLOATS
+    if odd := wanted.keys() ^ headers.keys():
+        raise NotPlain(f"{min(odd)} is missing or not asked for")
+    for name, (shape, dtypes) in wanted.items():
+        if tuple(headers[name].shape) != shape or headers[name].dtype not in dtypes:
+            raise NotPlain(f"{name} is {headers[name].dtype} {tuple(headers[name].shape)}")
+
+
+class _FileTensors:
+    """The layers of a plan, read."""
+
+    def __init__(self, linears: dict[Place, nn.Module], vectors: dict[str, nn.Parameter]) -> None:
+        self.linears, self.vectors = linears, vectors
+
+    def linear(self, parent: str, names: tuple[str, ...]) -> nn.Module:
+        return self.linears[parent, names]
+
+    def vector(self, name: str) -> torch.Tensor:
+        return self.vectors[name].detach()
+
+    def experts(self, parent: str) -> None:
+        return None
+
+
+def _read(source: Source, plan: Plan, device: torch.device) -> LightModel:
+    """Read in threads: the files' bytes, then each weight into its layout."""
+    with Reader(source, device) as reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
+        embed = pool.submit(_embedding, plan, reader)
+        head = pool.submit(_linear, [plan.head], plan.dtype, reader) if plan.head else None
+        futures = {key: pool.submit(_linear, row, plan.dtype, reader, plan.act) for key, row in plan.linears.items()}
+        vectors = {n: nn.Parameter(reader.read(n + WEIGHT, plan.dtype), requires_grad=False) for n in plan.vectors}
+        table = embed.result()
+        top = head.result() if head else _tied(table, plan)
+        linears = {key: f.result() for key, f in futures.items()}
+        reader.check()
+    return LightModel(plan, _FileTensors(linears, vectors), table, top, _stops(source, plan.config)).eval()
+
+
+def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "none") -> nn.Module:
+    """The matrices of a row as one layer where they are alike, as `modules.joined.join` would make it."""
+    if len({(m.how, m.bias) for m in row}) > 1:
+        return SideBySide([_linear([m], dtype, reader, act) for m in row])
+    first, names = row[0], [m.stem for m in row]
+    bias = torch.cat([reader.read(n + BIAS, dtype) for n in names]) if first.bias else None
+    if first.how is None:
+        return dense(reader.join([n + WEIGHT for n in names], dtype), bias)
+    layer = QuantLinear.from_packed(_packed(row, dtype, reader), bias)
+    layer.set_act(act)  # type: ignore[arg-type]
+    return layer
+
+
+def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeight:
+    """The words and companions of matrices that are packed alike, side by side."""
+    assert row[0].how is not None
+    names, (scheme, layout) = [m.stem for m in row], row[0].how
+    words = reader.join([n + WEIGHT for n in names])
+    scales = reader.companion([n + SCALE for n in names], dtype)
+    zeros = None if scheme.zero == "none" else reader.companion([n + ZERO for n in names], dtype, scheme)
+    return PackedWeight(words, scales, zeros, scheme, sum(m.N for m in row), row[0].K, layout)
+
+
+def _embedding(plan: Plan, reader: Reader) -> nn.Embedding | QuantEmbedding:
+    """The token embedding."""
+    m = plan.embed
+    kind = ScaledEmbedding if plan.family.scaled_embedding else nn.Embedding
+    rows = reader.join([m.stem + WEIGHT], plan.dtype) if m.how is None else torch.empty(m.N, m.K, device="meta")
+    table = kind(m.N, m.K, _weight=rows).requires_grad_(False)
+    if isinstance(table, ScaledEmbedding):
+        table.scalar_embed_scale = plan.config.hidden_size**0.5
+    if m.how is None:
+        return table
+    packed = _packed([m], plan.dtype, reader)
+    found = QuantEmbedding(table, m.how.scheme, plan.dtype)
+    found.weight = nn.Parameter(packed.words, requires_grad=False)
+    found.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
+    found.weight_zero = None if packed.zeros is None else nn.Parameter(packed.zeros, requires_grad=False)
+    return found
+
+
+def _tied(table: nn.Embedding | QuantEmbedding, plan: Plan) -> nn.Module:
+    """The head that shares the embedding's weight."""
+    m = plan.embed
+    if isinstance(table, QuantEmbedding):
+        tied = TiedHead(m.N, m.K, table.scheme, False, plan.dtype, "meta")
+        tied.share(table)
+        return tied.prepare(plan.dtype)
+    return dense(table.weight.detach(), None)
+
+
+def _stops(source: Source, config: Config) -> Any:
+    """The tokens that end a text: generation_config.json's, else config.json's."""
+    assert source.folder is not None
+    path = source.folder / "generation_config.json"
+    try:
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, AttributeError):
+        raise NotPlain("generation_config.json cannot be read") from None
+    return config.eos_token_id if found is None else found

@@ -1,0 +1,288 @@
+"""Checkpoints read without transformers: the same tokens, configs, angles and ids as by way of it, and who goes that way."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from lowq_cli.engine import light, rope, stream
+from lowq_cli.engine.config import NotPlain, read_config
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.ready import ready, tokenizer
+from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.load import load_model
+from lowq_packers.errors import DamagedError
+from lowq_packers.families import families
+from lowq_packers.scheme import Scheme
+
+from .conftest import FAMILIES, write_dense, write_packed
+
+CPU = torch.device("cpu")
+PLAIN = [name for name, (kind, _) in FAMILIES.items() if kind in families() and not families()[kind].mixture]
+SAME = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(4, 16, "int"), "head": Scheme(8, 64, "none")}
+PROMPTS = [list(range(3, 20)), list(range(40, 45))]
+DEMO = Path(light.__file__).parents[1] / "demo"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = {
+    "none": {},
+    "old linear": {"rope_theta": 20000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "llama3": {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0, "original_max_position_embeddings": 32}},
+    "llama3, no length": {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "yarn, scaled": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+        | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 16, "truncate": False}
+    },
+}
+
+
+def tokens(model, n=12):
+    g = stream(model, Letters(), PROMPTS, max_new_tokens=n, decoder=FusedDecoder(model), temperature=1.5, seed=5)
+    list(g.pieces())
+    return g.tokens
+
+
+class Letters:
+    """A tokenizer that only writes."""
+
+    eos_token_id = None
+
+    def decode(self, ids, **_):
+        return "".join(chr(64 + i) for i in ids)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
+    folder = write_dense(tmp_path / "dense", family, "bfloat16")
+    if kind == "packed":
+        folder = write_packed(folder, tmp_path / "made", SAME).packed
+    with open_source(folder) as source:
+        assert light.why_not(source, CPU) is None
+        model, heavy = light.read(source, CPU), load_model(source, CPU)
+    assert (model.dtype, model.device) == (heavy.dtype, heavy.device)
+    assert model.generation_config.eos_token_id == heavy.generation_config.eos_token_id
+    wanted = tokens(heavy)
+    assert len({t for row in wanted for t in row}) > 8
+    assert tokens(model) == wanted
+    theirs = dict(FusedDecoder(heavy).linears.named_modules())
+    for name, m in model.linears.named_modules():  # each is held as it would be, joined and in the device's layout
+        assert type(m) is type(theirs[name])
+        assert getattr(m, "layout", None) == getattr(theirs[name], "layout", None)
+
+
+@pytest.mark.parametrize("family", PLAIN)
+def test_logits_of_whole_texts_are_those_of_transformers(tmp_path, family):
+    with open_source(write_dense(tmp_path / "m", family)) as source:
+        model, heavy = light.read(source, CPU), load_model(source, CPU)
+    ids = torch.randint(3, 150, (2, 50), generator=torch.Generator().manual_seed(1))
+    wanted = heavy(input_ids=ids, use_cache=False).logits
+    assert ((model(input_ids=ids).logits - wanted).norm() / wanted.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("family", families())
+def test_configs_are_read_as_transformers_reads_them(family):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "num_attention_heads": 4}
+    sizes |= {"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "model_type": family, "num_key_value_heads": 4}
+    for more in ({}, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}):
+        theirs = CONFIG_MAPPING[family].from_dict(sizes | more)
+        ours, known = read_config(sizes | more, 100)
+        for name in known.defaults:
+            wanted = getattr(theirs, name, None)
+            assert getattr(ours, name) == (64 // 4 if name == "head_dim" and wanted is None else wanted), name
+        for kind, theirs_of_kind in rope.by_kind(theirs.rope_parameters).items():
+            ours_of_kind = rope.by_kind(ours.rope_parameters)[kind]
+            assert {k: theirs_of_kind[k] for k in ours_of_kind} == ours_of_kind
+
+
+@pytest.mark.parametrize("family", [f for f in families() if f not in ("phi3", "gemma3_text")])
+@pytest.mark.parametrize("name", ROPES)
+def test_angles_are_those_of_transformers_bit_for_bit(family, name):
+    _compare_angles(family, ROPES[name])
+
+
+@pytest.mark.parametrize("more", [{}, {"partial_rotary_factor": 0.5}], ids=str)
+def test_angles_of_a_part_of_a_head(more):
+    _compare_angles("phi3", more)
+
+
+@pytest.mark.parametrize("more", [{}, {"rope_local_base_freq": 5000.0, "rope_theta": 70000.0}], ids=str)
+def test_angles_by_kind_of_layer(more):
+    _compare_angles("gemma3_text", more | {"sliding_window_pattern": 2})
+
+
+def _compare_angles(family, more):
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    raw = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    raw |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "pad_token_id": 0}
+    raw |= {"model_type": family, "num_experts": 2, "num_local_experts": 2, "moe_intermediate_size": 16, "head_dim": 64}
+    config, known = read_config(raw | more, 100)
+    theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family].from_dict(raw | more)).model.rotary_emb
+    for dtype in (torch.bfloat16, torch.float32):
+        x, ids = torch.empty(0, dtype=dtype), torch.arange(300)[None]
+        for kind, of_kind in rope.by_kind(config.rope_parameters).items():
+            ours = rope.tables(of_kind, 64, 300, CPU, dtype, known.partial_rope)
+            for a, b in zip(ours, theirs(x, ids, kind) if kind else theirs(x, ids), strict=True):
+                assert torch.equal(a, b[0])
+
+
+def _rewritten(folder, change):
+    with safe_open(folder / "model.safetensors", "pt") as f:
+        found = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  # not a dict
+    change(found)
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing or not asked for"),
+        (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "model.extra.weight is missing or not asked for"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32)}), r"model.norm.weight is F32 \(32,\)"),
+    ],
+    ids=["missing", "extra", "short"],
+)
+def test_what_is_not_whole_goes_by_way_of_transformers(tmp_path, change, why):
+    folder = write_dense(tmp_path / "m", "llama")
+    _rewritten(folder, change)
+    with open_source(folder) as source, pytest.raises(NotPlain, match=why):
+        light.make_plan(source, CPU)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
+    folder = write_packed(write_dense(tmp_path / "d", "llama", "bfloat16"), tmp_path / "m", SAME).packed
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    _rewritten(folder, lambda t: t[name].view(-1)[3:4].fill_(value))
+    with open_source(folder) as source, pytest.raises(NotPlain, match="not finite"):
+        light.read(source, CPU)
+    with pytest.raises(DamagedError, match=r"layers.1.mlp.up_proj.weight_scale holds scales that are not finite"):
+        ready(str(folder), "cpu", print)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt2"])
+def test_other_families_go_by_way_of_transformers(tmp_path, family):
+    with open_source(write_dense(tmp_path / "m", family)) as source:
+        assert light.why_not(source, CPU)
+
+
+def test_generate_imports_no_transformers(tmp_path):
+    script = """
+import sys
+from lowq_cli.main import _run
+sys.argv = ["lowq", "generate", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "4"]
+assert _run() == 0
+print([m for m in ("transformers", "torch._dynamo", "sympy", "torch.distributed.tensor", "triton") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- tokenizers
+
+TEXTS = ["Hello, world!", "  two  spaces\n\nand\tmore ", "naïve café — 北京 🎉", "<|a|>inside<|b|> tokens"]
+TEXTS += ["x" * 40, "it's 12345", ""]
+
+
+def _bpe(folder, model_type="llama", cls="PreTrainedTokenizerFast", qwen=False, **facts):
+    """A byte-level tokenizer of 500 tokens with two special ones."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+    from lowq_cli.engine.tokenizer import QWEN_PATTERN
+
+    folder.mkdir()
+    t = Tokenizer(models.BPE())
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if qwen:
+        t.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated", False)
+        t.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    t.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<|a|>", "<|b|>"], initial_alphabet=alphabet)
+    t.train_from_iterator([(DEMO / "sample.txt").read_text()[:20000]], trainer)
+    if not qwen:
+        t.post_processor = processors.TemplateProcessing(single="<|a|> $A", special_tokens=[("<|a|>", 0)])
+    t.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": cls, "bos_token": "<|a|>", "eos_token": "<|b|>"} | facts
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": []}))
+    return folder
+
+
+def _same(folder, model_type):
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(str(folder)), read_tokenizer(folder, model_type)
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs(text, add_special_tokens=special)["input_ids"]
+            assert ours(text, add_special_tokens=special)["input_ids"] == ids
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                    ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+                )
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    return ours, theirs
+
+
+def test_the_bundled_tokenizer_gives_the_ids_of_transformers():
+    _same(DEMO, "llama")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cls", "qwen"),
+    [
+        ("llama", "PreTrainedTokenizerFast", False),
+        ("qwen3", "TokenizersBackend", False),
+        ("phi3", "LlamaTokenizer", False),
+        ("qwen2", "Qwen2Tokenizer", True),
+        ("qwen3", "Qwen2TokenizerFast", True),
+        ("qwen2", "PreTrainedTokenizerFast", True),
+    ],
+)
+def test_tokenizers_of_several_kinds_give_the_ids_of_transformers(tmp_path, model_type, cls, qwen):
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    folder = _bpe(tmp_path / "t", model_type, cls, qwen, chat_template=template)
+    ours, theirs = _same(folder, model_type)
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is <|b|>? "}]
+    facts = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    assert ours.apply_chat_template(said, **facts) == theirs.apply_chat_template(said, **facts)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "facts", "why"),
+    [
+        ("llama", {"tokenizer_class": "LlamaTokenizer"}, "builds its own"),
+        ("qwen2", {}, "builds another one"),
+        ("llama", {"pad_token": "<|pad|>"}, "does not have"),
+        ("llama", {"auto_map": {"AutoTokenizer": ["x.Y", None]}}, "no known class"),
+        ("llama", {"added_tokens_decoder": {"7": {"content": "<|c|>", "special": True}}}, "added tokens"),
+        ("llama", {"image_token": "<|a|>"}, "of the model's own"),
+    ],
+)
+def test_a_tokenizer_that_transformers_would_change_is_left_to_it(tmp_path, model_type, facts, why):
+    with pytest.raises(NotPlain, match=why):
+        read_tokenizer(_bpe(tmp_path / "t", model_type, **facts), model_type)
+
+
+def test_a_folder_without_tokenizer_json_is_left_to_transformers(tmp_path):
+    folder = tmp_path / "m"
+    shutil.copytree(DEMO, folder)
+    with open_source(folder) as source:
+        assert isinstance(tokenizer(source), FileTokenizer)
+    (folder / "tokenizer_config.json").unlink()
+    with open_source(folder) as source:
+        assert not isinstance(tokenizer(source), FileTokenizer)
