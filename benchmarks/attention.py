@@ -23,7 +23,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowq_kernels.decode import attention, attention_cuda, prompt, reference
+from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.reference import Heads
+from lowq_kernels.dispatch.registry import kernels
 from lowq_kernels.dispatch.timing import graph_time, roofline
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -62,13 +64,13 @@ def steps(read_gbs: float) -> Iterator[dict[str, float | int]]:
         qkv = torch.randn(B, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
         for place in places:
             pos = torch.full((B,), place, dtype=torch.int32, device=DEVICE)
-            calls = [(qkv, *pair, pos, *turned, HEADS) for pair in held]
+            calls = [(qkv, *pair, pos, *turned, HEADS, {}) for pair in held]
             truth = reference.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS)
-            own = error(attention_cuda.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS), truth)
+            own = error(attention_cuda.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS, {}), truth)
             row = {"B": B, "S": S, "tokens": place, "error": own, "us": times(attention_cuda.attend, calls)}
             row["triton_us"] = times(attention.attend, calls)
             with mock.patch.object(attention_cuda, "LONG", NO_LENGTH):
-                if not attention_cuda.why_not(B, DTYPE, DEVICE, HEADS.D, HEADS):
+                if kernels("attend")["cuda/attend"].why_not(AttendCall.of(qkv, S, HEADS.D, HEADS)) is None:
                     row["cluster_us"] = times(attention_cuda.attend, calls)
             row["read_us"] = round(B * HEADS.HKV * (place + 1) * HEADS.D * 4 / read_gbs / 1e3, 2)
             yield row

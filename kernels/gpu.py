@@ -4,6 +4,7 @@ A new architecture is a row of `ROWS` and a file in tuned/. Rules ask `of(capabi
 launchers ask `here(index)`, whose sizes the driver told. `capability` alone decides what a device is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -64,6 +65,11 @@ ROWS: dict[Capability, Gpu] = {
     )
 }
 OTHER, LEAST, HOPPER = ROWS[0, 0], ROWS[8, 0].capability, ROWS[9, 0]  # LEAST: what the CUDA kernels are made for, and up
+
+
+def since(has: Callable[[Gpu], object]) -> Capability:
+    """The least capability whose row has a fact, e.g. `since(lambda g: g.fp8)`."""
+    return min(c for c, g in ROWS.items() if has(g))
 
 
 @cache

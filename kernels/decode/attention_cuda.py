@@ -49,7 +49,10 @@ def _kernel(instance: str, device: int, warps: int, smem: int, cluster: int, ser
     return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize)
 
 
-@register("cuda/attend", op="attend", devices=("cuda",), min_capability=(9, 0), rank=40, refuse=_refuse)
+CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
+
+
+@register("cuda/attend", op="attend", devices=("cuda",), min_capability=CLUSTERS, rank=40, refuse=_refuse)
 def attend(
     qkv: torch.Tensor,
     k_cache: torch.Tensor,

@@ -99,7 +99,7 @@ def _launch(
     )
 
 
-@register("cuda/experts", op="experts", devices=("cuda",), min_capability=(8, 0), refuse=_refuse)
+@register("cuda/experts", op="experts", devices=("cuda",), min_capability=gpu.LEAST, refuse=_refuse)
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels import gpu
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
 from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
@@ -110,7 +111,7 @@ def _refuse(call: Fp8Call) -> str | None:
     "triton/fp8_gemm",
     op="fp8_product",
     devices=("cuda",),
-    min_capability=(8, 9),
+    min_capability=gpu.since(lambda g: g.fp8),
     rank=20,
     prefer=lambda call: call.x_block is not None or call.M <= WIDEN_M,
     configs=SPLITK_CONFIGS + GEMM_CONFIGS,

@@ -21,7 +21,10 @@ from lowq_cli.hf.experts import FEW_TOKENS
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.modules.linear import QuantLinear
 
-SLOTS = 64  # of the cache that attention is compiled on; no kernel's binary depends on how many there are
+SLOTS, LONG_SLOTS = (
+    64,
+    4096,
+)  # of caches that attention is compiled on: one instance for short, one for long ones
 
 
 def warm(
@@ -87,11 +90,11 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
     norm, heads = first.before_attention, first.heads
     x = make(batch, norm.weight.shape[0])
 
-    def attend() -> None:
-        caches = [make(batch, heads.HKV, SLOTS, heads.D) for _ in range(2)]
-        pos = torch.zeros(batch, dtype=torch.int32, device=decoder.device)
-        cos, sin = blocks.rope_tables(SLOTS, decoder.device, decoder.dtype)[first.rope]
-        ops.attend(make(batch, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, pos, cos, sin, heads)
+    def attend(sequences: int, slots: int) -> None:
+        caches = [make(sequences, heads.HKV, slots, heads.D) for _ in range(2)]
+        pos = torch.zeros(sequences, dtype=torch.int32, device=decoder.device)
+        cos, sin = blocks.rope_tables(slots, decoder.device, decoder.dtype)[first.rope]
+        ops.attend(make(sequences, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, pos, cos, sin, heads)
 
     def attend_prompt() -> None:  # neither the number of tokens nor of slots is compiled in
         caches = [make(1, heads.HKV, SLOTS, heads.D) for _ in range(2)]
@@ -104,7 +107,8 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
         pos, seed = token.to(torch.int32), token[:1].clone()
         ops.choose(logits, token, pos, seed, sampling.temperature, advance)
 
-    work: list[Callable[[], object]] = [attend, attend_prompt, partial(choose, 0), partial(choose, 1)]
+    work: list[Callable[[], object]] = [partial(attend, batch, SLOTS), partial(attend, 1, LONG_SLOTS), attend_prompt]
+    work += [partial(choose, 0), partial(choose, 1)]
     work.append(partial(ops.add_norm, x, None, norm.weight, norm.eps, None))
     work.append(partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention))
     if decoder.folds(batch):

@@ -45,7 +45,7 @@ def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
     shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]  # q with k and v, o, gate with up, down
     wanted = [(M, N, K) for M in (2, 2 * 5) for N, K in shapes]
     assert sorted(seen) == sorted([*wanted, *((2, N, K) for N, K in shapes[2:])])
-    between = 8  # attention and choice after a prompt and after a step, two norms, activation, a whole second half
+    between = 9  # attention of steps (short, long) and prompts, both choices, two norms, activation, a second half
     assert n == len(seen) - 2 + between  # the second half multiplies twice
     assert warm.warm(model, decoder, PROMPTS, Sampling(seed=3)) == 0  # all of it was launched before
     n = len(seen)

@@ -192,9 +192,10 @@ def test_stages_stay_with_their_warpgroup():
 
 def test_wgmma_refuses():
     x, w = fp8.quantize(torch.randn(4, 264), (1, 128)), fp8.quantize(torch.randn(64, 264), (128, 128))
-    assert "no multiple of 16" in wgmma.refuse(x, w, wgmma.LARGE[0])
+    assert "no multiple of 16" in wgmma.refuse(Fp8Call.of(x, w, torch.float16), wgmma.LARGE[0])
     odd = fp8.quantize(torch.randn(64, 256), (64, 128))
-    assert "64x128" in wgmma.refuse(fp8.quantize(torch.randn(4, 256), (1, 128)), odd, wgmma.LARGE[0])
+    even = fp8.quantize(torch.randn(4, 256), (1, 128))
+    assert "64x128" in wgmma.refuse(Fp8Call.of(even, odd, torch.float16), wgmma.LARGE[0])
 
 
 EMULATED = [  # M, N, K, blocks of x and of W, config, SMs
