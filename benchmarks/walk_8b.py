@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -70,24 +71,25 @@ def main() -> None:
         facts: dict[str, Any] = {"shape": args.shape, "device": name, "model_gb": round(size / 1e9, 2)}
         facts["date"] = datetime.now(UTC).isoformat("T", "seconds")
         facts |= {package: version(package) for package in ("lowq", "torch", "transformers")}
-        rows, failed = walk(work, args.device)
+        out = args.out or RESULTS / gpu / f"walk_{args.shape}.json"
+        out.parent.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        for row in walk(work, args.device):
+            rows.append(row)
+            out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")  # a run that is cut off keeps its steps
     finally:
         shutil.rmtree(work)
-    out = args.out or RESULTS / gpu / f"walk_{args.shape}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
     print(f"wrote {out}")
-    sys.exit(bool(failed))
+    sys.exit(any("exit_code" in row for row in rows))
 
 
-def walk(work: Path, device: str) -> tuple[list[dict[str, Any]], int]:
-    """The seconds of each step in the folder `work`, and how many failed."""
+def walk(work: Path, device: str) -> Iterator[dict[str, Any]]:
+    """Each step in the folder `work` with its seconds; with its exit code where it failed."""
     prompts = work / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(f"The {n}th day") + "\n" for n in range(16)))
     places = {"MODEL": work / "model", "CKPT": work / "checkpoint", "EXPORT": work / "export", "PROMPTS": prompts}
     homes = {f"XDG_{kind}_HOME": str(work / kind.lower()) for kind in ("STATE", "CACHE")}
     env = {**os.environ, **homes, "TRITON_CACHE_DIR": str(work / "triton"), "HF_HUB_OFFLINE": "1"}
-    rows, failed = [], 0
     for what, line in STEPS:
         words = [str(places.get(word, word)) for word in line.split()]
         command = [str(Path(sys.executable).with_name("lowq")), *words]
@@ -99,13 +101,12 @@ def walk(work: Path, device: str) -> tuple[list[dict[str, Any]], int]:
         done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
         seconds = round(time.perf_counter() - began, 2)
         told = next((row for row in reversed(done.stderr.splitlines()) if " new token" in row), "")
-        rows.append({"what": what, "command": f"lowq {line}" if line else "", "seconds": seconds, "said": told})
+        row = {"what": what, "command": f"lowq {line}" if line else "", "seconds": seconds, "said": told}
         print(f"{seconds:7.2f} s  {what}  {told}", flush=True)
         if done.returncode:
-            failed += 1
-            rows[-1]["exit_code"] = done.returncode
+            row["exit_code"] = done.returncode
             print(done.stderr[-2000:], flush=True)
-    return rows, failed
+        yield row
 
 
 def write(folder: Path, shape: str, device: str) -> int:

@@ -26,6 +26,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
+BUDGET = 32231  # lines of Python, CUDA and C++ in lowq_cli, kernels, packers and lowq.py
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -149,3 +150,11 @@ def test_the_wheel_holds_our_packages_and_nobody_elses(tmp_path):
         assert data in names
     for source in (ROOT / "kernels").rglob("*.cu*"):
         assert "/".join(["lowq_kernels", *source.relative_to(ROOT / "kernels").parts]) in names
+
+
+def test_production_code_stays_within_its_budget():
+    """Whoever needs more lines says so here, and why."""
+    kinds = {".py", ".cu", ".cuh", ".cpp", ".h"}
+    files = [p for folder in FOLDERS.values() for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
+    lines = sum(len(p.read_text().splitlines()) for p in [*files, ROOT / "lowq.py"])
+    assert lines <= BUDGET, f"{lines} lines of production code; the budget is {BUDGET}"

@@ -198,7 +198,7 @@ def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoi
         model(input_ids=ids)
         blocks = Blocks(source, torch.device("cpu"))
         hidden, others = blocks.start(ids, 2)
-        spots = {n: s for n, s in blocks.linears(0).items() if s.expert is not None}
+        spots = {n: s for n, s in blocks.linears(0).items() if s.cut.expert is not None}
         assert len(spots) == 4 * 3
         with blocks.layer(0) as module:
             stages = list(Layer(module, others[0], spots).stages(hidden, hidden))
@@ -206,10 +206,10 @@ def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoi
     assert sum(stage.moments.tokens for stage in stages) == 2 * visits.numel()
     for stage in stages:
         spot = spots[stage.names[0]]
-        mine = x[(visits == spot.expert).any(-1)]
+        mine = x[(visits == spot.cut.expert).any(-1)]
         if spot.leaf == "down_proj":
             assert len(stage.names) == 1
-            mine = experts._apply_gate(mine @ experts.gate_up_proj[spot.expert].T)
+            mine = experts._apply_gate(mine @ experts.gate_up_proj[spot.cut.expert].T)
         assert stage.moments.tokens == len(mine)
         assert torch.allclose(stage.moments.second, mine.T @ mine, rtol=1e-4, atol=1e-5)
         assert float(stage.moments.drift.abs().max()) == 0

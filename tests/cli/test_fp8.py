@@ -208,7 +208,18 @@ def test_activations_of_packed_weights(tmp_path):
 def test_decoding_joins_layers_and_says_which_kernel(checkpoint):
     """q, k, v become one product; the tokens are those of the separate layers."""
     told = json.loads(
-        run("generate", checkpoint, "--prompt", "Once upon a time", "--max-new-tokens", "6", "--device", "cpu", "--json")
+        run(
+            "generate",
+            checkpoint,
+            "--prompt",
+            "Once upon a time",
+            "--max-new-tokens",
+            "6",
+            "--device",
+            "cpu",
+            "--json",
+            "--explain",
+        )
     )
     model, tokenizer = load(checkpoint, "cpu")
     ids = tokenizer("Once upon a time", return_tensors="pt").input_ids

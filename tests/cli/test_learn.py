@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowq_cli.calibrate import calibration, learn, texts
-from lowq_cli.hf import load
+from lowq_cli.hf import tokenizer as hf_tokenizer
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_packers.qtensor import QuantizedTensor
@@ -105,7 +105,7 @@ def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path, monke
     more = seen["learn"][32:]
     assert more.shape == (4, 32)
     assert len(more.unique()) > 60
-    tokenizer = load.load_tokenizer(None)
+    tokenizer = hf_tokenizer.load_tokenizer(None)
     assert not set(more.unique().tolist()) & set(tokenizer.all_special_ids)
     assert torch.equal(more, texts.unseen_windows(tokenizer, 4, 160, 32))
     assert texts.unseen_windows(tokenizer, 4, 100, 32).max() < 100

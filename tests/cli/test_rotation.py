@@ -114,8 +114,9 @@ def test_every_exact_family_is_tested():
 def test_a_rotated_checkpoint_is_an_ordinary_one(family_checkpoints, tmp_path):
     register()
     dense = family_checkpoints("llama-tied").dense
-    events = list(pipeline.run(dense, make_recipe(bits=8, group=32, rotate=True), tmp_path / "out"))
-    assert any("output head a matrix of its own" in note for note in events[0].plan.notes)
+    with pipeline.prepare(dense, make_recipe(bits=8, group=32, rotate=True), tmp_path / "out") as prepared:
+        assert any("output head a matrix of its own" in note for note in prepared.plan.notes)
+        list(prepared.run())
     found, wanted = logits(tmp_path / "out"), logits(dense)
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
     config = json.loads((tmp_path / "out" / "config.json").read_text())
