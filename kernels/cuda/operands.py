@@ -23,7 +23,7 @@ def rows_of_x(x: torch.Tensor, step: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[1] % step)) if x.shape[1] % step else aligned(x)
 
 
-def companions(
+def scales_zeros_bias(
     p: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """scales, zeros and bias in x's dtype; no copy where they are already."""

@@ -37,7 +37,7 @@ enabled = True  # benchmarks switch it off to see what it brings
 
 
 @dataclass(frozen=True)
-class Stream:
+class Residual:
     """A residual stream r (M, K) before its next norm: x = r * weight * scale, rounded, and the sums of squares of r.
 
     x (M, K) of the model's dtype; squares (M, K / 16) and scale (M,) fp32; eps of the norm. RMSNorm(r) is x / scale / rms(r).
@@ -113,14 +113,14 @@ def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Conf
     return select(FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel))[1]
 
 
-def normed(layer: QuantLinear, s: Stream) -> tuple[torch.Tensor, torch.Tensor]:
+def normed(layer: QuantLinear, s: Residual) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMSNorm of the stream times the layer's weight (M, N), the norm's rsqrt (M,))."""
-    return _of_stream(layer, s, NORMED)
+    return _of_residual(layer, s, NORMED)
 
 
-def gated(layer: QuantLinear, s: Stream, act: str) -> tuple[torch.Tensor, torch.Tensor]:
+def gated(layer: QuantLinear, s: Residual, act: str) -> tuple[torch.Tensor, torch.Tensor]:
     """As `normed`, gate and up side by side in the layer, and act(gate) * up of them (M, N / 2)."""
-    return _of_stream(layer, s, NORMED | ACTS[act])
+    return _of_residual(layer, s, NORMED | ACTS[act])
 
 
 def activated(layer: QuantLinear, x: torch.Tensor, act: str) -> torch.Tensor:
@@ -130,17 +130,17 @@ def activated(layer: QuantLinear, x: torch.Tensor, act: str) -> torch.Tensor:
 
 def added(
     layer: QuantLinear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
-) -> Stream:
+) -> Residual:
     """residual (M, N) += x times the layer's weight, in place; the stream for the norm of `weight` (N,) and eps.
 
     scale: (M,) the rsqrt of an earlier norm of this residual, or ones.
     """
     squares = torch.empty(x.shape[0], layer.out_features // SQUARES, dtype=torch.float32, device=x.device)
     folded = FOLDED.pack(0, scale.data_ptr(), 0, residual.data_ptr(), weight.data_ptr(), squares.data_ptr(), eps)
-    return Stream(_launch(layer, x, ADDED, folded), squares, scale, eps)
+    return Residual(_launch(layer, x, ADDED, folded), squares, scale, eps)
 
 
-def _of_stream(layer: QuantLinear, s: Stream, fold: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_residual(layer: QuantLinear, s: Residual, fold: int) -> tuple[torch.Tensor, torch.Tensor]:
     inverse = torch.empty_like(s.scale)
     folded = FOLDED.pack(s.squares.data_ptr(), s.scale.data_ptr(), inverse.data_ptr(), 0, 0, 0, s.eps)
     return _launch(layer, s.x, fold, folded), inverse

@@ -1,8 +1,8 @@
 """Compile the kernels that calls will need before they are needed, several at a time.
 
 Triton's compiler holds the interpreter lock for about half of its work. `compile_all` has worker processes compile, each
-launching its share once on rubbish; the binaries are left in Triton's cache on disk, where the parent finds them. That pays
-for the hundreds of kernels that tuning tries; `launch_all` uses threads, for the dozen that one generation needs.
+launching its share once on dummy inputs; the parent finds the binaries in Triton's cache on disk. That pays for the hundreds
+of kernels that tuning tries; `launch_all` uses threads, for the dozen that one generation needs.
 """
 
 import multiprocessing

@@ -32,8 +32,8 @@ FILE = "lowq_tune.json"
 Device = torch.device  # by another name in Machine, which has a field called torch
 FORMAT = 2  # 1 had other names for the configs of the tile kernels
 PLACE = ("bits", "group", "zero", "dtype", "layout", "N", "K", "act")  # what an entry answers for, M aside
-BEYOND = 2  # an entry of the largest measured M answers for so many times its rows
-REACH = 4.0  # a shipped entry answers for shapes up to this factor away in N * K, where none is nearer
+MAX_M_RATIO = 2  # an entry of the largest measured M answers for so many times its rows
+MAX_SIZE_RATIO = 4.0  # a shipped entry answers for shapes up to this factor away in N * K, where none is nearer
 
 
 @dataclass(frozen=True)
@@ -136,19 +136,19 @@ class Table:
             yield from by_m.values()
 
     def lookup(self, call: Call, near: bool = False) -> tuple[str, Config] | None:
-        """Kernel and config for a call: the entry of the next larger M, or the largest's up to BEYOND times it.
+        """Kernel and config for a call: the entry of the next larger M, or the largest's up to MAX_M_RATIO times it.
 
         `near` also asks like shapes. Past that nobody knows: a table for decoding must not choose for prompts.
         """
         by_m = self.entries.get(place_of(call)) or (self._nearest(call) if near else None)
-        if not by_m or BEYOND * max(by_m) < call.M:
+        if not by_m or MAX_M_RATIO * max(by_m) < call.M:
             return None
         e = by_m[min((m for m in by_m if m >= call.M), default=max(by_m))]
         return e.kernel, e.config
 
     def _nearest(self, call: Call) -> dict[int, Entry] | None:
         bits, _, zero, dtype, layout, N, K, act = place_of(call)
-        best, found = REACH, None
+        best, found = MAX_SIZE_RATIO, None
         for place, by_m in self.entries.items():
             if (place[0], place[4], place[7]) != (bits, layout, act):
                 continue

@@ -96,7 +96,7 @@ def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
         like = scales.new_zeros
         bias = torch.cat([like(p.out_features) if p.bias is None else p.bias.data.to(scales.dtype) for p in parts])
     packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, layout)
-    return QuantLinear.from_packed(packed, bias, layout=parts[0].wanted_layout, kernel=parts[0].kernel)
+    return QuantLinear.from_packed(packed, bias, layout=parts[0].layout_wanted, kernel=parts[0].kernel)
 
 
 def _side_by_side(parts: list[QuantLinear]) -> str:

@@ -47,7 +47,7 @@ class QuantLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.out_features, self.in_features, self.scheme = N, K, scheme
-        self.wanted_layout, self.kernel, self.layout = layout, kernel, stored_in
+        self.layout_wanted, self.kernel, self.layout = layout, kernel, stored_in
         shapes = stored(stored_in).shapes
         assert shapes
         of_words, of_scales = shapes(scheme, N, K)
@@ -113,7 +113,7 @@ class QuantLinear(nn.Module):
         """Move the weight into the layout this device computes in. Called after loading; idempotent."""
         if self.weight.is_meta:
             raise SchemeError("QuantLinear holds no weight yet (meta device); load a state dict first")
-        wanted = self.wanted_layout
+        wanted = self.layout_wanted
         if wanted == "auto":
             device = self.weight.device
             shape = (self.scheme, self.out_features, self.in_features, dtype or self.weight_scale.dtype)

@@ -11,7 +11,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument
+from lowq_kernels.cuda.operands import TYPES, aligned, group_argument, scales_zeros_bias
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import SchemeError
@@ -74,7 +74,7 @@ def _launch(
 )
 def gemv_rows(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) fp16 or bf16 -> (M, N), straight from the layout that files hold."""
-    scales, zeros, bias = companions(p, bias, x.dtype)
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     instance = expression(p.scheme.bits, TYPES[x.dtype], group_argument(p), zeros is not None, config)
     pointers = (scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), 0 if bias is None else bias.data_ptr())
     return _launch(x, p.words, p.N, instance, config, (*pointers, scales.shape[1]))

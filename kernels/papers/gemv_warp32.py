@@ -12,7 +12,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, companions, group_argument
+from lowq_kernels.cuda.operands import TYPES, group_argument, scales_zeros_bias
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import PackedWeight
@@ -56,7 +56,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
 def _launch(
     x: torch.Tensor, y: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, T: torch.dtype, SUM: int, W: int
 ) -> None:
-    scales, zeros, bias = companions(p, bias, T)
+    scales, zeros, bias = scales_zeros_bias(p, bias, T)
     instance = expression(p.scheme.bits, TYPES[T], group_argument(p), zeros is not None, SUM, W)
     M, K = x.shape
     _kernel(instance, x.device.index, W)(

@@ -144,7 +144,7 @@ class Calibration:
         if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
             rows = self.blocks.model.get_input_embeddings().weight.shape[0]
             count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
-            self.ids = torch.cat([self.ids, texts.unseen_windows(tokenizer, count, rows, window)])
+            self.ids = torch.cat([self.ids, texts.random_token_windows(tokenizer, count, rows, window)])
         kept = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
         self.stored = {name: _dtype(dtype) for name, dtype in kept.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)

@@ -55,7 +55,7 @@ def choose_windows(tokenizer: Any, text: str, tokens: int, window: int) -> torch
     return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
 
 
-def unseen_windows(tokenizer: Any, count: int, rows: int, window: int) -> torch.Tensor:
+def random_token_windows(tokenizer: Any, count: int, rows: int, window: int) -> torch.Tensor:
     """(count, window) tokens, each drawn from the whole vocabulary but special ones; the same on every run.
 
     rows: of the embedding; tokens beyond are left out.

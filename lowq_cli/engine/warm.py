@@ -139,5 +139,5 @@ def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]
                 yield partial(fold.added, m, x, make(batch, m.out_features), norm.weight, norm.eps, row)
                 continue
             squares = torch.ones(batch, x.shape[1] // fold.SQUARES, dtype=torch.float32, device=decoder.device)
-            stream = fold.Stream(x, squares, row, norm.eps)
+            stream = fold.Residual(x, squares, row, norm.eps)
             yield partial(fold.gated, m, stream, act) if role == "gate_up" else partial(fold.normed, m, stream)

@@ -124,7 +124,7 @@ class Blocks:
             layer.forward = _recorder(number, first, others)
         try:
             for i in range(0, len(windows), batch):
-                with _told(type(self.model).__name__):
+                with _layer_errors_as_unsupported(type(self.model).__name__):
                     self.base(input_ids=windows[i : i + batch].to(self.device), use_cache=False)
         finally:
             for layer, forward in zip(self.layers, forwards, strict=True):
@@ -193,7 +193,7 @@ class Blocks:
 
 def run(layer: nn.Module, hidden: Hidden, others: Others) -> Hidden:
     """The layer's output. Raises UnsupportedError for a layer that cannot be run without its model."""
-    with _told(type(layer).__name__):
+    with _layer_errors_as_unsupported(type(layer).__name__):
         out = layer(hidden, *others[0], **others[1])
     return out[0] if isinstance(out, tuple) else out
 
@@ -230,7 +230,7 @@ def _fill_buffers(model: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _layer_errors_as_unsupported(name: str) -> Iterator[None]:
     """What code of transformers raises when its layers are run apart from each other ends the run; it is no bug of ours."""
     try:
         yield

@@ -140,17 +140,17 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
         if not isinstance(module, nn.Embedding) or embed_scale(module) is None:
             return Role(kind, reason=f"a special embedding ({type(module).__name__})")
         heads = [head for head, table in skeleton.tied.items() if table == param]
-        if reason := next((r for head in heads if (r := _read_by_its_model(skeleton, head))), ""):
+        if reason := next((r for head in heads if (r := _weight_used_directly(skeleton, head))), ""):
             return Role(kind, reason=f"it is the head too: {reason}")
         return Role(kind, (Part(stem, target=param),))
-    if reason := _read_by_its_model(skeleton, param):
+    if reason := _weight_used_directly(skeleton, param):
         return Role(kind, reason=reason)
     if type(module) is nn.Linear or type(module) is Conv1D:
         return Role(kind, (Part(stem, Cut(transposed=type(module) is Conv1D), param),))
     return Role(kind, reason=f"not a linear weight ({type(module).__name__})")
 
 
-def _read_by_its_model(skeleton: Skeleton, param: str) -> str:
+def _weight_used_directly(skeleton: Skeleton, param: str) -> str:
     """Why a linear's weight must stay a plain tensor, or "": code of the modules around it works with the tensor itself.
 
     Mamba multiplies by `self.dt_proj.weight` and never calls dt_proj, casts what its head is given to that weight's dtype (of
@@ -179,7 +179,7 @@ def why_not_head(config: dict[str, Any]) -> str:
     skeleton = Skeleton(build(config))
     head = skeleton.model.get_output_embeddings()
     name = next((n for n, m in skeleton.model.named_modules() if m is head), None)
-    return _read_by_its_model(skeleton, f"{name}.weight") if name else ""
+    return _weight_used_directly(skeleton, f"{name}.weight") if name else ""
 
 
 @cache

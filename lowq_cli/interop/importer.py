@@ -27,7 +27,8 @@ from lowq_packers.formats import Fetch, Matrix
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 
-TOLD = 0.1  # of a step: 4-bit zeros are rounded by 0.03 at most, which adds 0.1% to a group's error; 8-bit ones by 0.5, 27%
+# quantization steps: 4-bit zeros are rounded by 0.03 at most, which adds 0.1% to a group's error; 8-bit ones by 0.5, 27%
+NOTE_ZERO_ERROR = 0.1
 
 
 def runnable(model: str | os.PathLike[str]) -> str:
@@ -52,7 +53,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
         else:
             console.say(f"{name} is {fmt.title}; importing it into {target}")
             off = import_checkpoint(source, matrices, target)
-            if off >= TOLD:
+            if off >= NOTE_ZERO_ERROR:
                 console.say(
                     f"note: its zeros have more digits than bfloat16 has; a model running in that has weights up to {off:.2f} "
                     f'of a step off, lowq.load(..., dtype="float32") none'

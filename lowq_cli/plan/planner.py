@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Wish:
+class Request:
     """What the recipe asks for one candidate: bits or "keep", a group (None: the width's default), and whether by name."""
 
     bits: int | Keep
@@ -50,7 +50,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What becomes of one candidate, and the note the plan shows: why it is kept, or what gave way."""
 
     scheme: Scheme | None
@@ -71,19 +71,19 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     if recipe.format == "fp8":
         return _planned(source, recipe, fp8_items(source, found, recipe), list(source.notes), shard_size)
     candidates = _candidates(source, found)
-    wishes = _wishes(recipe, candidates)
+    requests = _requests(recipe, candidates)
     notes = list(source.notes)
-    head, stored_head = _tied_head(source, found, recipe, wishes, candidates)
-    if head and (verdict := _verdict(head, recipe, Wish(recipe.head))).scheme is None:
-        notes.append(f"the output head stays the embedding: {verdict.note}")
+    head, stored_head = _tied_head(source, found, recipe, requests, candidates)
+    if head and (decision := _decide(head, recipe, Request(recipe.head))).scheme is None:
+        notes.append(f"the output head stays the embedding: {decision.note}")
         head = stored_head = None
     if head:
         candidates.append(head)
-        wishes[head.name] = Wish(recipe.head)
+        requests[head.name] = Request(recipe.head)
         notes.append("the output head shared the embedding; it is written separately and no longer tied")
-    verdicts = {c.name: _verdict(c, recipe, wishes[c.name]) for c in candidates}
-    _check_targets(candidates, verdicts)
-    items = _items(source, found, candidates, verdicts, recipe, skip=stored_head)
+    decisions = {c.name: _decide(c, recipe, requests[c.name]) for c in candidates}
+    _check_targets(candidates, decisions)
+    items = _items(source, found, candidates, decisions, recipe, skip=stored_head)
     return _planned(source, recipe, items, notes, shard_size)
 
 
@@ -116,9 +116,9 @@ def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
     """The matrices that `recipe` says nothing about: linears, experts, head and embedding. Raises as `make_plan`."""
     refuse_quantized(source)
     candidates = _candidates(source, roles(source.config, source.headers))
-    wishes = _wishes(recipe, candidates)
+    requests = _requests(recipe, candidates)
     kinds = ("attention", "mlp", "expert", *(("head", "embedding") if recipe.lm_head == "auto" else ()))
-    return [c for c in candidates if c.kind in kinds and not wishes[c.name].by_name]
+    return [c for c in candidates if c.kind in kinds and not requests[c.name].by_name]
 
 
 def refuse_quantized(source: Source) -> None:
@@ -198,55 +198,57 @@ def _cut_shape(name: str, shape: tuple[int, ...], cut: Cut) -> tuple[int, int]:
     return last - first, K
 
 
-def _wishes(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Wish]:
+def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]:
     """What the recipe asks of each candidate: the class's default, then lm_head, overrides in their order, skip."""
-    wishes = {}
+    requests = {}
     owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
     for c in candidates:
         default: int | Keep = "keep" if c.kind in ASKED_FOR_BY_NAME else recipe.bits
         of_kind = {"head": recipe.head, "embedding": recipe.embedding}
-        wishes[c.name] = Wish(of_kind.get(c.kind, default))
+        requests[c.name] = Request(of_kind.get(c.kind, default))
         for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
             owners[name].append(c.name)
-    asked = [(o.pattern, Wish(o.bits, o.group, by_name=True)) for o in recipe.overrides]
-    for pattern, wish in [*asked, *((p, Wish("keep", by_name=True)) for p in recipe.skip)]:
+    asked = [(o.pattern, Request(o.bits, o.group, by_name=True)) for o in recipe.overrides]
+    for pattern, request in [*asked, *((p, Request("keep", by_name=True)) for p in recipe.skip)]:
         for name in matches(pattern, owners):
-            wishes |= dict.fromkeys(owners[name], wish)
-    return wishes
+            requests |= dict.fromkeys(owners[name], request)
+    return requests
 
 
-def _verdict(c: Candidate, recipe: Recipe, wish: Wish) -> Verdict:
+def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
     """The scheme of one candidate. Raises SchemeError where an override cannot hold."""
-    if wish.bits == "keep":
+    if request.bits == "keep":
         hint = {"head": "--lm-head BITS quantizes it", "embedding": "--embedding BITS quantizes it"}.get(c.kind)
-        return Verdict(None, "the recipe keeps it" if wish.by_name else f"{c.kind}; {hint}" if hint else c.kind)
+        return Decision(None, "the recipe keeps it" if request.by_name else f"{c.kind}; {hint}" if hint else c.kind)
     K = c.shape[1]
-    asked = recipe.group_for(wish.bits) if wish.group is None else wish.group
+    asked = recipe.group_for(request.bits) if request.group is None else request.group
     group = K if asked == "channel" else asked
     if group == K or K % group == 0:
-        return Verdict(Scheme(wish.bits, group, recipe.zero))
+        return Decision(Scheme(request.bits, group, recipe.zero))
     fitting = fit_group(K, group)
-    if wish.group is not None or (wish.by_name and fitting is None):
-        raise SchemeError(f"override on {c.name}: group {group} does not divide K={K}; use {wish.bits}:{fitting or 'channel'}")
+    if request.group is not None or (request.by_name and fitting is None):
+        raise SchemeError(
+            f"override on {c.name}: group {group} does not divide K={K}; use {request.bits}:{fitting or 'channel'}"
+        )
     if fitting is None:
-        return Verdict(None, f"K={K} is no multiple of {GROUP_STEP}, so no group divides it (--group channel takes it)")
-    return Verdict(Scheme(wish.bits, fitting, recipe.zero), f"group {fitting}, because {group} does not divide K={K}")
+        return Decision(None, f"K={K} is no multiple of {GROUP_STEP}, so no group divides it (--group channel takes it)")
+    return Decision(Scheme(request.bits, fitting, recipe.zero), f"group {fitting}, because {group} does not divide K={K}")
 
 
-def _check_targets(candidates: list[Candidate], verdicts: Mapping[str, Verdict]) -> None:
+def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision]) -> None:
     """Raise SchemeError where matrices that the model holds in one parameter would get different schemes."""
     first: dict[str, Candidate] = {}
     for c in candidates:
         other = first.setdefault(c.target, c)
-        if verdicts[c.name].scheme != verdicts[other.name].scheme:
-            a, b = (str(verdicts[x.name].scheme or "kept") for x in (other, c))
+        if decisions[c.name].scheme != decisions[other.name].scheme:
+            a, b = (str(decisions[x.name].scheme or "kept") for x in (other, c))
             raise SchemeError(
                 f"{other.name} ({a}) and {c.name} ({b}) are one parameter of the model; give both the same bits and group"
             )
 
 
 def _tied_head(
-    source: Source, found: Mapping[str, Role], recipe: Recipe, wishes: Mapping[str, Wish], candidates: list[Candidate]
+    source: Source, found: Mapping[str, Role], recipe: Recipe, requests: Mapping[str, Request], candidates: list[Candidate]
 ) -> tuple[Candidate | None, str | None]:
     """The head that `lm_head` asks for on a model whose head is its embedding, and the stored copy of it to leave out."""
     if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
@@ -258,7 +260,7 @@ def _tied_head(
     table = next((c for c in candidates if c.kind == "embedding"), None)
     if table is None:
         raise UsageError("lm_head: this model has no output head to quantize; leave --lm-head out")
-    if wishes[table.name].bits != "keep":
+    if requests[table.name].bits != "keep":
         raise UsageError("lm_head: the embedding, which is the head too, is quantized already; leave --lm-head out")
     return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
 
@@ -267,7 +269,7 @@ def _items(
     source: Source,
     found: Mapping[str, Role],
     candidates: list[Candidate],
-    verdicts: Mapping[str, Verdict],
+    decisions: Mapping[str, Decision],
     recipe: Recipe,
     skip: str | None,
 ) -> list[Item]:
@@ -281,17 +283,17 @@ def _items(
     for name, header in source.headers.items():
         own = [c for c in mine[name] if c.name != "lm_head" or c.source.endswith("lm_head.weight")]
         made += [c for c in mine[name] if c not in own]
-        if own and verdicts[own[0].name].scheme:
-            items += [_quantized(c, verdicts[c.name], recipe, scales, shared) for c in own]
+        if own and decisions[own[0].name].scheme:
+            items += [_quantized(c, decisions[c.name], recipe, scales, shared) for c in own]
         elif name != skip:
-            why = verdicts[own[0].name].note if own else found[name].reason or "not a linear weight"
+            why = decisions[own[0].name].note if own else found[name].reason or "not a linear weight"
             items.append(_kept(name, header, found[name].kind, why, recipe))
-    return items + [_quantized(c, verdicts[c.name], recipe, scales, shared) for c in made]
+    return items + [_quantized(c, decisions[c.name], recipe, scales, shared) for c in made]
 
 
-def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str, shared: Collection[str]) -> Item:
+def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, shared: Collection[str]) -> Item:
     """The item of a matrix that gets a scheme. shared: parameters of the model that several matrices are parts of."""
-    scheme = verdict.scheme
+    scheme = decision.scheme
     assert scheme is not None, c.name  # parts of one tensor agree: _check_targets
     layout, why = _layout(c, scheme, recipe, shared)
     shapes = stored(layout).shapes
@@ -301,7 +303,7 @@ def _quantized(c: Candidate, verdict: Verdict, recipe: Recipe, scales: str, shar
     if scheme.zero != "none":
         outputs.append((f"{c.name}.weight_zero", TensorHeader(of_scales, scales)))
     method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
-    note = "; ".join(filter(None, (verdict.note, why)))
+    note = "; ".join(filter(None, (decision.note, why)))
     return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
 
 

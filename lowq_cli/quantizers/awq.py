@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from lowq_cli.quantizers._slabs import Solution, check_weight, encode, quantize_rows
-from lowq_cli.quantizers.gptq import Moments, behind_drift, damp
+from lowq_cli.quantizers.gptq import Moments, correct_drift, damp
 from lowq_cli.quantizers.lsq import fit_grid
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
@@ -37,7 +37,7 @@ def quantize(
         if moments.second.shape != (K, K):
             raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
         weights = damp(moments).diagonal().reshape(G, -1)
-        W = behind_drift(W, moments)
+        W = correct_drift(W, moments)
     return quantize_rows(W, scheme, partial(_solve, weights), dtype)
 
 

@@ -68,12 +68,12 @@ def quantize(
         raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
     if moments.tokens >= ENOUGH * K:
         moments = replace(moments, tokens=0)
-    W = behind_drift(W, moments)
+    W = correct_drift(W, moments)
     return quantize_rows(W, scheme, partial(_solve, _Path.of(damp(moments), G)), dtype, SLAB)
 
 
-def behind_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """The weight that does best behind the drifted inputs, by a share: W + alpha W drift second^-1."""
+def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
+    """W + ALPHA W drift second^-1: what makes up, by a share, for the drift of the inputs (GPTAQ)."""
     if moments.drift is None:
         return W
     W = W.float()

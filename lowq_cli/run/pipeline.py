@@ -33,7 +33,7 @@ from lowq_cli.run import transform
 from lowq_cli.run.budget import Budget, make_budget
 from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, TensorDone
 from lowq_cli.run.report import known_result, make_report, result_of
-from lowq_cli.run.workers import in_order, spread, worker_devices
+from lowq_cli.run.workers import in_order, on_free_device, worker_devices
 from lowq_cli.run.writer import OutputFolder, ShardFile, output_names
 from lowq_packers.errors import LowqError, UsageError
 
@@ -230,7 +230,7 @@ def _write(
         return task, outcome, time.monotonic() - began
 
     # Workers go on into the next files while one is finished; they stop before the files are closed.
-    with ExitStack() as stack, in_order(tasks(stack), spread(work, devices), len(devices)) as outcomes:
+    with ExitStack() as stack, in_order(tasks(stack), on_free_device(work, devices), len(devices)) as outcomes:
         for (shard, item, _), outcome, seconds in outcomes:
             if outcome:
                 output.record(item, *outcome)

@@ -35,7 +35,7 @@ def worker_devices(devices: tuple[torch.device, ...], independent: bool = True) 
     return devices * min(torch.get_num_threads(), MAX_WORKERS) if len(devices) == 1 else devices
 
 
-def spread(work: Callable[[Item, torch.device], Result], devices: tuple[torch.device, ...]) -> Callable[[Item], Result]:
+def on_free_device(work: Callable[[Item, torch.device], Result], devices: tuple[torch.device, ...]) -> Callable[[Item], Result]:
     """`work` with a place of `devices` that no other call has at that time, on a GPU with a stream of its own.
 
     For as many threads as there are devices.

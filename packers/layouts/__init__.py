@@ -136,18 +136,18 @@ def repack(p: PackedWeight, layout: str) -> PackedWeight:
     return pack(unpack(p), layout)
 
 
-def own_companions(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def meta_rows(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """scales and zeros as (N, K // group_size), contiguous: kernels get an address and no strides."""
     return q.scales.contiguous(), None if q.zeros is None else q.zeros.contiguous()
 
 
-def transposed_companions(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def meta_columns(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """scales and zeros as (K // group_size, N), contiguous along N: what kernels that walk K read."""
     return q.scales.t().contiguous(), None if q.zeros is None else q.zeros.t().contiguous()
 
 
 def restored(p: PackedWeight, W_q: torch.Tensor) -> QuantizedTensor:
-    """A QuantizedTensor from unpacked codes and `transposed_companions`."""
+    """A QuantizedTensor from unpacked codes and `meta_columns`."""
     zeros = None if p.zeros is None else p.zeros.t().contiguous()
     return QuantizedTensor(W_q, p.scales.t().contiguous(), zeros, p.scheme.bits, p.scheme.group_size, p.scheme.zero)
 

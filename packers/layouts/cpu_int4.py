@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from lowq_packers.layouts import DISK, Layout, PackedWeight, get, own_companions, register
+from lowq_packers.layouts import DISK, Layout, PackedWeight, get, meta_rows, register
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -85,7 +85,7 @@ def _pack(q: QuantizedTensor) -> PackedWeight:
     W_q = torch.nn.functional.pad(q.W_q, (0, 0, 0, -q.shape[0] % ROW_STEP))
     # codes are centred on torch's 8, so that the offset stays small and its bf16 rounding too
     planes = [W_q >> 4, W_q & 15] if q.bits == 8 else [W_q + _shift(q.scheme)]
-    return _packed([_pairs(p) for p in planes], *own_companions(q), q.scheme, *q.shape)
+    return _packed([_pairs(p) for p in planes], *meta_rows(q), q.scheme, *q.shape)
 
 
 def _from_rowstream(p: PackedWeight) -> PackedWeight:

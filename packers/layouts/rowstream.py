@@ -4,13 +4,13 @@ The same words as compressed-tensors `weight_packed`, Humming `weight` and MLX `
 """
 
 from lowq_packers import bitstream
-from lowq_packers.layouts import Layout, PackedWeight, own_companions, register
+from lowq_packers.layouts import Layout, PackedWeight, meta_rows, register
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
-    return PackedWeight(bitstream.pack(q.W_q, q.bits), *own_companions(q), q.scheme, *q.shape, layout="rowstream")
+    return PackedWeight(bitstream.pack(q.W_q, q.bits), *meta_rows(q), q.scheme, *q.shape, layout="rowstream")
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:

@@ -5,13 +5,13 @@ Neighbouring threads read neighbouring n: coalesced for the Triton kernels. For 
 """
 
 from lowq_packers import bitstream
-from lowq_packers.layouts import Layout, PackedWeight, register, restored, transposed_companions
+from lowq_packers.layouts import Layout, PackedWeight, meta_columns, register, restored
 from lowq_packers.qtensor import QuantizedTensor
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
     words = bitstream.pack(q.W_q, q.bits).t().contiguous()
-    return PackedWeight(words, *transposed_companions(q), q.scheme, *q.shape, layout="strided")
+    return PackedWeight(words, *meta_columns(q), q.scheme, *q.shape, layout="strided")
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:

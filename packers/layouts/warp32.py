@@ -9,7 +9,7 @@ Source: GemLite, branch stable_cuda_only.
 
 import torch
 
-from lowq_packers.layouts import Layout, PackedWeight, own_companions, register
+from lowq_packers.layouts import Layout, PackedWeight, meta_rows, register
 from lowq_packers.qtensor import QuantizedTensor
 
 LANES = 32
@@ -28,7 +28,7 @@ def _pack(q: QuantizedTensor) -> PackedWeight:
     words = torch.zeros(N, T, LANES, dtype=torch.int32, device=codes.device)
     for i in range(E):  # at most 32 passes over the words, each vectorised
         words |= codes[:, :, i].to(torch.int32) << (32 - q.bits * (i + 1))
-    return PackedWeight(words.reshape(N, T * LANES), *own_companions(q), q.scheme, N, K, "warp32")
+    return PackedWeight(words.reshape(N, T * LANES), *meta_rows(q), q.scheme, N, K, "warp32")
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lowq_cli.run.workers import AHEAD, GPU_WORKERS, MAX_WORKERS, in_order, shared_threads, spread, worker_devices
+from lowq_cli.run.workers import AHEAD, GPU_WORKERS, MAX_WORKERS, in_order, on_free_device, shared_threads, worker_devices
 
 CPU, GPUS = torch.device("cpu"), (torch.device("cuda:0"), torch.device("cuda:1"))
 
@@ -91,10 +91,10 @@ def test_no_two_calls_share_a_device():
             raise ValueError("a failed call gives its device back")
         return i
 
-    with in_order(range(17), spread(work, names), len(names)) as results:
+    with in_order(range(17), on_free_device(work, names), len(names)) as results:
         assert list(results) == list(range(17))
     assert set(used) == set(names)
-    one = spread(work, names[:1])
+    one = on_free_device(work, names[:1])
     for _ in range(3):
         with pytest.raises(ValueError, match="gives its device back"):
             one(17)

@@ -93,7 +93,7 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
     gain = (torch.rand(K, generator=g) + 0.1).to(dtype)
     prescale = torch.rand(M, generator=g) + 0.3
     prepared = (wide.float() * gain.float() * prescale[:, None]).to(dtype)
-    stream = fold.Stream(prepared, wide.float().square().reshape(M, -1, fold.SQUARES).sum(-1), prescale, EPS)
+    stream = fold.Residual(prepared, wide.float().square().reshape(M, -1, fold.SQUARES).sum(-1), prescale, EPS)
     normed = reference.rms_norm(wide, gain, EPS) @ W.t() + bias
     out, inverse = twice(lambda: fold.normed(layer, stream))
     close(out, normed, dtype)

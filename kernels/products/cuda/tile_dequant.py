@@ -8,7 +8,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, companions, group_argument
+from lowq_kernels.cuda.operands import TYPES, group_argument, scales_zeros_bias
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import ROWS, chunks
@@ -36,7 +36,7 @@ def _kernel(instance: str, device: int) -> Kernel:
 )
 def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) fp16 or bf16 -> (M, N): weights rounded once to x's dtype, then torch.nn.functional.linear per slab."""
-    scales, zeros, bias = companions(p, bias, x.dtype)
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     kernel = _kernel(expression(p.scheme.bits, TYPES[x.dtype], group_argument(p), zeros is not None), x.device.index)
     y = torch.empty(x.shape[0], p.N, dtype=x.dtype, device=x.device)
     step = max(ROWS, SLAB_BYTES // (2 * p.K) // ROWS * ROWS)

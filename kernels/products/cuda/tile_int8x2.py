@@ -17,10 +17,10 @@ from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import (
     SMEM_KEEPING_L1,
     TYPES,
-    companions,
     group_argument,
     groups_of_step,
     rows_of_x,
+    scales_zeros_bias,
     share_of_block,
     weight_maps,
 )
@@ -144,7 +144,7 @@ def tile_int8x2(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     if M == 0:
         return y
     x = rows_of_x(x, 8)
-    scales, zeros, bias = companions(p, bias, x.dtype)
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     operands = (bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     kernel, smem = _prepared(columns(M) // 2, *operands)

@@ -15,7 +15,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
-from lowq_kernels.cuda.operands import TYPES, companions, rows_of_x
+from lowq_kernels.cuda.operands import TYPES, rows_of_x, scales_zeros_bias
 from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
@@ -231,7 +231,7 @@ def launch(
     if M == 0:
         return y
     x = rows_of_x(x, 8)
-    scales, zeros, bias = companions(p, bias, x.dtype)
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     s = p.scheme
     facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)
     kernel, cut = _prepared(*facts, *_numbers(config))

@@ -19,10 +19,10 @@ from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import (
     SMEM_KEEPING_L1,
     TYPES,
-    companions,
     group_argument,
     groups_of_step,
     rows_of_x,
+    scales_zeros_bias,
     share_of_block,
     weight_maps,
 )
@@ -267,7 +267,7 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     if M == 0:
         return y
     x = rows_of_x(x, 8)
-    scales, zeros, bias = companions(p, bias, x.dtype)
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     group, T = group_argument(p), scales.shape[0]
     kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     tiles, K = 4 * config["WARPGROUPS_N"], x.shape[1]

@@ -13,7 +13,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
-from lowq_kernels.cuda.operands import TYPES, aligned, companions, group_argument, share_of_block, weight_maps
+from lowq_kernels.cuda.operands import TYPES, aligned, group_argument, scales_zeros_bias, share_of_block, weight_maps
 from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_packers.layouts import PackedWeight
@@ -110,7 +110,7 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     y = torch.empty(M, p.N, dtype=x.dtype, device=device)
     if M == 0:
         return y
-    scales, zeros, bias = companions(p, bias, x.dtype)
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     rows, kernel, smem = _prepared(
         bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), device.index
