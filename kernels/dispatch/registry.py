@@ -225,7 +225,7 @@ def select(call: AnyCall, kernel: str | None = None) -> Choice:
     `kernel` (or LOWQ_KERNEL) forces one by name and fails aloud if it cannot.
     Raises UnsupportedError with every kernel's reason when none can take it.
     """
-    return _met(call, kernel)[1]
+    return _resolve(call, kernel)[1]
 
 
 def find(call: AnyCall) -> Choice | None:
@@ -240,10 +240,10 @@ def find(call: AnyCall) -> Choice | None:
 
 def after_rounding(call: Call, kernel: str | None = None) -> Call:
     """The call as its kernel meets it: without an `act` where x is rounded before."""
-    return _met(call, kernel)[0]  # type: ignore[return-value]
+    return _resolve(call, kernel)[0]  # type: ignore[return-value]
 
 
-def _met(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
+def _resolve(call: AnyCall, kernel: str | None) -> tuple[AnyCall, Choice]:
     """The call as its kernel meets it, and that choice: one look-up once it was made."""
     kernel = kernel or _name_from_environment(call.op)
     found = _choices.get((call, kernel))
@@ -297,7 +297,7 @@ def matmul(
     act: round each row of x to 8 bits: inside a kernel that multiplies such, else here, for the kernels that do not.
     """
     call = Call.of(x, p, act)
-    met, (spec, config) = _met(call, kernel)
-    if met is not call and met != call:
+    resolved, (spec, config) = _resolve(call, kernel)
+    if resolved is not call and resolved != call:
         x = rounded(x, act)
     return spec.launch(x.contiguous(), p, bias, config)

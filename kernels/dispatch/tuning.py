@@ -1,7 +1,7 @@
 """What was measured decides: tables of the fastest kernel and config per call, on disk and at dispatch.
 
 `Table` answers `registry.select` through `registry.TABLES`: a checkpoint's own (`lowq_tune.json`, written by `lowq tune`)
-first, then the exact shapes that ship in tuned/, then the registry's rule, which reads that file's other rows (policy.py).
+first, then the winners by shape that ship in tuned/, then the registry's rule, which reads that file's other rows (policy.py).
 A checkpoint's entries bind to what they were measured with: GPU, torch and triton versions, a hash of the kernel's sources;
 stale ones are skipped, and `stale` counts them. Shipped ones bind to the configs that kernels have. measure.py makes entries.
 """
@@ -297,7 +297,7 @@ def forget() -> None:
 
 @cache
 def shipped(on: Gpu) -> Table:
-    """The exact shapes that ship for this GPU's architecture, possibly none; measured with whatever torch and triton."""
+    """The winners by shape that ship for this GPU's architecture, possibly none; measured with whatever torch and triton."""
     file = policy.file_for(on)
     return Table(
         Entry(**{k: row[k] for k in PLACE}, M=int(M), kernel=kernel, config=config, us=us, source="")

@@ -32,7 +32,7 @@ from lowq_packers.formats import Format, Tensors
 from lowq_packers.qtensor import QuantizedTensor
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
-TARGETS = tuple(sorted(WRITTEN, key=lambda name: WRITTEN[name].rank))
+EXPORT_FORMATS = tuple(sorted(WRITTEN, key=lambda name: WRITTEN[name].rank))
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
 INEXACT = ("mlx", "gguf")  # formats that round -zero * scale: only the values tell whether one survives
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
@@ -50,7 +50,7 @@ def export(
 
     Args:
         checkpoint: a folder that lowq wrote, or another tool's, which is imported into the cache first.
-        to: one of TARGETS; None takes the first that holds the checkpoint.
+        to: one of EXPORT_FORMATS; None takes the first that holds the checkpoint.
         check_tp: refuse what this many tensor-parallel ranks could not share.
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
         progress: called with (percent done, name).
@@ -58,8 +58,8 @@ def export(
         UsageError: no such format; `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
         nearest scheme that it can. NotFoundError, DamagedError: as `open_checkpoint`.
     """
-    if to is not None and to not in TARGETS:
-        raise UsageError(f"--to {to} does not exist; use one of {', '.join(TARGETS)}")
+    if to is not None and to not in EXPORT_FORMATS:
+        raise UsageError(f"--to {to} does not exist; use one of {', '.join(EXPORT_FORMATS)}")
     there = user_path(checkpoint).exists()
     found = open_checkpoint(runnable(checkpoint) if there else checkpoint)
     with found.source:
@@ -144,10 +144,10 @@ def _way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
         yield
     except UnsupportedError as e:
         source, bits = found.report.get("source"), found.report.get("recipe", {}).get("bits")
-        form = to or TARGETS[0]
+        form = to or EXPORT_FORMATS[0]
         if not source or str(found.config.get("model_type")) in TRANSPOSED:
             raise
-        fits = bits in next(t.bits for t in targets.TARGETS.values() if t.export == form)
+        fits = any(t.export == form and bits in t.bits for t in targets.ENGINES.values())
         width = f" --bits {bits}" if fits and bits != 4 else ""
         raise UnsupportedError(f"{e}; from the original: lowq quantize {shlex.quote(source)}{width} --export {form}") from None
 
@@ -163,7 +163,7 @@ def exportable(found: Checkpoint) -> list[str]:
             return False
         return True
 
-    return [to for to in TARGETS if holds(to)]
+    return [to for to in EXPORT_FORMATS if holds(to)]
 
 
 def _check_tp(found: Checkpoint, ranks: int) -> None:

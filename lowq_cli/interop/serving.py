@@ -16,7 +16,7 @@ from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.layouts import DISK
 
-FORMATS = ("compressed-tensors", "awq")  # in the order of vLLM's kernels for them
+VLLM_FORMATS = ("compressed-tensors", "awq")  # in the order of vLLM's kernels for them
 NATIVE = "lowq"
 
 
@@ -57,7 +57,7 @@ def choose(found: Checkpoint, ranks: int, native: bool = False) -> str:
     where = f"vLLM cannot serve {found.folder} on {ranks} GPU(s)"
     if fused := fusion_problems(found.schemes):
         raise UnsupportedError(f"{where}: {fused[0]}")
-    for to in () if native else FORMATS:
+    for to in () if native else VLLM_FORMATS:
         if to == "compressed-tensors" and not _has_kernels(found):
             continue
         with suppress(LowqError):

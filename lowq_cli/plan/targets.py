@@ -42,7 +42,7 @@ def _why_not(name: str) -> Callable[[Scheme, int, int], str | None]:
     return ask
 
 
-TARGETS = {
+ENGINES = {
     t.engine: t
     for t in (
         Target("vllm", "compressed-tensors", (4, 8, 2), (128, 64, 32, "channel"), _why_not("compressed-tensors")),
@@ -58,14 +58,14 @@ TARGETS = {
 
 def get(engine: str) -> Target:
     """The target of that name. Raises UsageError naming the ones that exist."""
-    if engine not in TARGETS:
-        raise UsageError(f"--for {engine} does not exist; use one of {', '.join(TARGETS)}")
-    return TARGETS[engine]
+    if engine not in ENGINES:
+        raise UsageError(f"--for {engine} does not exist; use one of {', '.join(ENGINES)}")
+    return ENGINES[engine]
 
 
 def of_export(form: str, engine: str | None) -> str:
     """The engine that an export format is for: the one named, if that reads it. Raises UsageError."""
-    known = {t.export: name for name, t in TARGETS.items()}
+    known = {t.export: name for name, t in ENGINES.items()}
     if form not in known:
         raise UsageError(f"--export {form} does not exist; use one of {', '.join(known)}")
     if engine is not None and get(engine).export != form:

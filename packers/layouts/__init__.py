@@ -1,6 +1,7 @@
 """Memory layouts: where each code of an (N, K) weight lies. One file per layout; each calls `register`.
 
-A kernel names the layouts it reads; a weight is held in one layout at a time. Files hold `rowstream`, or `tile` where asked.
+A kernel names the layouts it reads; a weight is held in one layout at a time. Files hold `rowstream`;
+`tile` or `cpu` where asked.
 """
 
 import importlib

@@ -21,7 +21,7 @@ def state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("engine", targets.TARGETS)
+@pytest.mark.parametrize("engine", targets.ENGINES)
 def test_what_is_chosen_exports_exactly(family_checkpoints, tmp_path, monkeypatch, engine):
     # GGUF needs a tokenizer, Humming's kernels rows in multiples of 64
     model = "demo" if engine in ("llama.cpp", "humming") else family_checkpoints("llama").dense

@@ -143,7 +143,7 @@ def _planes_refuse(call: Call) -> str | None:
 
 def _config_refuse(call: Call, config: Config) -> str | None:
     if config["BLOCK_K"] % CHUNK[call.scheme.bits]:
-        return "STEP is not whole chunks of the layout"
+        return "BLOCK_K is not whole chunks of the layout"
     if config["INT8_PLANES"] and (why := _planes_refuse(call)):
         return why
     cut = plan(call, config)
