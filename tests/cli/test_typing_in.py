@@ -41,8 +41,8 @@ class Screen:
     def type(self, text):
         os.write(self.master, text.encode())
 
-    def wait(self, text, seconds=30):
-        """What was written until `text` came up."""
+    def wait(self, text, seconds=120):
+        """What was written until `text` came up. The first start in a fresh home compiles the CPU kernels: 15 s of an idle core."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
