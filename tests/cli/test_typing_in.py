@@ -42,7 +42,7 @@ class Screen:
         os.write(self.master, text.encode())
 
     def wait(self, text, seconds=120):
-        """What was written until `text` came up. The first start in a fresh home compiles the CPU kernels: 15 s of an idle core."""
+        """What was written until `text` came up. A first start compiles the CPU kernels: 15 s of a core."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
