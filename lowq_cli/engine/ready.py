@@ -27,10 +27,13 @@ def ready(
     from lowq_cli.files.source import open_source
     from lowq_cli.interop.importer import runnable
     from lowq_kernels.dispatch import tuning
+    from lowq_kernels.products.cpu import native
 
     chosen = pick_device(device)
     if chosen.type == "cpu":
         torch.set_num_threads(threads())
+        if native.is_to_be_built():
+            console.say("compiling lowq's CPU kernels, once on this machine: about 15 s")
     with open_source(runnable(folder)) as source:
         if source.folder is not None:
             tuning.use(source.folder, chosen, notice)  # before loading: it also says which layout each shape is best held in

@@ -195,3 +195,17 @@ def test_neon_compiles(tmp_path):
     for name, flags in native.ARM.items():
         command = ["aarch64-linux-gnu-g++", *native.FLAGS, *flags, "-c", str(native.HERE / name), "-o", str(tmp_path / name)]
         subprocess.run(command, check=True)
+
+
+def test_who_waits_for_the_compiler_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("LOWQ_CPU_ISA", raising=False)
+    native._found.cache_clear()
+    wanted = native.compiler() is not None and native.platform.machine().lower() in native.UNITS
+    assert native.is_to_be_built() == wanted
+    if wanted:
+        path = native._place(native.compiler(), native.UNITS[native.platform.machine().lower()], native.cache_dir(), ())
+        path.parent.mkdir(parents=True)
+        path.touch()
+        assert not native.is_to_be_built()
+    native._found.cache_clear()

@@ -53,12 +53,28 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowq" / "cpu"
 
 
-def build(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...] = ()) -> Path:
-    """The library, from `folder` if it is there. Raises OSError or CalledProcessError where it cannot be built."""
+def is_to_be_built() -> bool:
+    """Whether the first product will wait for the compiler: some 15 s of a core."""
+    units, cxx = UNITS.get(platform.machine().lower()), compiler()
+    if _found.cache_info().currsize or units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
+        return False
+    try:
+        return not _place(cxx, units, cache_dir(), ()).exists()
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return False
+
+
+def _place(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...]) -> Path:
+    """Where the library of these sources and this compiler is kept."""
     version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     sources = [p.read_text() for p in sorted(HERE.iterdir()) if p.suffix in (".cpp", ".h")]
     key = hashlib.sha256(repr((version, FLAGS, extra, units, sources)).encode()).hexdigest()[:24]
-    path = folder / f"lowq_cpu_{key}.so"
+    return folder / f"lowq_cpu_{key}.so"
+
+
+def build(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...] = ()) -> Path:
+    """The library, from `folder` if it is there. Raises OSError or CalledProcessError where it cannot be built."""
+    path = _place(cxx, units, folder, extra)
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
