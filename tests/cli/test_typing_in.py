@@ -1,11 +1,14 @@
 """What a person types into chat: in a terminal of its own (a pty), where Ctrl-C, typed-ahead text and echo are real."""
 
+import fcntl
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -25,24 +28,29 @@ while (said := typing_in.ask()) is not None:
 """
 
 
+def own_terminal():
+    """Before the program starts: its stdin is its terminal, and Ctrl-C is not ignored, as it is in what a script runs with `&`."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Screen:
     """A program in a terminal of 80 columns."""
 
     def __init__(self, code):
         self.master, slave = pty.openpty()
         env = {**os.environ, "TERM": "dumb", "COLUMNS": "80"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code], stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-        )  # fmt: skip
+        streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+        command = [sys.executable, "-P", "-c", code]
+        self.process = subprocess.Popen(command, **streams, env=env, start_new_session=True, preexec_fn=own_terminal)
         os.close(slave)
         self.seen = ""
 
     def type(self, text):
         os.write(self.master, text.encode())
 
-    def wait(self, text, seconds=120):
-        """What was written until `text` came up. A first start compiles the CPU kernels: 15 s of a core."""
+    def wait(self, text, seconds=60):
+        """What was written until `text` came up."""
         end = time.monotonic() + seconds
         while text not in self.seen:
             assert time.monotonic() < end, self.seen
