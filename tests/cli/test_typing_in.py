@@ -29,7 +29,7 @@ while (said := typing_in.ask()) is not None:
 
 
 def own_terminal():
-    """Before the program starts: its stdin is its terminal, and Ctrl-C is not ignored, as it is in what a script runs with `&`."""
+    """Before the program starts: stdin is its terminal, and Ctrl-C is not ignored, as where a script runs pytest with `&`."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
