@@ -46,7 +46,6 @@ from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_cli.run.events import LayerDone
-from lowq_cli.run.writer import SENSITIVITY
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.scheme import BITS, Scheme
 
@@ -141,7 +140,7 @@ def calibrated(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) ->
         with tempfile.TemporaryDirectory() as out:
             recipe = make_recipe(
                 bits=cell["bits"], group=cell["group"], method=cell["method"].removesuffix(" --rotate"), rotate=args.rotate,
-                calib=args.calib, calib_tokens=args.calib_tokens, lm_head="keep",
+                calib=args.calib or "bundled", calib_tokens=args.calib_tokens, lm_head="keep",
             )  # fmt: skip
             *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
             fill(judge.model, dequantized(Path(out) / "q"))
@@ -186,7 +185,7 @@ def gptqmodel(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> 
     from gptqmodel import GPTQModel, QuantizeConfig
 
     parameters = dict(judge.model.named_parameters())
-    ids = texts.choose_windows(judge.tokenizer, texts.read_text(args.calib), args.calib_tokens, texts.WINDOW)
+    ids = texts.Text.read(args.calib).windows(judge.tokenizer, args.calib_tokens, texts.WINDOW)
     samples = [{"input_ids": w.unsqueeze(0), "attention_mask": w.new_ones(1, len(w))} for w in ids]
     for cell in wanted:
         with tempfile.TemporaryDirectory() as out:
@@ -213,9 +212,8 @@ def bpw_cells(model: str, args: Args) -> Iterator[Row]:
 def bpw(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
     """`lowq quantize --bpw`, or one scheme for all weights."""
     dense, ids = Judge(folder, args).model, judge.texts[next(iter(TEXTS))]
-    known: dict[tuple[str, str], bytes] = {}  # (part, method) -> sensitivities, which are measured once
     for cell in wanted:
-        asked, linears_alone = (cell["part"], cell["method"]), cell["part"] == "linears"
+        linears_alone = cell["part"] == "linears"
         if "target" in cell:
             kept = {"lm_head": "keep"} if linears_alone else {}
             recipe = make_recipe(bpw=cell["target"], method=cell["method"], **kept)
@@ -224,15 +222,10 @@ def bpw(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterat
             recipe = make_recipe(bits=cell["bits"], group=cell["group"], method=cell["method"], overrides=table)
         with tempfile.TemporaryDirectory() as out:
             made = Path(out) / "q"
-            if "target" in cell and asked in known:
-                made.mkdir()
-                (made / SENSITIVITY).write_bytes(known[asked])
             with pipeline.prepare(folder, recipe, made, device=device()) as prepared:
-                *_, finished = prepared.run()
+                *_, finished = pipeline.execute(prepared)
             fill(judge.model, dequantized(made))
         mixed = prepared.mixed
-        if mixed:
-            known[asked] = mixed.cache
         bits = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()
         report = perplexity.evaluate(judge.model, ids, dense)
         yield cell | {
@@ -304,6 +297,7 @@ EXPERIMENTS = {
 }  # fmt: skip
 SHOWN = (  # the cells of the tables
     "free", "calibrated", "calibrated --method learn --bits 3,2,1", "calibrated --rotate --method gptq --bits 4,3,2",
+    "calibrated --calib self --method gptq,awq,learn,distill --bits 4,3,2 --group 64",
     "gptqmodel", "bpw",
 )  # fmt: skip
 

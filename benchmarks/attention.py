@@ -18,14 +18,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from pages import results_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowq_kernels.decode import attention, attention_cuda, prompt, reference
-from lowq_kernels.decode.attend import AttendCall
+from lowq_kernels.decode import attend_cuda, attend_triton, prompt, reference
+from lowq_kernels.decode.attend import AttendCall, attend
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.dispatch.registry import kernels
+from lowq_kernels.dispatch.registry import kernels, select
 from lowq_kernels.dispatch.timing import graph_time, roofline
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -39,6 +40,18 @@ STEPS = (  # sequences, slots, tokens so far
     (8, 8192, (2000, 8000)),
     (16, 32768, (16000,)),
 )
+PAGE = 64
+PAGED = (  # sequences, slots of the table, tokens so far, in turn
+    *((1, 131072, (n,)) for n in (100, 500, 4000, 32000)),
+    (1, 2048, (500,)),
+    (8, 131072, (500,)),
+    (16, 131072, (500,)),
+    (16, 131072, (16000,)),
+    (64, 131072, (500,)),
+    (64, 131072, (100, 300, 700, 100, 300, 700, 100, 8000)),
+    (128, 131072, (500,)),
+)
+PACKED = (((0, 300),), ((0, 300), (512, 100), (0, 600)), ((0, 2048),), ((30720, 2048),), tuple((0, 128) for _ in range(16)))
 PROMPTS = ((512, 0), (2048, 0), (2048, 2048), (304, 4096), (8192, 0), (2048, 30720))  # tokens, tokens before them
 NO_LENGTH = 1 << 40
 
@@ -64,16 +77,67 @@ def steps(read_gbs: float) -> Iterator[dict[str, float | int]]:
         qkv = torch.randn(B, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
         for place in places:
             pos = torch.full((B,), place, dtype=torch.int32, device=DEVICE)
-            calls = [(qkv, *pair, pos, *turned, HEADS, {}) for pair in held]
+            calls = [(qkv, *pair, pos, *turned, HEADS) for pair in held]
             truth = reference.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS)
-            own = error(attention_cuda.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS, {}), truth)
-            row = {"B": B, "S": S, "tokens": place, "error": own, "us": times(attention_cuda.attend, calls)}
-            row["triton_us"] = times(attention.attend, calls)
-            with mock.patch.object(attention_cuda, "LONG", NO_LENGTH):
+            own = error(attend_cuda.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS), truth)
+            row = {"B": B, "S": S, "tokens": place, "error": own, "us": times(attend_cuda.attend, calls)}
+            row["triton_us"] = times(attend_triton.attend, calls)
+            with mock.patch.object(attend_cuda, "LONG", NO_LENGTH):
                 if kernels("attend")["cuda/attend"].why_not(AttendCall.of(qkv, S, HEADS.D, HEADS)) is None:
-                    row["cluster_us"] = times(attention_cuda.attend, calls)
+                    row["cluster_us"] = times(attend_cuda.attend, calls)
             row["read_us"] = round(B * HEADS.HKV * (place + 1) * HEADS.D * 4 / read_gbs / 1e3, 2)
             yield row
+
+
+def paged(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
+    """A server's steps: the kernels that dispatch takes over a cache of its own for each text, and over one in blocks."""
+    for B, S, lengths in PAGED:
+        places = [lengths[i % len(lengths)] for i in range(B)]
+        width, blocks = -(-S // PAGE), B * (max(places) // PAGE + 1) + 1
+        qkv = torch.randn(B, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
+        pos, turned = torch.tensor(places, dtype=torch.int32, device=DEVICE), tables(S)
+        own, pooled = [], []
+        for _ in range(max(2, min(24, (300 << 20) // (blocks * PAGE * HEADS.HKV * HEADS.D * 4)))):
+            table = torch.zeros(B, width, dtype=torch.int32, device=DEVICE)
+            table[:, : (blocks - 1) // B] = (torch.randperm(blocks - 1, device=DEVICE) + 1).reshape(B, -1)
+            pools = [torch.randn(blocks, HEADS.HKV, PAGE, HEADS.D, device=DEVICE, dtype=DTYPE) for _ in range(2)]
+            whole = [p[table[:, : (blocks - 1) // B].long()].transpose(1, 2).flatten(2, 3).contiguous() for p in pools]
+            own.append((qkv, *whole, pos, *turned, HEADS))
+            pooled.append((qkv, *pools, pos, *turned, HEADS, table))
+        y, truth = attend(*pooled[0]), reference.attend(*own[0])
+        row: dict[str, float | int | str] = {"B": B, "S": S, "lengths": str(lengths), "error": error(y, truth)}
+        row["equal_again"] = int(torch.equal(y, attend(*pooled[0])))
+        row["kernel"] = select(AttendCall.of(qkv, S, HEADS.D, HEADS, PAGE))[0].name
+        row["own_us"], row["paged_us"] = times(attend, own), times(attend, pooled)
+        row["cuda_us"], row["triton_us"] = times(attend_cuda.attend, pooled), times(attend_triton.attend, pooled)
+        row["read_us"] = round(sum(p + 1 for p in places) * HEADS.HKV * HEADS.D * 4 / read_gbs / 1e3, 2)
+        yield row
+
+
+def packed() -> Iterator[dict[str, float | int | str]]:
+    """Prompts of several texts one after another over a paged cache, beside each in a pass of its own."""
+    for pieces in PACKED:
+        M, n = sum(new for _, new in pieces), len(pieces)
+        width = -(-max(start + new for start, new in pieces) // PAGE)
+        pools = [torch.randn(n * width + 1, HEADS.HKV, PAGE, HEADS.D, device=DEVICE, dtype=DTYPE) for _ in range(2)]
+        table = (torch.randperm(n * width, device=DEVICE) + 1).reshape(n, width).to(torch.int32)
+        caches = [p[table.long()].transpose(1, 2).flatten(2, 3).contiguous() for p in pools]
+        qkv = torch.randn(M, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
+        rows, pos, tiles, alone = [], [], [], []
+        turned = tables(width * PAGE)
+        for b, (start, new) in enumerate(pieces):
+            first = len(rows)
+            mine = (qkv[None, first : first + new], *(c[b : b + 1] for c in caches), start, *turned, HEADS)
+            alone.append(partial(prompt.attend_prompt, *mine))
+            rows, pos = rows + [b] * new, [*pos, *range(start, start + new)]
+            tiles += [(t, min(t + reference.TILE, first + new)) for t in range(first, first + new, reference.TILE)]
+        p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (rows, pos, tiles)))
+        together = partial(prompt.attend_packed, qkv, *pools, p, *turned, HEADS)
+        wrong = error(together(), torch.cat([way()[0] for way in alone]))
+        row: dict[str, float | int | str] = {"pieces": str(pieces), "error_beside_own": wrong}
+        row["packed_ms"] = round(graph_time([together], 20, 2000.0) / 1e3, 4)
+        row["each_ms"] = round(graph_time([lambda: [way() for way in alone]], 20, 2000.0) / 1e3, 4)  # noqa: B023
+        yield row
 
 
 def times(attend: Callable[..., torch.Tensor], calls: Sequence[tuple[Any, ...]]) -> float:
@@ -121,14 +185,18 @@ def once(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    name = torch.cuda.get_device_name().lower()
-    kind = next((k for k in ("h200", "h100") if k in name), name.replace(" ", "_"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / kind / "attention.json")
-    out = parser.parse_args().out
+    parser.add_argument("--out", type=Path, default=results_of(torch.cuda.get_device_name()) / "attention.json")
+    parser.add_argument("--parts", default="steps,prompts,paged,packed")
+    args = parser.parse_args()
+    out = args.out
     ceiling = roofline(DEVICE)
     found: dict[str, object] = {"gpu": ceiling.device, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     found["read_gbs"] = round(ceiling.read_gbs)
-    for part, rows in (("steps", steps(ceiling.read_gbs)), ("prompts", prompts())):
+    parts = {"steps": lambda: steps(ceiling.read_gbs), "prompts": prompts, "paged": lambda: paged(ceiling.read_gbs)}
+    parts["packed"] = packed
+    if args.out.exists():
+        found = json.loads(args.out.read_text()) | found
+    for part, rows in ((p, parts[p]()) for p in args.parts.split(",")):
         found[part] = []
         for row in rows:
             print(row, flush=True)

@@ -40,7 +40,7 @@ from lowq_kernels import gpu
 from lowq_kernels.activations import rounded
 from lowq_kernels.cuda import nvrtc
 from lowq_kernels.dispatch.registry import Call, kernels, matmul, named
-from lowq_kernels.dispatch.tuning import Machine
+from lowq_kernels.dispatch.tuning_file import Machine
 from lowq_kernels.fp8 import block_quant, gemm_triton, gemm_wgmma
 from lowq_kernels.fp8.block_quant import fp8_block_quant
 from lowq_kernels.fp8.call import Fp8Call
@@ -50,7 +50,7 @@ from lowq_packers import fp8
 from lowq_packers.fp8 import FP8, Fp8Matrix
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import BLOCKS, Scheme
+from lowq_packers.scheme import BLOCKS, Scheme, scale_shape
 
 WIDTHS = (8, 4, 2)  # whose perplexity is measured
 LAYERS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")  # whose inputs are captured
@@ -185,7 +185,7 @@ def gemm_compilations() -> list[Callable[[], object]]:
 def meta_matrix(M: int, K: int, block: fp8.Block) -> Fp8Matrix:
     """A matrix with a shape and no numbers."""
     q = torch.empty(M, K, dtype=FP8, device="meta")
-    return Fp8Matrix(q, torch.empty(fp8.scale_shape(q.shape, block), device="meta"), block)
+    return Fp8Matrix(q, torch.empty(scale_shape(q.shape, block), device="meta"), block)
 
 
 def compile_inductor(n: int) -> None:

@@ -29,7 +29,8 @@ from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.measure import call_for, copies, random_weight
 from lowq_kernels.dispatch.registry import Config, kernels
 from lowq_kernels.dispatch.timing import graph_time, roofline, rotation
-from lowq_kernels.dispatch.tuning import Machine, Shape
+from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.dispatch.tuning_file import Machine
 from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_packers.layouts import PackedWeight, repack, unpack
 from lowq_packers.scheme import Scheme

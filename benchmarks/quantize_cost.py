@@ -103,7 +103,7 @@ def measure_memory(model: Path, out: Path, device: str, options: Row) -> Row:
     start, cpu = time.monotonic(), time.process_time()
     recipe = make_recipe(**options)
     with pipeline.prepare(model, recipe, out, device=device) as prepared:
-        for _ in prepared.run():
+        for _ in pipeline.execute(prepared):
             pass
     seconds, cpu = time.monotonic() - start, time.process_time() - cpu
     peak = status("VmHWM")
@@ -195,7 +195,8 @@ def calibrated(args: argparse.Namespace) -> None:
         for name in TOKENIZER:
             shutil.copy(Path(lowq_cli.__file__).parent / "demo" / name, folder)
         for method in args.method.split(","):
-            options = {"bits": args.bits, "group": args.group, "method": method, "calib_tokens": args.calib_tokens}
+            options = {"bits": args.bits, "group": args.group, "method": method, "calib": "bundled"}
+            options["calib_tokens"] = args.calib_tokens
             rows.append(in_a_process("calibrated", Path(folder), args.device, options))
             print(json.dumps(rows[-1]), flush=True)
     versions = {p: version(p) for p in ("lowq", "torch", "transformers")}

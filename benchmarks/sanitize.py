@@ -3,7 +3,8 @@
 Each kernel runs in a process of its own under memcheck and racecheck, on small shapes with tails in M, N and K, at every
 width, over a few of its configs; weights, x and truth are made on the CPU, so that few kernels but ours are instrumented,
 and torch's caching allocator is off, so that an access past the end of a tensor leaves its allocation. Results are
-compared with fp32 too. Writes benchmarks/results/<gpu>/sanitize.json, or --out.
+compared with fp32 too. Of decode's kernels (TESTED) it is their tests that run so. Writes
+benchmarks/results/<gpu>/sanitize.json, or --out.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from pages import ROOT, results_of
 
 from lowq_kernels.activations import rounded
 from lowq_kernels.cuda import nvrtc
@@ -86,6 +88,10 @@ def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.
 
 
 FP8 = "cuda/fp8_gemm"
+TESTED = {  # kernels whose tests have the cases: pytest runs under the tool
+    "cuda/attend": "tests/kernels/test_decode_cuda.py::test_attend",
+    "cuda/experts": "tests/kernels/test_decode_cuda.py::test_experts",
+}
 
 
 def fp8_cases() -> Iterator[tuple[Fp8Matrix, Fp8Matrix, torch.dtype, list[Config]]]:
@@ -150,7 +156,11 @@ def work(spec: KernelSpec) -> list[Work]:
 
 def run(name: str, tool: str, timeout: float) -> dict:
     """One kernel under one tool."""
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20", sys.executable, __file__, "--child", name]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+    if name in TESTED:
+        command += ["pytest", "-p", "no:cacheprovider", "-m", "gpu", str(ROOT / TESTED[name])]
+    else:
+        command += [sys.executable, __file__, "--child", name]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": "1"}
     row = {"kernel": name, "tool": tool, "launches": 0, "errors": -1, "text": ""}
     try:
@@ -158,9 +168,9 @@ def run(name: str, tool: str, timeout: float) -> dict:
         text = done.stdout + done.stderr
     except subprocess.TimeoutExpired as e:
         return row | {"text": f"no end within {timeout:.0f} s: {str(e.stdout)[-300:]}"}
-    found, count = SUMMARY.findall(text), re.search(r"launches (\d+)", text)
-    row |= {"launches": int(count[1]) if count else 0, "errors": int("".join(found[-1])) if found else -1}
-    return row if row["errors"] == 0 and count else row | {"text": text[-3000:]}
+    found, count = SUMMARY.findall(text), re.search(r"launches (\d+)|(\d+) passed", text)
+    row |= {"launches": int(count[1] or count[2]) if count else 0, "errors": int("".join(found[-1])) if found else -1}
+    return row if row["errors"] == 0 and count else row | {"text": f"{text[:3000]} ... {text[-1000:]}"}
 
 
 def main() -> None:
@@ -171,11 +181,12 @@ def main() -> None:
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--jobs", type=int, default=12, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one kernel under one tool")
-    parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "h100" / "sanitize.json"))
+    parser.add_argument("--out", help="default: results/<gpu>/sanitize.json")
     args = parser.parse_args()
     if args.child:
         child(args.child)
         return
+    out = Path(args.out or results_of(torch.cuda.get_device_name()) / "sanitize.json")
     names = [
         n
         for n, s in registry.kernels().items()
@@ -186,13 +197,14 @@ def main() -> None:
     if args.only in FP8:
         fp8_compile(args.jobs)
         names.append(FP8)
+    names += [n for n in TESTED if args.only in n]
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda nt: run(*nt, args.timeout), [(n, t) for t in args.tools.split(",") for n in names]):
             rows.append(row)
             verdict = "clean" if row["errors"] == 0 and row["launches"] else f"{row['errors']} errors\n{row['text']}"
             print(f"{row['tool']} {row['kernel']}: {row['launches']} launches, {verdict}", flush=True)
             facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
-            Path(args.out).write_text(json.dumps(facts | {"script": "benchmarks/sanitize.py", "rows": rows}, indent=0))
+            out.write_text(json.dumps(facts | {"script": "benchmarks/sanitize.py", "rows": rows}, indent=0))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ import torch
 
 from lowq_cli.tuning import tuner
 from lowq_kernels import gpu
-from lowq_kernels.dispatch import measure, policy, tuning
+from lowq_kernels.dispatch import measure, policy, tuning_file
 from lowq_kernels.dispatch.measure import Budget
 from lowq_kernels.dispatch.precompile import Work, compile_all
 from lowq_kernels.dispatch.registry import Call, Config, kernels
-from lowq_kernels.dispatch.tuning import Entry, Machine, Shape
+from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.dispatch.tuning_file import Entry, Machine
 from lowq_packers.scheme import Scheme
 
 SHAPES = {  # (N, K), most used first
@@ -54,7 +55,7 @@ def measured(a: argparse.Namespace) -> None:
     for i, shape in enumerate(shapes):
         weights = measure.copies(measure.random_weight(shape, a.layout, device))
         found = [e for M in batches if budget.left and (e := measure.best(shape, M, weights, device))]
-        tuning.write_file(a.times, Machine.here(device), found)
+        tuning_file.write_file(a.times, Machine.here(device), found)
         print(f"{i + 1}/{len(shapes)} {shape.N}x{shape.K} {shape.scheme}: {budget.spent:.0f} s", flush=True)
     for name, why in sorted(measure.failed.items()):
         print("FAILED", name, why.splitlines()[0][:200])
@@ -116,7 +117,7 @@ def rows_of(entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """Winners as rows of `measured`, one a shape."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for e in sorted(entries, key=lambda e: (*map(str, e.place), e.M)):
-        row = found.setdefault(e.place, {**dict(zip(tuning.PLACE, e.place, strict=True)), "M": {}})
+        row = found.setdefault(e.place, {**e.place._asdict(), "M": {}})
         row["M"][str(e.M)] = [e.kernel, e.config, e.us]
     return list(found.values())
 
@@ -173,7 +174,7 @@ def main() -> None:
 
     def write(a: argparse.Namespace) -> None:
         file = json.loads(a.file.read_text())
-        for machine in tuning.read_file(a.times):
+        for machine in tuning_file.read_file(a.times):
             if tuple(machine["capability"]) == tuple(file["capability"]):
                 file = updated(file, machine)
         a.file.write_text(dumps(file))

@@ -10,6 +10,7 @@ first `generate` compiles kernels, a later one finds them. A step that fails is 
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,36 +23,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pages import results_of
 from safetensors.torch import save_file
 
 from lowq_cli import demo
 
-RESULTS = Path(__file__).parent / "results"
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
 LLAMA |= {"tie_word_embeddings": False, "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0}
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
     | {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+    | {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "max_position_embeddings": 131072},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
     | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192, "max_position_embeddings": 1024},
 }
 NEW = "--prompt Once --max-new-tokens"
-STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint
+TUNED = (("generate, 512 tokens", f"generate CKPT {NEW} 512"), ("tune", "tune CKPT"))
+TUNED += (("generate, 512 tokens, tuned", f"generate CKPT {NEW} 512"),)
+FIRST = ("generate, 1 token, kernels not compiled yet", f"generate CKPT {NEW} 1")
+FEWER = tuple((f"{what}; 2 bits g64", line.replace("CKPT", "CKPT2")) for what, line in (FIRST, *TUNED))
+STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint, CKPT2 the 2-bit one
     ("python, torch and a first tensor on the device", ""),
     ("doctor", "doctor"),
     ("inspect the original", "inspect MODEL"),
     ("plan: quantize --dry-run", "quantize MODEL --group 128 --dry-run"),
     ("quantize, 4 bits g128", "quantize MODEL --group 128 --out CKPT"),
     ("inspect", "inspect CKPT"),
-    ("generate, 1 token, kernels not compiled yet", f"generate CKPT {NEW} 1"),
+    FIRST,
     ("generate, 1 token", f"generate CKPT {NEW} 1"),
-    ("generate, 512 tokens", f"generate CKPT {NEW} 512"),
+    ("generate, 1 token, again", f"generate CKPT {NEW} 1"),
+    TUNED[0],
+    ("eval, 20,000 tokens", "eval CKPT --max-tokens 20000"),
+    ("export", "export CKPT --out EXPORT"),
+    ("the demo: quantize", "quantize demo --out DEMO"),
+    ("the demo: 60 tokens", "generate DEMO --prompt Once --max-new-tokens 60"),
+    ("the demo: against the original", "eval DEMO --against demo"),
+    ("quantize, 2 bits g64", "quantize MODEL --bits 2 --out CKPT2"),
+    *FEWER,
     ("generate, 16 texts of 256 tokens, first time", "generate CKPT --prompts PROMPTS --batch 16 --max-new-tokens 256"),
     ("generate, 16 texts of 256 tokens", "generate CKPT --prompts PROMPTS --batch 16 --max-new-tokens 256"),
-    ("eval, 20,000 tokens", "eval CKPT --max-tokens 20000"),
-    ("tune", "tune CKPT"),
-    ("generate, 512 tokens, tuned", f"generate CKPT {NEW} 512"),
-    ("export", "export CKPT --out EXPORT"),
+    *TUNED[1:],
 )
 
 
@@ -61,20 +73,20 @@ def main() -> None:
     parser.add_argument("--shape", default="8b", choices=SHAPES)
     parser.add_argument("--out", type=Path, help="default: results/<gpu>/walk_SHAPE.json")
     parser.add_argument("--folder", type=Path, help="where to work; default: the temporary folder")
+    parser.add_argument("--only", default="", help="steps whose names hold this regular expression")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    gpu = next((known for known in ("h200", "h100") if known in name.lower()), name.lower().replace(" ", "-"))
     work = Path(tempfile.mkdtemp(prefix="lowq-walk-", dir=args.folder))
     try:
         size = write(work / "model", args.shape, args.device)
         facts: dict[str, Any] = {"shape": args.shape, "device": name, "model_gb": round(size / 1e9, 2)}
         facts["date"] = datetime.now(UTC).isoformat("T", "seconds")
         facts |= {package: version(package) for package in ("lowq", "torch", "transformers")}
-        out = args.out or RESULTS / gpu / f"walk_{args.shape}.json"
+        out = args.out or results_of(name) / f"walk_{args.shape}.json"
         out.parent.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
-        for row in walk(work, args.device):
+        for row in walk(work, args.device, args.only):
             rows.append(row)
             out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")  # a run that is cut off keeps its steps
     finally:
@@ -83,24 +95,27 @@ def main() -> None:
     sys.exit(any("exit_code" in row for row in rows))
 
 
-def walk(work: Path, device: str) -> Iterator[dict[str, Any]]:
+def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
     """Each step in the folder `work` with its seconds; with its exit code where it failed."""
     prompts = work / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(f"The {n}th day") + "\n" for n in range(16)))
     places = {"MODEL": work / "model", "CKPT": work / "checkpoint", "EXPORT": work / "export", "PROMPTS": prompts}
+    places |= {"CKPT2": work / "checkpoint-2-bits", "DEMO": work / "demo"}
     homes = {f"XDG_{kind}_HOME": str(work / kind.lower()) for kind in ("STATE", "CACHE")}
     env = {**os.environ, **homes, "TRITON_CACHE_DIR": str(work / "triton"), "HF_HUB_OFFLINE": "1"}
     for what, line in STEPS:
+        if not re.search(only, what):
+            continue
         words = [str(places.get(word, word)) for word in line.split()]
         command = [str(Path(sys.executable).with_name("lowq")), *words]
         if not line:
             command = [sys.executable, "-c", f"import torch; torch.zeros(1, device={device!r})"]
-        elif line.split()[0] in ("generate", "eval", "tune", "quantize"):
+        elif line.split()[0] in ("generate", "eval", "tune", "quantize", "compare"):
             command += ["--device", device]
         began = time.perf_counter()
         done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
         seconds = round(time.perf_counter() - began, 2)
-        told = next((row for row in reversed(done.stderr.splitlines()) if " new token" in row), "")
+        told = next((row for row in reversed(done.stderr.splitlines()) if " new token" in row or " written in " in row), "")
         row = {"what": what, "command": f"lowq {line}" if line else "", "seconds": seconds, "said": told}
         print(f"{seconds:7.2f} s  {what}  {told}", flush=True)
         if done.returncode:

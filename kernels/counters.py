@@ -48,6 +48,13 @@ def counters(n: int, device: torch.device) -> torch.Tensor:
     return held
 
 
+def reserve(n: int, device: torch.device) -> None:
+    """An arena of at least n counters, for who will capture many graphs. What was given away stays as it is."""
+    if device.type == "cuda" and (device not in _arenas or _arenas[device][0].numel() - _arenas[device][1][0] < n):
+        _arenas[device] = torch.zeros(n, dtype=torch.int32, device=device), [0]
+        torch.cuda.synchronize(device)
+
+
 def _slice(n: int, device: torch.device) -> torch.Tensor:
     arena, given = _arenas.get(device, (None, [ARENA]))
     if arena is None or given[0] + n > arena.numel():

@@ -61,7 +61,7 @@ def _libraries() -> Iterator[Check]:
 def _devices() -> Iterator[Check]:
     refusal = native.why_not()
     whose = f"own kernels with {native.isa()[1]}" if refusal is None else f"torch's kernels: {refusal}"
-    yield Check("cpu", True if refusal is None else None, f"{torch.get_num_threads()} threads, {whose}")
+    yield Check("cpu", True if refusal is None else None, f"{(n := torch.get_num_threads())} thread{'s' * (n > 1)}, {whose}")
     if not torch.cuda.is_available():
         why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no CUDA device"
         yield Check("gpu", None, f"none ({why}): everything runs on the CPU, slower")
@@ -97,9 +97,7 @@ def _kernels() -> Iterator[Check]:
     """One small product with each kernel that dispatch may take here, against the definition; compiled side by side."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     specs = registry.dispatched()
-    cases = [
-        (spec, layout, bits, device) for spec in specs for layout in spec.layouts if layout in LAYOUTS for bits in spec.bits
-    ]
+    cases = [(spec, layout, bits, device) for spec in specs for layout in spec.layouts for bits in spec.bits]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = list(pool.map(lambda case: _tried(*case), cases))
     for spec in specs:
@@ -109,7 +107,7 @@ def _kernels() -> Iterator[Check]:
         if done:
             yield Check(f"kernel {name}", not wrong, wrong[0] if wrong else f"right in {len(done)} cases on {device.type}")
         else:
-            yield Check(f"kernel {name}", None, f"not for this machine: {tried[0][1] if tried else 'no layout'}")
+            yield Check(f"kernel {name}", None, f"not for this machine: {tried[0][1]}")
 
 
 def _fp8() -> Check:

@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable
 
 Complete = Callable[[str], list[str]]
-EXPORTS = ("compressed-tensors", "gptq", "awq", "humming", "mlx", "hqq", "gguf")
-ENGINES = ("vllm", "llama.cpp", "mlx", "gptq", "awq", "humming", "hqq")
 
 
 def words(*known: str) -> Complete:
@@ -38,6 +36,20 @@ def methods(incomplete: str) -> list[str]:
     return [m for m in ("auto", *quantizers.methods()) if m.startswith(incomplete)]
 
 
+def exports(incomplete: str) -> list[str]:
+    """Formats that lowq writes."""
+    from lowq_packers.formats import EXPORTED
+
+    return words(*EXPORTED)(incomplete)
+
+
+def engines(incomplete: str) -> list[str]:
+    """Engines and formats that a checkpoint may be made for."""
+    from lowq_cli.plan.targets import ENGINES
+
+    return words(*ENGINES)(incomplete)
+
+
 def _folders(incomplete: str) -> list[str]:
     """Folders that the path begun may mean; those that hold a model before those on the way to one."""
     parent = os.path.dirname(incomplete)
@@ -52,5 +64,3 @@ devices = words("auto", "cpu", "cuda")
 zeros = words("float", "int", "none")
 bits = words("8", "4", "3", "2", "1")
 acts = words("none", "int8", "fp8")
-exports = words(*EXPORTS)
-engines = words(*ENGINES)

@@ -7,6 +7,7 @@ progress is a plain line every tenth of the way, and tables are drawn without co
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -35,10 +36,20 @@ def stderr() -> "Console":
     return Console(stderr=True, highlight=False, width=width)
 
 
+_UNSEEN = re.compile(  # what a terminal obeys instead of showing it, what turns the order of letters, and lone surrogates
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """`text` as a terminal may be shown it: names from files can hold its commands. Newlines and tabs stay."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def say(message: str) -> None:
     """A line for the person, on stderr; on a terminal too narrow for it, broken between words."""
     if not quiet:
-        print(_broken(message, sys.stderr), file=sys.stderr, flush=True)
+        print(_broken(visible(message), sys.stderr), file=sys.stderr, flush=True)
 
 
 def _broken(line: str, stream: TextIO) -> str:
@@ -51,7 +62,7 @@ def _broken(line: str, stream: TextIO) -> str:
 
 def page(text: str) -> None:
     """Lines for the person that are laid out already, on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:
@@ -60,12 +71,14 @@ def warn(message: str) -> None:
 
     if quiet:
         return
-    stderr().print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=not sys.stderr.isatty())  # a log's lines stay whole
+    stderr().print(
+        f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty()
+    )  # a log's lines stay whole
 
 
 def fail(message: str) -> None:
     """The one line of an error."""
-    print(f"lowq: {message}", file=sys.stderr if _errors is None else _errors, flush=True)
+    print(f"lowq: {visible(message)}", file=sys.stderr if _errors is None else _errors, flush=True)
 
 
 def only_errors() -> None:
@@ -76,13 +89,13 @@ def only_errors() -> None:
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Result text on stdout, at once."""
-    print(text, end=end, flush=True)
+    """Result text on stdout, at once; on a terminal without what it would obey."""
+    print(visible(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def out_line(text: str) -> None:
     """A line of a result that people read, on stdout; on a terminal too narrow for it, broken between words."""
-    out(_broken(text, sys.stdout))
+    out(_broken(visible(text), sys.stdout))
 
 
 def out_json(value: dict[str, Any]) -> None:
@@ -117,8 +130,10 @@ def table(
         return
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[visible(str(cell)) for cell in row] for row in rows]
+    title = visible(title)
     titles = [name.lstrip(">") for name in columns]
     widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
     needed = [max(map(len, ["", *title.split(), *column])) for title, *column in zip(titles, *cells, strict=True)]
@@ -132,7 +147,9 @@ def table(
     if least > console.width:
         _paragraphs(title, titles, cells, sys.stdout if on_stdout else sys.stderr)
         return
-    drawn = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(
+        title=Text(title) if title else None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     drawn.collapse_padding = tight
     for i in shown:
         if columns[i].startswith(">"):
@@ -140,14 +157,14 @@ def table(
         else:
             drawn.add_column(titles[i], overflow="fold")
     for row in cells:
-        drawn.add_row(*(row[i] for i in shown))
+        drawn.add_row(*(Text(row[i]) for i in shown))  # as it is: "[/b]" in a name is no markup
     console.print(drawn)
 
 
 def _paragraphs(title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], stream: TextIO) -> None:
     """The rows of a table that no terminal so narrow has room for."""
-    for line in [title] * bool(title):
-        print(line, file=stream)
+    if title:
+        print(title, file=stream)
     for first, *rest in cells:
         told = ", ".join(f"{name} {cell}".strip() for name, cell in zip(titles[1:], rest, strict=True) if cell)
         print(_broken(f"{first}: {told}" if first else told, stream), file=stream)
@@ -214,11 +231,11 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
         TimeElapsedColumn(),
         TextColumn("eta"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=stderr(), transient=True) as bar:
         task = bar.add_task(label, total=total, note="")
-        yield lambda done, note: bar.update(task, completed=done, note=note)
+        yield lambda done, note: bar.update(task, completed=done, note=visible(note))
 
 
 @contextmanager
@@ -227,8 +244,20 @@ def status(doing: str) -> Iterator[None]:
     if quiet or not sys.stderr.isatty():
         yield
         return
-    with stderr().status(doing):
+    from rich.markup import escape
+
+    with stderr().status(escape(visible(doing))):
         yield
+
+
+@contextmanager
+def live() -> Iterator[Callable[[str], None] | None]:
+    """A last line that changes while others are said above it; yields what changes it, None where stderr is no terminal."""
+    if quiet or not stderr().is_terminal:
+        yield None
+        return
+    with stderr().status("") as shown:
+        yield shown.update
 
 
 def _plain_progress(label: str, total: int) -> Callable[[int, str], None]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowq_cli import state
+from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 
 CACHED = {"runs": "*", "imports": "*", "exports": "*/*"}  # folder of the cache -> where its checkpoints are
@@ -36,7 +37,7 @@ def holdings() -> list[Holding]:
     """Everything, the newest first."""
     found = [_holding(k.checkpoint, "checkpoint") for k in state.known()]
     for kind, pattern in CACHED.items():
-        folders = (state.cache_dir() / kind).glob(pattern)
+        folders = (home.cache_dir() / kind).glob(pattern)
         found += [_holding(p, kind.rstrip("s")) for p in folders if p.is_dir()]
     return sorted(found, key=lambda h: -h.time)
 

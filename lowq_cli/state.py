@@ -1,34 +1,22 @@
-"""Folders in the user's home, and what is remembered there between commands: the checkpoints that `quantize` wrote."""
+"""What is remembered in the user's home between commands: the checkpoints that `quantize` wrote, and the exports."""
 
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowq_cli import console
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import NotFoundError
+from lowq_packers.home import cache_dir, state_dir
 
 LAST = "last.json"
-REMEMBERED = 100  # checkpoints
-
-
-def state_dir() -> Path:
-    """The user's state folder (XDG_STATE_HOME, else ~/.local/state), not created here. Raises NotFoundError: no home."""
-    return _folder("XDG_STATE_HOME", ".local/state")
-
-
-def cache_dir() -> Path:
-    """The user's cache folder (XDG_CACHE_HOME, else ~/.cache), not created here. Raises NotFoundError: no home."""
-    return _folder("XDG_CACHE_HOME", ".cache")
-
-
-def _folder(variable: str, below_home: str) -> Path:
-    try:
-        return Path(os.environ.get(variable) or Path.home() / below_home) / "lowq"
-    except RuntimeError:
-        raise NotFoundError(f"this user has no home folder; name another: {variable}=DIR") from None
+EXPORTS = "exports.json"
+OWNER = "lowq-run"  # in an unfinished folder: whose it is
+REMEMBERED = 100  # checkpoints, exports
 
 
 def is_cached(path: Path) -> bool:
@@ -99,3 +87,34 @@ def checkpoint_or_last(given: str | None) -> str:
     elsewhere = f" (written from {last.where}; none was from here)" if last.where and not here else ""
     console.say(f"using {last.checkpoint}{elsewhere}")
     return str(last.checkpoint)
+
+
+def was_exported(out: Path, run: str) -> bool:
+    """Whether `out` is what the export `run` wrote there, no file changed since by its size and time."""
+    return _exports().get(str(out.absolute())) == [run, _stamp(out)]
+
+
+def remember_export(out: Path, run: str, made: Path) -> None:
+    """Note what an export wrote, `made`, which becomes `out`, so that the same command again finds it done.
+
+    Without a home it will not.
+    """
+    rows = {**_exports(), str(out.absolute()): [run, _stamp(made)]}
+    with suppress(OSError, NotFoundError):
+        write_whole(state_dir() / EXPORTS, json.dumps(dict(list(rows.items())[-REMEMBERED:])).encode())
+
+
+def _exports() -> dict[str, Any]:
+    try:
+        found = json.loads((state_dir() / EXPORTS).read_text())
+    except (OSError, ValueError, NotFoundError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _stamp(out: Path) -> list[list[str | int]]:
+    """Name, size and time of change of every file of a folder, but for its OWNER; of a file the last two."""
+    if not out.is_dir():
+        return [["", out.stat().st_size, out.stat().st_mtime_ns]] if out.is_file() else []
+    files = sorted(f for f in out.iterdir() if f.name != OWNER)
+    return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]

@@ -3,6 +3,8 @@
 import torch
 
 from lowq_cli import quantizers
+from lowq_cli.quantizers._slabs import UNHELD, unheld
+from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme, ZeroKind
 
@@ -23,9 +25,14 @@ def quantize_tensor(
         method: a name from `lowq_cli.quantizers`, or "auto" for the measured best at this width.
         dtype: storage dtype of scales and zeros, to which they are rounded before codes are chosen; None keeps fp32.
     Raises:
-        SchemeError: a scheme that does not exist or does not fit K. UsageError: an unknown method. DamagedError: NaN or Inf.
+        SchemeError: a scheme that does not exist or does not fit K, scales that `dtype` cannot hold.
+        UsageError: an unknown method. DamagedError: NaN or Inf.
     """
     scheme = Scheme(bits, group_size, zero)
     scheme.groups(W.shape[-1])
     chosen = quantizers.default_method(bits, group_size, zero) if method == "auto" else method
-    return quantizers.get(chosen)(W, scheme, dtype)
+    q = quantizers.get(chosen)(W, scheme, dtype)
+    if (lost := unheld(W, q, dtype)) and not lost <= UNHELD * float(W.double().square().sum()):
+        then = "bfloat16 or float32" if dtype == torch.float16 else "float32"
+        raise SchemeError(f"the weight's scales do not fit {str(dtype).removeprefix('torch.')}; use {then}")
+    return q

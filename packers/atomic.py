@@ -1,9 +1,11 @@
 """A file that is whole or not there: made under another name beside its place, and renamed."""
 
+import fcntl
 import os
+import re
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -11,22 +13,30 @@ from pathlib import Path
 def replacing(path: Path, made: Path | None = None, sync: bool = False) -> Iterator[Path]:
     """A name beside `path`, of the same suffix, that the block writes to; then renamed to `path`, or removed on failure.
 
-    made: the name, where no other process is at it, so that what a killed one left is written over. sync: on disk before
-    it is renamed. Raises OSError.
+    made: the name, where no other process is at it. What a killed process left under such a name is removed first, whatever
+    it is: nothing is written through it. sync: on disk before it is renamed. Raises OSError.
     """
-    made = made or path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
+    fd = -1
+    if made is None:
+        _sweep(path)
+        made, fd = _own(path)
+    else:
+        made.unlink(missing_ok=True)
     try:
         yield made
         if sync:
-            fd = os.open(made, os.O_RDONLY)
+            synced = os.open(made, os.O_RDONLY)
             try:
-                os.fsync(fd)
+                os.fsync(synced)
             finally:
-                os.close(fd)
+                os.close(synced)
         os.replace(made, path)
     except BaseException:
         made.unlink(missing_ok=True)
         raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -34,3 +44,28 @@ def write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as made:
         made.write_bytes(content)
+
+
+def _own(path: Path) -> tuple[Path, int]:
+    """A new empty file beside `path`, and a descriptor that holds it: `_sweep` of another process leaves it alone."""
+    while True:
+        made = path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
+        fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
+        with suppress(OSError):  # a file system without locks, or `_sweep` is at it this very moment
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(fd).st_nlink:
+            return made, fd
+        os.close(fd)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed processes left of earlier writes of `path`: files of its names that nobody holds."""
+    for left in path.parent.iterdir():
+        if re.fullmatch(rf"\.[0-9a-f]{{12}}-{re.escape(path.name)}", left.name):
+            with suppress(OSError):  # gone meanwhile, held, or somebody else's
+                fd = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    left.unlink()
+                finally:
+                    os.close(fd)

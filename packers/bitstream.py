@@ -5,9 +5,10 @@ word i // 32. Eight codes are squeezed at once inside an int64 (three shift-or-m
 there is no loop over elements: 4096 x 4096 codes pack in 25 to 60 ms on two cores.
 """
 
-import torch
+from __future__ import annotations
 
 from lowq_packers.errors import SchemeError
+from lowq_packers.lazy import torch
 
 _CODES = 8  # codes per int64 lane: one code per byte in, `bits` bytes out
 
@@ -42,8 +43,9 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
     return (flat.clone(memory_format=torch.contiguous_format) if wrong else flat).reshape(t.shape)
 
 
-def pack(codes: torch.Tensor, bits: int, container: torch.dtype = torch.int32) -> torch.Tensor:
-    """(..., K) uint8 codes -> (..., words_per_row) `container` words (uint8, int16, int32 or int64)."""
+def pack(codes: torch.Tensor, bits: int, container: torch.dtype | None = None) -> torch.Tensor:
+    """(..., K) uint8 codes -> (..., words_per_row) `container` words (uint8, int16, int32 or int64; int32 unless named)."""
+    container = container or torch.int32
     lead, K = codes.shape[:-1], codes.shape[-1]
     word_bytes = container.itemsize
     n_bytes = words_per_row(K, bits, 8 * word_bytes) * word_bytes

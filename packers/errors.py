@@ -53,7 +53,7 @@ class QualityError(LowqError):
     exit_code = 6
 
 
-def one_line(e: Exception) -> str:
+def one_line(e: BaseException) -> str:
     """What an exception of another library says, on one line of at most 300 characters."""
     return " ".join(str(e).split())[:300] or type(e).__name__
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from lowq_packers.errors import SchemeError
-from lowq_packers.scheme import Block
+from lowq_packers.scheme import Block, scale_shape
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 LEAST = 1e-30  # the least maximum that a scale is made of: 448 / LEAST is finite, and zeros stay zeros
 SLAB = 1 << 24  # values in fp32 at a time
-ACT_KEY = "lowq_act"  # in the quantization_config, where activations are not the layout's own "dynamic"
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,6 @@ class Fp8Matrix:
             part = self.q[i * rows : (i + step) * rows]
             out[i * rows : (i + step) * rows] = part.float() * expand_scales(self.scales[i : i + step], self.block, part.shape)
         return out
-
-
-def scale_shape(shape: tuple[int, int] | torch.Size, block: Block) -> tuple[int, int]:
-    """Shape of the scales of a matrix."""
-    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
 
 
 def expand_scales(scales: torch.Tensor, block: Block, shape: tuple[int, int] | torch.Size) -> torch.Tensor:

@@ -1,11 +1,44 @@
 """QuantizedTensor: one code per byte with its scales and zeros. `dequantize` is the definition all kernels are held to."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 
-import torch
-
 from lowq_packers.errors import SchemeError
+from lowq_packers.lazy import torch
 from lowq_packers.scheme import Scheme, ZeroKind
+
+LOST = 2.0**-6  # of a tensor's norm: bf16 rounds by 2**-9
+
+
+def plausible(companion: torch.Tensor, zeros_of: Scheme | None = None) -> torch.Tensor:
+    """Whether scales, or zeros of a scheme, are what a quantizer writes: a bool () on their device.
+
+    That is finite; of the zero kind "int" also whole codes.
+    """
+    good = companion.isfinite().all()
+    if zeros_of is not None and zeros_of.zero == "int":
+        good = good & ((companion == companion.round()) & (companion >= 0) & (companion < zeros_of.levels)).all()
+    return good
+
+
+def fits(t: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether scales or zeros survive in `dtype`: none becomes infinite, and what is lost is rounding, not the values.
+
+    Some may become 0, as those of rows that are next to nothing do in fp16 (below 6e-8); all of them may not.
+    """
+    if t.dtype == dtype or t.is_meta or not t.numel():
+        return True
+    wide, cast = t.double(), t.to(dtype).double()
+    return bool(torch.isfinite(cast).all()) and bool((cast - wide).norm() <= LOST * wide.norm())
+
+
+def check_fits(what: str, dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
+    """Raise SchemeError, naming a dtype that can, where `dtype` cannot hold scales or zeros."""
+    if not all(t is None or fits(t, dtype) for t in tensors):
+        narrow = str(dtype).removeprefix("torch.")
+        then = "bfloat16 or float32" if dtype == torch.float16 else "float32"
+        raise SchemeError(f"{what}: its scales do not fit {narrow}; use {then}")
 
 
 @dataclass(frozen=True)
@@ -51,14 +84,14 @@ class QuantizedTensor:
         """(N, K): out_features, in_features."""
         return self.W_q.shape[0], self.W_q.shape[1]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The (N, K) weight these codes stand for, computed in fp32 and rounded once to `dtype`."""
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The (N, K) weight these codes stand for, computed in fp32 and rounded once to `dtype` (None: not)."""
         N, K = self.shape
         q = self.W_q.float().reshape(N, -1, self.group_size)
         zeros = self.scheme.mid if self.zeros is None else self.zeros.float().unsqueeze(-1)
-        return ((q - zeros) * self.scales.float().unsqueeze(-1)).reshape(N, K).to(dtype)
+        return ((q - zeros) * self.scales.float().unsqueeze(-1)).reshape(N, K).to(dtype or torch.float32)
 
-    def to(self, device: torch.device | str) -> "QuantizedTensor":
+    def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same tensor on another device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
         return QuantizedTensor(self.W_q.to(device), self.scales.to(device), zeros, self.bits, self.group_size, self.zero)

@@ -1,5 +1,6 @@
 """Scheme: how one weight is quantized. The only place that lists the bit-widths and says which group sizes are legal."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +14,7 @@ Act = Literal["none", "int8", "fp8"]  # how activations are rounded at run time
 ACTS: tuple[Act, ...] = get_args(Act)
 Block = tuple[int, int]  # rows and columns of a matrix in fp8 that share a scale: see fp8.py
 BLOCKS: dict[str, Block] = {"128x128": (128, 128), "256x256": (256, 256)}
+ACT_KEY = "lowq_act"  # in fp8's quantization_config, where activations are not its own "dynamic"
 DEFAULT_BLOCK = "128x128"  # what DeepSeek's own checkpoints and every other engine have
 
 
@@ -71,3 +73,8 @@ def fit_group(K: int, wanted: int) -> int | None:
     """Largest legal group size (a multiple of 16 that divides K) not above `wanted`; None if there is none."""
     start = min(wanted, K) // GROUP_STEP * GROUP_STEP
     return next((g for g in range(start, 0, -GROUP_STEP) if K % g == 0), None)
+
+
+def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, int]:
+    """Shape of the scales of an fp8 matrix (M, K)."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])

@@ -14,19 +14,23 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"lowq_cli": "lowq_cli", "lowq_kernels": "kernels", "lowq_packers": "packers"}
 MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli": {"lowq_packers", "lowq_kernels"}}
 FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
-    "lowq_packers": ("atomic", "errors", "scheme", "families", "bitstream", "qtensor", "fp8", "layouts", "formats"),
+    "lowq_packers": (
+        *("atomic", "errors", "home", "lazy"),
+        *("scheme", "families", "bitstream", "qtensor", "fp8", "layouts", "formats"),
+    ),
     "lowq_kernels": (
         *("gpu", "optional", "workspaces", "counters", "activations", "tuned"),
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
-        *("ranks", "console", "devices", "memory", "drawing", "state", "holdings", "demo", "recipes"),
-        *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop", "run"),
-        *("loading", "engine", "evaluate", "tuning", "checkup", "vllm_plugin", "typing_in", "completion", "commands", "main"),
+        *("ranks", "console", "devices", "workers", "memory", "drawing", "state", "holdings", "demo", "recipes"),
+        *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
+        *("loading", "engine", "evaluate", "run", "tuning", "serving"),
+        *("checkup", "vllm_plugin", "typing_in", "completion", "commands", "main"),
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 32_300  # lines of Python, CUDA and C++ in lowq_cli, kernels, packers and lowq.py
+BUDGET = 40_500  # lines of Python, CUDA and C++ in lowq_cli, kernels, packers and lowq.py
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -146,8 +150,8 @@ def test_the_wheel_holds_our_packages_and_nobody_elses(tmp_path):
     assert tops == {"lowq.py", *FOLDERS}
     for package, path in SOURCES:
         assert "/".join([package, *path.relative_to(ROOT / FOLDERS[package]).parts]) in names
-    for data in ("lowq_cli/demo/model.safetensors", "lowq_cli/demo/tokenizer.json"):
-        assert data in names
+    for data in ("demo/model.safetensors", "demo/tokenizer.json", "serving/http/page.html"):
+        assert f"lowq_cli/{data}" in names
     for source in (ROOT / "kernels").rglob("*.cu*"):
         assert "/".join(["lowq_kernels", *source.relative_to(ROOT / "kernels").parts]) in names
 

@@ -10,7 +10,6 @@ import pytest
 import typer
 
 from lowq_cli import main, quantizers
-from lowq_cli.interop import exporter
 from lowq_cli.plan import recipe, targets
 from lowq_packers.scheme import ACTS, ZERO_KINDS
 
@@ -93,7 +92,6 @@ CHOICES = [  # typed by hand in the help, which must not import what knows them
     ("quantize", "--export", [t.export for t in targets.ENGINES.values()]),
     ("quantize", "--act", ACTS),
     ("eval", "--act", ACTS),
-    ("export", "--to", exporter.EXPORT_FORMATS),
 ]
 
 

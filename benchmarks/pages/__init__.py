@@ -27,6 +27,12 @@ def read(name: str) -> Any:
     return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
 
 
+def results_of(device: str) -> Path:
+    """The folder of results of a GPU by its name, or of "cpu"; a new one for a GPU that has none yet."""
+    known = (d.name for d in RESULTS.iterdir() if d.name in device.lower())
+    return RESULTS / next(known, device.lower().replace(" ", "-"))
+
+
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], end: str = "\n") -> str:
     """A Markdown table; a column starting with '>' is right-aligned."""
     lines = ["| " + " | ".join(c.lstrip(">") for c in columns) + " |"]

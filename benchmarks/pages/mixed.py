@@ -106,3 +106,26 @@ def mixed() -> str:
         told = f"On {run['device']}, {run['date']}, torch {run['versions']['torch']}."
         parts.append(f"### {model}, {named(method)}: {WHAT[weights]}\n\n{told}\n\n{table(columns, lines)}")
     return "\n".join(parts)
+
+
+@part
+def bounds() -> str:
+    """How close to its bound `--max-kl` and `--max-ppl` land."""
+    report = read("accuracy/bounds.json")
+    rows = []
+    for r in report["rows"]:
+        limit = f"--max-kl {r['max_kl']:g}" if r.get("max_kl") else f"--max-ppl {r['max_ppl']:g}%"
+        limit += f" --fit {r['fit'] / 1e6:g}MB" if r.get("fit") else ""
+        unit = "" if r.get("max_kl") else "%"
+        cells = (
+            f"{r['measured']:.4g}{unit}",
+            f"{r['of_limit']:.1%}",
+            r["rounds"],
+            f"{r['bpw']:.3f}",
+            f"{r['one_bit_more']:.2g}{unit}",
+        )
+        rows.append((r["model"], limit, *cells))
+    near = sum(0.9 <= r["of_limit"] <= 1 for r in report["rows"])
+    found = f"{near} of {len(rows)} cases land within 10% under their bound ({report['gpu'] or 'CPU'}, {report['date']}).\n\n"
+    columns = ("model", "asked", ">measured", ">of the bound", ">rounds", ">bits per weight", ">one bit more, expected")
+    return found + table(columns, rows)

@@ -3,6 +3,7 @@
 from pages import part, read, shown, table
 from pages.cuda import best_peers, measured_cells
 from pages.decode import label, mark, other_runs
+from pages.vllm import OWN, users_of_engines
 
 PRODUCTS = ((4096, 4096), (4096, 14336), (28672, 4096))  # an 8B Llama's o, down, and gate with up
 ROWS = (1, 4, 16, 64, 256, 1024)  # of x
@@ -22,7 +23,7 @@ def commands() -> str:
 @part
 def measured() -> str:
     """All tables of the README."""
-    return "\n".join((_accuracy(), _decode(), _products(), _cpu()))
+    return "\n".join((_accuracy(), _decode(), _serving(), _products(), _cpu()))
 
 
 def _accuracy() -> str:
@@ -55,6 +56,18 @@ def _decode() -> str:
     return f"{head}\n{table(('', '>tokens/s', '>ms per token', '>of the read roofline'), rows)}{other_runs(found.values())}"
 
 
+def _serving() -> str:
+    """Tokens per second of many users together, by engine."""
+    engines = users_of_engines()
+    users = sorted(set.intersection(*(set(found) for found in engines.values())))
+    rows = [(engine, *(f"{found[n]['tokens_per_s']:,.0f}" for n in users)) for engine, found in engines.items()]
+    head = (
+        f"**Serving** the same shape at 4 bits g128 on one {read(OWN)['device']}, tokens/s of all users together, prompts and "
+        "answers of mixed lengths. Waiting times, and what each engine is for: [docs/serving.md](docs/serving.md)\n"
+    )
+    return f"{head}\n{table(('', *(f'>{n} user' + 's' * (n > 1) for n in users)), rows)}"
+
+
 def _products() -> str:
     """One layer at 4 bits beside the best of the peers, from the rows of docs/cuda.md."""
     mine, peers = measured_cells(4), best_peers(4)
@@ -74,6 +87,7 @@ def _products() -> str:
 def _cpu() -> str:
     """Decoding on two CPU cores."""
     report = read("cpu/decode_1b.json")
-    rows = [(label(r["variant"]), f"{r['tokens_per_s']:.1f}") for r in report["rows"]]
-    head = f"**Without a GPU**: a 1B Llama-3.2-shaped model on {report['threads']} CPU cores, batch 1:\n"
-    return f"{head}\n{table(('', '>tokens/s'), rows)}"
+    rows = [(label(r["variant"]), f"{r['cpu_ms_per_step']:.0f}") for r in report["rows"]]
+    about = f"a 1B Llama-3.2-shaped model, batch 1, {report['threads']} threads (torch {report['versions']['torch']}"
+    head = f"**Without a GPU**: {about}, {report['date'][:10]}).\nCPU time of all threads, since the machine had other work:\n"
+    return f"{head}\n{table(('', '>CPU ms a token'), rows)}"

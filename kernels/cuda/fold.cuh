@@ -34,11 +34,11 @@ __device__ __forceinline__ float activation(bool silu, float v) {
     return v - v / (e + 1.f);  // 0.5 v (1 + tanh(inner)), tanh(t) = 1 - 2 / (exp(2 t) + 1)
 }
 
-// The row tile of W that tile t of NT of block `block` is. Gated, the second half of them are those of `up`.
-template <int FOLD, int NT>
+// The row tile of W that tile t of ROW_TILES of block `block` is. Gated, the second half of them are those of `up`.
+template <int FOLD, int ROW_TILES>
 __device__ __forceinline__ int tile_of(int block, int t, int N) {
-    if (FOLD & GATED) return block * (NT / 2) + t % (NT / 2) + t / (NT / 2) * (N / 32);
-    return block * NT + t;
+    if (FOLD & GATED) return block * (ROW_TILES / 2) + t % (ROW_TILES / 2) + t / (ROW_TILES / 2) * (N / 32);
+    return block * ROW_TILES + t;
 }
 
 // ------------------------------------------------------------------- after the wait for the kernel before, before the loop

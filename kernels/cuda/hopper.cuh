@@ -23,6 +23,16 @@ __device__ __forceinline__ u32 in_block(u32 shared, int rank) {  // an address o
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
     return there;
 }
+__device__ __forceinline__ float read_cluster(u32 there) {  // what lies at such an address
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(there) : "memory");
+    return v;
+}
+template <int T>  // two 8x8 matrices of fp32 sums, rounded and transposed
+__device__ __forceinline__ void store_transposed(u32 shared, const float* v) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared),
+                 "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])) : "memory");
+}
 __device__ __forceinline__ void barrier_arrive_remote(u32 there) {
     // without .release.cluster: that flushes the first-level cache, 900 cycles a call; what is handed over was read, not written
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");

@@ -12,7 +12,6 @@ and is compiled anew; a home that is not there or cannot be written to only cost
 
 import ctypes
 import hashlib
-import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +22,8 @@ from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
 from lowq_kernels.cuda.wgmma_headers import wgmma_headers
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import NotFoundError, UnsupportedError
+from lowq_packers.home import cache_dir
 
 KERNELS = Path(__file__).parents[1]
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
@@ -91,14 +91,6 @@ def included(file: str) -> dict[str, str]:
     return found
 
 
-def cache_dir() -> Path | None:
-    """Where cubins are kept; None for a user of no home."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowq" / "cubin"
-    except RuntimeError:
-        return None
-
-
 def _key(file: str, expression: str, arch: str) -> str:
     h = hashlib.sha256(repr((version(), OPTIONS, arch, file, expression, sorted(included(file).items()))).encode())
     return h.hexdigest()[:40]
@@ -130,8 +122,9 @@ def compiled(file: str, expression: str, arch: str) -> Cubin:
 
     Raises CompileError with the compiler's log where NVRTC refuses the source.
     """
-    folder = cache_dir()
-    path = folder / _key(file, expression, arch) if folder else None
+    path = None
+    with suppress(NotFoundError):  # a user of no home
+        path = cache_dir() / "cubin" / _key(file, expression, arch)
     cubin = _read(path) if path else None
     if cubin is None:
         cubin = _compile(file, expression, arch)

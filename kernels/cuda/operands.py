@@ -18,9 +18,9 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def rows_of_x(x: torch.Tensor, step: int) -> torch.Tensor:
-    """`aligned` x with K a multiple of `step` (padded with zeros)."""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % step)) if x.shape[1] % step else aligned(x)
+def rows_of_x(x: torch.Tensor) -> torch.Tensor:
+    """`aligned` x with K a multiple of 8, whose rows then are 16 bytes, too (padded with zeros)."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else aligned(x)
 
 
 def scales_zeros_bias(

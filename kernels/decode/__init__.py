@@ -3,18 +3,21 @@
     add_norm   residual add + RMSNorm (+ the norm of what is added, in Gemma's sandwich)
     attend     q/k norm + RoPE + cache write + attention over the cache, one token per sequence
     attend_prompt   the same for many tokens of each sequence
+    attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
     gated      act(gate) * up
     route      the experts of a token in a mixture, and their weights
     choose     the next token from logits, and one position further
+    choose_rows   the same for some of many texts, each with its own seed and temperature
 
     fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
 
-On CUDA these are the kernels of this package (`attend` by what dispatch chooses, the rest Triton);
-elsewhere the torch functions they are held to (`reference`). `experts` computes a mixture's layer from packed experts.
+On CUDA these are the kernels of this package (`attend` by what dispatch chooses, the rest Triton); on a CPU own C++ for
+what a step needs (`cpu`); for the rest, and elsewhere, the torch functions they are held to (`reference`). `experts`
+computes a mixture's layer from packed experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from lowq_kernels.decode import fold
 
 
-class Fold(Protocol):
+class FoldedProducts(Protocol):
     """What decode/fold.py offers: products (a layer each) that do the row-wise work of a step, too."""
 
     NORMED: int
@@ -39,10 +42,10 @@ class Fold(Protocol):
 
     def why_not(self, layer: Any, M: int, dtype: torch.dtype, fold: int) -> str | None: ...
     def config_of(self, layer: Any, M: int, dtype: torch.dtype, fold: int) -> Config: ...
-    def normed(self, layer: Any, s: "fold.Residual") -> tuple[torch.Tensor, torch.Tensor]: ...
-    def gated(self, layer: Any, s: "fold.Residual", act: str) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def activated(self, layer: Any, x: torch.Tensor, act: str) -> torch.Tensor: ...
-    def added(
+    def norm_product(self, layer: Any, s: "fold.Residual") -> tuple[torch.Tensor, torch.Tensor]: ...
+    def norm_product_gate(self, layer: Any, s: "fold.Residual", act: str) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def product_gate(self, layer: Any, x: torch.Tensor, act: str) -> torch.Tensor: ...
+    def product_add(
         self, layer: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
     ) -> "fold.Residual": ...
 
@@ -55,10 +58,12 @@ class Ops:
     add_norm: Callable[..., torch.Tensor]
     attend: Callable[..., torch.Tensor]
     attend_prompt: Callable[..., torch.Tensor]
+    attend_packed: Callable[..., torch.Tensor]
     gated: Callable[..., torch.Tensor]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
-    fold: Fold | None = None
+    choose_rows: Callable[..., None]
+    fold: FoldedProducts | None = None
 
 
 TORCH = Ops(
@@ -66,15 +71,21 @@ TORCH = Ops(
     reference.add_norm,
     reference.attend,
     reference.attend_prompt,
+    reference.attend_packed,
     reference.gated,
     reference.route,
     reference.choose,
+    reference.choose_rows,
 )
 
 
 @cache
 def ops(device_type: str) -> Ops:
     """The set for a kind of device; torch's where Triton is not installed."""
+    if device_type == "cpu":
+        from lowq_kernels.decode import cpu
+
+        return replace(TORCH, name="cpu", add_norm=cpu.add_norm, attend=cpu.attend, gated=cpu.gated)
     if device_type != "cuda":
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:
@@ -83,5 +94,6 @@ def ops(device_type: str) -> Ops:
     from lowq_kernels.decode.attend import attend
 
     folding = optional("lowq_kernels.decode.fold", "cuda")
-    own = (elementwise.add_norm, attend, prompt.attend_prompt, elementwise.gated, router.route, sample.choose)
-    return Ops("triton", *own, folding)
+    attending = (attend, prompt.attend_prompt, prompt.attend_packed)
+    choosing = (sample.choose, sample.choose_rows)
+    return Ops("triton", elementwise.add_norm, *attending, elementwise.gated, router.route, *choosing, folding)

@@ -1,4 +1,4 @@
-// One token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel (attention_cuda.py launches it).
+// One token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel (attend_cuda.py launches it).
 //
 // Grid    (blocks of a key head, key heads of all sequences): a cluster of CLUSTER blocks, which meet in shared memory, or, for
 //         long caches, CLUSTER 1 and as many blocks as fill the GPU, which meet in global memory (`partial`). Tiles of 16 slots
@@ -13,7 +13,9 @@
 // Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
 //         memory): one cluster barrier, no trip to memory. Without a cluster the last block to arrive adds up. Every sum has a
 //         fixed order.
-// Limits  fp16 or bf16, D of 64 or 128, R a multiple of 64, G <= 8.
+// Paged   PAGE slots a block of the cache (0: a cache a sequence), found by `table`, S its width; tiles begin at multiples of 16,
+//         so that none lies in two blocks, and a warp asks for the block of the tile after the next one a tile ahead.
+// Limits  fp16 or bf16, PAGE a power of two from 16 up, D of 64 or 128, R a multiple of 64, G <= 8.
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "tile.cuh"
 
@@ -104,9 +106,9 @@ __device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)
     }
 }
 
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER>
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int PAGE>
 __global__ void __launch_bounds__(WARPS * 32, CLUSTER > 1 ? 16 / WARPS : 1)
-attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u16* cos_table, const u16* sin_table,
+attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const int* table, const u16* cos_table, const u16* sin_table,
        const void* q_norm, const void* k_norm, u16* y, float4* partial, u32* arrived, int S, int HKV, int window, float scale,
        float eps) {
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
@@ -126,36 +128,46 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
     const int rank = blockIdx.x, blocks = CLUSTER > 1 ? CLUSTER : gridDim.x, b = blockIdx.y / HKV, h = blockIdx.y % HKV;
     next_grid_launch();
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");  // who pushes must know that all run
-    const int pos = positions[b], n = pos + 1, first = n > window ? n - window : 0;
+    const int pos = positions[b], n = pos + 1, seen_from = n > window ? n - window : 0;
+    const int first = PAGE ? seen_from & ~15 : seen_from;
     const int tiles = (n - first + 15) / 16, last = tiles - 1;
     const int meet = tiles < blocks ? tiles : blocks;  // blocks that have a tile
     if (CLUSTER == 1 && rank >= meet) return;
-    const size_t head = (size_t)blockIdx.y * S * D;
+    const size_t head = PAGE ? (size_t)h * PAGE * D : (size_t)blockIdx.y * S * D;
     const u16 *k_head = k_cache + head + 8 * t, *v_head = v_cache + head + 8 * g;
+    auto page_of = [&](int tile) {  // of a tile's slots; block 0 after the last of them
+        if constexpr (PAGE == 0) return 0;
+        else return tile < tiles ? table[(size_t)b * S + (first + tile * 16) / PAGE] : 0;
+    };
+    auto place = [&](int page, int slot) {  // in values, from the head's first
+        if constexpr (PAGE == 0) return (size_t)slot * D;
+        else return ((size_t)page * HKV * PAGE + (slot & (PAGE - 1))) * D;
+    };
     auto v_slot = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
     // A tile on its way: every lane fetches its own pieces to places of its own, so no other thread need be waited for.
     const u32 ring = shared_address(shared) + warp * STAGES * PIECES * 512 + lane * 16;
     auto fetch = [&](u32 to, const u16* from, bool there) { copy_async_or_zero(to, there ? from : k_cache, there ? 16 : 0); };
-    auto copy = [&](int stage, int tile) {
+    auto copy = [&](int stage, int tile, int page) {
         const u32 to = ring + stage * PIECES * 512;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int slot = first + tile * 16 + g + 8 * i;
 #pragma unroll
-            for (int j = 0; j < CH; j++) fetch(to + (i * CH + j) * 512, k_head + (size_t)slot * D + 32 * j, slot < pos);
+            for (int j = 0; j < CH; j++) fetch(to + (i * CH + j) * 512, k_head + place(page, slot) + 32 * j, slot < pos);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int slot = first + tile * 16 + v_slot(i);
 #pragma unroll
-            for (int j = 0; j < VH; j++) fetch(to + (2 * CH + i * VH + j) * 512, v_head + (size_t)slot * D + 64 * j, slot < pos);
+            for (int j = 0; j < VH; j++) fetch(to + (2 * CH + i * VH + j) * 512, v_head + place(page, slot) + 64 * j, slot < pos);
         }
         copy_commit();
     };
     const int ROUND = WARPS * blocks;
     const int mine = warp * blocks + rank;  // this warp's first tile
 #pragma unroll
-    for (int u = 0; u < STAGES; u++) copy(u, mine + u * ROUND);
+    for (int u = 0; u < STAGES; u++) copy(u, mine + u * ROUND, page_of(mine + u * ROUND));
+    int page = page_of(mine + STAGES * ROUND);  // of the tile to be copied next
     uint4 cos[R / 32], sin[R / 32];
 #pragma unroll
     for (int j = 0; j < R / 32; j++) {
@@ -182,12 +194,13 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
     prepare<T, D, R, NORM>(q, cos, sin, q_norm, eps, t);
     if (owner) {
         prepare<T, D, R, NORM>(new_k, cos, sin, k_norm, eps, t);
+        const size_t here = head + place(page_of(last), pos);
         if (g == 0)
 #pragma unroll
-            for (int j = 0; j < CH; j++) *(uint4*)(k_cache + head + (size_t)pos * D + 8 * t + 32 * j) = new_k[j];
+            for (int j = 0; j < CH; j++) *(uint4*)(k_cache + here + 8 * t + 32 * j) = new_k[j];
         if (t == 0)
 #pragma unroll
-            for (int j = 0; j < VH; j++) *(uint4*)(v_cache + head + (size_t)pos * D + 8 * g + 64 * j) = new_v[j];
+            for (int j = 0; j < VH; j++) *(uint4*)(v_cache + here + 8 * g + 64 * j) = new_v[j];
     }
 
     float top = NONE, total = 0.f, acc[VH][4][4] = {};  // [..][j][c]: query 2 t + c % 2, dim 8 g + 2 j + c / 2, plus 64 h
@@ -219,7 +232,8 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                score[i][c] = start + 8 * i + 2 * t + c <= pos ? score[i][c] * scale : 2.f * NONE;
+                const int slot = start + 8 * i + 2 * t + c;
+                score[i][c] = slot <= pos && (PAGE == 0 || slot >= seen_from) ? score[i][c] * scale : 2.f * NONE;
                 higher = score[i][c] > higher ? score[i][c] : higher;
             }
 #pragma unroll
@@ -251,7 +265,8 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const u
                 float(&sum)[4] = acc[i][j];
                 mma<T>(sum, a, p0, p1, sum[0] * fade0, sum[1] * fade1, sum[2] * fade0, sum[3] * fade1);
             }
-        copy(stage, tile + STAGES * ROUND);
+        copy(stage, tile + STAGES * ROUND, page);
+        page = page_of(tile + (STAGES + 1) * ROUND);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     total += __shfl_xor_sync(0xffffffffu, total, 1);

@@ -7,15 +7,18 @@ import torch
 
 from lowq_kernels.decode import reference
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.dispatch.registry import LAST_RESORT, Config, Op, capability, register, select
+from lowq_kernels.dispatch.registry import LAST_RESORT, Op, capability, register, select
+
+LONG = 4096  # slots of a cache from which cuda/attend fills the GPU with blocks: clusters of 8 leave half of its SMs idle
 
 
 @dataclass(frozen=True)
 class AttendCall:
     """One token of each of M sequences, over caches of S slots. R: rotated dims of a head; HQ, HKV, D as in `Heads`.
 
-    Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, config) -> y, as `reference.attend`; qkv and caches
-    contiguous, pos (M,) int32, cos and sin (S, R).
+    block: slots of a block of a paged cache, 0 where each sequence has a cache of its own.
+    Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, config) -> y, as `reference.attend`; qkv, caches
+    and table contiguous, pos (M,) int32, cos and sin (S, R).
     """
 
     op: ClassVar[Op] = "attend"
@@ -29,12 +32,13 @@ class AttendCall:
     dtype: torch.dtype
     device: str
     capability: tuple[int, int]
+    block: int = 0
 
     @classmethod
-    def of(cls, qkv: torch.Tensor, S: int, R: int, h: Heads) -> "AttendCall":
+    def of(cls, qkv: torch.Tensor, S: int, R: int, h: Heads, block: int = 0) -> "AttendCall":
         """The call of qkv (M, (HQ + 2 HKV) D)."""
         norm = None if h.q_norm is None else h.q_norm.dtype
-        return cls(qkv.shape[0], S, R, h.HQ, h.HKV, h.D, norm, qkv.dtype, qkv.device.type, capability(qkv.device))
+        return cls(qkv.shape[0], S, R, h.HQ, h.HKV, h.D, norm, qkv.dtype, qkv.device.type, capability(qkv.device), block)
 
 
 def attend(
@@ -45,28 +49,20 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`, by the kernel that dispatch chooses."""
-    spec, config = select(AttendCall.of(qkv, k_cache.shape[2], cos.shape[1], h))
-    return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, config)
+    S, block = k_cache.shape[2], 0
+    if table is not None:
+        S, block = table.shape[1] * S, S
+    spec, config = select(AttendCall.of(qkv, S, cos.shape[1], h, block))
+    return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, config)
 
 
-@register(
+register(
     "torch/attend",
     op="attend",
     devices=("cpu", "cuda"),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     rank=LAST_RESORT,
-)
-def _attend(
-    qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    config: Config,
-) -> torch.Tensor:
-    """`reference.attend`."""
-    return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h)
+)(lambda *operands: reference.attend(*operands[:-1]))  # the last is the config

@@ -101,13 +101,7 @@ def _launch(
 
 @register("cuda/experts", op="experts", devices=("cuda",), min_capability=gpu.LEAST, refuse=_refuse)
 def experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: Stack,
-    down: Stack,
-    act: str,
-    config: Config | None = None,
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
 ) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
 

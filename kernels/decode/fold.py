@@ -2,12 +2,12 @@
 
 By cuda/tile_mma.
 
-    normed   RMSNorm(x) W^T, without a kernel for the norm
-    gated    act(gate) * up of the same
-    activated   act(gate) * up of x that is normed already
-    added    x += y W^T, and what the next `normed` or `gated` reads
+    norm_product        RMSNorm(x) W^T, without a kernel for the norm
+    norm_product_gate   act(gate) * up of the same
+    product_gate        act(gate) * up of x that is normed already
+    product_add         x += y W^T, and what the next `norm_product` or `norm_product_gate` reads
 
-A layer is then five launches instead of eight. One row only: every block of a `normed` product reads all sums of squares.
+A layer is then five launches instead of eight. One row only: every block of a `norm_product` reads all sums of squares.
 """
 
 import struct
@@ -32,8 +32,6 @@ FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
 SQUARES = 16  # features whose squares are summed together
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
 KERNEL = "cuda/tile_mma"
-
-enabled = True  # benchmarks switch it off to see what it brings
 
 
 @dataclass(frozen=True)
@@ -98,8 +96,6 @@ def folded_product(
 
 def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | None:
     """The reason a product of M rows cannot do what `fold` (a sum of tile_mma's bits) says, or None."""
-    if not enabled:
-        return "switched off"
     if type(layer) is not QuantLinear or layer.act != "none" or not layer.weight.is_cuda:
         return "takes packed layers on a GPU, activations in 16 bits"
     if M > MOST_ROWS:
@@ -113,22 +109,22 @@ def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Conf
     return select(FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel))[1]
 
 
-def normed(layer: QuantLinear, s: Residual) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_product(layer: QuantLinear, s: Residual) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMSNorm of the stream times the layer's weight (M, N), the norm's rsqrt (M,))."""
     return _of_residual(layer, s, NORMED)
 
 
-def gated(layer: QuantLinear, s: Residual, act: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `normed`, gate and up side by side in the layer, and act(gate) * up of them (M, N / 2)."""
+def norm_product_gate(layer: QuantLinear, s: Residual, act: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `norm_product`, gate and up side by side in the layer, and act(gate) * up of them (M, N / 2)."""
     return _of_residual(layer, s, NORMED | ACTS[act])
 
 
-def activated(layer: QuantLinear, x: torch.Tensor, act: str) -> torch.Tensor:
+def product_gate(layer: QuantLinear, x: torch.Tensor, act: str) -> torch.Tensor:
     """act(gate) * up (M, N / 2) of x (M, K), gate and up side by side in the layer."""
     return _launch(layer, x, ACTS[act], UNFOLDED)
 
 
-def added(
+def product_add(
     layer: QuantLinear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
 ) -> Residual:
     """residual (M, N) += x times the layer's weight, in place; the stream for the norm of `weight` (N,) and eps.
@@ -172,4 +168,4 @@ def _pairs(call: Call) -> Config | None:
     """The first of the shipped pairs of its width that is legal: gate and up need pairs of row tiles, and blocks that leave
     room for the next product's, where a config that is fast alone does not. A table's choice was made in whole steps."""
     legal = kernels()[KERNEL].legal_configs(call)
-    return next((pairs for pairs in policy.gated(call, tile_mma.KEYS) if pairs in legal), None)
+    return next((pairs for pairs in policy.gate_up(call, tile_mma.KEYS) if pairs in legal), None)

@@ -7,11 +7,10 @@ import torch
 from lowq_kernels import gpu
 
 enabled = True  # benchmarks switch it off to see what it brings
-trigger = True  # whether the next kernel may start before this one ends, too
 
 
 def pdl(x: torch.Tensor) -> dict[str, Any]:
     """Launch options for a kernel on x's device."""
     if enabled and x.is_cuda and gpu.here(x.device.index).dependent_launch:
-        return {"PDL": True, "TRIGGER": trigger, "launch_pdl": True}
+        return {"PDL": True, "TRIGGER": True, "launch_pdl": True}
     return {"PDL": False, "TRIGGER": False}

@@ -4,6 +4,7 @@ Maths   softmax(scale * rope(q) . rope(K)^T) V over slots 0 .. the token's own (
 Grid    place   (B * T, heads in blocks): q goes where y will be, k and v into the cache
         attend  (T in blocks of BLOCK_M, B * HQ): tokens with the longest past first; queries of one key head run side by
                 side, so that its keys come from the second-level cache
+Packed  tokens of several sequences one after another, caches in blocks of PAGE slots: a tile says which tokens a program has
 Limits  fp16 and bf16, D <= 256; any T, start and window. Sizes are arguments, none is compiled in: a prompt of another length
         costs no compilation (torch's cuDNN attention takes 40 ms to plan each new length, 0.6 s for the first)
 Source  own; FlashAttention-2's loop (Dao 2023, arXiv:2307.08691)
@@ -17,18 +18,18 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.decode import reference
-from lowq_kernels.decode.attention import LOG2E, _head
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.attend_triton import LOG2E, _head
+from lowq_kernels.decode.reference import Heads, Packed
 
-CONFIG = {"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
+CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 WIDE = {
-    "BLOCK_M": 64,
+    "BLOCK_M": reference.TILE // 2,
     "BLOCK_N": 32,
     "num_warps": 8,
     "num_stages": 2,
 }  # for heads past 128 dims: tiles twice as large
 HEADS_AT_ONCE = 8
-SIZES = ["T", "start", "S", "window"]
+SIZES = ["T", "start", "S", "WIDTH", "window"]
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -36,6 +37,9 @@ def _place_kernel(
     qkv_ptr,
     k_ptr,
     v_ptr,
+    rows_ptr,
+    pos_ptr,
+    table_ptr,
     cos_ptr,
     sin_ptr,
     q_norm_ptr,
@@ -44,6 +48,7 @@ def _place_kernel(
     T,
     start,
     S,
+    WIDTH,
     eps,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
@@ -51,17 +56,21 @@ def _place_kernel(
     R: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
     NORM: tl.constexpr,
 ):
     row = tl.program_id(0)
     b, t = row // T, row % T
+    place = start + t
+    if PAGE:
+        place = tl.load(pos_ptr + row)
     offs_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_d = tl.arange(0, BLOCK_D)
     mask_d = offs_d < D
     is_q, is_v = offs_h < HQ, (offs_h >= HQ + HKV) & (offs_h < HQ + 2 * HKV)
     is_k = (offs_h >= HQ) & (offs_h < HQ + HKV)
     partner = tl.where(offs_d < R // 2, offs_d + R // 2, tl.where(offs_d < R, offs_d - R // 2, offs_d))
-    at = (start + t).to(tl.int64) * R + offs_d
+    at = place.to(tl.int64) * R + offs_d
     cos = tl.load(cos_ptr + at, mask=offs_d < R, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + at, mask=offs_d < R, other=0.0).to(tl.float32)
     sin = tl.where(offs_d < R // 2, -sin, sin)
@@ -73,7 +82,10 @@ def _place_kernel(
     tl.store(q_ptr + row.to(tl.int64) * HQ * D + offs_h[:, None] * D + offs_d[None, :], q.to(dtype), mask=mask_q)
     mask_k = is_k[:, None] & mask_d[None, :]
     k = _head(here, there, k_norm_ptr, offs_d, partner, cos, sin, mask_k, mask_d, eps, D, NORM)
-    slot = (start + t).to(tl.int64) * D + offs_d[None, :]
+    if PAGE:  # a block has S slots, and is found where a sequence's number stands otherwise
+        b = tl.load(table_ptr + tl.load(rows_ptr + row) * WIDTH + place // PAGE)
+        place = place % PAGE
+    slot = place.to(tl.int64) * D + offs_d[None, :]
     tl.store(k_ptr + (b * HKV + offs_h - HQ).to(tl.int64)[:, None] * S * D + slot, k.to(dtype), mask=mask_k)
     mask_v = is_v[:, None] & mask_d[None, :]
     v = tl.load(here, mask=mask_v, other=0.0)
@@ -82,11 +94,35 @@ def _place_kernel(
 
 @triton.jit
 def _block(
-    q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D: tl.constexpr, EDGE: tl.constexpr
+    q,
+    k_head,
+    v_head,
+    table,
+    S,
+    n0,
+    offs_n,
+    offs_d,
+    rows,
+    end,
+    window,
+    scale,
+    acc,
+    top,
+    total,
+    page,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    EDGE: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     """One block of keys. EDGE: some rows do not see all of it."""
     slots = n0 + offs_n
-    tile = slots.to(tl.int64)[:, None] * D + offs_d[None, :]
+    if PAGE:  # blocks of keys lie in one block of the cache each; S: slots of all its key heads
+        tile = (page.to(tl.int64) * S + n0 % PAGE) * D + (offs_n[:, None] * D + offs_d[None, :])
+        # the next one's, carried: looked up where it is used, it would take a stage of the pipeline from k and v
+        page = tl.load(table + (n0 + BLOCK_N) // PAGE, mask=n0 + BLOCK_N < end, other=0)
+    else:
+        tile = slots.to(tl.int64)[:, None] * D + offs_d[None, :]
     if EDGE:
         there = (slots < end)[:, None] & (offs_d < D)[None, :]
         k = tl.load(k_head + tile, mask=there, other=0.0)
@@ -106,17 +142,22 @@ def _block(
     fade = tl.exp2(top - higher)
     total = total * fade + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-    return acc, higher, total
+    return acc, higher, total, page
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _attend_prompt_kernel(
     k_ptr,
     v_ptr,
+    rows_ptr,
+    pos_ptr,
+    table_ptr,
+    tiles_ptr,
     y_ptr,
     T,
     start,
     S,
+    WIDTH,
     window,
     scale,
     HQ: tl.constexpr,
@@ -125,14 +166,24 @@ def _attend_prompt_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
 ):
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     b, h = tl.program_id(0) // HQ, tl.program_id(0) % HQ
+    if PAGE:  # tokens `first` to T of all of them, the first of which stands at slot start + first
+        tile = tiles_ptr + 2 * (tl.num_programs(1) - 1 - tl.program_id(1))
+        first, T = tl.load(tile), tl.load(tile + 1)
+        if first >= T:
+            return
+        start = tl.load(pos_ptr + first) - first
+        table = table_ptr + tl.load(rows_ptr + first) * WIDTH
+    else:
+        table = table_ptr
     offs_m, offs_n, offs_d = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     mask = (offs_m < T)[:, None] & (offs_d < D)[None, :]
     at = y_ptr + (b.to(tl.int64) * T + offs_m)[:, None] * HQ * D + h * D + offs_d[None, :]
     q = tl.load(at, mask=mask, other=0.0)  # where `place` has put it
-    head = (b * (HQ // G) + h // G).to(tl.int64) * S * D
+    head = h // G * PAGE * D if PAGE else (b * (HQ // G) + h // G).to(tl.int64) * S * D
     k_head, v_head = k_ptr + head, v_ptr + head
     rows = start + offs_m
     begin = tl.maximum(start + first + 1 - window, 0) // BLOCK_N * BLOCK_N
@@ -143,12 +194,78 @@ def _attend_prompt_kernel(
     top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    page = 0
+    if PAGE:
+        page = tl.load(table + begin // PAGE)
     for n0 in range(begin, whole, BLOCK_N):
-        acc, top, total = _block(q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D, True)
+        acc, top, total, page = _block(
+            q,
+            k_head,
+            v_head,
+            table,
+            S,
+            n0,
+            offs_n,
+            offs_d,
+            rows,
+            end,
+            window,
+            scale,
+            acc,
+            top,
+            total,
+            page,
+            BLOCK_N,
+            D,
+            True,
+            PAGE,
+        )
     for n0 in range(whole, own, BLOCK_N):
-        acc, top, total = _block(q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D, False)
+        acc, top, total, page = _block(
+            q,
+            k_head,
+            v_head,
+            table,
+            S,
+            n0,
+            offs_n,
+            offs_d,
+            rows,
+            end,
+            window,
+            scale,
+            acc,
+            top,
+            total,
+            page,
+            BLOCK_N,
+            D,
+            False,
+            PAGE,
+        )
     for n0 in range(own, end, BLOCK_N):
-        acc, top, total = _block(q, k_head, v_head, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, D, True)
+        acc, top, total, page = _block(
+            q,
+            k_head,
+            v_head,
+            table,
+            S,
+            n0,
+            offs_n,
+            offs_d,
+            rows,
+            end,
+            window,
+            scale,
+            acc,
+            top,
+            total,
+            page,
+            BLOCK_N,
+            D,
+            True,
+            PAGE,
+        )
     tl.store(at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -165,15 +282,53 @@ def attend_prompt(
     if qkv.dtype == torch.float32 or h.D > 256:
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
-    y = torch.empty(B, T, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
-    heads, BLOCK_D = h.HQ + 2 * h.HKV, max(16, triton.next_power_of_2(h.D))
-    grid = (B * T, triton.cdiv(heads, HEADS_AT_ONCE))
-    shape = {"HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "BLOCK_H": HEADS_AT_ONCE, "BLOCK_D": BLOCK_D}
-    tensors = (qkv, k_cache, v_cache, cos, sin, h.q_norm, h.k_norm, y)
-    _place_kernel[grid](*tensors, T, start, S, h.eps, **shape, NORM=h.q_norm is not None, num_warps=4)
-    config = CONFIG if h.D <= 128 else WIDE
-    blocks = (B * h.HQ, triton.cdiv(T, config["BLOCK_M"]))
-    sizes = (T, start, S, h.window or start + T)
-    facts = {"HQ": h.HQ, "G": h.HQ // h.HKV, "D": h.D, "BLOCK_D": BLOCK_D}
-    _attend_prompt_kernel[blocks](k_cache, v_cache, y, *sizes, h.scale * LOG2E, **facts, **config)
+    blocks = triton.cdiv(T, _config(h.D)["BLOCK_M"])
+    sizes = (T, start, S, 0)
+    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, sizes, start + T, B, blocks).reshape(B, T, -1)
+
+
+def attend_packed(
+    qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+) -> torch.Tensor:
+    """As `reference.attend_packed`; qkv (M, (HQ + 2 HKV) * D), caches and what is in `p` contiguous -> (M, HQ * D)."""
+    if qkv.dtype == torch.float32 or h.D > 256:
+        return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
+    sizes = (1 << 30, 0, k_cache.shape[2], p.table.shape[1])
+    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, sizes[2] * sizes[3], 1, p.tiles.shape[0])
+
+
+def _launch(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    p: Packed | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    sizes: tuple[int, int, int, int],
+    longest: int,
+    sequences: int,
+    blocks: int,
+) -> torch.Tensor:
+    """Both kernels, over qkv (M, ...); sizes: T, start, slots of a sequence or block, the table's width."""
+    M, (T, start, S, width) = qkv.shape[0], sizes
+    y = torch.empty(M, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
+    of_tokens = (None, None, None) if p is None else (p.rows, p.pos, p.table)
+    heads, facts = h.HQ + 2 * h.HKV, {"HQ": h.HQ, "D": h.D, "BLOCK_D": max(16, triton.next_power_of_2(h.D))}
+    facts["PAGE"] = 0 if p is None else S
+    tensors = (qkv, k_cache, v_cache, *of_tokens, cos, sin, h.q_norm, h.k_norm, y)
+    shape = {"HKV": h.HKV, "R": cos.shape[1], "BLOCK_H": HEADS_AT_ONCE, "NORM": h.q_norm is not None}
+    _place_kernel[(M, triton.cdiv(heads, HEADS_AT_ONCE))](*tensors, *sizes, h.eps, **facts, **shape, num_warps=4)
+    config = _config(h.D)
+    if p is not None:  # a block of keys lies in one block of the cache; S: its slots, of all key heads
+        config, S = {**config, "BLOCK_N": min(config["BLOCK_N"], S)}, S * h.HKV
+    tiles = None if p is None else p.tiles
+    pointers, of_layer = (k_cache, v_cache, *of_tokens, tiles, y), (h.window or longest, h.scale * LOG2E)
+    _attend_prompt_kernel[(sequences * h.HQ, blocks)](
+        *pointers, T, start, S, width, *of_layer, **facts, G=h.HQ // h.HKV, **config
+    )
     return y
+
+
+def _config(D: int) -> dict[str, int]:
+    return CONFIG if D <= 128 else WIDE

@@ -3,6 +3,8 @@
 Shapes   B sequences, HQ query heads, HKV key heads, D head dim, S slots of the cache, R rotated dims (even, <= D)
          qkv (..., (HQ + 2 HKV) * D): q heads, k heads, v heads of one token, as one packed matmul writes them
          cache k, v (B, HKV, S, D); cos, sin (S, R): slot s is position s of its sequence
+         paged: k, v (blocks, HKV, BLOCK, D); table (rows, most) int32: slot s of row r is slot s % BLOCK of block
+         table[r, s // BLOCK]. BLOCK: a power of two from 16 up. Rows that nobody reads may share a block
 Rounding everything in fp32 from its 16-bit inputs, rounded once to the dtype of the output.
 """
 
@@ -10,6 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
+
+# The uniform numbers behind Exp(1) have 24 bits: one in 2^24 is exactly 0, and of 128k tokens one in 130 draws would meet
+# it and win with any probability at all. Held at the spacing of those numbers, it wins only where p is of that order.
+SMALLEST_RACE = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,28 @@ class Heads:
     eps: float = 0.0
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+
+
+TILE = 128  # tokens of a tile of `Packed` at most; half of it for heads past 128 dims
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Tokens of several sequences one after another, without padding between them; all int32 on one device.
+
+    pos, rows: (M,) each token's slot, and its sequence's row of `table` (rows, most). tiles: (n, 2) first and end of neighbours
+    in one sequence; each token is in one tile, or, where it only fills up M, in none, and its output is of no use.
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor
+    pos: torch.Tensor
+    tiles: torch.Tensor
+
+
+def tile_rows(D: int) -> int:
+    """Tokens that a tile of `Packed` may have with heads of D."""
+    return TILE if D <= 128 else TILE // 2
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -81,11 +109,19 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D)."""
+    """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D).
+
+    With a `table` the caches are paged; its first B rows are the sequences'.
+    """
     B = qkv.shape[0]
     at = pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
+    if table is not None:
+        _write(k_cache, v_cache, k, v, table, torch.arange(B, device=pos.device), at)
+        one = ((row, place, q[row, :, None]) for row, place in enumerate(at.tolist()))
+        return torch.cat([_causal(*each, k_cache, v_cache, table, h) for each in one])
     places = at.tolist()
     for b, p in enumerate(places):
         k_cache[b, :, p], v_cache[b, :, p] = k[b], v[b]
@@ -127,6 +163,65 @@ def attend_prompt(
     return y.transpose(1, 2).reshape(B, T, h.HQ * h.D)
 
 
+def attend_packed(
+    qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+) -> torch.Tensor:
+    """The tokens of `p`: write their k, v into paged caches, attend causally. qkv (M, ...) -> (M, HQ * D)."""
+    at = p.pos.long()
+    q, k, v = split_heads(qkv, cos[at], sin[at], h)
+    _write(k_cache, v_cache, k, v, p.table, p.rows.long(), at)
+    y = torch.zeros(q.shape[0], h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
+    for first, end in p.tiles.tolist():
+        if first < end:
+            row, place = int(p.rows[first]), int(at[first])
+            y[first:end] = _causal(row, place, q[first:end].transpose(0, 1), k_cache, v_cache, p.table, h)
+    return y
+
+
+def _write(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    at: torch.Tensor,
+) -> None:
+    """k, v (M, HKV, D) to slots `at` (M,) of `rows` (M,)."""
+    BLOCK = k_cache.shape[2]
+    blocks = table[rows, at // BLOCK].long()
+    k_cache[blocks, :, at % BLOCK], v_cache[blocks, :, at % BLOCK] = k, v
+
+
+def _causal(
+    row: int, place: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, h: Heads
+) -> torch.Tensor:
+    """Attention of q (HQ, T, D), slots place .. place + T of a row, over what the row holds so far -> (T, HQ * D)."""
+    T, BLOCK = q.shape[1], k_cache.shape[2]
+    end = place + T
+    begin = max(0, place + 1 - h.window) // BLOCK if h.window else 0
+    blocks = table[row, begin : -(-end // BLOCK)].long()
+    k, v = (_slots(c, blocks)[:, : end - begin * BLOCK] for c in (k_cache, v_cache))
+    seen, own = torch.arange(begin * BLOCK, end, device=q.device), torch.arange(place, end, device=q.device)[:, None]
+    mask = seen <= own
+    if h.window:
+        mask &= seen > own - h.window
+    if T == 1:  # the queries of one key head side by side: one product for all of them
+        q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.window else None
+        return F.scaled_dot_product_attention(q, k[None], v[None], bias, scale=h.scale).reshape(1, h.HQ * h.D)
+    k, v = (c.repeat_interleave(h.HQ // h.HKV, 0)[None] for c in (k, v))
+    return F.scaled_dot_product_attention(q[None], k, v, mask, scale=h.scale)[0].transpose(0, 1).reshape(T, h.HQ * h.D)
+
+
+def _slots(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The slots of these blocks one after another, (HKV, n * BLOCK, D): a view of blocks that lie side by side in memory."""
+    first, n = int(blocks[0]), len(blocks)
+    by_head = cache.transpose(0, 1)
+    if by_head.is_contiguous() and int(blocks[-1]) == first + n - 1 and bool((blocks.diff() == 1).all()):
+        return by_head[:, first : first + n].flatten(1, 2)
+    return by_head.index_select(1, blocks).flatten(1, 2)
+
+
 def route(
     x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,9 +239,10 @@ def choose(
 ) -> None:
     """Write the next token (B,) int64 and move pos (B,) int32 on by `advance`, in place.
 
-    temperature 0 is the argmax (the lowest id on a tie). Otherwise an exponential race, seeded by `seed` (1,) int64 and
-    the position of the new token, so that a position draws the same on every run. The Triton kernel's random numbers are
-    its own: same law, other draws.
+    temperature 0 is the argmax (the lowest id on a tie). Otherwise an exponential race: argmax(p / e) with e ~ Exp(1) is i
+    with probability p[i], elementwise work which a CUDA graph can hold, as torch.multinomial is not. It is seeded by `seed`
+    (1,) int64 and the position of the new token, so that a position draws the same on every run. The Triton kernel's random
+    numbers are its own: same law, other draws.
     """
     pos += advance
     if temperature == 0:
@@ -156,5 +252,27 @@ def choose(
     p = (logits.float() / temperature).softmax(-1)
     for b, at in enumerate(pos.tolist()):
         generator.manual_seed((int(seed) * 1_000_003 + at * 65_537 + b) % (1 << 63))
-        race = torch.empty_like(p[b]).exponential_(generator=generator).clamp_(min=2.0**-24)  # sampling.py says why
+        race = torch.empty_like(p[b]).exponential_(generator=generator).clamp_(min=SMALLEST_RACE)
         token[b] = (p[b] / race).argmax()
+
+
+def choose_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    token: torch.Tensor,
+    pos: torch.Tensor,
+    seed: torch.Tensor,
+    temperature: torch.Tensor,
+) -> None:
+    """The next tokens of some of many texts: logits (M, V), rows (M,) int32 -> token, pos of those rows, in place.
+
+    token, seed (R,) int64, pos (R,) int32, temperature (R,) fp32. As `choose` with advance 1, each row with its own
+    temperature and seed, and drawing by them and its position alone. Of a row that stands there twice, either may win.
+    """
+    if not temperature[rows].any():
+        pos[rows] += 1
+        token[rows] = logits.argmax(-1)
+        return
+    for i, row in enumerate(rows.tolist()):
+        own, one, place = token[row : row + 1], logits[i : i + 1], pos[row : row + 1]
+        choose(one, own, place, seed[row], float(temperature[row]), 1)

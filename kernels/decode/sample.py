@@ -1,8 +1,9 @@
-"""choose: logits -> the next token, and one position further, without the host.
+"""choose, choose_rows: logits -> the next token, and one position further, without the host.
 
 Maths   argmax(logits / T + gumbel), gumbel = -log(-log(u)): a draw from softmax(logits / T); T = 0 is the plain argmax
 Grid    best of each block of the vocabulary, (B, blocks), then the best of those, (B,)
-Random  Philox keyed by the seed, counted by (token id, position of the new token, sequence): no state, the same on every run
+Random  Philox keyed by the seed, counted by (token id, position of the new token, sequence): no state, the same on every run;
+        choose_rows leaves the sequence out: a text's seed is its own, and what it draws does not depend on its neighbours
 Ties    the lowest token id
 Source  own; the Gumbel-max trick
 """
@@ -21,8 +22,20 @@ BLOCK_V = 2048
 
 
 @triton.jit
+def _gumbel(seed, ids, at, sequence):
+    """One number a token id, of a law whose largest draws from a softmax."""
+    zero = ids * 0
+    bits, _, _, _ = tl.philox(seed, ids, zero + at, zero + sequence, zero)
+    u = tl.uint_to_uniform_float(bits)
+    u = tl.minimum(tl.maximum(u, 5.960464477539063e-08), 0.99999994)  # 2^-24 .. 1 - 2^-24: both logarithms finite
+    return -tl.log(-tl.log(u))
+
+
+@triton.jit
 def _best_kernel(
     logits_ptr,
+    rows_ptr,
+    temperature_ptr,
     pos_ptr,
     seed_ptr,
     best_ptr,
@@ -31,6 +44,7 @@ def _best_kernel(
     inverse_temperature,
     advance,
     DRAW: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
@@ -43,13 +57,12 @@ def _best_kernel(
         gdc_wait()
     score = tl.load(logits_ptr + b.to(tl.int64) * V + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
     if DRAW:
-        at = tl.load(pos_ptr + b) + advance
-        seed = tl.load(seed_ptr)
-        zero = offs * 0
-        bits, _, _, _ = tl.philox(seed, offs, zero + at, zero + b, zero)
-        u = tl.uint_to_uniform_float(bits)
-        u = tl.minimum(tl.maximum(u, 5.960464477539063e-08), 0.99999994)  # 2^-24 .. 1 - 2^-24: both logarithms finite
-        score = score * inverse_temperature - tl.log(-tl.log(u))
+        score = score * inverse_temperature + _gumbel(tl.load(seed_ptr), offs, tl.load(pos_ptr + b) + advance, b)
+    if ROWS:
+        row = tl.load(rows_ptr + b)
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0:
+            score = score / temperature + _gumbel(tl.load(seed_ptr + row), offs, tl.load(pos_ptr + row) + advance, 0)
     top = tl.max(score, 0)
     tl.store(best_ptr + b * tl.num_programs(1) + block, top)
     tl.store(where_ptr + b * tl.num_programs(1) + block, tl.min(tl.where(score == top, offs, V - 1), 0))
@@ -57,7 +70,18 @@ def _best_kernel(
 
 @triton.jit
 def _choose_kernel(
-    best_ptr, where_ptr, token_ptr, pos_ptr, V, blocks, advance, BLOCKS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr
+    best_ptr,
+    where_ptr,
+    rows_ptr,
+    token_ptr,
+    pos_ptr,
+    V,
+    blocks,
+    advance,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
 ):
     b = tl.program_id(0)
     offs = tl.arange(0, BLOCKS)
@@ -68,31 +92,49 @@ def _choose_kernel(
     best = tl.load(best_ptr + b * blocks + offs, mask=offs < blocks, other=float("-inf"))
     where = tl.load(where_ptr + b * blocks + offs, mask=offs < blocks, other=2147483647)
     winner = tl.min(tl.where(best == tl.max(best, 0), where, V - 1), 0)  # NaN everywhere: still a token of the vocabulary
-    tl.store(token_ptr + b, winner.to(tl.int64))
-    tl.store(pos_ptr + b, tl.load(pos_ptr + b) + advance)
+    row = b
+    if ROWS:
+        row = tl.load(rows_ptr + b)
+    tl.store(token_ptr + row, winner.to(tl.int64))
+    tl.store(pos_ptr + row, tl.load(pos_ptr + row) + advance)
 
 
 def choose(
     logits: torch.Tensor, token: torch.Tensor, pos: torch.Tensor, seed: torch.Tensor, temperature: float, advance: int
 ) -> None:
     """As `reference.choose`; logits (B, V) contiguous."""
+    inverse = 1.0 / temperature if temperature else 1.0
+    _launch(logits, None, None, token, pos, seed, inverse, advance, DRAW=temperature != 0)
+
+
+def choose_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    token: torch.Tensor,
+    pos: torch.Tensor,
+    seed: torch.Tensor,
+    temperature: torch.Tensor,
+) -> None:
+    """As `reference.choose_rows`; everything contiguous."""
+    _launch(logits, rows, temperature, token, pos, seed, 1.0, 1, DRAW=False)
+
+
+def _launch(
+    logits: torch.Tensor,
+    rows: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    token: torch.Tensor,
+    pos: torch.Tensor,
+    seed: torch.Tensor,
+    inverse_temperature: float,
+    advance: int,
+    DRAW: bool,
+) -> None:
     B, V = logits.shape
-    blocks = triton.cdiv(V, BLOCK_V)
+    blocks, own = triton.cdiv(V, BLOCK_V), rows is not None
     best = torch.empty(B, blocks, dtype=torch.float32, device=logits.device)
     where = torch.empty(B, blocks, dtype=torch.int32, device=logits.device)
-    _best_kernel[(B, blocks)](
-        logits,
-        pos,
-        seed,
-        best,
-        where,
-        V,
-        1.0 / temperature if temperature else 1.0,
-        advance,
-        DRAW=temperature != 0,
-        BLOCK_V=BLOCK_V,
-        num_warps=8,
-        **pdl(logits),
-    )
-    BLOCKS = triton.next_power_of_2(blocks)
-    _choose_kernel[(B,)](best, where, token, pos, V, blocks, advance, BLOCKS=BLOCKS, num_warps=1, **pdl(logits))
+    operands, sizes = (logits, rows, temperature, pos, seed, best, where), (V, inverse_temperature, advance)
+    _best_kernel[(B, blocks)](*operands, *sizes, DRAW=DRAW, ROWS=own, BLOCK_V=BLOCK_V, num_warps=8, **pdl(logits))
+    BLOCKS, made = triton.next_power_of_2(blocks), (best, where, rows, token, pos)
+    _choose_kernel[(B,)](*made, V, blocks, advance, ROWS=own, BLOCKS=BLOCKS, num_warps=1, **pdl(logits))

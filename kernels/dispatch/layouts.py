@@ -3,7 +3,8 @@
 import torch
 
 from lowq_kernels.dispatch import tuning
-from lowq_kernels.dispatch.registry import Call, capability, dispatched, forced
+from lowq_kernels.dispatch.registry import Call, dispatched, forced
+from lowq_kernels.gpu import capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK, LAYOUTS
 from lowq_packers.scheme import Scheme

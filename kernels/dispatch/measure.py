@@ -16,10 +16,12 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.activations import rounded
 from lowq_kernels.dispatch.layouts import ranked
-from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, dispatched, select
+from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, dispatched, select
 from lowq_kernels.dispatch.sources import source_hash
 from lowq_kernels.dispatch.timing import graph_time, rotation, wall_time
-from lowq_kernels.dispatch.tuning import Entry, Shape
+from lowq_kernels.dispatch.tuning import Shape
+from lowq_kernels.dispatch.tuning_file import Entry
+from lowq_kernels.gpu import capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor

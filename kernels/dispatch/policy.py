@@ -99,7 +99,7 @@ def answers(kernel: str, call: Call) -> bool:
     return call.device == "cuda" and made_for(file_for(on), on) and prefers(kernel)(call)
 
 
-def gated(call: Call, keys: tuple[str, ...]) -> list[Config]:
+def gate_up(call: Call, keys: tuple[str, ...]) -> list[Config]:
     """Configs with pairs of row tiles for act(gate) * up, the best first: what whole steps of an 8B model were fastest with,
     then what fits (us by [8, 2, 256, 1, 1, 1], by these: 4 bits 1930, 1897; 3 1788, 1747; 2 1582, 1432; 1 1438, 1240)."""
     rows = file_for(gpu.of(call.capability))["gated"][str(call.scheme.bits)]

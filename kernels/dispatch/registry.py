@@ -10,7 +10,7 @@ every reason. LOWQ_KERNEL takes several names, separated by commas: each forces 
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal, Protocol
@@ -136,6 +136,11 @@ class KernelSpec:
     def legal_configs(self, call: AnyCall) -> list[Config]:
         """The configs that may run this call, in registration order."""
         return [c for c in self.configs if self.config_refuse(call, c) is None]
+
+
+def configs_of(keys: Sequence[str], rows: Iterable[Sequence[int]]) -> tuple[Config, ...]:
+    """Configs from rows of numbers in the order of `keys`."""
+    return tuple(dict(zip(keys, row, strict=True)) for row in rows)
 
 
 Choice = tuple[KernelSpec, Config]
@@ -296,8 +301,10 @@ def matmul(
 
     act: round each row of x to 8 bits: inside a kernel that multiplies such, else here, for the kernels that do not.
     """
+    if not x.shape[0]:
+        return x.new_empty(0, p.N)
     call = Call.of(x, p, act)
     resolved, (spec, config) = _resolve(call, kernel)
-    if resolved is not call and resolved != call:
+    if act != "none" and resolved != call:
         x = rounded(x, act)
     return spec.launch(x.contiguous(), p, bias, config)

@@ -25,6 +25,7 @@ REPLAY_US = 1500.0  # a replay shorter than this measures the launch of the grap
 LOAD_US = 25_000.0
 MAX_COPIES = 24
 MAX_NODES = 960
+WALL_SECONDS, LEAST_CALLS = 0.1, 5  # of `wall_time`
 
 
 def rotation(nbytes: int, device: torch.device | str = "cuda") -> int:
@@ -83,15 +84,15 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
     return statistics.median(times) / (rounds * len(calls))
 
 
-def wall_time(calls: Sequence[Thunk], seconds: float = 0.1, least: int = 5) -> float:
-    """Least microseconds per call by the host's clock: for CPU kernels. Runs about `seconds`, at least `least` times.
+def wall_time(calls: Sequence[Thunk]) -> float:
+    """Least microseconds per call by the host's clock: for CPU kernels. Runs about WALL_SECONDS, at least LEAST_CALLS times.
 
     The least, not the median: beside other work a median of 20 us calls was 3,248 us, and a slower kernel was chosen.
     """
     calls[0]()
     times: list[float] = []
-    deadline = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < deadline:
+    deadline = time.perf_counter() + WALL_SECONDS
+    while len(times) < LEAST_CALLS or time.perf_counter() < deadline:
         call = calls[len(times) % len(calls)]
         t0 = time.perf_counter()
         call()

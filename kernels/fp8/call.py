@@ -5,7 +5,8 @@ from typing import ClassVar
 
 import torch
 
-from lowq_kernels.dispatch.registry import Op, capability
+from lowq_kernels.dispatch.registry import Op
+from lowq_kernels.gpu import capability
 from lowq_packers.fp8 import Block, Fp8Matrix
 
 WIDEN_M = 128  # rows beyond which 16-bit activations are worth widening the weight for

@@ -2,16 +2,17 @@
 //
 // Operands A (wgmma's 64 rows) and B (its columns). SWAP false: A = x, B = W, for large M. SWAP true: A = W, B = x, for small
 //         M: eight columns are the least, where 64 rows would be.
-// Scales  of each operand, by mode. VECTOR: one per row, applied at the end (per token, per channel). GROUP: one per row and 128 k,
-//         read by TMA with the tile. BLOCK: one per 2^shift rows and 128 or 256 k, the same for a whole tile.
+// Scales  of each operand, by mode. VECTOR: one per row, applied at the end (per token, per channel). GROUP: one per row and
+//         128 k, read by TMA with the tile. BLOCK: one per 2^shift rows and 128 or 256 k, the same for a whole tile.
 // Sums    the tensor core keeps fewer than 23 bits: every 128 k its sums are scaled and added to fp32 sums in registers.
-// Warps   two consumer warpgroups own MH x 64 rows of A each and never meet: while one scales, the other one's products run. A
-//         producer thread feeds a ring of STAGES stages, 128 k each, by TMA (128-byte swizzle). LIGHT: two blocks fit an SM, so
-//         that the next kernel's weights are on their way while this one's last sums are written.
-// Grid    persistent, bands of BAND tiles of B. SPLIT (with SWAP): blocks of a cluster split K, partial sums meet in rank order.
-//         WK = 2 (with SWAP): both warpgroups own the same 64 rows and take chunks of k in turn.
-// Limits  WK = 2: STAGES even, so that a stage always goes to the same warpgroup. One that skips a phase of a full barrier takes the
-//         phase before it for its own, and reads a stage that is not there yet when loads arrive out of order (a busy GPU).
+// Warps   two consumer warpgroups own ROW_TILES_64 x 64 rows of A each and never meet: while one scales, the other one's
+//         products run. A producer thread feeds a ring of STAGES stages, 128 k each, by TMA (128-byte swizzle). BLOCKS_PER_SM
+//         2: so that the next kernel's weights are on their way while this one's last sums are written.
+// Grid    persistent, bands of BAND tiles of B. SPLIT_K (with SWAP): blocks of a cluster split K, partial sums meet in rank
+//         order. WARPGROUPS_K = 2 (with SWAP): both warpgroups own the same 64 rows and take chunks of k in turn.
+// Limits  WARPGROUPS_K = 2: STAGES even, so that a stage always goes to the same warpgroup. One that skips a phase of a full
+//         barrier takes the phase before it for its own, and reads a stage that is not there yet when loads arrive out of order
+//         (a busy GPU).
 // Edges   TMA reads zeros outside; stores are masked. K a multiple of 16.
 // Source  own; two-level sums after DeepGEMM, 2-D scales after GridQuant.
 #include "tile.cuh"
@@ -31,17 +32,18 @@ __device__ __forceinline__ float2 read_float2(u32 shared) {
     return v;
 }
 
-template <bool SWAP, int T, int A_SCALE, int B_SCALE, int MH, int NB, int STAGES, int SPLIT, int WK, bool LIGHT, int BAND>
-__global__ void __launch_bounds__(LIGHT ? 288 : 384, LIGHT ? 2 : 1)
+template <bool SWAP, int T, int A_SCALE, int B_SCALE, int ROW_TILES_64, int TILE_COLUMNS, int STAGES, int SPLIT_K, int
+          WARPGROUPS_K, int BLOCKS_PER_SM, int BAND>
+__global__ void __launch_bounds__(BLOCKS_PER_SM == 2 ? 288 : 384, BLOCKS_PER_SM)
 fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map, const __grid_constant__ TensorMap groups_map,
          const float* __restrict__ a_scales, const float* __restrict__ b_scales, const u16* __restrict__ bias, u16* __restrict__ y,
          int A, int B, int chunks, int a_shift, int b_shift, int a_stride, int b_stride, int a_k_shift, int b_k_shift) {
     static_assert(A_SCALE != GROUP || B_SCALE != GROUP, "only x has groups");
-    static_assert(WK == 1 || (SWAP && MH == 1), "only one half of rows is shared by warpgroups");
-    static_assert(STAGES % WK == 0, "a stage always goes to the same warpgroup");
-    constexpr int ROWS = 128 * MH / WK;  // of A in a tile
-    constexpr u32 A_BYTES = ROWS * 128, B_BYTES = NB * 128;
-    constexpr int GROUPS = A_SCALE == GROUP ? ROWS : B_SCALE == GROUP ? NB : 0;
+    static_assert(WARPGROUPS_K == 1 || (SWAP && ROW_TILES_64 == 1), "only one half of rows is shared by warpgroups");
+    static_assert(STAGES % WARPGROUPS_K == 0, "a stage always goes to the same warpgroup");
+    constexpr int ROWS = 128 * ROW_TILES_64 / WARPGROUPS_K;  // of A in a tile
+    constexpr u32 A_BYTES = ROWS * 128, B_BYTES = TILE_COLUMNS * 128;
+    constexpr int GROUPS = A_SCALE == GROUP ? ROWS : B_SCALE == GROUP ? TILE_COLUMNS : 0;
     constexpr u32 G_BYTES = GROUPS * 4, G_STEP = (G_BYTES + 127) / 128 * 128;
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
@@ -53,27 +55,27 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     auto b_stage = [&](int s) { return base + STAGES * A_BYTES + s * B_BYTES; };
     auto g_stage = [&](int s) { return base + STAGES * (A_BYTES + B_BYTES) + s * G_STEP; };
 
-    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
-    const int share = (chunks + SPLIT - 1) / SPLIT, begin = SPLIT > 1 ? smaller(rank * share, chunks) : 0, part = smaller(share, chunks - begin);
-    const int a_tiles = (A + ROWS - 1) / ROWS, b_tiles = (B + NB - 1) / NB, all = a_tiles * b_tiles;
+    const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0, team = blockIdx.x / SPLIT_K, teams = gridDim.x / SPLIT_K;
+    const int share = (chunks + SPLIT_K - 1) / SPLIT_K, begin = SPLIT_K > 1 ? smaller(rank * share, chunks) : 0, part = smaller(share, chunks - begin);
+    const int a_tiles = (A + ROWS - 1) / ROWS, b_tiles = (B + TILE_COLUMNS - 1) / TILE_COLUMNS, all = a_tiles * b_tiles;
     auto place = [&](int tile, int& a0, int& b0) {  // bands of BAND tiles of B; within one, B fastest, then A
         const int band = tile / (BAND * a_tiles), first = band * BAND, width = smaller(BAND, b_tiles - first);
         const int in_band = tile - band * BAND * a_tiles;
-        b0 = (first + in_band % width) * NB, a0 = in_band / width * ROWS;
+        b0 = (first + in_band % width) * TILE_COLUMNS, a0 = in_band / width * ROWS;
     };
 
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8 / WK);
+        for (int i = 0; i < STAGES; i++) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, 8 / WARPGROUPS_K);
         asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
     }
     __syncthreads();
 
     if (g == 2) {  // ----------------------------------------------------------------------------------- producer
-        if constexpr (!LIGHT) registers_down<40>();
+        if constexpr (BLOCKS_PER_SM == 1) registers_down<40>();
         if (threadIdx.x == 256) {
             auto load_a = [&](int s, int c, int a0) {
                 barrier_expect(full + 8 * s, A_BYTES + B_BYTES + G_BYTES);
-                if (SWAP && B <= NB) tensor_load_once(a_stage(s), &a_map, c * 128, a0, full + 8 * s);  // 16 to 64 rows: 2 to 4%
+                if (SWAP && B <= TILE_COLUMNS) tensor_load_once(a_stage(s), &a_map, c * 128, a0, full + 8 * s);  // 16 to 64 rows: 2 to 4%
                 else tensor_load(a_stage(s), &a_map, c * 128, a0, full + 8 * s);
             };
             auto load_b = [&](int s, int c, int a0, int b0) {
@@ -102,16 +104,16 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
         __syncwarp();
-        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
+        if constexpr (SPLIT_K > 1) cluster_sync(), cluster_sync();
         return;
     }
 
     // ------------------------------------------------------------------------------------------------- consumers
-    if constexpr (!LIGHT) registers_up<232>();
+    if constexpr (BLOCKS_PER_SM == 1) registers_up<232>();
     previous_grid_wait();
     next_grid_launch();
-    float acc[MH][NB / 2], part_sums[NB / 2];
-    const int first_row = WK == 2 ? 0 : g * MH * 64, k_group = WK == 2 ? g : 0;  // of this warpgroup
+    float acc[ROW_TILES_64][TILE_COLUMNS / 2], part_sums[TILE_COLUMNS / 2];
+    const int first_row = WARPGROUPS_K == 2 ? 0 : g * ROW_TILES_64 * 64, k_group = WARPGROUPS_K == 2 ? g : 0;  // of this warpgroup
 
     auto release = [&](int stage) {
         if (lane == 0) barrier_arrive(empty + 8 * stage);
@@ -123,9 +125,9 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         const int a_first = a0 + first_row;
         int s = before % STAGES, round = before / STAGES;
 #pragma unroll
-        for (int h = 0; h < MH; h++)
+        for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
-            for (int i = 0; i < NB / 2; i++) acc[h][i] = 0.f;
+            for (int i = 0; i < TILE_COLUMNS / 2; i++) acc[h][i] = 0.f;
 
         const float* a_block = A_SCALE == BLOCK ? a_scales + (size_t)(smaller(a_first, A - 1) >> a_shift) * a_stride : nullptr;
         const float* b_block = B_SCALE == BLOCK ? b_scales + (size_t)(b0 >> b_shift) * b_stride : nullptr;
@@ -141,108 +143,105 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         };
         look_ahead(k_group);
         float b_next = b_ahead;
-        if constexpr (FAR) look_ahead(k_group + WK);
+        if constexpr (FAR) look_ahead(k_group + WARPGROUPS_K);
 
-        for (int c = k_group; c < part; c += WK) {
+        for (int c = k_group; c < part; c += WARPGROUPS_K) {
             barrier_wait(full + 8 * s, round & 1);
-            float factor = 1.f, rows[MH][2];
+            float factor = 1.f, rows[ROW_TILES_64][2];
             if constexpr (A_SCALE == GROUP) {  // before the product: shared memory is slow behind one
 #pragma unroll
-                for (int h = 0; h < MH; h++)
+                for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
                     for (int o = 0; o < 2; o++) rows[h][o] = read_float(g_stage(s) + (first_row + h * 64 + warp * 16 + r + 8 * o) * 4);
             }
 #pragma unroll
-            for (int h = 0; h < MH; h++) {
+            for (int h = 0; h < ROW_TILES_64; h++) {
                 const u64 a_tile = swizzled_tile(a_stage(s) + (first_row + h * 64) * 128), b_tile = swizzled_tile(b_stage(s));
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
+                for (int i = 0; i < TILE_COLUMNS / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                for (int k = 0; k < 4; k++) WgmmaFp8<NB>::run(part_sums, a_tile + 2 * k, b_tile + 2 * k, k > 0);
+                for (int k = 0; k < 4; k++) WgmmaFp8<TILE_COLUMNS>::run(part_sums, a_tile + 2 * k, b_tile + 2 * k, k > 0);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 if (h == 0) {  // scales are read while the tensor cores work
                     factor = a_ahead * (FAR ? b_next : b_ahead);
                     b_next = b_ahead;
-                    look_ahead(c + (FAR ? 2 : 1) * WK);
+                    look_ahead(c + (FAR ? 2 : 1) * WARPGROUPS_K);
                 }
-                float2 columns[B_SCALE == GROUP ? NB / 8 : 1];
+                float2 columns[B_SCALE == GROUP ? TILE_COLUMNS / 8 : 1];
                 auto read_columns = [&](int i) {
                     const float2 f = read_float2(g_stage(s) + (i * 8 + (lane & 3) * 2) * 4);
                     columns[i] = make_float2(f.x * factor, f.y * factor);
                 };
-                if constexpr (B_SCALE == GROUP && !LIGHT) {
+                if constexpr (B_SCALE == GROUP && BLOCKS_PER_SM == 1) {
 #pragma unroll
-                    for (int i = 0; i < NB / 8; i++) read_columns(i);
+                    for (int i = 0; i < TILE_COLUMNS / 8; i++) read_columns(i);
                 }
                 asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                 float scaled[2];
                 if constexpr (A_SCALE == GROUP) scaled[0] = factor * rows[h][0], scaled[1] = factor * rows[h][1];
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
-                if (h + 1 == MH && !LIGHT) release(s);
+                for (int i = 0; i < TILE_COLUMNS / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
+                if (h + 1 == ROW_TILES_64 && BLOCKS_PER_SM == 1) release(s);
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) {
-                    if (B_SCALE == GROUP && LIGHT && i % 4 == 0) read_columns(i / 4);  // few registers: one at a time
+                for (int i = 0; i < TILE_COLUMNS / 2; i++) {
+                    if (B_SCALE == GROUP && BLOCKS_PER_SM == 2 && i % 4 == 0) read_columns(i / 4);  // few registers: one at a time
                     float f = factor;
                     if constexpr (A_SCALE == GROUP) f = scaled[(i >> 1) & 1];
                     if constexpr (B_SCALE == GROUP) f = i & 1 ? columns[i >> 2].y : columns[i >> 2].x;
                     acc[h][i] += f * part_sums[i];
                 }
-                if (h + 1 == MH && LIGHT) release(s);
+                if (h + 1 == ROW_TILES_64 && BLOCKS_PER_SM == 2) release(s);
             }
-            if ((s += WK) >= STAGES) s -= STAGES, round++;
+            if ((s += WARPGROUPS_K) >= STAGES) s -= STAGES, round++;
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
-        constexpr bool SHARED_SUM = NB / SPLIT >= 8;               // every block of a split sums some columns, or the first one all
-        constexpr int COLUMNS = SHARED_SUM ? NB / SPLIT : NB;
-        const int b_first = b0 + (SPLIT > 1 && SHARED_SUM ? rank * COLUMNS : 0);
-        if constexpr (SPLIT > 1) {  // sums[h][i][thread] of both warpgroups over the ring
-            float *const all_sums = (float*)shared + (threadIdx.x & 127), *const sums = all_sums + g * MH * (NB / 2) * 128;
+        constexpr bool SHARED_SUM = TILE_COLUMNS / SPLIT_K >= 8;               // every block of a split sums some columns, or the first one all
+        constexpr int COLUMNS = SHARED_SUM ? TILE_COLUMNS / SPLIT_K : TILE_COLUMNS;
+        const int b_first = b0 + (SPLIT_K > 1 && SHARED_SUM ? rank * COLUMNS : 0);
+        if constexpr (SPLIT_K > 1) {  // sums[h][i][thread] of both warpgroups over the ring
+            float *const all_sums = (float*)shared + (threadIdx.x & 127), *const sums = all_sums + g * ROW_TILES_64 * (TILE_COLUMNS / 2) * 128;
             asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
 #pragma unroll
-            for (int h = 0; h < MH; h++)
+            for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) sums[(h * (NB / 2) + i) * 128] = acc[h][i];
+                for (int i = 0; i < TILE_COLUMNS / 2; i++) sums[(h * (TILE_COLUMNS / 2) + i) * 128] = acc[h][i];
             cluster_sync();
 #pragma unroll
-            for (int h = 0; h < MH; h++)
+            for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
                 for (int i = 0; i < COLUMNS / 2; i++) {
-                    const u32 here = shared_address((WK == 2 ? all_sums : sums) + (h * (NB / 2) + (SHARED_SUM ? rank * (COLUMNS / 2) : 0) + i) * 128);
+                    const u32 here = shared_address((WARPGROUPS_K == 2 ? all_sums : sums) + (h * (TILE_COLUMNS / 2) + (SHARED_SUM ? rank * (COLUMNS / 2) : 0) + i) * 128);
                     float v = 0.f;
                     if (SHARED_SUM || rank == 0) {
 #pragma unroll
-                        for (int k = 0; k < SPLIT * WK; k++) {
-                            float one;
-                            const u32 there = in_block(here, k / WK) + (k % WK) * (NB / 2) * 512;
-                            asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(there) : "memory");
-                            v += one;
+                        for (int k = 0; k < SPLIT_K * WARPGROUPS_K; k++) {
+                            v += read_cluster(in_block(here, k / WARPGROUPS_K) + (k % WARPGROUPS_K) * (TILE_COLUMNS / 2) * 512);
                         }
                     }
                     acc[h][i] = v;
                 }
             cluster_sync();
-            if ((!SHARED_SUM && rank != 0) || (WK == 2 && g == 1)) continue;
-        } else if constexpr (WK == 2) {
+            if ((!SHARED_SUM && rank != 0) || (WARPGROUPS_K == 2 && g == 1)) continue;
+        } else if constexpr (WARPGROUPS_K == 2) {
             float* const sums = (float*)(shared + STAGES * (A_BYTES + B_BYTES + G_STEP)) + (threadIdx.x & 127);
             if (g == 1) {
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) sums[i * 128] = acc[0][i];
+                for (int i = 0; i < TILE_COLUMNS / 2; i++) sums[i * 128] = acc[0][i];
             }
             asm volatile("bar.sync 3, 256;" ::: "memory");
             if (g == 0) {
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) acc[0][i] += sums[i * 128];
+                for (int i = 0; i < TILE_COLUMNS / 2; i++) acc[0][i] += sums[i * 128];
             }
             asm volatile("bar.sync 3, 256;" ::: "memory");  // read: the other one may write the next tile's
             if (g == 1) continue;
         }
-        unsigned char* const stage_out = shared + (SPLIT > 1 ? 0 : STAGES * (A_BYTES + B_BYTES + G_STEP) + (WK == 2 ? NB * 256 : 0));
+        unsigned char* const stage_out = shared + (SPLIT_K > 1 ? 0 : STAGES * (A_BYTES + B_BYTES + G_STEP) + (WARPGROUPS_K == 2 ? TILE_COLUMNS * 256 : 0));
         const int w8 = g * 4 + warp;
 #pragma unroll
-        for (int h = 0; h < MH; h++) {
+        for (int h = 0; h < ROW_TILES_64; h++) {
             const int row = a_first + h * 64 + warp * 16;  // of A, the first of this warp's sixteen
             float fa[2] = {1.f, 1.f}, ba[2] = {0.f, 0.f};
 #pragma unroll
@@ -264,10 +263,10 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int o = 0; o < 4; o++) acc[h][4 * i + o] = acc[h][4 * i + o] * fa[o >> 1] * fb[o & 1] + ba[o >> 1] + bb[o & 1];
             }
             if constexpr (!SWAP) {
-                constexpr int WIDE = NB < 64 ? NB : 64, LINE = WIDE + 8;  // halves: 16 bytes more than are staged, against bank conflicts
+                constexpr int WIDE = TILE_COLUMNS < 64 ? TILE_COLUMNS : 64, LINE = WIDE + 8;  // halves: 16 bytes more than are staged, against bank conflicts
                 const u32 staging = shared_address(stage_out) + w8 * 16 * LINE * 2;
 #pragma unroll
-                for (int b = 0; b < NB / WIDE; b++) {
+                for (int b = 0; b < TILE_COLUMNS / WIDE; b++) {
                     __syncwarp();
 #pragma unroll
                     for (int i = 0; i < WIDE / 8; i += 2) {
@@ -291,8 +290,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int i = 0; i < COLUMNS / 8; i++) {
                     const float* v = acc[h] + 4 * i;
                     const u32 at = staging + ((i * 8 + (lane & 7)) * LINE + ((lane >> 3) & 1) * 8) * 2;
-                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(from_floats<T>(v[0], v[1])),
-                                 "r"(from_floats<T>(v[2], v[3])) : "memory");
+                    store_transposed<T>(at, v);
                 }
                 __syncwarp();
 #pragma unroll 2

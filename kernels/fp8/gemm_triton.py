@@ -12,19 +12,10 @@ import triton
 import triton.language as tl
 
 from lowq_kernels import gpu
-from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.dispatch.registry import Config, configs_of, register
 from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
+from lowq_kernels.products.triton.partial import split_scratch, store_split_tile
 from lowq_packers.fp8 import Fp8Matrix
-
-
-@triton.jit
-def _store(acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS: tl.constexpr):
-    mask_n = offs_n < N
-    if BIAS:
-        acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    y = y_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-    tl.store(y, acc.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & mask_n[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -63,28 +54,17 @@ def _gemm_kernel(
             acc += part * xs[:, None] * ws[None, :]
         else:
             acc += part * ws[None, :]
-    if SPLIT_K == 1:
-        _store(acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
-    else:
-        slots = partials_ptr + tile.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N)
-        put_partial(acc, slots + split * (BLOCK_M * BLOCK_N), offs_m, M, BLOCK_M, BLOCK_N)
-        if arrived_last(counters_ptr + tile, SPLIT_K):
-            total = get_partial(slots, offs_m, M, BLOCK_M, BLOCK_N)
-            for s in tl.static_range(1, SPLIT_K):
-                total += get_partial(slots + s * (BLOCK_M * BLOCK_N), offs_m, M, BLOCK_M, BLOCK_N)
-            _store(total, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
+    store_split_tile(
+        acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, tile, split, partials_ptr, counters_ptr, BIAS, BLOCK_M, BLOCK_N, SPLIT_K
+    )
 
 
-def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps", "num_stages")
-    return tuple(dict(zip(names, row, strict=True)) for row in rows)
-
-
-SPLITK_CONFIGS = _configs(  # what won somewhere on an H100
+KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps", "num_stages")
+SPLITK_CONFIGS = configs_of(KEYS, (  # what won somewhere on an H100
     (16, 64, 128, 2, 4, 4), (16, 64, 128, 4, 4, 4), (16, 64, 128, 8, 4, 4), (16, 32, 128, 4, 4, 4),
     (64, 64, 128, 2, 4, 5), (64, 64, 128, 4, 4, 4),
-)  # fmt: skip
-GEMM_CONFIGS = _configs((64, 64, 128, 1, 4, 5), (64, 128, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3))
+))  # fmt: skip
+GEMM_CONFIGS = configs_of(KEYS, ((64, 64, 128, 1, 4, 5), (64, 128, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3)))
 BLOCK_K = 128  # of every config
 PROGRAMS = 512  # that fill a large GPU
 

@@ -10,8 +10,9 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.activations import Act
-from lowq_kernels.dispatch.registry import Config, capability, register, select
+from lowq_kernels.dispatch.registry import Config, register, select
 from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
+from lowq_kernels.gpu import capability
 from lowq_kernels.products.dequant import SLAB_BYTES
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.fp8 import Block, Fp8Matrix
@@ -21,7 +22,7 @@ GROUP = 128  # values of a token that share a scale
 
 def has_fp8(device: torch.device) -> bool:
     """Whether the device multiplies e4m3: NVIDIA from capability 8.9 on, with triton installed."""
-    if not gpu.of(gpu.capability(device)).fp8:
+    if not gpu.of(capability(device)).fp8:
         return False
     try:
         import triton  # noqa: F401
@@ -74,10 +75,10 @@ def widened_product(
     return y
 
 
-def kernel_for(w: Fp8Matrix, act: Act, M: int = 1) -> str:
-    """The name of the kernel that `matmul` takes for M rows."""
+def kernel_for(w: Fp8Matrix, act: Act) -> str:
+    """The name of the kernel that `matmul` takes for one row."""
     x_block, (N, K) = None if act == "none" else activation_block(w), w.q.shape
-    return select(Fp8Call(M, N, K, x_block, w.block, torch.bfloat16, w.q.device.type, capability(w.q.device)))[0].name
+    return select(Fp8Call(1, N, K, x_block, w.block, torch.bfloat16, w.q.device.type, capability(w.q.device)))[0].name
 
 
 def multiply(x: Fp8Matrix | torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """gptq's inner loop: a block of columns is rounded one after the other, and each error moved on to those behind it.
 
-`round_block` on CUDA is one launch of columns_triton.py where Triton is installed; elsewhere torch, six small ops a column.
+`round_block` on CUDA is one launch of round_block_triton.py where Triton is installed; elsewhere torch, six small ops a column.
 """
 
 from functools import cache

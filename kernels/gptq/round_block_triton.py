@@ -51,7 +51,7 @@ def _round_block_kernel(
 def round_block_triton(
     block: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `columns.round_block`; columns of block contiguous, scales and zeros equally far apart."""
+    """As `round_block.round_block`; columns of block contiguous, scales and zeros equally far apart."""
     R, B = block.shape
     assert (block.stride(1), scales.stride()) == (1, zeros.stride())
     codes, errors = block.new_empty(R, B), block.new_empty(R, B)

@@ -13,7 +13,8 @@ from lowq_kernels.activations import Act, check_act, rounded
 from lowq_kernels.fp8.matmul import GROUP, has_fp8, kernel_for, matmul
 from lowq_kernels.modules.ops import through_autograd
 from lowq_packers.errors import SchemeError, UnsupportedError
-from lowq_packers.fp8 import FP8, Block, Fp8Matrix, scale_shape
+from lowq_packers.fp8 import FP8, Fp8Matrix
+from lowq_packers.scheme import Block, scale_shape
 
 
 class Fp8Linear(nn.Module):

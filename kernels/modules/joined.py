@@ -4,6 +4,7 @@ The layers that were joined are replaced by views into the joined weight, so tha
 owns them still works, saves and loads.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
     if isinstance(parts[0], Part):  # joined before, by an earlier decoder of this model
         return parts[0].whole
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
-        return _join_dense(parts)
+        return dense(_shared(parts, "weight"), None if parts[0].bias is None else _shared(parts, "bias"))
     if all(type(p) is QuantLinear for p in parts) and len({_kind(p) for p in parts}) == 1:
         whole = _join_packed(parts)
         whole.set_act(parts[0].act)
@@ -40,19 +41,22 @@ def _fit(parts: list[Fp8Linear]) -> bool:
     return alike and all(p.out_features % p.block[0] == 0 for p in parts[:-1])
 
 
+def _shared(parts: Sequence[nn.Module], leaf: str) -> torch.Tensor:
+    """The parts' tensors of this name one behind the other, of which the parts keep views."""
+    joined = torch.cat([getattr(p, leaf).detach() for p in parts])
+    at = 0
+    for p in parts:
+        rows = getattr(p, leaf).shape[0]
+        setattr(p, leaf, nn.Parameter(joined[at : at + rows], requires_grad=False))
+        at += rows
+    return joined
+
+
 def _join_fp8(parts: list[Fp8Linear]) -> Fp8Linear:
-    """One fp8 layer; the parts keep views of its tensors."""
     first, N = parts[0], sum(p.out_features for p in parts)
     whole = Fp8Linear(N, first.in_features, first.block, first.bias is not None, first.dtype, "meta", first.act)
-    leaves = ("weight", "weight_scale_inv") if first.bias is None else ("weight", "weight_scale_inv", "bias")
-    for leaf in leaves:
-        joined = torch.cat([getattr(p, leaf).detach() for p in parts])
-        setattr(whole, leaf, nn.Parameter(joined, requires_grad=False))
-        at = 0
-        for p in parts:
-            rows = getattr(p, leaf).shape[0]
-            setattr(p, leaf, nn.Parameter(joined[at : at + rows], requires_grad=False))
-            at += rows
+    for leaf in ("weight", "weight_scale_inv", *(["bias"] if first.bias is not None else [])):
+        setattr(whole, leaf, nn.Parameter(_shared(parts, leaf), requires_grad=False))
     return whole
 
 
@@ -69,20 +73,6 @@ def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
     made.weight = nn.Parameter(weight, requires_grad=False)
     made.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
     return made
-
-
-def _join_dense(parts: list[nn.Linear]) -> nn.Linear:
-    weight = torch.cat([p.weight.detach() for p in parts])
-    bias = None if parts[0].bias is None else torch.cat([p.bias.detach() for p in parts])
-    whole = dense(weight, bias)
-    at = 0
-    for p in parts:
-        rows = slice(at, at + p.out_features)
-        p.weight = nn.Parameter(weight[rows], requires_grad=False)
-        if bias is not None:
-            p.bias = nn.Parameter(bias[rows], requires_grad=False)
-        at += p.out_features
-    return whole
 
 
 def _join_packed(parts: list[QuantLinear]) -> QuantLinear:

@@ -14,7 +14,7 @@ from lowq_kernels.dispatch.registry import matmul
 from lowq_kernels.modules import ops
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, pack_facts, repack, stored
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.qtensor import QuantizedTensor, check_fits
 from lowq_packers.scheme import Scheme
 
 
@@ -70,7 +70,11 @@ class QuantLinear(nn.Module):
         layout: str = "auto",
         kernel: str | None = None,
     ) -> "QuantLinear":
-        """A ready layer from codes, scales and zeros; scales, zeros and bias are cast to `dtype`."""
+        """A ready layer from codes, scales and zeros; scales, zeros and bias are cast to `dtype`.
+
+        Raises SchemeError where that cannot hold them, naming one that can.
+        """
+        check_fits("the weight", dtype, q.scales, q.zeros)
         if layout != "auto":
             get(layout)
         target = q.W_q.device if device is None else torch.device(device)
@@ -132,6 +136,8 @@ class QuantLinear(nn.Module):
         """x (..., K) -> (..., N), in x's dtype."""
         if x.shape[-1] != self.in_features:
             raise SchemeError(f"x has {x.shape[-1]} features, the layer takes K={self.in_features}")
+        if not x.numel():  # as nn.Linear has it: no rows in, none out
+            return x.new_empty(*x.shape[:-1], self.out_features)
         flat = x.reshape(-1, self.in_features)
         if ops.through_autograd(flat):
             tensors = (self.weight, self.weight_scale, self.weight_zero, self.aux, self.bias)
@@ -143,7 +149,9 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device may change the layout; one that means nothing there goes by way of `DISK`."""
-        before = self.weight.device.type
+        before, scales = self.weight.device.type, self.weight_scale
+        if not scales.is_meta and (kind := fn(scales.data[:0]).dtype) != scales.dtype:
+            check_fits(f"a layer {self.out_features} x {self.in_features}", kind, scales.data, self.packed.zeros)
         if self.layout != DISK and before != "meta":
             probe = fn(torch.empty(0, device=self.weight.device))
             if probe.device.type != before:

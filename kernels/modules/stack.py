@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lowq_kernels.dispatch.registry import Choice, Op, capability, find, matmul
+from lowq_kernels.dispatch.registry import Choice, Op, find, matmul
+from lowq_kernels.gpu import capability
 from lowq_packers.layouts import PackedWeight, repack
 from lowq_packers.scheme import Scheme
 

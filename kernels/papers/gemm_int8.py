@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from lowq_kernels import gpu
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_kernels.products.triton.decode import interleaved, plain_code
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
-from lowq_kernels.products.triton.product import store_tile
+from lowq_kernels.products.triton.partial import split_scratch, store_split_tile
 from lowq_packers.fp8 import LEAST
 from lowq_packers.layouts import PackedWeight
 
@@ -99,16 +98,9 @@ def _gemm_kernel(
             total -= sums[:, None] * zeros[None, :]
         acc += total * scales[None, :]
     acc *= tl.load(s_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
-    if SPLIT_K == 1:
-        store_tile(acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
-    else:
-        slots = partials_ptr + tile.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N)
-        put_partial(acc, slots + split * (BLOCK_M * BLOCK_N), offs_m, M, BLOCK_M, BLOCK_N)
-        if arrived_last(counters_ptr + tile, SPLIT_K):
-            total = get_partial(slots, offs_m, M, BLOCK_M, BLOCK_N)
-            for s in tl.static_range(1, SPLIT_K):
-                total += get_partial(slots + s * (BLOCK_M * BLOCK_N), offs_m, M, BLOCK_M, BLOCK_N)
-            store_tile(total, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
+    store_split_tile(
+        acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, tile, split, partials_ptr, counters_ptr, BIAS, BLOCK_M, BLOCK_N, SPLIT_K
+    )
 
 
 def quantize_rows(x: torch.Tensor, block_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -127,17 +119,13 @@ def quantize_rows(x: torch.Tensor, block_k: int) -> tuple[torch.Tensor, torch.Te
     return q, s, sums
 
 
-def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "TRANSPOSED", "num_warps", "num_stages")
-    return tuple(dict(zip(names, row, strict=True)) for row in rows)
-
-
-CONFIGS = _configs(
+KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "TRANSPOSED", "num_warps", "num_stages")
+CONFIGS = configs_of(KEYS, (
     (128, 128, 128, 1, 0, 8, 3), (128, 128, 64, 1, 0, 8, 3), (128, 128, 128, 1, 1, 8, 3), (128, 64, 128, 1, 0, 4, 3),
     (128, 256, 64, 1, 0, 8, 3), (64, 128, 64, 1, 0, 4, 3), (64, 128, 128, 4, 0, 4, 3), (64, 64, 128, 4, 0, 4, 3),
     (64, 64, 64, 2, 0, 4, 3), (64, 128, 128, 2, 1, 4, 3), (16, 64, 128, 4, 0, 4, 4), (16, 128, 64, 8, 0, 4, 4),
     (16, 64, 32, 4, 0, 4, 4), (128, 128, 32, 1, 0, 8, 3),
-)  # fmt: skip
+))  # fmt: skip
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:

@@ -13,12 +13,12 @@ import triton.language as tl
 
 from lowq_kernels import gpu
 from lowq_kernels.counters import counters
-from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.dispatch.registry import Config, configs_of, register
 from lowq_kernels.products.triton.decode import codes_per_step
 from lowq_kernels.products.triton.fit import closest_config, tile_refusal
 from lowq_kernels.products.triton.overlap import overlap_previous
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial
-from lowq_kernels.products.triton.product import constants, launch_facts, native_ptx, operands, store_tile, tile_product
+from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, store_tile
+from lowq_kernels.products.triton.product import constants, launch_facts, native_ptx, operands, tile_product
 from lowq_packers.layouts import PackedWeight
 
 CPU_PROCESSORS = 3  # what the interpreter pretends to have: enough for tiles shared by several programs
@@ -90,21 +90,17 @@ def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     return y
 
 
-def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", "BLOCK_N", "ROWS", "PROGRAMS", "TRANSPOSED", "NATURAL", "num_warps", "num_stages")
-    return tuple(dict(zip(names, row, strict=True)) for row in rows)
-
-
+KEYS = ("BLOCK_M", "BLOCK_N", "ROWS", "PROGRAMS", "TRANSPOSED", "NATURAL", "num_warps", "num_stages")
 register(
     "triton/gemm_streamk",
     layouts=("strided",),
     devices=("cuda",),
     reproduction=True,
-    configs=_configs(
+    configs=configs_of(KEYS, (
         (16, 64, 16, 4, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 4, 3), (16, 128, 16, 2, 0, 0, 4, 3), (8, 64, 16, 4, 1, 0, 4, 3),
         (16, 64, 4, 4, 0, 1, 4, 3), (64, 64, 8, 2, 0, 1, 4, 3), (64, 64, 4, 2, 0, 1, 4, 3), (64, 128, 16, 1, 1, 0, 8, 3),
         (64, 128, 8, 2, 0, 1, 4, 3), (128, 128, 8, 1, 0, 1, 8, 3), (128, 128, 4, 1, 0, 1, 8, 3), (128, 128, 2, 1, 0, 1, 8, 3),
-    ),
+    )),
     config_refuse=tile_refusal,
     default_config=closest_config,
 )(_launch)  # fmt: skip

@@ -6,107 +6,45 @@ it. One decoder layer is in memory at a time, with both streams. Each finished l
 checkpoint, so a rerun continues behind it; the pipeline then takes its rows from there and writes as it always does.
 """
 
-import hashlib
 import json
 import re
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate import scaling, texts
+from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
 from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
-from lowq_cli.calibrate.learn import learn
+from lowq_cli.calibrate.learn import EPOCHS, learn
+from lowq_cli.calibrate.need import UNSEEN, LayerDone, MatrixDone, PassDone
 from lowq_cli.calibrate.walk import Hidden, Layer
 from lowq_cli.files.atomic import writing
-from lowq_cli.files.safetensors_io import TORCH_NAMES
+from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
 from lowq_cli.files.source import STAGED, Source
-from lowq_cli.hf.structure import FLOATS
 from lowq_cli.plan.plan import Item, Plan
-from lowq_cli.quantizers.gptq import FEW_TOKENS, SLAB
+from lowq_cli.quantizers import FEW_TOKENS
 from lowq_packers.atomic import write_whole
 from lowq_packers.qtensor import QuantizedTensor
 
-# `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
-# story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
-UNSEEN = 8
 ROUNDING = 8  # measured on two cores: see `seconds`
+LEARNING = 2.5  # story, 16,384 tokens, one core: 155 s for 6.0e12 operations where a product runs at 97e9 a second
 
 
-@dataclass(frozen=True)
-class LayerDone:
-    """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed.
-
-    notes: checkpoint name -> why it was not quantized as the recipe says. unscaled: modules whose inputs take no scale.
-    """
-
-    index: int
-    total: int
-    error: float
-    seconds: float
-    resumed: bool
-    notes: dict[str, str] = field(default_factory=dict)
-    unscaled: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class MatrixDone:
-    """One matrix of a layer is rounded, the `index`-th of `total`; the layer is not finished."""
-
-    name: str
-    index: int
-    total: int
-
-
-def is_calibrated(plan: Plan) -> bool:
-    """Whether a plan holds matrices whose method reads a text."""
-    return any(i.method and quantizers.needs_text(i.method) for i in plan.items)
-
-
-def identity(plan: Plan) -> str:
-    """A hash of the text and the number of tokens, for the name of the run; "" where nothing is calibrated."""
-    if not is_calibrated(plan):
-        return ""
-    digest = hashlib.sha256(texts.read_text(plan.recipe.calib).encode()).hexdigest()[:16]
-    return f"{digest} {plan.recipe.calib_tokens}"
-
-
-def working_bytes(plan: Plan) -> int:
-    """Bytes that calibrating takes on the device: a layer's weights twice, its moments, both streams, a slab being rounded."""
-    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
-    if not items:
-        return 0
-    layers: dict[str, int] = {}
-    for i in items:
-        number = re.search(r"\.(\d+)\.", i.name)
-        layers[number[1] if number else ""] = layers.get(number[1] if number else "", 0) + i.params
-    widest = max(i.shape[1] for i in items)
-    hidden = min(i.shape[1] for i in items)
-    inputs = 8 * texts.BATCH * texts.WINDOW * widest
-    copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
-    learns = any(quantizers.needs_learning(str(i.method)) for i in items)
-    tokens = plan.recipe.calib_tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.calib_tokens
-    streams = copies * tokens * hidden
-    if learns:
-        # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back; outputs
-        inputs += 8 * max(layers.values()) + texts.BATCH * texts.WINDOW * (16 * widest + 24 * hidden) + tokens * hidden
-    return 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * min(SLAB, max(i.params for i in items)))
-
-
-def seconds(plan: Plan, device: torch.device) -> float | None:
-    """About how long a calibration takes, by the products in it at the rate of one that is timed here; None if it learns.
+def seconds(plan: Plan, device: torch.device) -> float:
+    """About how long a calibration takes, by the products in it at the rate of one that is timed here.
 
     Both streams go through each layer, and again up to each of about four stages: 9 operations a weight and token. Moments are
     two products a stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING products by (K, K).
+    Learning runs a layer once forwards and once, as long as twice, backwards for each epoch, and before and after; all layers
+    together once more forwards, with the tables; a step is as slow as LEARNING times its products.
     """
     items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
-    if any(quantizers.needs_learning(str(i.method)) for i in items):
-        return None
     x = torch.randn(1024, 1024, device=device)
     (x @ x)[0, 0].item()  # first use: library start-up is no part of the rate
     began = time.perf_counter()
@@ -118,6 +56,12 @@ def seconds(plan: Plan, device: torch.device) -> float | None:
     work = 9.0 * tokens * sum(i.params for i in items)
     work += 4.0 * tokens * layers * (3 * widths[0] ** 2 + widths[-1] ** 2)
     work += ROUNDING * sum(2.0 * i.params * i.shape[1] for i in items)
+    if learning := [i.params for i in items if quantizers.needs_learning(str(i.method))]:
+        read = tokens * (UNSEEN + 1) / UNSEEN
+        tables = sum(i.params for i in plan.items if i.kind in ("embedding", "head"))
+        work += LEARNING * read * 6 * (EPOCHS + 1) * sum(learning)
+        if any(quantizers.needs_distilling(str(i.method)) for i in items):
+            work += LEARNING * read * (8 * PASSES + 4) * (sum(learning) + tables)
     return work / rate
 
 
@@ -127,20 +71,23 @@ class Calibration:
     Args:
         folder: the output folder. run_hash: names the run, so that only its own finished layers are taken up.
     Raises:
-        UnsupportedError: a family whose layers cannot be walked. NotFoundError, UsageError: the text.
+        UnsupportedError: a family whose layers cannot be walked. UsageError: too short a text.
     """
 
-    def __init__(self, source: Source, plan: Plan, folder: Path, run_hash: str, device: torch.device) -> None:
+    def __init__(self, source: Source, plan: Plan, text: texts.Text, folder: Path, run_hash: str, device: torch.device) -> None:
         from lowq_cli.hf.blocks import Blocks
         from lowq_cli.hf.tokenizer import load_tokenizer
 
-        self.device, self.source = device, source
+        self.device, self.source, self.text, self.recipe = device, source, text, plan.recipe
         self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
         self.blocks = Blocks(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
         tokenizer = load_tokenizer(source)
         window = texts.window_for(self.blocks.model)
-        self.ids = texts.choose_windows(tokenizer, texts.read_text(plan.recipe.calib), plan.recipe.calib_tokens, window)
+        count = plan.recipe.calib_tokens if text.ids is None else text.ids.numel()
+        self.ids = text.windows(tokenizer, count, window)
+        self.tokens = self.ids.numel()
+        self.distills = any(quantizers.needs_distilling(str(i.method)) for i in self.items.values())
         if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
             rows = self.blocks.model.get_input_embeddings().weight.shape[0]
             count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
@@ -152,7 +99,7 @@ class Calibration:
         self.rounded = 0  # matrices
         self.notes: dict[str, str] = {}  # checkpoint name -> why it was not quantized as the recipe says
 
-    def run(self) -> Iterator[MatrixDone | LayerDone]:
+    def run(self) -> Iterator[MatrixDone | LayerDone | PassDone]:
         """Quantize every layer that is not done yet, in order."""
         blocks = self.blocks
         for old in self.folder.parent.glob(STAGED + "*"):
@@ -180,11 +127,23 @@ class Calibration:
                     self.rounded += len(mine)
                 else:
                     error = yield from self._quantize(layer, kept, original, behind, path)
-                if number + 1 < len(blocks):
+                if number + 1 < len(blocks) or self.distills:
                     layer.advance(original, behind)
             notes, unscaled = load_notes(path)
             self.notes |= notes
             yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
+        if self.distills:
+            del behind
+            yield from self._together(original, others, tables)
+
+    def _together(self, wanted: Hidden, others: list[Any], tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
+        """All layers learn together, from what each has learnt alone. wanted: the last layer's outputs in the original."""
+        files = {n: p for n, p in self.layer_of.items() if n in self.items}
+        if not all(polished(p).is_file() for p in files.values()):
+            start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
+            dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in files}
+            yield from EndToEnd(self.blocks, self.items, dtypes, files).run(self.ids, start, wanted, others, self.folder)
+        self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}
 
     def _tables(self) -> dict[str, torch.Tensor]:
         """The embeddings that the checkpoint will hold quantized: what the layers see, and can make up for."""
@@ -262,7 +221,7 @@ class Calibration:
             item = self.items[name]
             alike.setdefault((item.method, item.scheme, item.outputs[1][1].dtype, item.kind), []).append(name)
         for group in alike.values():
-            if sum(self.items[n].params for n in group) <= SLAB:
+            if sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
                 yield group
             else:
                 yield from ([n] for n in group)
@@ -300,6 +259,11 @@ class Calibration:
             return None, None
         path = self.layer_of[item.name]
         return load_tensor(path, f"{item.name}.rows"), load_tensor(path, f"{item.name}.columns")
+
+    def facts(self) -> dict[str, Any]:
+        """The text for the report: the recipe's name for it, its hash, the tokens read, and the seed of the model's own."""
+        seed = {"seed": self.recipe.calib_seed} if self.text.ids is not None else {}
+        return {"text": self.text.name, "hash": self.text.digest, "tokens": self.tokens, **seed}
 
     def values(self, item: Item) -> torch.Tensor | None:
         """The new values of a kept tensor that scales were folded into; None for any other."""

@@ -9,6 +9,7 @@ arXiv:2407.11062).
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.func import functional_call
@@ -42,7 +43,7 @@ def learn(
         return {}
     wanted = [layer.run(x, layer.original) for x in original]
     sizes = [(y - x).square().sum().clamp(min=1e-30) for x, y in zip(original, wanted, strict=True)]
-    with _repeatable(), torch.enable_grad():
+    with repeatable(), torch.enable_grad():
         layer.put(layer.quantized)
         before = sum(float(_loss(layer, {}, x, y)) for x, y in zip(behind, wanted, strict=True))
         optimizer = torch.optim.Adam([g for m in dense.values() for g in m.parameters()], betas=(0.9, 0.95))
@@ -53,13 +54,13 @@ def learn(
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * min((step + 1) / WARM, 1 - step / steps)
                 optimizer.zero_grad()
-                (_loss(layer, _weights(layer, dense), behind[i], wanted[i]) / sizes[i]).backward()
+                (_loss(layer, weights_of(layer, dense), behind[i], wanted[i]) / sizes[i]).backward()
                 optimizer.step()
                 step += 1
         better = {n: m.quantized() for n, m in dense.items()}
         fixed = {n: _Learnt(q, dtypes[n]) for n, q in better.items()}
         with torch.no_grad():
-            after = sum(float(_loss(layer, _weights(layer, fixed), x, y)) for x, y in zip(behind, wanted, strict=True))
+            after = sum(float(_loss(layer, weights_of(layer, fixed), x, y)) for x, y in zip(behind, wanted, strict=True))
     return better if after < before else {}
 
 
@@ -92,7 +93,7 @@ class _Learnt:
         if self.moved.requires_grad:
             codes = codes + (codes.round().clamp(0, 2**self.q.bits - 1) - codes).detach()
         scales, zeros = self.scales * self.stretch.exp(), self.zeros + self.shift
-        return codes, _stored(scales, self.dtype), _stored(zeros, self.dtype)
+        return codes, stored(scales, self.dtype), stored(zeros, self.dtype)
 
     def weight(self) -> torch.Tensor:
         """(N, K) fp32."""
@@ -108,11 +109,12 @@ class _Learnt:
         return QuantizedTensor(W_q, scales.squeeze(-1), kept, q.bits, q.group_size, q.zero)
 
 
-def _stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor's values as a dtype holds them, with gradients as if nothing were rounded."""
     return t + (t.to(dtype).float() - t).detach()
 
 
-def _weights(layer: Layer, learnt: Mapping[str, _Learnt]) -> dict[str, torch.Tensor]:
+def weights_of(layer: Any, learnt: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Parameter's name -> its value, for those that learnt matrices are all or some rows of."""
     pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
     for name, matrix in learnt.items():
@@ -137,7 +139,7 @@ def _loss(layer: Layer, weights: dict[str, torch.Tensor], x: torch.Tensor, wante
 
 
 @contextmanager
-def _repeatable() -> Iterator[None]:
+def repeatable() -> Iterator[None]:
     """Attention whose gradients are the same on every run: the fast kernels' backward adds in the order of arrival."""
     with sdpa_kernel(SDPBackend.MATH):
         yield

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -25,12 +25,12 @@ from lowq_cli.calibrate.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
 from lowq_cli.plan.planner import Candidate, free_candidates, make_plan, scale_dtype
-from lowq_cli.plan.recipe import Override, Recipe
-from lowq_cli.state import cache_dir
+from lowq_cli.plan.recipe import BUDGETS, Override, Recipe
 from lowq_packers.atomic import write_whole
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
 from lowq_packers.formats import FUSED
+from lowq_packers.home import cache_dir
 from lowq_packers.scheme import Scheme, fit_group
 
 GROUPS = (32, 64, 128)
@@ -89,46 +89,116 @@ class Mixed:
         return {"bpw": self.bpw, "expected_kl": self.error if self.in_nats else None, "groups": rows}
 
 
+@dataclass(frozen=True)
+class Spread:
+    """What bits may be spent on, with the error of every choice.
+
+    plain: the recipe without its budget; groups: name -> matrices that share a scheme; choices: what each may become.
+    """
+
+    source: Source
+    plain: Recipe
+    groups: dict[str, list[Candidate]]
+    choices: dict[str, list[Choice]]
+    why_not_nats: str
+
+    @property
+    def params(self) -> int:
+        """Weights that take part."""
+        return sum(c.shape[0] * c.shape[1] for members in self.groups.values() for c in members)
+
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest choices together."""
+        return sum(min(c.nbytes for c in cs) for cs in self.choices.values())
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest choices together."""
+        return sum(max(c.nbytes for c in cs) for cs in self.choices.values())
+
+    def budget(self, size: int) -> int:
+        """Bytes that the groups may take together in weight files of `size` bytes, but for the numbers in headers."""
+        plan = make_plan(self.source, self.plain)
+        taken = sum(i.nbytes for i in plan.items if _group_of(i.kept_name) in self.choices)
+        return size - (plan.nbytes - taken)
+
+    def at(self, budget: int) -> tuple[Recipe, Mixed]:
+        """The recipe with an override for each group, their bytes together at most `budget`. Raises as `allocate`."""
+        found = allocate(self.choices, budget)
+        overrides = [o for name, c in found.items() if c.what for o in _overrides(self.groups[name], c.what)]
+        head = "keep" if self.plain.lm_head == "auto" else self.plain.lm_head
+        resolved = replace(self.plain, lm_head=head, overrides=(*self.plain.overrides, *overrides))
+        shares = []
+        for name, c in found.items():
+            members = self.groups[name]
+            shares.append(Share(name, members[0].kind, _params(members), c.nbytes, c.what, c.error))
+        return resolved, Mixed(tuple(shares), not self.why_not_nats, self.why_not_nats)
+
+
 def resolve(
-    source: Source, recipe: Recipe, device: torch.device, watch: sensitivity.Watch | None = None
+    source: Source, recipe: Recipe, text: texts.Text, device: torch.device, watch: sensitivity.Watch | None = None
 ) -> tuple[Recipe, Mixed]:
-    """The recipe with an override for each group, within its budget; reads weights, writes nothing.
+    """The recipe with an override for each group, within its --bpw or --size; reads weights, writes nothing.
 
     watch: told how many layers of how many are measured.
     Raises UsageError for a budget that nothing fits, and as `make_plan`.
     """
-    text = texts.read_text(recipe.calib)
+
+    def budget_of(found: Spread) -> int:
+        return found.budget(recipe.size) if recipe.size else int(found.params * (recipe.bpw or 0) / 8)
+
+    def check(found: Spread) -> None:  # told before the minutes that measuring takes
+        if (budget := budget_of(found)) < found.least:
+            raise UsageError(_too_small(recipe, found.least, budget, found.params))
+
+    found = spread(source, recipe, text, device, watch, check)
+    budget = budget_of(found)
+    while True:
+        try:
+            resolved, mixed = found.at(budget)
+        except UsageError:
+            raise UsageError(_too_small(recipe, found.least, budget, found.params)) from None
+        if recipe.size is None or (over := make_plan(source, resolved).nbytes - recipe.size) <= 0:
+            return resolved, mixed
+        budget -= over  # headers vary by a few bytes with the numbers in them
+
+
+def spread(
+    source: Source,
+    recipe: Recipe,
+    text: texts.Text,
+    device: torch.device,
+    watch: sensitivity.Watch | None = None,
+    check: Callable[[Spread], None] = lambda unmeasured: None,
+) -> Spread:
+    """Every choice's bytes and measured error. check: called before anything is measured, errors all 0.
+
+    Raises UsageError where nothing is left to choose, and as `make_plan`.
+    """
     calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
-    plain = replace(recipe, bpw=None, size=None, calib=recipe.calib if calibrated else None)
+    without = replace(recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, judge=None, calib=None)
+    plain = replace(without, calib=recipe.calib if calibrated else None)
     groups = grouped(free_candidates(source, plain))
     options = {name: _options(members, plain) for name, members in groups.items()}
     groups = {name: members for name, members in groups.items() if options[name]}
     if not groups:
-        raise UsageError("--bpw and --size find no weight that the recipe leaves open; leave --override and --skip out")
+        flag = next(name for name in BUDGETS if getattr(recipe, name) is not None).replace("_", "-")
+        raise UsageError(f"--{flag} finds no weight that the recipe leaves open; leave --override and --skip out")
     schemes = {c.name: options[name] for name, members in groups.items() for c in members}
     candidates = [c for members in groups.values() for c in members]
-    params = {name: sum(c.shape[0] * c.shape[1] for c in members) for name, members in groups.items()}
     unmeasured = {c.name: dict.fromkeys(schemes[c.name], 0.0) for c in candidates}  # bytes need no errors
-    choices = {name: _choices(members, options[name], unmeasured, source, plain) for name, members in groups.items()}
-    budget = _budget(source, plain, recipe, choices, sum(params.values()))
-    least = sum(min(c.nbytes for c in cs) for cs in choices.values())
-    if budget < least:  # told before the minutes that measuring takes
-        raise UsageError(_too_small(recipe, least, budget, sum(params.values())))
-    errors, why = _measured(source, plain, text, candidates, schemes, device, watch)
-    choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
-    while True:
-        try:
-            found = allocate(choices, budget)
-        except UsageError:
-            raise UsageError(_too_small(recipe, least, budget, sum(params.values()))) from None
-        overrides = [o for name, c in found.items() if c.what for o in _overrides(groups[name], c.what)]
-        head = "keep" if plain.lm_head == "auto" else plain.lm_head
-        resolved = replace(plain, lm_head=head, overrides=(*plain.overrides, *overrides))
-        if recipe.size is None or (over := make_plan(source, resolved).nbytes - recipe.size) <= 0:
-            break
-        budget -= over  # headers vary by a few bytes with the numbers in them
-    shares = tuple(Share(name, groups[name][0].kind, params[name], c.nbytes, c.what, c.error) for name, c in found.items())
-    return resolved, Mixed(shares, not why, why)
+
+    def found(errors: sensitivity.Errors, why: str) -> Spread:
+        choices = {name: _choices(members, options[name], errors, source, plain) for name, members in groups.items()}
+        return Spread(source, plain, groups, choices, why)
+
+    check(found(unmeasured, ""))
+    return found(*_measured(source, plain, text, candidates, schemes, device, watch))
+
+
+def _params(members: Sequence[Candidate]) -> int:
+    return sum(c.shape[0] * c.shape[1] for c in members)
 
 
 def grouped(candidates: Sequence[Candidate]) -> dict[str, list[Candidate]]:
@@ -164,16 +234,6 @@ def _choices(
     return found
 
 
-def _budget(source: Source, plain: Recipe, recipe: Recipe, choices: dict[str, list[Choice]], params: int) -> int:
-    """Bytes that the groups may take together."""
-    if recipe.size is None:
-        assert recipe.bpw is not None
-        return int(params * recipe.bpw / 8)
-    plan = make_plan(source, plain)
-    taken = sum(i.nbytes for i in plan.items if _group_of(i.kept_name) in choices)
-    return int(recipe.size - (plan.nbytes - taken))
-
-
 def _group_of(name: str) -> str:
     stem, dot, leaf = re.sub(r"\.experts\.\d+\.", ".experts.", name).rpartition(".")
     return f"{stem}{dot}{FUSED.get(leaf, leaf)}"
@@ -198,7 +258,7 @@ def _overrides(members: Sequence[Candidate], scheme: Scheme) -> list[Override]:
 def _measured(
     source: Source,
     recipe: Recipe,
-    text: str,
+    text: texts.Text,
     candidates: list[Candidate],
     schemes: dict[str, list[Scheme]],
     device: torch.device,
@@ -207,7 +267,16 @@ def _measured(
     """(errors, why they are no nats): what the user's cache holds for the same question, or measured now and kept there."""
     dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
     calibrated = recipe.method != "auto" and quantizers.carries_errors(recipe.method)
-    facts = [calibrated, version("lowq"), source.identity, text, str(dtype), device.type, sensitivity.TOKENS, sensitivity.ROWS]
+    facts = [
+        calibrated,
+        version("lowq"),
+        source.identity,
+        text.digest,
+        str(dtype),
+        device.type,
+        sensitivity.TOKENS,
+        sensitivity.ROWS,
+    ]
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     with suppress(OSError, ValueError, KeyError, TypeError, NotFoundError):  # not there, spoilt, or no home
@@ -224,7 +293,7 @@ def _measured(
 
         tokenizer = load_tokenizer(source)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
-        ids = texts.choose_windows(tokenizer, text, sensitivity.TOKENS, texts.window_for(walk.blocks.model))
+        ids = text.windows(tokenizer, sensitivity.TOKENS, texts.window_for(walk.blocks.model))
         errors, why = walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         errors, why = sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)

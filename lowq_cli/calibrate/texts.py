@@ -1,17 +1,46 @@
 """What is read to calibrate and to evaluate: a text's tokens, in windows of one length."""
 
+from __future__ import annotations
+
+import hashlib
 import json
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowq_cli.state import user_path
 from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.lazy import torch
 
 WINDOW = 512
 BATCH = 8  # windows at a time
 DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
+SELF, BUNDLED = "self", "bundled"  # what a recipe calls the model's own text and ours
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is calibrated on: words, or the tokens (T,) that the model wrote itself. name: the recipe's, a path for one."""
+
+    name: str
+    words: str = ""
+    ids: torch.Tensor | None = None
+
+    @classmethod
+    def read(cls, path: str | None) -> Text:
+        """The text that a recipe names, if it is not the model's own. Raises as `read_text`."""
+        return cls(path or BUNDLED, read_text(path))
+
+    @cached_property
+    def digest(self) -> str:
+        """The hash of what is read."""
+        raw = self.words.encode() if self.ids is None else self.ids.to(torch.int32).numpy().tobytes()
+        return hashlib.sha256(raw).hexdigest()[:16]
+
+    def windows(self, tokenizer: Any, tokens: int, window: int) -> torch.Tensor:
+        """(n, window) token ids, as `choose_windows` takes them. Raises as that."""
+        return choose_windows(tokenize(tokenizer, self.words) if self.ids is None else self.ids.long(), tokens, window)
 
 
 def read_text(path: str | None) -> str:
@@ -19,7 +48,7 @@ def read_text(path: str | None) -> str:
 
     Raises NotFoundError, UsageError.
     """
-    root = DEFAULT_TEXT if path is None else user_path(path)
+    root = DEFAULT_TEXT if path in (None, BUNDLED) else user_path(str(path))
     if root.is_dir():
         files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
         if not files:
@@ -41,12 +70,12 @@ def window_for(model: Any) -> int:
     return min(WINDOW, window_of(model))
 
 
-def choose_windows(tokenizer: Any, text: str, tokens: int, window: int) -> torch.Tensor:
-    """(n, window) token ids: `tokens` of them in windows spread evenly over the text, or all if it has fewer.
+def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
+    """(n, window) of a text's token ids (T,): `tokens` of them in windows spread evenly over it, or all if it has fewer.
 
     Raises UsageError for a text of fewer tokens than a batch.
     """
-    cut = windows(tokenize(tokenizer, text), window)
+    cut = windows(ids, window)
     count = min(len(cut), max(1, tokens // window)) // BATCH * BATCH
     if cut.shape[1] < window or count == 0:
         raise UsageError(

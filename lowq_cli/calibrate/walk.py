@@ -187,6 +187,10 @@ class Layer:
             if spot.module == module and spot.leaf == STACKS[1] and spot.cut.expert is not None:
                 yield name, self._inside(module, spot.cut.expert, seen[_visitors(visits, spot.cut.expert)], self.original)
 
+    def routed(self, module: str, hidden: torch.Tensor) -> torch.Tensor:
+        """The experts (tokens, k) of a mixture that each token visits in the original model."""
+        return self._given(module, hidden, self.original)[1]
+
     def _inside(self, module: str, expert: int, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """An expert's inner values (tokens, I) for its inputs."""
         path = f"{module}.{STACKS[0]}"

@@ -1,10 +1,32 @@
 """One file per verb: a function of the file's name. Nothing heavy is imported at a file's top."""
 
+import os
+import sys
 from secrets import randbelow
+from typing import Annotated
+
+import typer
 
 from lowq_cli import ranks
 
 EXIT_INTERRUPTED = 130  # of a command that Ctrl-C ended
+
+
+def _compute_with(threads: int | None) -> int | None:
+    """Before torch is imported, which reads it; where it is, it is told."""
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)
+    return threads
+
+
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", callback=_compute_with, help="CPU threads.  [default: the cores, or a container's share of them]"
+    ),
+]
 
 
 def seed_or_random(given: int | None) -> int:

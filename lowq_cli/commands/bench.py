@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import console, drawing
+from lowq_cli.commands import Threads
 
 if TYPE_CHECKING:
     from lowq_cli.tuning.benching import Row
@@ -14,6 +15,7 @@ EXAMPLES = """Examples:
   lowq bench
   lowq bench --shape 4096x14336 --bits 4 --batch 1,16,256 --plot speed.png
   lowq bench --shape 4096x4096 --kernel all --json
+  lowq bench my-lowq --vllm --batch 1,16,64   (tokens per second in vLLM: its own kernels and lowq's)
   lowq bench --op attend --shape 4096x8192 --batch 1,4   (32 heads of 128 over 8192 tokens)"""
 BATCHES = "1,2,4,8,16,32,64,128,256"
 
@@ -31,13 +33,21 @@ def bench(
     kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or each.  [default: as dispatch]")] = None,
     op: Annotated[str, typer.Option(help="product, fp8_product, attend or experts; the last three with --shape.")] = "product",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Threads = None,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Whole models in vLLM instead: --batch sequences of 128 tokens and 256 new.")
+    ] = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw speed-up against M and the roofline.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Time products by shape and batch: us, GB/s, TFLOP/s, share of the measured roofline, ratio to the dense product."""
+    from lowq_cli import state
+
+    if vllm:
+        _in_vllm(state.checkpoint_or_last(checkpoint), batch, as_json, bool(shape or bits or kernel or plot))
+        return
     import torch
 
-    from lowq_cli import state
     from lowq_cli.devices import pick_device
     from lowq_cli.tuning import benching, tuner, tuning_plan
     from lowq_cli.tuning.examples import EXAMPLES
@@ -79,6 +89,32 @@ def bench(
     if plot:  # last: where it cannot be written, what was measured is out
         benching.plot(rows, ceiling, Path(plot))
         console.say(f"drew {plot}")
+
+
+def _in_vllm(checkpoint: str, batch: str, as_json: bool, of_products: bool) -> None:
+    """Tokens per second of a checkpoint in vLLM, by its own kernels and by lowq's."""
+    from lowq_cli.interop import vllm_speed
+    from lowq_cli.tuning import tuner
+    from lowq_packers.errors import UsageError
+
+    if of_products:
+        raise UsageError("--shape, --bits, --kernel and --plot are about single products; leave --vllm out")
+    batches = vllm_speed.BATCHES if batch == BATCHES else tuple(tuner.parse_batches(batch))
+    rows = vllm_speed.compare(checkpoint, batches)
+    if as_json:
+        console.out_json({"prompt": vllm_speed.PROMPT, "new": vllm_speed.NEW, "rows": rows})
+        return
+    columns = (">sequences", ">vLLM's kernels", ">lowq's kernels", ">ratio")
+    shown = [
+        (
+            r["batch"],
+            f"{r['vllm']:.0f}" if r["vllm"] else "-",
+            f"{r['lowq']:.0f}",
+            f"{r['lowq'] / r['vllm']:.2f}" if r["vllm"] else "",
+        )
+        for r in rows
+    ]
+    console.table("tokens per second in vLLM", columns, shown, on_stdout=True)
 
 
 def _show(rows: "list[Row]") -> None:

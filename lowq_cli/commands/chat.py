@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console, typing_in
-from lowq_cli.commands import seed_or_random, unescaped
+from lowq_cli.commands import Threads, seed_or_random, unescaped
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
@@ -87,13 +87,16 @@ def chat(
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before this text; repeatable.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    threads: Threads = None,
 ) -> None:
     """Talk to a checkpoint, turn by turn."""
     from lowq_cli import state
+    from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
 
     folder = state.checkpoint_or_last(checkpoint)
     check_there(folder)
+    wake(device)
     settings = Settings(temperature, top_p, top_k, max_new_tokens, seed_or_random(seed), [unescaped(s) for s in stop or ()])
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream

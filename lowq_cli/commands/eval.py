@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import console
+from lowq_cli.commands import Threads
 
 if TYPE_CHECKING:
     from lowq_cli.evaluate.layer_errors import LayerError
@@ -34,10 +35,12 @@ def eval(
         typer.Option(help="Activations: none, int8, fp8, or all to compare them.  [default: as the checkpoint says]"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement."""
     from lowq_cli import state
+    from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
     from lowq_packers.errors import QualityError, UsageError
 
@@ -49,6 +52,7 @@ def eval(
         raise UsageError("--act all compares modes with each other; leave --against out")
     name = state.checkpoint_or_last(ckpt)
     check_there(name, against)
+    wake(device)
 
     with console.status("starting"):
         from lowq_cli.evaluate.perplexity import measure, measure_modes, read_text

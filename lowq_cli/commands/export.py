@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import completion, console
+from lowq_packers.formats import EXPORTED
 
 if TYPE_CHECKING:
     from lowq_cli.interop.exported import Exported
@@ -29,7 +30,7 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            help="compressed-tensors, gptq, awq, humming, mlx, hqq or gguf.  [default: the first that holds it exactly]",
+            help=f"{', '.join(EXPORTED)}.  [default: the first that holds it exactly]",
             autocompletion=completion.exports,
         ),
     ] = None,
@@ -70,6 +71,7 @@ def write(
 def show(found: "Exported") -> None:
     """The folder on stdout, what is in it on stderr."""
     console.out(found.out)
-    console.say(f"{found.matrices} weights, {console.size(found.bytes)}; serves in: {', '.join(found.engines)}")
+    there = " (was already there)" if found.already_done else ""
+    console.say(f"{found.matrices} weights, {console.size(found.bytes)}{there}; serves in: {', '.join(found.engines)}")
     for note in found.notes:
         console.say(f"note: {note}")

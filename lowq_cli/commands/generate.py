@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console
-from lowq_cli.commands import EXIT_INTERRUPTED, seed_or_random, unescaped
+from lowq_cli.commands import EXIT_INTERRUPTED, Threads, seed_or_random, unescaped
 from lowq_packers.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
     from lowq_cli.engine.explain import LayerKernel
+    from lowq_cli.serving.many import Answer
 
 EXAMPLES = """Examples:
   lowq generate --prompt 'Once upon a time'
   lowq generate ./my-model-lowq --prompt 'Hi!' --chat
   echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8
-  lowq generate --prompts questions.jsonl --batch 8"""
+  lowq generate --prompts questions.jsonl"""
 PROFILE_ROWS = 12  # that took the most time
 NAMED = 3  # kernels that --explain names when they refuse for one reason
 
@@ -52,8 +53,14 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Texts side by side: of --prompts, or copies of the prompt.")] = 1,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=4096, help="Texts side by side: of --prompts, or copies of the prompt.  [default: 1; of --prompts, many]"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    threads: Threads = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write a timeline of a few steps, for ui.perfetto.dev.")
@@ -64,6 +71,7 @@ def generate(
 ) -> None:
     """Generate text with a checkpoint: text on stdout as it comes, statistics on stderr."""
     from lowq_cli import state
+    from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
 
     if prompt is None and prompts is None:
@@ -80,6 +88,7 @@ def generate(
         raise UsageError("stdin held no prompt; pipe some text in, or use --prompt TEXT")
     folder = state.checkpoint_or_last(checkpoint)
     check_there(folder)
+    wake(device)
     with console.status(f"loading {folder}"):
         from lowq_cli.engine import stream
         from lowq_cli.engine.ready import ready
@@ -94,6 +103,7 @@ def generate(
     if many is not None:
         _answer_all(model, tokenizer, many, batch, settings, as_json)
         return
+    batch = batch or 1
     if batch > 1 and not temperature:
         console.say(f"all {batch} texts will be the same; --temperature 1 draws them")
     generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
@@ -153,7 +163,7 @@ def _read_prompts(where: str) -> list[dict[str, Any]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UsageError(f'line {number} of {where} is not JSON; write a text as "text" or {{"prompt": "text"}}') from None
         line = value if isinstance(value, dict) else {"prompt": value}
         if not isinstance(line.get("prompt"), str):
@@ -172,33 +182,50 @@ def _check_writable(timeline: str) -> None:
 
 
 def _answer_all(
-    model: Any, tokenizer: Any, asked: list[dict[str, Any]], batch: int, settings: dict[str, Any], as_json: bool
+    model: Any, tokenizer: Any, asked: list[dict[str, Any]], batch: int | None, settings: dict[str, Any], as_json: bool
 ) -> None:
     """One JSON line per prompt on stdout, with its line's other keys, in order, `batch` side by side; the totals on stderr.
 
     as_json: all lines in one object. Every prompt is encoded, and told if it is too long, before the first is answered.
     """
-    from lowq_cli.engine import stream
+    import time
 
     ids = _encode_all(model, tokenizer, [line["prompt"] for line in asked], settings.pop("chat"))
-    lines, tokens, seconds = [], 0, 0.0
-    for start in range(0, len(asked), batch):
-        g = stream(model, tokenizer, ids[start : start + batch], **settings)
-        for _ in g.pieces():
-            pass
-        for i, given in enumerate(asked[start : start + batch]):
-            line = {**given, "text": g.texts[i], "tokens": g.tokens[i], "finish_reason": g.finish_reasons[i]}
-            if as_json:
-                lines.append(line)
-            else:
-                console.out(console.to_json(line))
-        tokens, seconds = tokens + sum(map(len, g.tokens)), seconds + g.ttft_s + g.decode_s
-    speed = tokens / max(seconds, 1e-9)
+    lines, tokens, began = [], 0, time.perf_counter()
+    for given, a in zip(asked, _answers(model, tokenizer, ids, batch, settings), strict=True):
+        line = {**given, "text": a.text, "tokens": a.tokens, "finish_reason": a.finish_reason}
+        if as_json:
+            lines.append(line)
+        else:
+            console.out(console.to_json(line))
+        tokens += len(a.tokens)
+    speed = tokens / max(time.perf_counter() - began, 1e-9)
     if as_json:
         console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
     made = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
     drawn = f"; seed {settings['seed']}" if settings["temperature"] else ""
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
+
+
+def _answers(
+    model: Any, tokenizer: Any, prompts: list[list[int]], batch: int | None, settings: dict[str, Any]
+) -> "Iterator[Answer]":
+    """The answers in order: each prompt as soon as there is room for it, or `batch` of them from start to end."""
+    from lowq_cli.engine import stream
+    from lowq_cli.engine.sampling import Sampling
+    from lowq_cli.serving import continuous
+    from lowq_cli.serving.many import Answer, answer_all
+
+    if continuous.why_not(model) is None:
+        how = Sampling(**{k: settings[k] for k in ("temperature", "top_k", "top_p", "repetition_penalty", "seed")})
+        yield from answer_all(model, tokenizer, prompts, settings["max_new_tokens"], how, settings["stop"], batch)
+        return
+    at_once = batch or 1
+    for start in range(0, len(prompts), at_once):
+        g = stream(model, tokenizer, prompts[start : start + at_once], **settings)
+        for _ in g.pieces():
+            pass
+        yield from map(Answer, g.texts, g.tokens, g.finish_reasons)
 
 
 def _encode_all(model: Any, tokenizer: Any, prompts: list[str], chat: bool) -> list[list[int]]:

@@ -10,6 +10,7 @@ EXAMPLES = """Examples:
   lowq inspect
   lowq inspect my-model-gptq
   lowq inspect my-model-lowq-4b --verify
+  lowq inspect ./downloaded --strict
   lowq inspect Qwen/Qwen3-8B --json"""
 
 
@@ -19,6 +20,7 @@ def inspect(
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read every weight: is it, bit for bit, what lowq wrote?")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Read every weight and fail where anything is odd.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors; from headers."""
@@ -27,10 +29,11 @@ def inspect(
 
     name = state.checkpoint_or_last(path)
     found = inspect_model(name)
-    if verify:
-        _verify(name)
+    unhashed = _verify(name) if verify else []
+    if strict:
+        _strict(name)
     if as_json:
-        console.out_json(found.to_json() | ({"verified": True} if verify else {}))
+        console.out_json(found.to_json() | ({"verified": True, "without_hash": unhashed} if verify else {}))
         return
     params = sum(r.params for r in found.rows)
     of_quantized = f" ({found.quantized_bpw:.3f} over the quantized ones)" if found.quantized_bpw is not None else ""
@@ -68,8 +71,23 @@ def inspect(
         console.out_line(f"note: {note}")
 
 
-def _verify(name: str) -> None:
-    """Raise DamagedError naming the first tensor that is not what lowq wrote; UnsupportedError where nothing says what was."""
+def _strict(name: str) -> None:
+    """Raise DamagedError where anything about a folder is odd, after a line for each such thing."""
+    from lowq_cli.interop.oddities import oddities
+    from lowq_packers.errors import DamagedError
+
+    found = oddities(name)
+    for line in found:
+        console.warn(line)
+    if found:
+        raise DamagedError(f"{name} has {len(found)} odd things; the first: {found[0]}")
+
+
+def _verify(name: str) -> list[str]:
+    """The files that a report of an older lowq has no hash of.
+
+    Raises DamagedError naming what is not as lowq wrote it; UnsupportedError where nothing says what was.
+    """
     from lowq_cli.files.checkpoint import open_checkpoint
     from lowq_packers.errors import UnsupportedError
 
@@ -77,6 +95,10 @@ def _verify(name: str) -> None:
     with checkpoint.source:
         if not checkpoint.report:
             raise UnsupportedError(f"{name} has no lowq_report.json, which holds the checksums; nothing to verify against")
+        unhashed = checkpoint.check_files()
         with console.progress("verify", checkpoint.nbytes) as advance:
             checkpoint.check_values(advance)
     console.say(f"verified: {len(checkpoint.tensors)} tensors, {console.size(checkpoint.nbytes)}, are what lowq wrote")
+    if unhashed:
+        console.warn(f"not verified: {', '.join(unhashed)}, of which a report of this age has no hash")
+    return unhashed

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from lowq_cli.plan.plan import Plan
     from lowq_cli.plan.recipe import Recipe
     from lowq_cli.run.events import Event, LayerDone, Result
-    from lowq_cli.run.pipeline import Prepared
+    from lowq_cli.run.own_text import Make
+    from lowq_cli.run.prepare import Prepared
 
 METHODS = quantizers.methods()
 PRESETS = recipes.names()
@@ -29,6 +30,7 @@ EXAMPLES = """Examples:
   lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
   lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8
   lowq quantize ./my-model --recipe small
+  lowq quantize ./my-model --max-kl 0.02
   lowq quantize ./my-model --export gguf
   lowq quantize ./my-model --format fp8
   lowq quantize ./my-model --dry-run
@@ -70,11 +72,24 @@ def quantize(
     size: Annotated[
         str | None, typer.Option(metavar="4GB", help="Mixed widths: as --bpw, for weight files of so many bytes.")
     ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(metavar="NATS", help="Mixed widths: the smallest checkpoint of at most so much KL divergence."),
+    ] = None,
+    max_ppl: Annotated[
+        str | None, typer.Option(metavar="1%", help="Mixed widths: the smallest one with perplexity at most so much higher.")
+    ] = None,
+    fit: Annotated[
+        str | None, typer.Option(metavar="16GB", help="With --max-kl or --max-ppl: weight files of at most so many bytes.")
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With them: the text to measure on.  [default: a sample of novels]")
+    ] = None,
     widths: Annotated[
-        str | None, typer.Option(metavar="8,4,3,2", help="Widths that --bpw and --size may choose.  [default: 8,4,3,2]")
+        str | None, typer.Option(metavar="8,4,3,2", help="Widths that these may choose.  [default: 8,4,3,2]")
     ] = None,
     plot: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="With --bpw or --size: draw the width of every layer.")
+        str | None, typer.Option(metavar="FILE.png", help="With mixed widths: draw the width of every layer.")
     ] = None,
     layout: Annotated[
         str | None, typer.Option(help="Order of the words in the files: auto (rowstream), tile for CUDA, or cpu.")
@@ -107,9 +122,14 @@ def quantize(
         ),
     ] = None,
     calib: Annotated[
-        str | None, typer.Option(metavar="FILE|DIR", help="Text for calibrated methods (.txt, .jsonl).  [default: bundled]")
+        str | None,
+        typer.Option(
+            metavar="self|FILE|DIR",
+            help="Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, if that is quick]",
+        ),
     ] = None,
     calib_tokens: Annotated[int | None, typer.Option(help="How many tokens of it to read.  [default: 65536]")] = None,
+    calib_seed: Annotated[int | None, typer.Option(help="With --calib self: another text.  [default: 0]")] = None,
     rotate: Annotated[
         bool | None, typer.Option("--rotate/--no-rotate", help="Turn the model's space first, folded into the weights.")
     ] = None,
@@ -155,29 +175,34 @@ def quantize(
     engine = targets.of_export(to, engine) if to else engine
     asked = _recipes(recipe, {f.name: given[f.name] for f in fields(Recipe)}, engine)
     largest = parse_size(shard_size)
-    budgeted = any(one.bpw or one.size for one in asked)
+    budgeted = any(one.budgeted for one in asked)
     for name, value in (("plot", plot), ("widths", widths)):
         if value and not budgeted:
-            raise UsageError(f"--{name} {value} needs --bpw or --size")
+            raise UsageError(f"--{name} {value} needs --bpw, --size, --max-kl or --max-ppl")
     if calib_tokens is not None and not any(one.method != "auto" and quantizers.needs_text(one.method) for one in asked):
         raise UsageError(f"--calib-tokens is for methods that read a text; {asked[0].method} does not: add --method gptq")
     if plot:
         drawing.check(Path(plot))
 
+    from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
 
     check_there(model)
+    if not dry_run:
+        wake(device.split(",")[0])
     with ExitStack() as stack:
         with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
-            from lowq_cli.run.pipeline import prepare
+            from lowq_cli.run.prepare import prepare
 
-            def watch(done: int, total: int) -> None:
+            def watch(done: int, total: int, found: str = "") -> None:
                 assert advance  # only a budget is measured
-                advance(STEPS * done // total, f"{done} of {total} layers")
+                advance(STEPS * done // total, f"round {done}: {found}" if found else f"{done} of {total} layers")
 
             faults = []
             for one in asked:
-                prepared = stack.enter_context(prepare(model, one, out, device, largest, headers_only=dry_run, watch=watch))
+                made = maker(model, device, largest)
+                begun = prepare(model, one, out, device, largest, headers_only=dry_run, watch=watch, make=made)
+                prepared = stack.enter_context(begun)
                 fault = None if engine is None else targets.problem(engine, prepared.plan)
                 if fault is None:
                     break
@@ -193,21 +218,39 @@ def quantize(
             console.say(f"drew {plot}")
         if dry_run and as_json:
             more = {"mixed": prepared.mixed.to_json()} if prepared.mixed else {}
+            more |= _bound(prepared)
             console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
         elif dry_run:
             console.say(f"dry run: nothing was {'' if prepared.mixed else 'read but headers, nothing was '}written")
         if dry_run:
             return
-        result = follow(prepared.run(fresh), prepared.plan)
+        from lowq_cli.run.pipeline import execute
+
+        result = follow(execute(prepared, fresh), prepared.plan)
     state.remember(prepared.out)
     if not as_json:
         _show_result(result, prepared.plan.recipe, engine, to)
     exported = export.write(result.out, to) if to else None
     if as_json:
         more = {"export": exported.to_json()} if exported else {}
-        console.out_json({**result.to_json(), "parameters": prepared.plan.params, **more})
+        console.out_json({**result.to_json(), "parameters": prepared.plan.params, **_bound(prepared), **more})
     elif exported:
         export.show(exported)
+
+
+def _bound(prepared: "Prepared") -> dict[str, Any]:
+    return {"bound": prepared.bound.to_json()} if prepared.bound else {}
+
+
+def maker(model: str, device: str, largest: int | None = None) -> "Make":
+    """What quantizes a model by another recipe into a folder, in files of at most `largest` bytes; imported when it is used."""
+
+    def make(recipe: "Recipe", folder: Path) -> None:
+        from lowq_cli.run import pipeline
+
+        pipeline.maker(model, device, *filter(None, [largest]))(recipe, folder)
+
+    return make
 
 
 def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
@@ -247,6 +290,8 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
     say(f"{by}on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
     if prepared.mixed:
         _show_mixed(prepared.mixed, on_stdout)
+    if prepared.bound:
+        say(prepared.bound.told)
     if plan.recipe.act != "none":
         but = ", experts take them as they are" if any(c.kind == "expert" for c in plan.classes) else ""
         say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
@@ -295,17 +340,21 @@ def follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
 
 
 def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
-    from lowq_cli.calibrate.calibration import is_calibrated
-    from lowq_cli.run.events import Finished, LayerDone, MatrixDone, TensorDone
+    from lowq_cli.calibrate.need import is_calibrated
+    from lowq_cli.run.events import Finished, LayerDone, MatrixDone, PassDone, TensorDone
 
     if is_calibrated(plan):
         told: set[str] = set()
+        events = _follow_text(events)
         with console.progress("calibrate", STEPS) as advance:
             for event in events:
                 if isinstance(event, MatrixDone):
                     advance(STEPS * event.index // event.total, f"{event.index}/{event.total} {event.name}")
                 elif isinstance(event, LayerDone):
                     _show_layer(event, told)
+                elif isinstance(event, PassDone):
+                    told_of = f"pass {event.index} of {event.total}"
+                    console.say(f"learnt together, {told_of}: {event.loss:.4f} nats from the original")
                 else:
                     events = chain([event], events)
                     break
@@ -317,6 +366,19 @@ def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
             elif isinstance(event, Finished):
                 return event.result
     raise AssertionError("a run ends with Finished")
+
+
+def _follow_text(events: "Iterator[Event]") -> "Iterator[Event]":
+    """The events behind the model's writing of its own text, which is shown as it goes."""
+    from lowq_cli.run.events import TextStep
+
+    first = next(events)
+    if isinstance(first, TextStep):
+        with console.progress("write", first.total) as advance:
+            while isinstance(first, TextStep):
+                advance(first.tokens, f"{first.tokens:,} of {first.total:,} tokens of its own text")
+                first = next(events)
+    return chain([first], events)
 
 
 def _show_layer(layer: "LayerDone", told: set[str]) -> None:

@@ -54,6 +54,7 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
     from lowq_cli.files.checkpoint import is_checkpoint
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.recipe import make_recipe
+    from lowq_packers import home
 
     asked = make_recipe(recipe)
     check_there(model)
@@ -61,22 +62,22 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
         return model
     with ExitStack() as stack:
         with console.status(f"reading {model}"):
-            from lowq_cli.commands.quantize import follow
+            from lowq_cli.commands.quantize import follow, maker
             from lowq_cli.interop.foreign import open_foreign
             from lowq_cli.plan.plan import default_out
-            from lowq_cli.run.pipeline import prepare
+            from lowq_cli.run.pipeline import execute, prepare
 
             with open_foreign(model) as source:
                 if source.config.get("quantization_config") or source.config.get("quantization"):
                     return model  # another tool's: `generate` imports it
-                target = state.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
+                target = home.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
             if is_checkpoint(target):
                 return str(target)
-            prepared = stack.enter_context(prepare(model, asked, target, device))
+            prepared = stack.enter_context(prepare(model, asked, target, device, make=maker(model, device)))
         plan = prepared.plan
         size = console.size(plan.nbytes)
         console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
-        follow(prepared.run(), plan)
+        follow(execute(prepared), plan)
     return str(target)
 
 

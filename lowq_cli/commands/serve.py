@@ -1,42 +1,240 @@
-"""lowq serve: an OpenAI-compatible server on a checkpoint, through vLLM."""
+"""lowq serve: an OpenAI-compatible server and a chat page on a checkpoint, by lowq's own engine or through vLLM."""
 
 import shlex
 import shutil
-from typing import Annotated
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import completion, console
 from lowq_packers.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    import socket
+
+    from lowq_cli.serving.http.app import Served
 
 EXAMPLES = """Examples:
   lowq serve
-  lowq serve my-lowq --tp 2 --port 8001
-  lowq serve my-lowq --dry-run
-  lowq serve my-lowq --args '--max-model-len 8192'"""
+  lowq serve my-lowq --port 8001 --api-key secret
+  lowq serve my-lowq --host 0.0.0.0 --api-key secret   (for other machines)
+  lowq serve my-lowq --engine vllm --tp 2
+  lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
+OWN = "--host, --api-key, --name, --max-batch, --cache-tokens and --deterministic"
+ENGINES = ("auto", "own", "vllm")
 
 
 def serve(
     ckpt: Annotated[
-        str | None, typer.Argument(metavar="CKPT", help="Checkpoint, model folder or hub id. Default: the last one written.")
+        str | None,
+        typer.Argument(
+            metavar="CKPT",
+            help="Checkpoint, model folder or hub id. Default: the last one written.",
+            autocompletion=completion.checkpoints,
+        ),
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", help="GPUs to spread the weights over.")] = 1,
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    native: Annotated[
-        bool, typer.Option("--native", help="Do not export: lowq's own kernels, through its vLLM plugin.")
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="own, vllm, or auto: own, and vllm where --tp, --pp, --native or --args ask for it.",
+            autocompletion=completion.words(*ENGINES),
+        ),
+    ] = "auto",
+    api_key: Annotated[
+        str, typer.Option("--api-key", envvar="LOWQ_API_KEY", show_envvar=True, help="What clients must show as their key.")
+    ] = "",
+    name: Annotated[str | None, typer.Option(help="The model's name for clients.  [default: its folder's]")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    max_batch: Annotated[
+        int | None,
+        typer.Option("--max-batch", min=1, help="Requests computed side by side.  [default: as the device is good for]"),
+    ] = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option("--cache-tokens", min=1, help="Tokens held for all requests together.  [default: as memory allows]"),
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits whoever else is there: the same kernels always, slower.")
     ] = False,
-    args: Annotated[str, typer.Option(help="More arguments for `vllm serve`, as one string.")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: one JSON object on stdout.")] = False,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds to finish answers in after SIGTERM or Ctrl-C.")] = 10.0,
+    tp: Annotated[int, typer.Option("--tp", help="vLLM: GPUs to spread the weights over.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", help="vLLM: GPUs that take the layers one after another.")] = 1,
+    native: Annotated[
+        bool | None,
+        typer.Option(
+            "--native/--export", help="vLLM: lowq's kernels by its plugin, or its own on an export.  [default: the faster]"
+        ),
+    ] = None,
+    args: Annotated[str, typer.Option(help="vLLM: more arguments for `vllm serve`, as one string.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan, or vLLM's command line, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout: the plan, or vLLM's command.")] = False,
 ) -> None:
-    """Serve a checkpoint with vLLM: exported into the cache where vLLM has kernels for it, else with lowq's."""
+    """Serve a checkpoint to OpenAI's clients and a browser, by lowq's own engine or through vLLM."""
     from lowq_cli import state
 
+    if engine not in ENGINES:
+        raise UsageError(f"--engine {engine} must be one of {', '.join(ENGINES)}")
+    for_vllm = (tp, pp) != (1, 1) or native is not None or args != ""
+    through_vllm = engine == "vllm" or (engine == "auto" and for_vllm)
+    if not through_vllm and for_vllm:
+        raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     model = state.checkpoint_or_last(ckpt)
+    if through_vllm:
+        if host != "127.0.0.1" or api_key or name or max_batch or cache_tokens or deterministic:
+            raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
+        _serve_through_vllm(model, tp, pp, port, native, args, dry_run, as_json)
+    else:
+        how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic}
+        _serve(model, host, port, api_key, name, device, how, grace, dry_run, as_json)
+
+
+def _serve(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str,
+    name: str | None,
+    device: str,
+    how: dict[str, Any],
+    grace: float,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Load, say the plan, answer until told to stop."""
+    if not 0 <= port < 1 << 16:
+        raise UsageError(f"--port {port} must be from 0 to 65535")
+    from lowq_cli.files.source import check_there
+
+    check_there(model)
+    with console.status(f"loading {model}"):
+        from lowq_cli.engine.prompts import stop_ids
+        from lowq_cli.engine.ready import ready
+        from lowq_cli.serving import choose
+        from lowq_cli.serving.http import run
+        from lowq_cli.serving.http.app import Served
+        from lowq_cli.serving.http.metrics import roofline
+
+        bound = run.listen(host, port)
+        loaded, tokenizer = ready(model, device, console.warn)
+        share = roofline(loaded)  # before the cache takes the memory that a measurement needs
+        engine = choose.choose(loaded, **how)
+    served = Served(
+        engine, tokenizer, name or _name(model), stop_ids(loaded, tokenizer), api_key, run.names(bound),
+        log=console.say, failed=_failed, roofline=share,
+    )  # fmt: skip
+    plan = _plan(served, loaded, run.url(bound))
+    _show_plan(plan)
+    if as_json:
+        console.out_json(plan)
+    if not dry_run:
+        _run(served, bound, grace, plan)
+
+
+def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any]) -> None:
+    """Answer until told to stop, with a live line of the speed on a terminal."""
+    from lowq_cli.serving.http import run
+    from lowq_cli.serving.http.metrics import Speed
+
+    if not plan["local"] and not served.api_key:
+        console.warn("other machines can use this server; --api-key KEY lets in only who knows it")
+    speed, shown = Speed(served.engine), ExitStack()  # a terminal has one moving line at a time: a bar, then the speed
+    bars: list[Callable[[int, str], None]] = []
+    lives: list[Callable[[str], None]] = []
+
+    def recording(n: int, of: int) -> None:
+        if not bars:
+            bars.append(shown.enter_context(console.progress("record", of)))
+        bars[0](n, f"{n} of {of} passes")
+
+    def ready() -> None:
+        shown.close()
+        _show_ready(plan)
+        lives.extend(filter(None, [shown.enter_context(console.live())]))
+
+    def look() -> None:
+        s, rate = speed.now()
+        cache = f", cache {s.blocks_used / s.blocks:.0%}" if s.blocks else ""
+        busy = f"{s.running} running, {s.waiting} waiting, {rate:.0f} tokens/s{cache}"
+        for show in lives:
+            show(busy if s.running else "waiting for requests")
+
+    served.recording = recording
+    with shown:
+        run.serve(served, bound, grace, ready, look)
+    s = served.engine.stats()
+    console.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
+
+
+def _plan(served: "Served", loaded: Any, url: str) -> dict[str, Any]:
+    """What will be served, how, and how much of it fits."""
+    engine, limits = served.engine, served.engine.limits
+    weights = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
+    return {
+        "model": served.name,
+        "device": str(loaded.device),
+        "engine": engine.name,
+        "reason": engine.reason,
+        "weight_bytes": weights,
+        "longest": limits.longest,
+        "running": limits.running,
+        "waiting": limits.waiting,
+        "cache_tokens": limits.cache_tokens,
+        "cache_bytes": limits.cache_bytes,
+        "url": url,
+        "local": bool(served.hosts),
+        "chat_template": bool(getattr(served.tokenizer, "chat_template", None)),
+    }
+
+
+def _show_plan(plan: dict[str, Any]) -> None:
+    why = f" ({plan['reason']})" if plan["reason"] else ""
+    weights = console.size(plan["weight_bytes"])
+    console.say(f"{plan['model']} on {plan['device']}, {weights} of weights; engine: {plan['engine']}{why}")
+    users, each = plan["running"], plan["cache_tokens"] // plan["running"]
+    console.say(
+        f"texts of up to {plan['longest']:,} tokens; {users} at once, {plan['waiting']} waiting; "
+        f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}): {each:,} for each of {users}"
+    )
+
+
+def _show_ready(plan: dict[str, Any]) -> None:
+    """Where it is, and what to type next."""
+    path, field = ("chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]')
+    if not plan["chat_template"]:
+        path, field = ("completions", '"prompt": "Once upon a time"')
+    console.say(f"listening on {plan['url']} (a chat in the browser) and {plan['url']}/v1 (OpenAI's clients); Ctrl-C stops")
+    body = f'{{{field}, "max_tokens": 64}}'
+    console.say(f"try: curl {plan['url']}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
+
+
+def _name(model: str) -> str:
+    """What clients call a model: its folder's name, or its hub id."""
+    from lowq_cli import state
+
+    folder = state.user_path(model)
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def _failed(e: Exception) -> None:
+    """A bug of ours: its place in the code, where --debug asks for it."""
+    import os
+    import traceback
+
+    if os.environ.get("LOWQ_DEBUG"):
+        console.page("".join(traceback.format_exception(e)))
+
+
+def _serve_through_vllm(
+    model: str, tp: int, pp: int, port: int, native: bool | None, args: str, dry_run: bool, as_json: bool
+) -> None:
+    """Run vLLM's server with the kernels that are faster for the checkpoint."""
     if not dry_run and shutil.which("vllm") is None:
         raise UnsupportedError(
-            "vLLM is not installed here: pip install vllm (Linux with a GPU); without one, export for llama.cpp: "
-            "lowq export --to gguf"
+            "vLLM is not installed here: pip install vllm (Linux with a GPU); without it: lowq serve --engine own"
         )
 
     from lowq_cli.interop.serving import command
@@ -45,7 +243,7 @@ def serve(
         extra = tuple(shlex.split(args))
     except ValueError as e:
         raise UsageError(f"--args {args!r}: {str(e).lower()}") from None
-    line = command(model, tp, port, extra, write=not dry_run, native=native)
+    line = command(model, tp, port, extra, write=not dry_run, native=native, stages=pp)
     if dry_run:
         if as_json:
             console.out_json({"command": line})

@@ -11,7 +11,7 @@ from lowq_cli.commands import EXIT_INTERRUPTED
 if TYPE_CHECKING:
     from lowq_cli.tuning.tuner import Steps
     from lowq_kernels.dispatch.measure import Budget
-    from lowq_kernels.dispatch.tuning import Entry
+    from lowq_kernels.dispatch.tuning_file import Entry
 
 EXAMPLES = """Examples:
   lowq tune
@@ -36,7 +36,8 @@ def tune(
     from lowq_cli import state
     from lowq_cli.devices import pick_device
     from lowq_cli.tuning import tuner, tuning_plan
-    from lowq_kernels.dispatch import measure, tuning
+    from lowq_kernels.dispatch import measure, tuning_file
+    from lowq_kernels.products.cpu import native
     from lowq_packers.errors import UsageError
 
     batches = tuner.parse_batches(batch)
@@ -48,18 +49,22 @@ def tune(
     if not shapes:
         raise UsageError(f"{opened.folder} holds no quantized weight; quantize with --bits 4")
     tuner.check_folder(opened.folder)
-    here, clock = tuning.Machine.here(where), measure.Budget(budget)
+    if where.type == "cpu" and native.is_to_be_built():
+        with console.status("compiling lowq's CPU kernels, once on this machine: about 15 s"):
+            native.library()  # before the clock: no budget would measure anything
+    here, clock = tuning_file.Machine.here(where), measure.Budget(budget)
     per_shape = len(batches)
     console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")
     entries: dict[tuple[object, ...], Entry] = {}  # by call: an implausible time is measured again
     on_gpu = where.type == "cuda"
-    alone = measure.Budget(tuner.MEASURING * budget if on_gpu else budget)
+    alone = clock
     stopped = ""
     try:
         with console.progress("compile", 1000) as advance:
             tuner.compile_candidates(
                 shapes, batches, where, exhaustive, lambda n, of: advance(1000 * n // of, f"{n} of {of} kernels")
             )
+        alone = tuner.for_kernels(clock) if on_gpu else clock
         with console.progress("measure", len(shapes) * per_shape) as advance:
             for shape, e in tuner.measure_all(shapes, batches, where, alone, exhaustive):
                 entries[(*e.place, e.M)] = e
@@ -72,7 +77,10 @@ def tune(
     if not entries and stopped == "interrupted":
         raise KeyboardInterrupt("nothing was measured yet")
     if not entries:
-        raise UsageError(f"nothing measured: {stopped or 'no kernel takes these shapes here'}; try --budget {2 * budget:g}")
+        if not alone.left:
+            way_out = f"try --budget {2 * budget:g}" + ("; what was compiled is kept" if on_gpu else "")
+            raise UsageError(f"nothing measured: the budget of {console.duration(budget)} ended; {way_out}")
+        raise UsageError("nothing measured: no kernel takes these shapes here")
     chosen = list(entries.values())
     if on_gpu and not stopped:
         chosen, stopped = _in_steps(tuner.Steps(opened.folder, where), batches, chosen, clock)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lowq_cli.state import cache_dir
 from lowq_kernels.dispatch import timing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import NotFoundError
+from lowq_packers.home import cache_dir
 
 FILE = "bandwidth.json"
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from lowq_cli.engine import rope
+from lowq_cli.files.family_config import ACTS
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.modules.joined import join
 from lowq_packers.families import Family, families
 
-ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"  # of a config's layer_types
 
 
@@ -152,15 +152,16 @@ def why_not(model: Any) -> str | None:
 
 def why_not_config(config: Any) -> str | None:
     """The reason no model of this config can be, or None."""
-    if config.model_type not in families():
-        return f"{config.model_type} is not one of the families with fused layers ({', '.join(families())})"
+    kind = getattr(type(config), "model_type", config.model_type)  # Ministral's may be called mistral
+    if kind not in families():
+        return f"{kind} is not one of the families with fused layers ({', '.join(families())})"
     if _act_name(config) not in ACTS:
         return f"activation {_act_name(config)}"
     if reason := rope.why_not(getattr(config, "rope_parameters", None)):
         return reason
     if getattr(config, "attn_logit_softcapping", None):
         return "soft-capped attention"
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
         return "attention that is not causal"
     return None
 

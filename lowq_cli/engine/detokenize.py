@@ -25,7 +25,11 @@ class Detokenizer:
 
     def push(self, token: int) -> str:
         """The text that `token` completes; "" while a character is unfinished."""
-        self.ids.append(token)
+        return self.extend([token])
+
+    def extend(self, tokens: list[int]) -> str:
+        """The text that these tokens complete: what `push` of each would give together, for two decodings in all."""
+        self.ids += tokens
         return self._take(final=False)
 
     def flush(self) -> str:
@@ -33,12 +37,18 @@ class Detokenizer:
         return self._take(final=True) if self.shown < len(self.ids) else ""
 
     def _take(self, final: bool) -> str:
+        end, now = len(self.ids), self._decode(self.ids[self.start :])
+        whole = now
+        while now.endswith(UNFINISHED) and not final:  # a character goes on in the next token: up to the one before it
+            end -= 1
+            if len(self.ids) - end >= MOST_HELD:
+                end, now = len(self.ids), whole
+                break
+            if end <= self.shown:
+                return ""
+            now = self._decode(self.ids[self.start : end])
         before = self._decode(self.ids[self.start : self.shown])
-        now = self._decode(self.ids[self.start :])
-        held = len(self.ids) - self.shown
-        if now.endswith(UNFINISHED) and not final and held < MOST_HELD:
-            return ""
         if len(now) <= len(before):  # a special token, or an empty one
             return ""
-        self.start, self.shown = self.shown, len(self.ids)
+        self.start, self.shown = self.shown, end
         return now[len(before) :]

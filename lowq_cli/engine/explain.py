@@ -10,8 +10,9 @@ from torch import nn
 
 from lowq_cli.engine import bandwidth
 from lowq_cli.hf.experts import QuantExperts
-from lowq_kernels.dispatch.registry import Call, Config, after_rounding, capability, kernels, refusals, select
+from lowq_kernels.dispatch.registry import Call, Config, after_rounding, kernels, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
+from lowq_kernels.gpu import capability
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 

@@ -6,6 +6,7 @@ slot pos[b]; prompts of different lengths need no padding there. Sampling, the s
 embedding are inside the graph: a token costs the host one launch and one asynchronous copy.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +15,12 @@ import torch
 from torch import nn
 
 from lowq_cli.engine.blocks import Layer, Mixture, Mlp, blocks_of
-from lowq_cli.engine.graph import Captured, capture
-from lowq_cli.engine.sampling import Sampling, penalise, restrict
-from lowq_kernels.decode import Fold, ops
+from lowq_cli.engine.graph import Captured, bucket, capture, keep
+from lowq_cli.engine.plain import CHUNK
+from lowq_cli.engine.sampling import Sampler, Sampling
+from lowq_kernels.decode import FoldedProducts, ops
 from lowq_kernels.products.cpu import dense
 
-SMALLEST_BUCKET = 512
-CHUNK = 2048  # prompt tokens per pass, of all sequences together: bounds the memory of activations
 KEPT_GRAPHS = 8
 
 
@@ -43,8 +43,8 @@ class FusedDecoder:
         self.ops = ops(self.device.type)
         self.slots = self.batch = 0
         self.captured: dict[Sampling, Captured] = {}
-        self.seen: torch.Tensor | None = None  # (B, V) bool: tokens that the repetition penalty knows of
         self.run: Captured | None = None
+        self.ones: dict[int, torch.Tensor] = {}  # fp32, of so many rows: recorded steps hold them
         self.held: list[list[int]] = []  # token ids whose keys and values the cache holds, per sequence
 
     @property
@@ -59,22 +59,15 @@ class FusedDecoder:
         What all of them share with `held` is in the cache already and not read again.
         """
         longest = max(map(len, prompts))
-        self.sampling = sampling
         self._make_room(len(prompts), longest + room)
-        known = min((_shared(h, p) for h, p in zip(self.held, prompts, strict=True)), default=0) if self.held else 0
+        known = min((shared(h, p) for h, p in zip(self.held, prompts, strict=True)), default=0) if self.held else 0
         self.held = []
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
         lengths = torch.tensor([len(p) for p in prompts])
-        self.seed.fill_(sampling.seed)
-        if sampling.repetition_penalty != 1:
-            real = torch.arange(longest) < lengths[:, None]
-            rows = torch.arange(len(prompts))[:, None].expand_as(ids)
-            self._seen().zero_()
-            self._seen()[rows[real].to(self.device), ids[real].to(self.device)] = True
+        self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
         x = self._prompt(ids.to(self.device), lengths.to(self.device), known)
         self.held = [list(p) for p in prompts]
-        self.pos.copy_(lengths)
-        self._choose(self._head(x), advance=0)
+        self.sampler.choose(self.head(x), advance=0)
         self.run = self._graph() if self.graphs and room > 1 else None
         return self.token
 
@@ -85,6 +78,7 @@ class FusedDecoder:
             self.forward_step()
         else:
             self.run.replay()
+            self.sampler.logits = self.run.logits
         return self.token
 
     @torch.inference_mode()
@@ -95,34 +89,24 @@ class FusedDecoder:
         self.held = []
         x = self.blocks.embed(ids).reshape(B * T, -1)
         hidden = self._layers(x, partial(self._attend_prompt, slice(0, B), 0))
-        return self._head(hidden).reshape(B, T, -1)
+        return self.head(hidden).reshape(B, T, -1)
 
     def _make_room(self, batch: int, length: int) -> None:
         """A cache with at least `length` slots for `batch` sequences, kept from the last text where it fits."""
         if batch == self.batch and length <= self.slots:
             return
-        slots = SMALLEST_BUCKET
-        while slots < length:
-            slots *= 2
+        slots = bucket(length)
         self.captured.clear()  # graphs hold the old cache's addresses
         self.run, self.held = None, []
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.slots, self.batch, self.seen = slots, batch, None
+        self.slots, self.batch = slots, batch
         for layer in self.blocks.layers:
             shape = (batch, layer.heads.HKV, slots, layer.heads.D)
             pair = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
             self.caches.append((pair[0], pair[1]))
         self.rope = self.blocks.rope_tables(slots, self.device, self.dtype)
-        self.token = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self.pos = torch.zeros(batch, dtype=torch.int32, device=self.device)
-        self.seed = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.ones = torch.ones(batch, dtype=torch.float32, device=self.device)
-
-    def _seen(self) -> torch.Tensor:
-        """`seen`, made on first use."""
-        if self.seen is None:
-            self.seen = torch.zeros(self.batch, self.blocks.head.out_features, dtype=torch.bool, device=self.device)
-        return self.seen
+        self.sampler = Sampler(self.ops.choose, batch, self.blocks.head.out_features, self.device)
+        self.token, self.pos = self.sampler.token, self.sampler.pos
 
     def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor, known: int) -> torch.Tensor:
         """Fill the cache from prompts (B, T), right-padded, from token `known` on; the last normed hidden states, (B, H).
@@ -176,7 +160,7 @@ class FusedDecoder:
         fold = self.ops.fold
         return fold is not None and all(self._layer_folds(fold, layer, M) for layer in self.blocks.layers)
 
-    def _layer_folds(self, fold: Fold, layer: Layer, M: int) -> bool:
+    def _layer_folds(self, fold: FoldedProducts, layer: Layer, M: int) -> bool:
         mlp, dtype = layer.mlp, self.dtype
         if layer.post_attention is not None or any(n.weight.dtype != dtype for n in (layer.before_attention, layer.before_mlp)):
             return False
@@ -193,26 +177,31 @@ class FusedDecoder:
         assert fold is not None  # `_folds` has asked
         x, layers, act = x.contiguous(), blocks.layers, blocks.act
         first = layers[0].before_attention
-        qkv, scale = layers[0].qkv(self.ops.add_norm(x, None, first.weight, first.eps)), self.ones
+        qkv, scale = layers[0].qkv(self.ops.add_norm(x, None, first.weight, first.eps)), self._ones(x.shape[0])
         for i, layer in enumerate(layers):
             mlp, inner = layer.mlp, layer.before_mlp
             assert isinstance(mlp, Mlp)
-            stream = fold.added(layer.o, attend(qkv, i, layer), x, inner.weight, inner.eps, scale)
-            h, scale = fold.gated(mlp.gate_up, stream, act)
+            stream = fold.product_add(layer.o, attend(qkv, i, layer), x, inner.weight, inner.eps, scale)
+            h, scale = fold.norm_product_gate(mlp.gate_up, stream, act)
             if i + 1 < len(layers):
                 norm = layers[i + 1].before_attention
-                stream = fold.added(mlp.down, h, x, norm.weight, norm.eps, scale)
-                qkv, scale = fold.normed(layers[i + 1].qkv, stream)
+                stream = fold.product_add(mlp.down, h, x, norm.weight, norm.eps, scale)
+                qkv, scale = fold.norm_product(layers[i + 1].qkv, stream)
             else:  # what follows is the head, which may be of any kind
                 delta = mlp.down(h)
         return self.ops.add_norm(x, delta, blocks.norm.weight, blocks.norm.eps)
+
+    def _ones(self, M: int) -> torch.Tensor:
+        if M not in self.ones:
+            self.ones[M] = torch.ones(M, dtype=torch.float32, device=self.device)
+        return self.ones[M]
 
     def mlp(self, x: torch.Tensor, mlp: Mlp | Mixture) -> torch.Tensor:
         """What a layer's second half adds to the residual stream, from its normed input x (M, H)."""
         if isinstance(mlp, Mlp):
             fold, act = self.ops.fold, self.blocks.act
             if fold is not None and not fold.why_not(mlp.gate_up, x.shape[0], self.dtype, fold.ACTS[act]):
-                return mlp.down(fold.activated(mlp.gate_up, x, act))
+                return mlp.down(fold.product_gate(mlp.gate_up, x, act))
             return mlp.down(self.ops.gated(mlp.gate_up(x), act))
         return mlp.experts(x, *self.ops.route(x, *mlp.route))
 
@@ -223,46 +212,34 @@ class FusedDecoder:
         def attend(qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
             return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads)
 
-        layers = self._folded if self.folds(x.shape[0]) else self._layers
-        self._choose(self._head(layers(x, attend)), advance=1)
+        self.sampler.choose(self.head(self.hidden(x, attend)), advance=1)
 
-    def _head(self, x: torch.Tensor) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, attend: Callable[[torch.Tensor, int, Layer], torch.Tensor]) -> torch.Tensor:
+        """Embeddings x (M, H) through every layer and the last norm; attend(qkv, index, layer) -> (M, HQ * D)."""
+        return (self._folded if self.folds(x.shape[0]) else self._layers)(x, attend)
+
+    def head(self, x: torch.Tensor) -> torch.Tensor:
         logits = dense.linear(self.blocks.head, x)
         if self.blocks.softcap:
             logits = self.blocks.softcap * torch.tanh(logits.float() / self.blocks.softcap)
         return logits
 
-    def _choose(self, logits: torch.Tensor, advance: int) -> None:
-        """Sample into `token`, move `pos`. Restrictions are torch operations; the draw itself is one of the decode ops."""
-        s = self.sampling
-        temperature = s.temperature
-        if s.repetition_penalty != 1:
-            logits = penalise(logits.float(), self._seen(), s.repetition_penalty)
-        if not s.greedy and (s.top_k or s.top_p < 1):
-            logits, temperature = restrict(logits.float() / s.temperature, s.top_k, s.top_p), 1.0
-        self.ops.choose(logits.contiguous(), self.token, self.pos, self.seed, temperature, advance)
-        if s.repetition_penalty != 1:
-            self._seen().scatter_(1, self.token[:, None], True)
-
     def _graph(self) -> Captured | None:
         """This step as a CUDA graph, captured once per way of sampling; None, with a reason, where that fails."""
-        key = replace(self.sampling, seed=0)
+        key = replace(self.sampler.sampling, seed=0)
         if key not in self.captured:
             if len(self.captured) >= KEPT_GRAPHS:
                 self.captured.clear()
-            kept = [t.clone() for t in (self.token, self.pos)]
-            seen = None if self.seen is None else self.seen.clone()
+            back = keep(self.sampler.state)
             try:
                 found = capture(self.forward_step)
             except RuntimeError as e:
                 self.graphs, self.reason = False, f"no CUDA graph: {str(e).splitlines()[0]}"
                 found = None
-            self.token.copy_(kept[0])  # capturing ran the step to warm up
-            self.pos.copy_(kept[1])
-            if seen is not None and self.seen is not None:
-                self.seen.copy_(seen)
+            back()
             if found is None:
                 return None
+            found.logits = self.sampler.logits
             self.captured[key] = found
         return self.captured[key]
 
@@ -274,7 +251,7 @@ def passes(batch: int, known: int, longest: int) -> list[tuple[slice, slice]]:
     return [(g, slice(t, min(t + CHUNK, longest))) for g in groups for t in range(known, longest, CHUNK)]
 
 
-def _shared(held: list[int], prompt: list[int]) -> int:
+def shared(held: list[int], prompt: list[int]) -> int:
     """Leading tokens that both have, short of the whole prompt: its last token is always read, for its logits."""
     most = min(len(held), len(prompt) - 1)
     return next((i for i in range(most) if held[i] != prompt[i]), most)

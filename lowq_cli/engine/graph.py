@@ -1,16 +1,20 @@
 """A step as a CUDA graph: recorded once, replayed with one launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from lowq_kernels import workspaces
 
+SMALLEST_BUCKET = 512
 WARM_UP = 2  # kernels compile and libraries take their workspaces before anything is recorded
 
 
 class Captured:
-    """A recorded step. Its inputs and outputs are the tensors that the step used."""
+    """A recorded step. Its inputs and outputs are the tensors that the step used; logits: those of the step."""
+
+    logits: torch.Tensor
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self.graph = graph
@@ -20,8 +24,29 @@ class Captured:
         self.graph.replay()
 
 
-def capture(step: Callable[[], object]) -> Captured:
+def bucket(length: int) -> int:
+    """Slots of a cache that holds `length` tokens: few different numbers, so that what was recorded serves other texts."""
+    slots = SMALLEST_BUCKET
+    while slots < length:
+        slots *= 2
+    return slots
+
+
+def keep(state: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Copy tensors; the function that writes them back. Recording a step runs it, and so moves what the step moves."""
+    before = [t.clone() for t in state]
+
+    def back() -> None:
+        for t, kept in zip(state, before, strict=True):
+            t.copy_(kept)
+
+    return back
+
+
+def capture(step: Callable[[], object], pool: Any = None) -> Captured:
     """Record `step`, after running it WARM_UP times. Raises RuntimeError where it cannot be recorded.
+
+    pool: of an earlier graph, whose memory this one may use too, as long as the two never run at once.
 
     A step that waits for the device, or whose shapes depend on values, cannot be.
     """
@@ -33,6 +58,6 @@ def capture(step: Callable[[], object]) -> Captured:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with workspaces.released(), torch.cuda.graph(graph):
+    with workspaces.released(), torch.cuda.graph(graph, pool=pool):
         step()
     return Captured(graph)

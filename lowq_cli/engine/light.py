@@ -2,49 +2,40 @@
 
 Taken are safetensors folders of a known family whose tensors are exactly those that config.json asks for. Anything else
 (another family, another tool's format, tensors that are missing, extra or damaged) goes by way of transformers, which also
-says what is wrong with it: `why_not` gives the reason. A product's weight is read from its places in the files into one
+says what is wrong with it: `NotPlain` gives the reason. A product's weight is read from its places in the files into one
 tensor, and moved into its device's layout once, several at a time.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowq_cli.engine.blocks import Blocks, head_dim, why_not_config
-from lowq_cli.engine.config import Config, NotPlain, read_config
+from lowq_cli.engine.blocks import Blocks, why_not_config
 from lowq_cli.engine.reading import Reader
-from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
-from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files import family_tensors
+from lowq_cli.files.family_config import ACTS, Config, NotPlain, read_config
+from lowq_cli.files.family_tensors import EMBED, HEAD, NORM, Matrix, Place
+from lowq_cli.files.packed import SCALE, WEIGHT, ZERO, Tensors, tensors
+from lowq_cli.files.quant_config import METHOD, expand_stored
+from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
+from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.modules.joined import SideBySide, dense
 from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.modules.stack import Stack
 from lowq_packers.errors import DamagedError, DoesNotFitError, SchemeError, UnsupportedError
 from lowq_packers.families import Family
-from lowq_packers.layouts import DISK, PackedWeight, stored
+from lowq_packers.layouts import DISK, PackedWeight
 
-WEIGHT, SCALE, ZERO, BIAS = ".weight", ".weight_scale", ".weight_zero", ".bias"
-FLOATS = ("F16", "BF16", "F32")
+BIAS = ".bias"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-Place = tuple[str, tuple[str, ...]]  # a module and the names of its layers that are one product
-EMBED, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """One (N, K) weight of the files, by its name without ".weight". how: None where it is dense."""
-
-    stem: str
-    N: int
-    K: int
-    bias: bool
-    how: Stored | None
 
 
 @dataclass(frozen=True)
@@ -56,6 +47,7 @@ class Plan:
     dtype: torch.dtype
     act: str
     linears: dict[Place, list[Matrix]]
+    experts: dict[str, tuple[Matrix, dict[str, list[Matrix]]]]  # by the name of an MLP, as `family_tensors.experts`
     vectors: dict[str, int]
     embed: Matrix
     head: Matrix | None  # None: tied to the embedding
@@ -103,15 +95,6 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(ids) * torch.tensor(self.scalar_embed_scale, device=self.weight.device).to(self.weight.dtype)
 
 
-def why_not(source: Source, device: torch.device) -> str | None:
-    """The reason a source goes by way of transformers, or None."""
-    try:
-        make_plan(source, device)
-    except NotPlain as e:
-        return str(e)
-    return None
-
-
 def read(source: Source, device: torch.device) -> LightModel:
     """The model of an open source.
 
@@ -133,7 +116,7 @@ def make_plan(source: Source, device: torch.device) -> Plan:
     if reason := why_not_config(config):
         raise NotPlain(reason)
     if family.mixture:
-        raise NotPlain("a mixture of experts")
+        _check_mixture(config, family)
     dtype = torch.bfloat16 if quantization is not None and device.type == "cpu" else _dtype(source.config)
     stems = {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)}
     try:
@@ -141,20 +124,40 @@ def make_plan(source: Source, device: torch.device) -> Plan:
     except (DamagedError, UnsupportedError) as e:
         raise NotPlain(str(e)) from None
 
-    def matrix(stem: str, N: int, K: int, bias: bool = False) -> Matrix:
-        return Matrix(stem, N, K, bias, schemes.get(stem))
+    def stored_as(m: Matrix) -> Matrix:
+        return replace(m, how=schemes.get(m.stem))
 
     linears: dict[Place, list[Matrix]] = {}
+    experts = {}
     vectors = {NORM: config.hidden_size}
     for i in range(config.num_hidden_layers):
-        linears |= _linears(f"model.layers.{i}", config, family, matrix)
-        vectors |= _vectors(f"model.layers.{i}", config, family)
-    table = matrix(EMBED, config.vocab_size, config.hidden_size)
-    head = None if config.tie_word_embeddings else matrix(HEAD, config.vocab_size, config.hidden_size)
+        for place, row in family_tensors.linears(f"model.layers.{i}", config, family).items():
+            if not (family.mixture and place[0].endswith(".mlp")):
+                linears[place] = [stored_as(m) for m in row]
+        if family.mixture:
+            router, stacks = family_tensors.experts(f"model.layers.{i}", config, family)
+            experts[f"model.layers.{i}.mlp"] = router, {name: [stored_as(m) for m in row] for name, row in stacks.items()}
+        vectors |= family_tensors.vectors(f"model.layers.{i}", config, family)
+    table = stored_as(Matrix(EMBED, config.vocab_size, config.hidden_size))
+    head = None if config.tie_word_embeddings else stored_as(Matrix(HEAD, config.vocab_size, config.hidden_size))
     act = "none" if quantization is None else quantization.get("activations", "none")
-    plan = Plan(config, family, dtype, act, linears, vectors, table, head)
+    plan = Plan(config, family, dtype, act, linears, experts, vectors, table, head)
     _check(plan, source.headers)
     return plan
+
+
+def _check_mixture(config: Config, family: Family) -> None:
+    """Raise NotPlain unless config.json says how experts are chosen, and that they gate as usual."""
+    assert family.mixture
+    fields = vars(config)
+    there, inside = fields.get("num_local_experts") or fields.get("num_experts"), fields.get(family.mixture.width)
+    chosen = fields.get("num_experts_per_tok")
+    if type(there) is not int or type(chosen) is not int or type(inside) is not int or not 1 <= chosen <= there or inside < 1:
+        raise NotPlain("config.json does not say how many experts there are")
+    if not family.mixture.normalises and type(fields.get("norm_topk_prob")) is not bool:
+        raise NotPlain("config.json has no norm_topk_prob")
+    if ACTS[str(fields.get("hidden_act"))] != "silu":
+        raise NotPlain("experts with another activation")
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -164,56 +167,27 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[named]
 
 
-def _linears(layer: str, config: Config, family: Family, matrix: Callable[..., Matrix]) -> dict[Place, list[Matrix]]:
-    """The linear layers of one decoder layer."""
-    hidden, inter, D = config.hidden_size, config.intermediate_size, head_dim(config)
-    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
-    all_bias = bool(getattr(config, "attention_bias", False))
-    bias, mlp_bias = all_bias if family.qkv_bias is None else family.qkv_bias, bool(getattr(config, "mlp_bias", False))
-    rows = {1: [q + 2 * kv], 3: [q, kv, kv]}[len(family.qkv)]
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    each = 2 * inter // len(family.gate_up)
-    return {
-        (attention, family.qkv): [matrix(f"{attention}.{n}", N, hidden, bias) for n, N in zip(family.qkv, rows, strict=True)],
-        (attention, ("o_proj",)): [matrix(f"{attention}.o_proj", hidden, q, all_bias if family.qkv_bias is None else False)],
-        (mlp, family.gate_up): [matrix(f"{mlp}.{n}", each, hidden, mlp_bias) for n in family.gate_up],
-        (mlp, ("down_proj",)): [matrix(f"{mlp}.down_proj", hidden, inter, mlp_bias)],
-    }
-
-
-def _vectors(layer: str, config: Config, family: Family) -> dict[str, int]:
-    """The norms of one decoder layer."""
-    names = ["input_layernorm", "post_attention_layernorm"]
-    names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if family.post_norms else []
-    found = {f"{layer}.{n}": config.hidden_size for n in names}
-    of_heads = ("q_norm", "k_norm") if family.qk_norm else ()
-    return found | {f"{layer}.self_attn.{n}": head_dim(config) for n in of_heads}
-
-
 def _check(plan: Plan, headers: Mapping[str, TensorHeader]) -> None:
     """Raise NotPlain unless the headers are those of the plan, no more and no fewer."""
-    wanted: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-    wanted |= {n + WEIGHT: ((size,), FLOATS) for n, size in plan.vectors.items()}
-    singles = [plan.embed, *([plan.head] if plan.head else [])]
-    for m in [*(m for row in plan.linears.values() for m in row), *singles]:
+    wanted: Tensors = {n + WEIGHT: ((size,), FLOATS) for n, size in plan.vectors.items()}
+    singles = [plan.embed, *([plan.head] if plan.head else []), *(router for router, _ in plan.experts.values())]
+    stacks = [row for _, stacks in plan.experts.values() for row in stacks.values()]
+    if any(len({m.how for m in row}) > 1 or (row[0].how is not None and row[0].how.layout != DISK) for row in stacks):
+        raise NotPlain("experts of a layer that are not packed alike")
+    if any(all(row[0].how is None for row in stacks.values()) for _, stacks in plan.experts.values()):
+        raise NotPlain("experts that are not packed")
+    for m in [*(m for row in (*plan.linears.values(), *stacks) for m in row), *singles]:
         if m.bias:
             wanted[m.stem + BIAS] = (m.N,), FLOATS
         if m.how is None:
             wanted[m.stem + WEIGHT] = (m.N, m.K), FLOATS
             continue
-        scheme, layout = m.how
-        form = stored(layout)
-        assert form.shapes
-        if m.N % form.row_step or (m is plan.embed and layout != DISK):
-            raise NotPlain(f"{m.stem} in layout {layout}")
+        if m is plan.embed and m.how.layout != DISK:
+            raise NotPlain(f"{m.stem} in layout {m.how.layout}")
         try:
-            words, companions = form.shapes(scheme, m.N, m.K)
+            wanted |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
         except SchemeError as e:
             raise NotPlain(str(e)) from None
-        wanted[m.stem + WEIGHT] = words, ("I32",)
-        wanted[m.stem + SCALE] = companions, FLOATS
-        if scheme.zero != "none":
-            wanted[m.stem + ZERO] = companions, FLOATS
     if odd := wanted.keys() ^ headers.keys():
         raise NotPlain(f"{min(odd)} is missing or not asked for")
     for name, (shape, dtypes) in wanted.items():
@@ -224,8 +198,10 @@ def _check(plan: Plan, headers: Mapping[str, TensorHeader]) -> None:
 class _FileTensors:
     """The layers of a plan, read."""
 
-    def __init__(self, linears: dict[Place, nn.Module], vectors: dict[str, nn.Parameter]) -> None:
-        self.linears, self.vectors = linears, vectors
+    def __init__(
+        self, linears: dict[Place, nn.Module], routed: Mapping[str, tuple[str, QuantExperts]], vectors: dict[str, nn.Parameter]
+    ) -> None:
+        self.linears, self.routed, self.vectors = linears, routed, vectors
 
     def linear(self, parent: str, names: tuple[str, ...]) -> nn.Module:
         return self.linears[parent, names]
@@ -233,8 +209,11 @@ class _FileTensors:
     def vector(self, name: str) -> torch.Tensor:
         return self.vectors[name].detach()
 
-    def experts(self, parent: str) -> None:
-        return None
+    def experts(self, parent: str) -> tuple[torch.Tensor, QuantExperts] | None:
+        if parent not in self.routed:
+            return None
+        router, experts = self.routed[parent]
+        return self.vector(router), experts
 
 
 def _read(source: Source, plan: Plan, device: torch.device) -> LightModel:
@@ -243,12 +222,15 @@ def _read(source: Source, plan: Plan, device: torch.device) -> LightModel:
         embed = pool.submit(_embedding, plan, reader)
         head = pool.submit(_linear, [plan.head], plan.dtype, reader) if plan.head else None
         futures = {key: pool.submit(_linear, row, plan.dtype, reader, plan.act) for key, row in plan.linears.items()}
-        vectors = {n: nn.Parameter(reader.read(n + WEIGHT, plan.dtype), requires_grad=False) for n in plan.vectors}
+        mixtures = {mlp: pool.submit(_experts, rows, plan.dtype, reader) for mlp, (_, rows) in plan.experts.items()}
+        names = [*plan.vectors, *(router.stem for router, _ in plan.experts.values())]
+        vectors = {n: nn.Parameter(reader.read(n + WEIGHT, plan.dtype), requires_grad=False) for n in names}
         table = embed.result()
         top = head.result() if head else _tied(table, plan)
         linears = {key: f.result() for key, f in futures.items()}
+        routed = {mlp: (plan.experts[mlp][0].stem, f.result()) for mlp, f in mixtures.items()}
         reader.check()
-    return LightModel(plan, _FileTensors(linears, vectors), table, top, _stops(source, plan.config)).eval()
+    return LightModel(plan, _FileTensors(linears, routed, vectors), table, top, _stops(source, plan.config)).eval()
 
 
 def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "none") -> nn.Module:
@@ -272,6 +254,41 @@ def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeig
     scales = reader.companion([n + SCALE for n in names], dtype)
     zeros = None if scheme.zero == "none" else reader.companion([n + ZERO for n in names], dtype, scheme)
     return PackedWeight(words, scales, zeros, scheme, sum(m.N for m in row), row[0].K, layout)
+
+
+class _Gating(nn.Module):
+    """What `QuantExperts` asks of transformers' experts: stacks to take the place of, and the gate between them."""
+
+    def __init__(self, stacks: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        for name, stack in stacks.items():
+            self.register_buffer(name, stack)
+
+    def _default_apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    _apply_gate = _default_apply_gate
+
+
+def _experts(rows: Mapping[str, list[Matrix]], dtype: torch.dtype, reader: Reader) -> QuantExperts:
+    """A layer's experts, in their device's layout."""
+    E, stacks, packed = len(rows["down_proj"]), {}, {}
+    for name, row in rows.items():
+        N, K = sum(m.N for m in row) // E, row[0].K
+        if row[0].how is None:
+            stacks[name] = reader.join([m.stem + WEIGHT for m in row], dtype).reshape(E, N, K)
+            continue
+        p = _packed(row, dtype, reader)
+        words, scales, zeros = (None if t is None else t.reshape(E, N, -1) for t in (p.words, p.scales, p.zeros))
+        assert words is not None
+        packed[name] = Stack(words, scales, zeros, None, p.scheme, N, K, DISK)
+        stacks[name] = torch.empty(E, N, K, device="meta")
+    experts = QuantExperts(_Gating(stacks), {name: s.scheme for name, s in packed.items() if s.scheme}, dtype)
+    for name, stack in packed.items():
+        experts._hold(name, stack)
+    return experts.prepare(dtype)
 
 
 def _embedding(plan: Plan, reader: Reader) -> nn.Embedding | QuantEmbedding:

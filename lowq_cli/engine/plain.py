@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lowq_cli.engine.sampling import Sampling, pick
+from lowq_cli.engine.sampling import Sampler, Sampling
+from lowq_kernels.decode import ops
 
 CHUNK = 2048  # prompt tokens per forward, of all sequences together: bounds the memory of activations
 CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
@@ -36,35 +37,32 @@ class PlainDecoder:
     def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
         """Read the prompts (left-padded to one length); the first new token of each, (B,) int64 on the device."""
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=self.device)
-        lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+        lengths = torch.tensor([len(p) for p in prompts])
+        real = torch.arange(longest) >= longest - lengths[:, None]
         self.mask: torch.Tensor | None = None
         self.position: torch.Tensor | None = None
-        if int(lengths.min()) < longest:
-            self.mask = (torch.arange(longest, device=self.device) >= longest - lengths[:, None]).long()
+        if not real.all():
+            self.mask = real.long().to(self.device)
             self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        self.sampling, self.all_ids = sampling, ids
+        self.all_ids = ids = padded.to(self.device)
         self.cache: Any = None
         self.cache_name: str | None = None
-        self.generator = torch.Generator(self.device).manual_seed(sampling.seed)
-        self.seen: torch.Tensor | None = None
         step = max(1, CHUNK // len(prompts))
         for i in range(0, longest, step):
             logits = self._forward(ids[:, i : i + step], i)
             if self.cache is None and self.cache_name is None:  # no cache: the one forward below must see everything
                 logits = self._forward(ids, 0)
                 break
-        if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros_like(logits, dtype=torch.bool)
-            real = torch.ones_like(ids, dtype=torch.bool) if self.mask is None else self.mask.bool()
-            rows = torch.arange(len(prompts), device=self.device)[:, None].expand_as(ids)
-            self.seen[rows[real], ids[real]] = True
-        return self._pick(logits)
+        self.sampler = Sampler(ops(self.device.type).choose, logits.shape[0], logits.shape[1], self.device)
+        self.sampler.start(sampling, padded, real)
+        self.sampler.choose(logits, advance=0)
+        return self.sampler.token
 
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
         """One forward; the next token of each sequence, (B,) int64 on the device."""
-        token = self.last[:, None]
+        token = self.sampler.token[:, None]
         if self.mask is not None and self.position is not None:
             self.mask = torch.cat([self.mask, torch.ones_like(token)], 1)
             self.position = self.position[:, -1:] + 1
@@ -73,13 +71,8 @@ class PlainDecoder:
             token = self.all_ids
             if self.mask is not None:
                 self.position = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        return self._pick(self._forward(token, None))
-
-    def _pick(self, logits: torch.Tensor) -> torch.Tensor:
-        self.last = pick(logits, self.sampling, self.generator, self.seen)
-        if self.seen is not None:
-            self.seen.scatter_(1, self.last[:, None], True)
-        return self.last
+        self.sampler.choose(self._forward(token, None), advance=1)
+        return self.sampler.token
 
     def _forward(self, ids: torch.Tensor, offset: int | None) -> torch.Tensor:
         """Logits (B, V) at the last position of `ids`, which start at `offset` in the prompt (None while decoding)."""

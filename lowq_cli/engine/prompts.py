@@ -8,7 +8,7 @@ from typing import Any
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
-from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 
 
 def stream(
@@ -113,4 +113,7 @@ def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a text: generation_config's, else the config's, else the tokenizer's."""
     sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
     found = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
-    return frozenset([found] if isinstance(found, int) else found)
+    ids = found if isinstance(found, list | tuple) else [found]
+    if not all(type(i) is int for i in ids):
+        raise DamagedError(f"the model's eos_token_id is {found!r}, which is no token")
+    return frozenset(ids)

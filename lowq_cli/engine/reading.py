@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from lowq_cli.engine.config import NotPlain
+from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.safetensors_io import torch_dtype
 from lowq_cli.files.source import Source
 from lowq_kernels.dispatch.registry import load_kernels
+from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 
 GPU_THREADS = 8  # one copies 5 to 10 GB/s out of the page cache; the bus takes 50
@@ -64,10 +65,7 @@ class Reader:
     def companion(self, names: Sequence[str], dtype: torch.dtype, scheme: Scheme | None = None) -> torch.Tensor:
         """Scales, or the zeros of `scheme`, noted for `check`."""
         found = self.join(names, dtype)
-        good = found.isfinite().all()
-        if scheme is not None and scheme.zero == "int":
-            good = good & (found == found.round()).all() & (found >= 0).all() & (found < scheme.levels).all()
-        self._good.append(good)
+        self._good.append(plausible(found, scheme))
         return found
 
     def check(self) -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
-KINDS = ("default", "linear", "llama3", "yarn")
+from lowq_cli.files.family_config import ROPES
+
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos, sin (slots, R)
 
 
 def why_not(rope: Mapping[str, Any] | None) -> str | None:
     """The reason the angles of a config's rope_parameters cannot be made here, or None."""
     for r in by_kind(rope).values():
-        if r.get("rope_type") not in KINDS:
+        if r.get("rope_type") not in ROPES:
             return f"rotary angles of the kind {r.get('rope_type')}, which may depend on the length of the text"
     return None
 

@@ -1,18 +1,13 @@
-"""Sampling: logits (B, V) -> the next token of each sequence, with no host synchronisation.
+"""Sampling: logits (B, V) -> the next token of each sequence, with no host synchronisation on a GPU."""
 
-Drawing is Gumbel-style: argmax(p / e) with e ~ Exp(1) picks i with probability p[i] (the exponential race), so a draw is
-elementwise work and an argmax, which a CUDA graph can hold; torch.multinomial cannot be captured.
-"""
-
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from lowq_packers.errors import UsageError
 
-# The uniform numbers behind Exp(1) have 24 bits: one in 2^24 is exactly 0, and of 128k tokens one in 130 draws would meet
-# it and win with any probability at all. Held at the spacing of those numbers, it wins only where p is of that order.
-SMALLEST_RACE = 2.0**-24
+LEAST = 1e-16  # logits of 1e4 divided by it twice are still fp32 numbers; infinite ones would draw token 0
 
 
 @dataclass(frozen=True)
@@ -29,14 +24,14 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if self.temperature and not LEAST <= self.temperature <= 1 / LEAST:
+            raise UsageError(f"temperature={self.temperature} must be 0 (greedy) or from {LEAST} to {1 / LEAST}")
         if self.top_k < 0:
             raise UsageError(f"top_k={self.top_k} must be 0 (off) or a number of tokens")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p={self.top_p} must be above 0 and at most 1 (off)")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise UsageError(f"repetition_penalty={self.repetition_penalty} must be positive; 1 is off")
+        if not LEAST <= self.repetition_penalty <= 1 / LEAST:
+            raise UsageError(f"repetition_penalty={self.repetition_penalty} must be from {LEAST} to {1 / LEAST}; 1 is off")
         if not 0 <= self.seed < 1 << 63:
             raise UsageError(f"seed={self.seed} must be a whole number from 0 to 2^63 - 1")
 
@@ -72,14 +67,54 @@ def restrict(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     return logits.masked_fill(logits < floor, float("-inf"))
 
 
-def pick(
-    logits: torch.Tensor, s: Sampling, generator: torch.Generator | None, seen: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The next token (B,) int64 for logits (B, V) of any float dtype; the same seed draws the same tokens."""
-    if seen is not None:
-        logits = penalise(logits.float(), seen, s.repetition_penalty)
-    if s.greedy:
-        return logits.argmax(-1)
-    logits = restrict(logits.float() / s.temperature, s.top_k, s.top_p)
-    race = torch.empty_like(logits).exponential_(generator=generator).clamp_(min=SMALLEST_RACE)
-    return (logits.softmax(-1) / race).argmax(-1)
+class Sampler:
+    """What sampling B texts side by side keeps on the device, always in the same place: a CUDA graph may hold it.
+
+    Args:
+        choose: the decode operation that draws (`lowq_kernels.decode.ops`).
+        V: logits of a token.
+    Attributes:
+        token: (B,) int64, the newest of each text; pos: (B,) int32, its position.
+        logits: (B, V), those that the newest tokens were drawn from, before any penalty.
+        seen: (B, V) bool, tokens that the repetition penalty knows of; made at the first penalty.
+    """
+
+    def __init__(self, choose: Callable[..., None], B: int, V: int, device: torch.device) -> None:
+        self._draw, self.shape, self.device = choose, (B, V), device
+        self.sampling = Sampling()
+        self.token = torch.zeros(B, dtype=torch.int64, device=device)
+        self.pos = torch.zeros(B, dtype=torch.int32, device=device)
+        self.seed = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seen: torch.Tensor | None = None
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """What `choose` writes."""
+        return [self.token, self.pos, *([] if self.seen is None else [self.seen])]
+
+    def start(self, sampling: Sampling, ids: torch.Tensor, real: torch.Tensor) -> None:
+        """Other texts: prompts `ids` (B, T) int64, padded where `real` (B, T) is False; both on the CPU."""
+        self.sampling = sampling
+        self.seed.fill_(sampling.seed)
+        self.pos.copy_(real.sum(-1))
+        if sampling.repetition_penalty != 1:
+            if self.seen is None:
+                self.seen = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+            rows = torch.arange(self.shape[0])[:, None].expand_as(ids)
+            self.seen.zero_()[rows[real].to(self.device), ids[real].to(self.device)] = True
+
+    def choose(self, logits: torch.Tensor, advance: int) -> None:
+        """Write `token` for logits (B, V) of any float dtype and move `pos` on by `advance`; the same seed draws the same.
+
+        Restrictions are torch operations, the draw itself is one of the decode ops.
+        """
+        self.logits = logits
+        s, temperature = self.sampling, self.sampling.temperature
+        seen = self.seen if s.repetition_penalty != 1 else None
+        if seen is not None:
+            logits = penalise(logits.float(), seen, s.repetition_penalty)
+        if not s.greedy and (s.top_k or s.top_p < 1):
+            logits, temperature = restrict(logits.float() / s.temperature, s.top_k, s.top_p), 1.0
+        self._draw(logits.contiguous(), self.token, self.pos, self.seed, temperature, advance)
+        if seen is not None:
+            seen.scatter_(1, self.token[:, None], True)

@@ -11,11 +11,13 @@ import torch
 from lowq_cli.engine.graph import capture
 from lowq_cli.engine.stream import StepDecoder
 from lowq_kernels.dispatch import registry
-from lowq_kernels.dispatch.registry import Call, Config
+from lowq_kernels.dispatch.registry import Call
+from lowq_kernels.dispatch.tuning import Named
+from lowq_kernels.gpu import capability
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import LowqError
 
-Named = tuple[str, Config]  # a kernel by name, and its config
+REPLAYS = 30  # of a recorded step that is timed
 WORTH = 0.998  # of the best time so far: a gain that is not the clock's
 _trial: dict[Call, Named] = {}
 
@@ -26,14 +28,14 @@ def calls_of(decoder: StepDecoder, batch: int, dtype: torch.dtype) -> dict[Call,
     for m in decoder.linears.modules():
         if isinstance(m, QuantLinear):
             p, device = m.packed, m.weight.device
-            call = Call(batch, p.N, p.K, p.scheme, p.layout, dtype, device.type, registry.capability(device))
+            call = Call(batch, p.N, p.K, p.scheme, p.layout, dtype, device.type, capability(device))
             found[call] = found.get(call, 0) + p.N * p.K
     chosen = {call: registry.select(call) for call in sorted(found, key=lambda c: -found[c])}
     return {call: (spec.name, config) for call, (spec, config) in chosen.items()}
 
 
 @torch.inference_mode()
-def step_us(decoder: StepDecoder, replays: int = 30) -> float:
+def step_us(decoder: StepDecoder) -> float:
     """Microseconds of one recorded step at a started decoder's position, which stays; kernels are chosen anew."""
     registry.forget_choices()
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -41,13 +43,13 @@ def step_us(decoder: StepDecoder, replays: int = 30) -> float:
     run = capture(decoder.forward_step)
     run.replay()
     start.record()
-    for _ in range(replays):
+    for _ in range(REPLAYS):
         run.replay()
     stop.record()
     stop.synchronize()
     decoder.pos.copy_(at)
     decoder.token.copy_(token)
-    return 1e3 * start.elapsed_time(stop) / replays
+    return 1e3 * start.elapsed_time(stop) / REPLAYS
 
 
 def search(

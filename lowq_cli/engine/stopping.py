@@ -22,9 +22,9 @@ class Stopper:
     def push(self, piece: str) -> tuple[str, bool]:
         """What is certain now, without the stop itself; True from the first stop on."""
         self.held += piece
-        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
-        if found:
-            shown, self.held = self.held[: min(found)], ""
+        found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if found:  # the one that is whole first, as if the text had come a character at a time
+            shown, self.held = self.held[: min(found)[1]], ""
             return shown, True
         shown = self.held[: len(self.held) - self._begun()]
         self.held = self.held[len(shown) :]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowq_cli.engine.detokenize import Detokenizer
-from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stopping import Stopper
 
 
@@ -25,6 +25,7 @@ class Decoder(Protocol):
     name: str
     reason: str
     ahead: bool
+    sampler: Sampler  # from `start` on
 
     def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
         """Read the prompts; at most `room` tokens will be asked for. The first new tokens, (B,)."""

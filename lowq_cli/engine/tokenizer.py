@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.engine.config import NotPlain
+from lowq_cli.files.family_config import NotPlain
 
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 ALWAYS_AS_IT_IS, ALWAYS_QWEN = ("phi3",), ("qwen2",)  # model types whose tokenizer_class transformers does not believe
@@ -39,21 +39,33 @@ class FileTokenizer:
         return self.tokens.token_to_id(self.named[name]) if name in self.named else None
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.tokens.encode(text, add_special_tokens=add_special_tokens).ids}
+        # as a batch, for which the library lets other threads run: a megabyte takes a second
+        return {"input_ids": self.tokens.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids}
 
     def __len__(self) -> int:
         return self.tokens.get_vocab_size()
+
+    def get_vocab(self) -> dict[str, int]:
+        """The spelling of every token, and its id."""
+        return self.tokens.get_vocab()
 
     def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of these tokens."""
         return self.tokens.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = False, **_: Any) -> list[int]:
-        """Token ids of a conversation, as the model's template writes it."""
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        return_dict: bool = False,
+        **named: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, as the model's template writes it; `named` is what else the template may read."""
         from lowq_cli.hf.chat_template import render
 
         assert self.chat_template is not None  # `encode` and Conversation have asked
-        text = render(self.chat_template, messages, add_generation_prompt, self.named)
+        text = render(self.chat_template, messages, add_generation_prompt, {**self.named, **named})
         return self(text, add_special_tokens=False)["input_ids"]
 
 

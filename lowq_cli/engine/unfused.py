@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.plain import PlainDecoder
-from lowq_cli.engine.sampling import Sampling, penalise, restrict
+from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_kernels.decode import ops
 
-SMALLEST_BUCKET = 512
 CHECKED_STEPS = 2
 AGREE = 2e-2  # relative difference of 16-bit logits between a recorded and a plain step; a stuck position gives about 1
 
@@ -54,7 +53,9 @@ class UnfusedDecoder:
                 self.failed = fallback
         self.plain = PlainDecoder(self.model, f"{self.why}; {fallback}" if self.why else fallback)
         self.name, self.reason = self.plain.name, self.plain.reason
-        return self.plain.start(prompts, sampling, room)
+        first = self.plain.start(prompts, sampling, room)
+        self.sampler = self.plain.sampler
+        return first
 
     def _cannot(self, prompts: list[list[int]]) -> str:
         if self.failed:
@@ -66,22 +67,16 @@ class UnfusedDecoder:
     def _start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
         from lowq_cli.hf.cache import static_cache
 
-        ids = torch.tensor(prompts, device=self.device)
+        ids = torch.tensor(prompts)
         B, T = ids.shape
-        slots = SMALLEST_BUCKET
-        while slots < T + room:
-            slots *= 2
-        self.sampling, self.plain, self.name, self.reason = sampling, None, "unfused", self.why
-        self.cache = static_cache(self.model, slots)
-        self.token = torch.zeros(B, dtype=torch.int64, device=self.device)
-        self.pos = torch.full((B,), T, dtype=torch.int32, device=self.device)
-        self.seed = torch.full((1,), sampling.seed, dtype=torch.int64, device=self.device)
-        logits = self._forward(ids, torch.arange(T, device=self.device).expand(B, T))
-        self.logits = torch.zeros_like(logits)
-        self.seen: torch.Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)
-        self._choose(logits, advance=0)
+        self.plain, self.name, self.reason = None, "unfused", self.why
+        self.cache = static_cache(self.model, bucket(T + room))
+        logits = self._forward(ids.to(self.device), torch.arange(T, device=self.device).expand(B, T))
+        self.logits = logits.clone()
+        self.sampler = Sampler(self.ops.choose, B, logits.shape[1], self.device)
+        self.token, self.pos = self.sampler.token, self.sampler.pos
+        self.sampler.start(sampling, ids, torch.ones_like(ids, dtype=torch.bool))
+        self.sampler.choose(logits, advance=0)
         self.run = self._record() if self.graphs and room > CHECKED_STEPS else None
         return self.token
 
@@ -106,29 +101,13 @@ class UnfusedDecoder:
 
     def _step(self) -> None:
         self.logits.copy_(self._forward(self.token[:, None], self.pos[:, None].long()))
-        self._choose(self.logits, advance=1)
-
-    def _choose(self, logits: torch.Tensor, advance: int) -> None:
-        s, temperature = self.sampling, self.sampling.temperature
-        if self.seen is not None:
-            logits = penalise(logits.float(), self.seen, s.repetition_penalty)
-        if not s.greedy and (s.top_k or s.top_p < 1):
-            logits, temperature = restrict(logits.float() / s.temperature, s.top_k, s.top_p), 1.0
-        self.ops.choose(logits.contiguous(), self.token, self.pos, self.seed, temperature, advance)
-        if self.seen is not None:
-            self.seen.scatter_(1, self.token[:, None], True)
+        self.sampler.choose(self.logits, advance=1)
 
     def _record(self) -> Captured:
         """The step as a graph that was seen to follow the text. Raises RuntimeError where it does not."""
         from lowq_cli.hf.cache import state_of
 
-        state = [self.token, self.pos, *([] if self.seen is None else [self.seen]), *state_of(self.cache)]
-        before = [t.clone() for t in state]
-
-        def back() -> None:
-            for t, kept in zip(state, before, strict=True):
-                t.copy_(kept)
-
+        back = keep([self.logits, *self.sampler.state, *state_of(self.cache)])
         for _ in range(CHECKED_STEPS):
             self._step()
         wanted = self.logits.float().clone()

@@ -18,13 +18,11 @@ from lowq_cli.engine.blocks import Mlp
 from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf.experts import FEW_TOKENS
+from lowq_kernels.decode.attend import LONG
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.modules.linear import QuantLinear
 
-SLOTS, LONG_SLOTS = (
-    64,
-    4096,
-)  # of caches that attention is compiled on: one instance for short, one for long ones
+SLOTS = 64  # of caches that attention is compiled on; from LONG on it is another instance
 
 
 def warm(
@@ -59,14 +57,14 @@ def launches(
     met = set() if met is None else met
     rows = {batch} | {(some.stop - some.start) * (tokens.stop - tokens.start) for some, tokens in passes(batch, 0, longest)}
     step, new = (batch, replace(sampling, seed=0)), rows - met
-    work = [*_products(model, decoder, new)]
+    work = [*products(model, decoder, new)]
     if isinstance(decoder, FusedDecoder) and step not in met:
         work += _between(decoder, batch, new, sampling)
     met |= {*rows, step}
     return work
 
 
-def _products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], object]]:
+def products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], object]]:
     """One launch for each distinct matmul and number of rows: a step has one for each sequence, a prompt one a token."""
     seen = set()
     for layer in explain.called(model, decoder).modules():
@@ -107,7 +105,7 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
         pos, seed = token.to(torch.int32), token[:1].clone()
         ops.choose(logits, token, pos, seed, sampling.temperature, advance)
 
-    work: list[Callable[[], object]] = [partial(attend, batch, SLOTS), partial(attend, 1, LONG_SLOTS), attend_prompt]
+    work: list[Callable[[], object]] = [partial(attend, batch, SLOTS), partial(attend, 1, LONG), attend_prompt]
     work += [partial(choose, 0), partial(choose, 1)]
     work.append(partial(ops.add_norm, x, None, norm.weight, norm.eps, None))
     work.append(partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention))
@@ -136,8 +134,11 @@ def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]
             seen.add(key)
             x, norm = make(batch, m.in_features), layer.before_mlp
             if role in ("o", "down"):
-                yield partial(fold.added, m, x, make(batch, m.out_features), norm.weight, norm.eps, row)
+                yield partial(fold.product_add, m, x, make(batch, m.out_features), norm.weight, norm.eps, row)
                 continue
             squares = torch.ones(batch, x.shape[1] // fold.SQUARES, dtype=torch.float32, device=decoder.device)
             stream = fold.Residual(x, squares, row, norm.eps)
-            yield partial(fold.gated, m, stream, act) if role == "gate_up" else partial(fold.normed, m, stream)
+            if role == "gate_up":
+                yield partial(fold.norm_product_gate, m, stream, act)
+            else:
+                yield partial(fold.norm_product, m, stream)

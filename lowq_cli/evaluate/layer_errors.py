@@ -71,9 +71,8 @@ def _hidden(model: Any, cut: torch.Tensor) -> list[torch.Tensor]:
 
     hooks = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(find_layers(model.base_model)[0])]
     try:
-        device = next(iter([*model.parameters(), *model.buffers()])).device
         for window in cut.split(1):
-            model(input_ids=window.to(device), use_cache=False)
+            model(input_ids=window.to(model.device), use_cache=False)
     finally:
         for h in hooks:
             h.remove()

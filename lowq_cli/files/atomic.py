@@ -32,6 +32,16 @@ def write_at(fd: int, content: memoryview | bytes | bytearray, offset: int) -> N
         at += os.pwrite(fd, view[at : at + (1 << 30)], offset + at)
 
 
+def publish(made: Path, path: Path) -> None:
+    """Give a whole file its name; another that has come there meanwhile stays. Raises UsageError for that, and OSError."""
+    try:
+        os.link(made, path)
+    except FileExistsError:
+        raise UsageError(f"{path} is there already; use another --out, or remove it") from None
+    except OSError:  # a file system without hard links
+        os.replace(made, path)
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn the operating system's refusals into errors that say the way out."""

@@ -4,6 +4,9 @@
 that is told a wrong one corrupts memory silently: what does not fit is refused here.
 """
 
+from __future__ import annotations
+
+import hashlib
 import os
 import zlib
 from collections.abc import Callable
@@ -12,20 +15,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lowq_cli.files import packed
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
-from lowq_cli.files.safetensors_io import DTYPES, TensorHeader, read_json
+from lowq_cli.files.regular import read_regular
+from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json
 from lowq_cli.files.shapes import check_shapes
-from lowq_cli.files.source import DEMO, REPORT, Source, open_source
+from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
 from lowq_packers.layouts import DISK, PackedWeight, stored, unpack
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-SCALE_DTYPES = ("F16", "BF16", "F32")
 COMPANIONS = ("weight_scale", "weight_zero")
+FIELDS: dict[str, Any] = {  # of a report, each of which may be left out
+    **dict.fromkeys(("lowq", "run", "source", "device"), str),
+    **dict.fromkeys(("recipe", "weights", "sha256"), dict),
+    **dict.fromkeys(("files", "tensors"), list),
+    **dict.fromkeys(("bpw", "quantized_bpw", "quantized_fraction", "source_bytes", "bytes"), int | float),
+}
 CHUNK = 1 << 24
 
 
@@ -91,7 +100,11 @@ class Checkpoint:
         return sum(t.params for t in self.tensors if t.scheme) / max(sum(t.params for t in self.tensors), 1)
 
     def read_matrix(self, t: CheckpointTensor) -> QuantizedTensor:
-        """One packed matrix of a checkpoint."""
+        """One packed matrix of a checkpoint, a code a byte."""
+        return unpack(self.read_packed(t))
+
+    def read_packed(self, t: CheckpointTensor) -> PackedWeight:
+        """One packed matrix of a checkpoint, as it is stored."""
         assert t.scheme
 
         def read(leaf: str) -> torch.Tensor | None:
@@ -101,7 +114,9 @@ class Checkpoint:
         words, scales, zeros = read("weight"), read("weight_scale"), read("weight_zero")
         assert words is not None
         assert scales is not None
-        return unpack(PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout))
+        if not torch.isfinite(scales).all() or (zeros is not None and not torch.isfinite(zeros).all()):
+            raise DamagedError(f"{t.name} in {self.folder} holds NaN or infinite scales; quantize again")
+        return PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout)
 
     def read_plain(self, t: CheckpointTensor) -> torch.Tensor:
         """One tensor that is not packed, as stored."""
@@ -115,9 +130,12 @@ class Checkpoint:
 
         advance: told the bytes done and the tensor's name, after each.
 
-        Raises DamagedError naming the tensor.
+        Raises DamagedError naming the tensor, also one that a report has no checksum of.
         """
         known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # its shape: _check_report
+        if unknown := [t.name for t in self.tensors if known and t.name not in known]:
+            more = f" ({len(unknown)} such)" if len(unknown) > 1 else ""
+            raise DamagedError(f"{unknown[0]} has no checksum in {REPORT}{more}: nothing vouches for it")
         done = 0
         for t in self.tensors:
             names = [f"{t.name}.weight", *(f"{t.name}.{c}" for c in COMPANIONS)] if t.scheme else [t.name]
@@ -131,6 +149,23 @@ class Checkpoint:
             done += t.nbytes
             advance(done, t.name)
         return done
+
+    def check_files(self) -> list[str]:
+        """Hold config.json, tokenizer and whatever else is read against the report; the files that it has no hash of.
+
+        Raises DamagedError naming one that is not what lowq wrote, or that came later.
+        """
+        hashes = self.report.get("sha256")
+        used = [self.folder / CONFIG, *self.source.companions()]
+        if hashes is None:  # a report of an older lowq
+            return [p.name for p in used]
+        for path in used:
+            if path.name not in hashes:
+                raise DamagedError(f"{path} has no hash in {REPORT}: lowq did not write it")
+        for name, digest in hashes.items():
+            if sha256(read_regular(self.folder / check_file_name(name, REPORT))) != digest:
+                raise DamagedError(f"{self.folder / name} is not what lowq wrote (hash)")
+        return []
 
 
 def _crc(source: Source, name: str) -> int:
@@ -189,7 +224,7 @@ def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTens
         elif leaf in COMPANIONS:
             if stem not in schemes:
                 raise DamagedError(f"{name} is there, but quantization_config has no scheme for {stem}")
-        elif leaf == "weight" and header.dtype not in (*SCALE_DTYPES, "F64"):
+        elif leaf == "weight" and header.dtype not in FLOATS:
             raise DamagedError(f"{name} is {header.dtype}, but quantization_config has no scheme for it")
         else:
             found.append(CheckpointTensor(name, header.shape, None, header.dtype, header.nbytes))
@@ -214,12 +249,12 @@ def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> Checkpoin
         if companion is None:
             continue
         fits = len(companion.shape) == dims and companion.shape[0] == words.shape[0] and companion.shape == scales.shape
-        if not fits or companion.dtype not in SCALE_DTYPES or companion.dtype != scales.dtype:
+        if not fits or companion.dtype not in packed.COMPANIONS or companion.dtype != scales.dtype:
             raise DamagedError(
                 f"{name}.{leaf} is {companion.dtype} {list(companion.shape)}, which does not fit words {list(words.shape)}"
             )
-    rows, G = scales.shape[0], scales.shape[1]
-    N, K = rows * form.row_step // form.shapes(scheme, form.row_step, scheme.group_size)[0][0], G * scheme.group_size
+    G = scales.shape[1]
+    N, K = packed.rows(Stored(scheme, layout), words.shape), G * scheme.group_size
     if 0 in (N, G) or scheme.groups(K) != G or form.shapes(scheme, N, K) != (words.shape, scales.shape):
         wanted = " and ".join(str(list(shape)) for shape in form.shapes(scheme, N, K)) if N and G else "at least one group"
         raise DamagedError(
@@ -230,15 +265,34 @@ def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> Checkpoin
     return CheckpointTensor(name, (N, K), scheme, scales.dtype, nbytes, layout)
 
 
+def _is_line(line: Any) -> bool:
+    """Whether this is what a report says of one tensor."""
+    if not isinstance(line, dict) or not isinstance(line.get("name"), str):
+        return False
+    crcs = line.get("crc32")
+    texts = all(isinstance(line.get(k), str | None) for k in ("kind", "scheme", "method", "note"))
+    return (
+        texts and isinstance(crcs, list) and set(map(type, crcs)) <= {int} and type(line.get("rel_error", 0.0)) in (float, int)
+    )
+
+
+def sha256(content: bytes) -> str:
+    """As reports spell it."""
+    return hashlib.sha256(content).hexdigest()
+
+
 def _check_report(source: Source, report: dict[str, Any]) -> None:
     """The weight files are those that the report describes. Raises DamagedError."""
     listed = report.get("weights", {})
     tensors = report.get("tensors", [])
-    wellformed = isinstance(tensors, list) and all(
-        isinstance(t, dict) and isinstance(t.get("name"), str) and isinstance(t.get("crc32"), list) for t in tensors
-    )
-    if not isinstance(listed, dict) or not wellformed:
-        raise DamagedError(f"{source.folder}/{REPORT} is malformed; remove it, or quantize again")
+    odd = [k for k, kind in FIELDS.items() if not isinstance(report.get(k), kind | None)]
+    if not odd and isinstance(tensors, list):
+        odd = [f"tensors[{i}]" for i, t in enumerate(tensors) if not _is_line(t)][:1]
+    if not odd:
+        odd = [k for k in ("files",) if not all(isinstance(v, str) for v in report.get(k) or ())]
+        odd += [k for k in ("sha256",) if not all(isinstance(v, str) for v in (report.get(k) or {}).values())]
+    if odd:
+        raise DamagedError(f"{source.folder}/{REPORT} is malformed ({odd[0]}); remove it, or quantize again")
     for name, facts in listed.items():
         header = source.files.get(name)
         if header is None:

@@ -7,7 +7,9 @@ of mapping, because mapped pages count as resident memory and a 70B model would 
 
 import json
 import os
+import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,12 +17,14 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowq_cli.files.regular import open_regular, read_regular
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 
 if TYPE_CHECKING:  # a dry run and `lowq --help` read headers without importing torch
     import torch
 
 MAX_HEADER = 100_000_000  # bytes; the bound of the safetensors library itself
+MAX_NAME, MAX_DIMS = 1000, 64  # characters of a tensor's name; torch's own bound of its dimensions
 LFS_POINTER = b"version "  # the first 8 bytes of the text that `git clone` leaves without git-lfs
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -28,6 +32,7 @@ ITEMSIZE = {
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
+FLOATS = ("F16", "BF16", "F32", "F64")  # what weights may be that are not packed
 TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}  # those lowq reads
 ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
 DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
@@ -80,8 +85,8 @@ class FileHeader:
 
 def read_header(path: Path) -> FileHeader:
     """The checked header of a safetensors file. Raises NotFoundError, or DamagedError naming what is wrong."""
-    try:
-        with open(path, "rb") as f:
+    with open(open_regular(path), "rb") as f:
+        try:
             size = os.fstat(f.fileno()).st_size
             prefix = f.read(8)
             length = int.from_bytes(prefix, "little")
@@ -95,10 +100,8 @@ def read_header(path: Path) -> FileHeader:
                     f"truncated, or not a safetensors file; fetch it again"
                 )
             raw = f.read(length)
-    except FileNotFoundError:
-        raise NotFoundError(f"{path} does not exist") from None
-    except OSError as e:
-        raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
+        except OSError as e:
+            raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
     tensors = parse_header(raw, size - 8 - length, 8 + length, str(path))
     return FileHeader(path, tensors, size, zlib.crc32(prefix + raw))
 
@@ -144,8 +147,12 @@ def _entry(name: str, entry: object, where: str) -> tuple[str, tuple[int, ...], 
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise DamagedError(f"{where}: {name} has dtype {dtype!r}; known are {', '.join(ITEMSIZE)}")
-    if not whole(shape) or not whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise DamagedError(f"{where}: {name} has shape {shape!r} and data_offsets {offsets!r}, which make no sense")
+    if len(name) > MAX_NAME:
+        raise DamagedError(f"{where}: a tensor's name has {len(name)} characters; {MAX_NAME} are the most")
+    sound = whole(shape) and len(shape) <= MAX_DIMS and (0 not in shape or prod(d or 1 for d in shape) < 1 << 62)
+    if not sound or not whole(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        spelled = f"shape {str(shape)[:200]} and data_offsets {str(offsets)[:200]}"
+        raise DamagedError(f"{where}: {name} has {spelled}, which make no sense")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
@@ -155,12 +162,14 @@ def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
     def unique(pairs: list[tuple[str, object]]) -> dict:
         found = dict(pairs)
         if once and len(found) != len(pairs):
-            twice = next(k for i, (k, _) in enumerate(pairs) if k in [p[0] for p in pairs[:i]])
+            twice = Counter(k for k, _ in pairs).most_common(1)[0][0]
             raise DamagedError(f"{where}: {twice!r} is there twice")
         return found
 
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        if re.search(rb"\\u[dD][89a-fA-F]", raw):  # half of a surrogate pair has no UTF-8: no file and no terminal takes it
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise DamagedError(f"{where} does not hold valid JSON: {e}") from None
     if not isinstance(value, dict):
@@ -170,12 +179,7 @@ def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file. Raises NotFoundError or DamagedError."""
-    try:
-        return parse_json(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise NotFoundError(f"{path} does not exist") from None
-    except OSError as e:
-        raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
+    return parse_json(read_regular(path), str(path))
 
 
 def build_header(tensors: Iterable[tuple[str, TensorHeader]], kind: str = "pt") -> tuple[bytes, dict[str, TensorHeader]]:

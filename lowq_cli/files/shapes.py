@@ -7,6 +7,7 @@ name and shape them as Llama does. A model that fails would load with random or 
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import count
 from typing import Any
 
 from lowq_packers.errors import DamagedError
@@ -15,6 +16,7 @@ from lowq_packers.families import families
 # Families whose self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj have the shapes of `_llama_shapes`.
 LLAMA_LIKE = {name for name, family in families().items() if family.llama_shapes}
 LLAMA_LIKE |= {"gemma", "gemma2", "olmo2", "granite", "smollm3"}  # whose layers are computed by transformers alone
+MOST_DIGITS = 9  # of a layer's number
 _LAYER = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks))\.(\d+)\.")
 
 
@@ -40,7 +42,7 @@ def check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     text = text_config(config)
     _check_layers(text, shapes)
     expected = _embedding_shape(text)
-    linear = _llama_shapes(text) if text.get("model_type") in LLAMA_LIKE else {}
+    linear = _llama_shapes(text) if str(text.get("model_type")) in LLAMA_LIKE else {}
     for name, shape in shapes.items():  # beside a text_config, a vision tower's layers go by the same names, in another stack
         if name.endswith(("embed_tokens.weight", "wte.weight")) and len(shape) == 2:
             _compare(name, shape, expected)
@@ -62,13 +64,13 @@ def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     stacks: dict[str, set[int]] = defaultdict(set)
     for name in shapes:
         if found := _LAYER.match(name):
+            if len(found[2]) > MOST_DIGITS:
+                raise DamagedError(f"{name[:100]} is in a layer of {len(found[2])} digits; fetch the model again")
             stacks[found[1]].add(int(found[2]))
     for stack, numbers in stacks.items():
-        missing = set(range(max(numbers) + 1)) - numbers
-        if missing:
-            raise DamagedError(
-                f"{stack}.{min(missing)} is missing, though {stack}.{max(numbers)} is there; fetch the model again"
-            )
+        if len(numbers) <= max(numbers):  # a name may say any number: nothing is made as long as it
+            missing = next(i for i in count() if i not in numbers)
+            raise DamagedError(f"{stack}.{missing} is missing, though {stack}.{max(numbers)} is there; fetch the model again")
     layers = whole(text, "num_hidden_layers", "n_layer")
     most = max((len(n) for n in stacks.values()), default=0)
     if layers is not None and stacks and most < layers:

@@ -12,6 +12,7 @@ from typing import Any
 from lowq_cli.files.shapes import text_config, whole
 from lowq_packers.scheme import Scheme, fit_group
 
+DENSE_TABLE = ("mixtral",)  # families whose embedding vLLM (0.24, 0.33) makes without asking for a quantization
 ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
 
 
@@ -26,7 +27,7 @@ def shard_problems(
 
     packed_zeros: whole-number zeros are packed along N, as foreign formats do.
     """
-    found = fusion_problems(schemes)
+    found: list[str | None] = [*fusion_problems(schemes)]
     heads = whole(text_config(config), "num_key_value_heads", "num_attention_heads")
     for name, scheme in schemes.items():
         N, K = shapes[name]
@@ -58,8 +59,8 @@ def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
     return lines
 
 
-def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str:
-    """Why `ranks` ranks cannot share a matrix along K, with the group size or number that would do; "" if they can."""
+def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
+    """Why `ranks` ranks cannot share a matrix along K, with the group size or number that would do; None if they can."""
     if K % ranks:
         return f"{name}: K={K} is no multiple of {ranks}"
     own = K // ranks
@@ -69,17 +70,17 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str:
         return f"{name}: K={K} over {ranks} ranks is {own}, no multiple of group_size={s.group_size}; quantize with {way_out}"
     if own * s.bits % 32:
         return f"{name}: K={K} over {ranks} ranks is {own} {s.bits}-bit codes, not whole words; use fewer ranks"
-    return ""
+    return None
 
 
-def column_problem(name: str, N: int, ranks: int) -> str:
-    """Why `ranks` ranks cannot share a matrix along N; "" if they can."""
-    return f"{name}: N={N} is no multiple of {ranks}" if N % ranks else ""
+def column_problem(name: str, N: int, ranks: int) -> str | None:
+    """Why `ranks` ranks cannot share a matrix along N; None if they can."""
+    return f"{name}: N={N} is no multiple of {ranks}" if N % ranks else None
 
 
-def _packed_zeros_problem(name: str, s: Scheme, N: int, ranks: int) -> str:
+def _packed_zeros_problem(name: str, s: Scheme, N: int, ranks: int) -> str | None:
     """As `column_problem`, for formats that pack whole-number zeros along N."""
     own = N // ranks
     if s.zero == "int" and own * s.bits % 32:
         return f"{name}: N={N} over {ranks} ranks is {own} {s.bits}-bit zeros, not whole words; quantize with --zero none"
-    return ""
+    return None

@@ -1,24 +1,34 @@
 """Weight files of bounded size, written as they fill, without knowing beforehand how many there will be."""
 
+from __future__ import annotations
+
 import json
 import os
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-
-import torch
 
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.safetensors_io import DTYPES, TensorHeader, build_header, read_header
 from lowq_cli.files.source import INDEX, SINGLE
 from lowq_packers.atomic import replacing
+from lowq_packers.lazy import torch
 
-SHARD = 1 << 30  # bytes of a file, and of memory that waits to be written
-NAMES = {torch.uint32: "U32"} | {getattr(torch, t): s for s, t in DTYPES.items() if s != "U32"}
+SHARD = 1 << 29  # bytes of a file, and of memory that waits to be written
+WRITERS = 2  # files written at once, beside the one that fills: a file takes one thread's speed, and then the disk's
+NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
+
+
+def name_of(t: torch.Tensor) -> str:
+    """The safetensors name of a tensor's dtype."""
+    return NAMES[str(t.dtype).removeprefix("torch.")]
 
 
 class ShardWriter:
     """Safetensors files of at most SHARD bytes, written as they fill and numbered at the end.
 
-    Those that an interrupted run left in the folder count: `done` are the tensors in them.
+    Those that an interrupted run left in the folder count: `done` are the tensors in them. Leaving the block waits for the
+    files that are being written.
     """
 
     def __init__(self, folder: Path, kind: str = "pt") -> None:
@@ -26,11 +36,18 @@ class ShardWriter:
         self.waiting: dict[str, torch.Tensor] = {}
         self.files: list[tuple[Path, list[str]]] = []
         self.size = self.total = 0
+        self._pool, self._pending = ThreadPoolExecutor(WRITERS), deque[Future[None]]()
         while (path := self._part(len(self.files) + 1)).is_file():
             held = read_header(path).tensors
             self.files.append((path, list(held)))
             self.total += sum(h.nbytes for h in held.values())
         self.done = frozenset(name for _, names in self.files for name in names)
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
 
     def _part(self, number: int) -> Path:
         return self.folder / f"part-{number}.safetensors"
@@ -45,13 +62,10 @@ class ShardWriter:
         self.total += nbytes
 
     def _flush(self) -> None:
-        headers = [(n, TensorHeader(tuple(t.shape), NAMES[t.dtype])) for n, t in self.waiting.items()]
-        start, placed = build_header(headers, self.kind)
+        if len(self._pending) == WRITERS:
+            self._pending.popleft().result()
         path = self._part(len(self.files) + 1)
-        with writing(path), replacing(path, path.with_suffix(".tmp"), sync=True) as made, open(made, "wb") as f:
-            f.write(start)
-            for name in placed:  # in the order of their bytes
-                f.write(self.waiting[name].flatten().view(torch.uint8).numpy().data)
+        self._pending.append(self._pool.submit(_write, path, self.waiting, self.kind))
         self.files.append((path, list(self.waiting)))
         self.waiting, self.size = {}, 0
 
@@ -59,6 +73,8 @@ class ShardWriter:
         """Write what waits, give the files their names, and write the index where there are several."""
         if self.waiting or not self.files:
             self._flush()
+        for written in self._pending:
+            written.result()
         weight_map: dict[str, str] = {}
         for i, (path, names) in enumerate(self.files, 1):
             final = SINGLE if len(self.files) == 1 else f"model-{i:05d}-of-{len(self.files):05d}.safetensors"
@@ -67,6 +83,15 @@ class ShardWriter:
         if len(self.files) > 1:
             with writing(self.folder):
                 (self.folder / INDEX).write_bytes(to_json({"metadata": {"total_size": self.total}, "weight_map": weight_map}))
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
+    """One file, on disk when it has its name."""
+    start, placed = build_header([(n, TensorHeader(tuple(t.shape), name_of(t))) for n, t in tensors.items()], kind)
+    with writing(path), replacing(path, path.with_suffix(".tmp"), sync=True) as made, open(made, "wb") as f:
+        f.write(start)
+        for name in placed:  # in the order of their bytes
+            f.write(tensors[name].flatten().view(torch.uint8).numpy().data)
 
 
 def to_json(value: object) -> bytes:

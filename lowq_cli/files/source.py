@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli.files.regular import open_regular
+from lowq_cli.files.resolution import check_companions, check_config, opened
 from lowq_cli.files.safetensors_io import (
     ITEMSIZE,
     FileHeader,
@@ -115,11 +117,11 @@ class Source:
         return 0
 
     def companions(self) -> list[Path]:
-        """Tokenizer and generation files to copy, sorted by name."""
+        """Tokenizer and generation files to copy, sorted by name. Raises DamagedError for links to somewhere else."""
         if self.folder is None:
             return []
         found = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.is_file()}
-        return sorted(found, key=lambda p: p.name)
+        return check_companions(sorted(found, key=lambda p: p.name))
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
         """`count` elements of a tensor from flat position `first`, as a 1-D CPU tensor of its own dtype in fresh memory."""
@@ -145,11 +147,12 @@ class Source:
             raise UsageError(f"only the headers of {self.name} were fetched (dry run)")
         with self._opening:
             if file not in self._fds:
-                try:
-                    self._fds[file] = os.open(self.files[file].path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-                except OSError as e:
-                    raise NotFoundError(f"cannot read {self.files[file].path}: {e.strerror}") from None
+                self._fds[file] = open_regular(self.files[file].path)
             return self._fds[file]
+
+    def opened(self, file: str) -> str:
+        """A path of one of the open files: what is read there is what is read here."""
+        return opened(self._fd(file), self.files[file].path)
 
     def close(self) -> None:
         """Close the files."""
@@ -238,6 +241,7 @@ def _open_folder(name: str, folder: Path) -> Source:
     if not config_path.is_file():
         raise NotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(config_path)
+    check_config(config, config_path)
     parsed = {file: read_header(folder / file) for file in files}
     headers: dict[str, TensorHeader] = {}
     where: dict[str, str] = {}

@@ -23,8 +23,8 @@ FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 25
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
 
-def why_not_experts(module: nn.Module, leaf: str) -> str:
-    """The reason `module.leaf` cannot be a stack of QuantExperts, or ""."""
+def why_not_experts(module: nn.Module, leaf: str) -> str | None:
+    """The reason `module.leaf` cannot be a stack of QuantExperts, or None."""
     if leaf not in STACKS:
         return f"an expert parameter that is not {' or '.join(STACKS)}"
     others = [name for name, _ in module.named_parameters() if name not in STACKS]
@@ -42,7 +42,7 @@ def why_not_experts(module: nn.Module, leaf: str) -> str:
     for fact, wanted in facts.items():
         if getattr(module, fact, wanted) != wanted:
             return f"experts with {fact}={not wanted}"
-    return ""
+    return None
 
 
 class QuantExperts(nn.Module):

@@ -12,17 +12,17 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowq_cli.files.safetensors_io import TensorHeader, read_header
 from lowq_cli.files.source import Source
+from lowq_cli.files.view import only_its_files
+from lowq_cli.hf.quantizer import Frozen
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_kernels.activations import Act
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.fp8 import ACT_KEY, scale_shape
-from lowq_packers.scheme import BLOCKS
+from lowq_packers.scheme import ACT_KEY, BLOCKS, scale_shape
 
 METHOD = "lowq_fp8"  # what transformers is told while it loads; files keep saying "fp8"
 WEIGHT, SCALE = ".weight", ".weight_scale_inv"
@@ -58,7 +58,8 @@ def _quantized(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
 def native_config(source: Source) -> Any:
     """What `from_pretrained` takes as `config` to load the checkpoint with fp8 kernels."""
     q = source.config["quantization_config"]
-    config = AutoConfig.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
+    with only_its_files(source) as view:
+        config = AutoConfig.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
     config.quantization_config = {"quant_method": METHOD, "block": list(q["weight_block_size"]), "act": q.get(ACT_KEY, "fp8")}
     return config
 
@@ -73,7 +74,7 @@ class Fp8Config(QuantizationConfigMixin):
 
 
 @register_quantizer(METHOD)
-class Fp8Quantizer(HfQuantizer):
+class Fp8Quantizer(Frozen):
     """Puts Fp8Linear where the checkpoint holds e4m3 weights."""
 
     def _process_model_before_weight_loading(
@@ -107,16 +108,6 @@ class Fp8Quantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         """See `get_state_dict_and_metadata`."""
         return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """e4m3 weights have no gradient."""
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        """`generate` may compile the decode step."""
-        return True
 
 
 def prepare_fp8(model: PreTrainedModel) -> int:

@@ -13,12 +13,14 @@ from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
+from lowq_cli.files.view import only_its_files
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class
-from lowq_cli.hf.structure import check_plausible
+from lowq_cli.hf.structure import check_affordable, check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, UnsupportedError, UsageError, one_line
+from lowq_packers.qtensor import check_fits
 
 
 def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.device) -> torch.dtype | str:
@@ -48,8 +50,11 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     if not cls.can_generate():
         raise UnsupportedError(f"{source.name} is a {cls.__name__}, which generates no text")
     check_plausible(config, len(source.headers))
+    check_affordable(config, source.nbytes)
     chosen = pick_device(device)
     kind = pick_dtype(dtype, packed or in_fp8, chosen)
+    if packed and isinstance(dtype := getattr(torch, kind, kind) if isinstance(kind, str) else kind, torch.dtype):
+        check_dtype(source, dtype)
     loaded: Any
     found: dict[str, Any]
     # straight to a GPU where accelerate is there, which transformers needs for that; else by way of the CPU's memory
@@ -63,15 +68,17 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
 
         direct["config"] = native_config(source)
     try:
-        with unprepared(), _silent():
+        with unprepared(), _silent(), only_its_files(source) as view:
             loaded, found = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
-                str(source.folder),
+                str(view),
                 dtype=kind,
                 local_files_only=True,
+                use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below, by name
                 **direct,
             )
+        loaded.name_or_path = loaded.config._name_or_path = str(source.folder)
         _check_filled(source, found)
         if source.folder is not None:
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
@@ -83,9 +90,18 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         raise
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{source.name} does not fit into the memory of {chosen}; use fewer bits, or --device cpu") from e
-    except Exception as e:  # transformers refuses in many ways; each one means that the folder is not what it says
+    except BaseException as e:  # transformers refuses in many ways (one is no Exception): the folder is not what it says
+        if isinstance(e, KeyboardInterrupt | SystemExit | GeneratorExit | MemoryError):
+            raise
         raise DamagedError(f"{source.name} cannot be loaded as {cls.__name__}: {one_line(e)}") from e
     return loaded.eval()
+
+
+def check_dtype(source: Source, dtype: torch.dtype) -> None:
+    """Raise SchemeError where scales of the files do not fit a narrower dtype, naming one that they fit."""
+    for name in (n for n in source.headers if dtype == torch.float16 and n.endswith(".weight_scale")):
+        if source.headers[name].dtype != "F16":
+            check_fits(name, dtype, source.read(name))
 
 
 def _check_filled(source: Source, found: dict[str, Any]) -> None:

@@ -156,7 +156,8 @@ def _split_experts(module: QuantExperts, path: str, pattern: str, plan: dict[str
             raise UnsupportedError(f"{name} is packed, and lowq does not know how to cut it {style!r}")
         _, N, K = module.shapes[stack]
         scheme = module.schemes.get(stack)
-        if problem := column_problem(name, N // 2, n) if style in COLUMN else row_problem(name, scheme, K, n) if scheme else "":
+        cut_rows = style in COLUMN
+        if problem := column_problem(name, N // 2, n) if cut_rows else row_problem(name, scheme, K, n) if scheme else None:
             raise UnsupportedError(problem)
         plan |= {f"{pattern}.{stack}_{companion}": style for companion in ("scale", "zero")}
 

@@ -33,8 +33,22 @@ class LowqConfig(QuantizationConfigMixin):
         self.__dict__.update(others)
 
 
+class Frozen(HfQuantizer):
+    """What both quantizers of lowq say to transformers: packed and fp8 weights have no gradient, their decode step compiles."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Nothing is trained."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` may compile the decode step."""
+        return True
+
+
 @register_quantizer(METHOD)
-class LowqQuantizer(HfQuantizer):
+class LowqQuantizer(Frozen):
     """Puts QuantLinear, QuantExperts and QuantEmbedding where the checkpoint holds packed weights."""
 
     # a converter that merges `experts.*.w1.weight` into `experts.gate_up_proj` gets copies for the companions
@@ -78,14 +92,4 @@ class LowqQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         """`save_pretrained` writes the same format."""
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        """Packed weights have no gradient."""
-        return False
-
-    @property
-    def is_compileable(self) -> bool:
-        """`generate` may compile the decode step."""
         return True

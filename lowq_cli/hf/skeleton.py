@@ -34,7 +34,7 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
     """The transformers class that a config.json asks for. Raises UnsupportedError for one that transformers does not have,
     DamagedError for a config that names none.
     """
-    model_type = config.get("model_type")
+    model_type = _model_type(config)
     if model_type is None:
         raise DamagedError("config.json has no model_type; give the folder of a Hugging Face model")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -46,20 +46,26 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
     named = config.get("architectures")
     for name in named if isinstance(named, list) else ():
         found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+        if isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is CONFIG_MAPPING[model_type]:
+            return found  # a class of another model_type is what no one else would take
     causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[model_type], None)
     if causal is None:
         raise UnsupportedError(f"model_type {model_type!r} has no language model in transformers {transformers.__version__}")
     return causal
 
 
+def _model_type(config: dict[str, Any]) -> Any:
+    """As transformers' AutoConfig reads it: Mistral with layer_types is Ministral, whose window holds in some layers only."""
+    found = config.get("model_type")
+    return "ministral" if found == "mistral" and "layer_types" in config else found
+
+
 def build(config: dict[str, Any]) -> PreTrainedModel:
     """The model of a config.json on the meta device. Raises DamagedError for values no such model can have."""
     cls = model_class(config)
-    fields = {k: _untagged(v) for k, v in config.items() if k != "quantization_config"}
+    fields = {k: _untagged(v) for k, v in config.items() if k != "quantization_config"} | {"model_type": _model_type(config)}
     try:
-        parsed = CONFIG_MAPPING[config["model_type"]].from_dict(fields)
+        parsed = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
         with torch.device("meta"):
             return cls(parsed)
     except Exception as e:  # each config class has its own ways of refusing a value
@@ -81,7 +87,7 @@ class Place:
 
     param: str
     merged: bool = False
-    why_not: str = ""  # the reason packed rows cannot follow the same way, "" if they can
+    why_not: str | None = None  # the reason packed rows cannot follow the same way
 
 
 class Skeleton:
@@ -111,13 +117,13 @@ class Skeleton:
             return Place(param)
         return Place(param, True, self._why_not(self._by_pattern[pattern], param))
 
-    def _why_not(self, converter: WeightConverter, param: str) -> str:
-        """Why rows of int32 words cannot go through a converter as rows of floats do, or ""."""
+    def _why_not(self, converter: WeightConverter, param: str) -> str | None:
+        """Why rows of int32 words cannot go through a converter as rows of floats do, or None."""
         row_dim = self.params[param].dim() - 2
         for op in converter.operations:
             if not isinstance(op, MergeModulelist) and not (isinstance(op, Concatenate) and op.dim == row_dim):
                 return f"transformers rearranges it while loading ({type(op).__name__})"
-        return ""
+        return None
 
     def module(self, param: str) -> nn.Module:
         """The module that owns a parameter."""

@@ -4,7 +4,7 @@ import inspect
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,33 +12,13 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lowq_cli.files.safetensors_io import TensorHeader
-from lowq_cli.files.source import WHOLE, Cut
+from lowq_cli.files.roles import TIED, Part, Role
+from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
+from lowq_cli.files.source import Cut
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import why_not_experts
-from lowq_cli.hf.skeleton import Skeleton, build
+from lowq_cli.hf.skeleton import Place, Skeleton, build
 from lowq_packers.errors import DamagedError
-
-TIED = "tied to the embedding"
-FLOATS = ("F16", "BF16", "F32", "F64")
-
-
-@dataclass(frozen=True)
-class Part:
-    """One (N, K) matrix to quantize inside a source tensor, and the checkpoint name it is written under."""
-
-    name: str  # e.g. "model.layers.0.mlp.experts.3.gate_proj", without ".weight"
-    cut: Cut = WHOLE  # transposed, where the source stores (K, N), as of GPT-2's Conv1D
-    target: str = ""  # the model's parameter it ends up in: parts with one target must share one scheme
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one source tensor is. Without parts it is kept as it is, for `reason`."""
-
-    kind: str  # attention, mlp, expert, head, embedding, router, norm or other
-    parts: tuple[Part, ...] = ()
-    reason: str = ""  # "" where it can be quantized
 
 
 def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
@@ -62,12 +42,10 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
             found[name] = Role("other", reason="the model does not know it")
             continue
         filled.add(place.param)
-        if not place.merged and tuple(header.shape) != tuple(skeleton.params[place.param].shape):
-            wanted = tuple(skeleton.params[place.param].shape)
-            raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
+        check_shape(skeleton, place, name, header)
         if place.merged and not place.why_not and header.shape:
             merged[place.param] += header.shape[0]
-        role = _role(skeleton, name, place.param, place.merged, place.why_not)
+        role = _role(skeleton, name, place)
         if role.parts and header.dtype not in FLOATS:
             role = replace(role, parts=(), reason=f"stored as {header.dtype}")
         found[name] = role
@@ -78,15 +56,33 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
     return found
 
 
+def check_shape(skeleton: Skeleton, place: Place, name: str, header: TensorHeader) -> None:
+    """Raise DamagedError for a tensor that fills a parameter alone and has another shape."""
+    wanted = tuple(skeleton.params[place.param].shape)
+    if not place.merged and tuple(header.shape) != wanted:
+        raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
+
+
 def check_plausible(config: Mapping[str, Any], tensors: int) -> None:
     """Raise DamagedError for negative sizes, and for more layers or experts than tensors: building those would not end."""
     for key, value in config.items():
         if re.search("^n(um)?_|_(size|dim)$", key) and isinstance(value, int) and value < 0:
             raise DamagedError(f"config.json has {key} = {value}; it cannot be negative")
-        if re.search("num_.*(layers|experts)|^n_layer$", key) and isinstance(value, int) and value > max(tensors, 4096):
+        most = tensors if re.search("num_.*layers|^n_layer$", key) else max(tensors, 4096)
+        if re.search("num_.*(layers|experts)|^n_layer$", key) and isinstance(value, int) and value > most:
             raise DamagedError(f"config.json has {key} = {value}, but the checkpoint holds only {tensors} tensors")
         if isinstance(value, Mapping):
             check_plausible(value, tensors)
+
+
+def check_affordable(config: dict[str, Any], nbytes: int) -> None:
+    """Raise DamagedError where a model has more parameters than `nbytes` bytes of files can hold: it would be made in memory.
+
+    A byte holds 8 codes at most; a parameter may be stored once and tied twice.
+    """
+    params = sum(p.numel() for p in build(config).parameters())
+    if params > (most := 16 * nbytes):
+        raise DamagedError(f"config.json describes {params:,} parameters; {nbytes:,} bytes of weights hold {most:,} at most")
 
 
 def check_complete(skeleton: Skeleton, filled: set[str]) -> None:
@@ -107,8 +103,9 @@ def check_complete(skeleton: Skeleton, filled: set[str]) -> None:
         )
 
 
-def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str) -> Role:
+def _role(skeleton: Skeleton, name: str, place: Place) -> Role:
     """The role of one tensor that the model knows."""
+    param = place.param
     module, leaf = skeleton.module(param), param.rpartition(".")[2]
     kind = _kind(skeleton, param, module)
     stem = name.removesuffix(".weight")
@@ -120,12 +117,12 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
         return Role(kind, reason="norm")
     if leaf.endswith("bias"):
         return Role(kind, reason="bias")
-    if why_not:
-        return Role(kind, reason=why_not)
+    if place.why_not:
+        return Role(kind, reason=place.why_not)
     if kind == "expert" and skeleton.params[param].dim() == 3:
         if reason := why_not_experts(module, leaf):
             return Role(kind, reason=reason)
-        if merged:
+        if place.merged:
             return Role(kind, (Part(stem, target=param),))
         slices = skeleton.split(param)
         if not slices or any(not n.endswith(".weight") for n in slices):
@@ -140,7 +137,7 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
         if not isinstance(module, nn.Embedding) or embed_scale(module) is None:
             return Role(kind, reason=f"a special embedding ({type(module).__name__})")
         heads = [head for head, table in skeleton.tied.items() if table == param]
-        if reason := next((r for head in heads if (r := _weight_used_directly(skeleton, head))), ""):
+        if reason := next((r for head in heads if (r := _weight_used_directly(skeleton, head))), None):
             return Role(kind, reason=f"it is the head too: {reason}")
         return Role(kind, (Part(stem, target=param),))
     if reason := _weight_used_directly(skeleton, param):
@@ -150,8 +147,8 @@ def _role(skeleton: Skeleton, name: str, param: str, merged: bool, why_not: str)
     return Role(kind, reason=f"not a linear weight ({type(module).__name__})")
 
 
-def _weight_used_directly(skeleton: Skeleton, param: str) -> str:
-    """Why a linear's weight must stay a plain tensor, or "": code of the modules around it works with the tensor itself.
+def _weight_used_directly(skeleton: Skeleton, param: str) -> str | None:
+    """Why a linear's weight must stay a plain tensor, or None: code of the modules around it works with the tensor itself.
 
     Mamba multiplies by `self.dt_proj.weight` and never calls dt_proj, casts what its head is given to that weight's dtype (of
     packed words a whole number's), and RWKV divides the weights of some layers in place.
@@ -162,7 +159,7 @@ def _weight_used_directly(skeleton: Skeleton, param: str) -> str:
 
 
 @cache
-def _read_by(leaf: str, around: tuple[Any, ...]) -> str:
+def _read_by(leaf: str, around: tuple[Any, ...]) -> str | None:
     """The same by classes, the one that holds the linear last: layers are alike, and this takes 0.5 ms."""
     name, own = re.escape(leaf), _source(around[-1])
     if re.search(rf"\bself\.{name}\.weight\b", own) and not re.search(rf"\bself\.{name}\(", own):
@@ -171,15 +168,15 @@ def _read_by(leaf: str, around: tuple[Any, ...]) -> str:
         return "its model casts to the weight's dtype"
     if any(re.search(rf"\.{name}\.weight\.[a-z]+_\(", _source(cls)) for cls in around[:-1]):
         return "its model rescales the weight itself"
-    return ""
+    return None
 
 
-def why_not_head(config: dict[str, Any]) -> str:
-    """Why an output head made from the embedding cannot be packed, or ""."""
+def why_not_head(config: dict[str, Any]) -> str | None:
+    """Why an output head made from the embedding cannot be packed, or None."""
     skeleton = Skeleton(build(config))
     head = skeleton.model.get_output_embeddings()
     name = next((n for n, m in skeleton.model.named_modules() if m is head), None)
-    return _weight_used_directly(skeleton, f"{name}.weight") if name else ""
+    return _weight_used_directly(skeleton, f"{name}.weight") if name else None
 
 
 @cache

@@ -13,21 +13,21 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
+from lowq_cli.files.packed import SCALE, WEIGHT, ZERO, rows, tensors
 from lowq_cli.files.quant_config import Stored, compact, expand_stored
-from lowq_cli.files.safetensors_io import TensorHeader, read_header
+from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
 from lowq_cli.hf import parallel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
-from lowq_cli.hf.structure import FLOATS, check_complete
+from lowq_cli.hf.structure import check_complete, check_shape
 from lowq_kernels.modules.joined import Part
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
-from lowq_packers.layouts import DISK, stored
+from lowq_packers.layouts import DISK
+from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 
-WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
-META_DTYPES = ("F16", "BF16", "F32")
 Packed = QuantLinear | QuantExperts | QuantEmbedding
 _PREPARE: ContextVar[bool] = ContextVar("_PREPARE", default=True)
 
@@ -47,7 +47,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
     schemes = _schemes(config, headers)
     skeleton = Skeleton(model)
     targets: dict[str, dict[str, Stored]] = defaultdict(dict)  # parameter -> checkpoint name -> how it is stored
-    rows: dict[str, int] = defaultdict(int)
+    packed_rows: dict[str, int] = defaultdict(int)
     filled: set[str] = set()
     for name, header in headers.items():
         stem = name.rpartition(".")[0]
@@ -63,11 +63,10 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             if place.why_not:
                 raise UnsupportedError(f"{stem} is packed, but {place.why_not}")
             targets[place.param][stem] = schemes[stem]
-            rows[place.param] += _rows(schemes[stem], header)
-        elif not place.merged and tuple(header.shape) != tuple(skeleton.params[place.param].shape):
-            wanted = tuple(skeleton.params[place.param].shape)
-            raise DamagedError(f"{name} has the shape {tuple(header.shape)}; config.json asks for {wanted}")
-        elif header.dtype not in FLOATS and skeleton.params[place.param].is_floating_point():
+            packed_rows[place.param] += rows(schemes[stem], header.shape)
+            continue
+        check_shape(skeleton, place, name, header)
+        if header.dtype not in FLOATS and skeleton.params[place.param].is_floating_point():
             raise DamagedError(f"{name} is {header.dtype}, but quantization_config does not say that it is packed")
     check_complete(skeleton, filled)
     by_module: dict[str, dict[str, Stored]] = defaultdict(dict)
@@ -78,8 +77,8 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             part = slices.get(stem + WEIGHT)
             own = N if len(members) == 1 else part.rows[1] - part.rows[0] if part and part.rows else None
             _check_packed(stem, headers, how, own, K)
-        if rows[param] != N:
-            raise DamagedError(f"{param} has {N} rows; the checkpoint packs {rows[param]} for it, in {len(members)} tensors")
+        if (found := packed_rows[param]) != N:
+            raise DamagedError(f"{param} has {N} rows; the checkpoint packs {found} for it, in {len(members)} tensors")
         agreed = set(members.values())
         if len(agreed) > 1:
             some = sorted(f"{how.scheme}{'' if how.layout == DISK else f' in {how.layout}'}" for how in agreed)
@@ -124,37 +123,19 @@ def _dense_shape(skeleton: Skeleton, param: str) -> tuple[int, int]:
     return shape[:-1].numel(), shape[-1]
 
 
-def _rows(how: Stored, header: TensorHeader) -> int:
-    """Rows of the matrix whose words are of this shape."""
-    form = stored(how.layout)
-    assert form.shapes
-    each = form.shapes(how.scheme, form.row_step, how.scheme.group_size)[0][0]
-    return header.shape[0] * form.row_step // each if header.shape else 0
-
-
 def _check_packed(stem: str, headers: Mapping[str, TensorHeader], how: Stored, N: int | None, K: int) -> None:
     """Raise DamagedError unless weight, scale and zero of one tensor are what its scheme says. N None: whatever weight has."""
     scheme, layout = how
-    if N is None:
-        N = _rows(how, headers[stem + WEIGHT])
-    form = stored(layout)
-    assert form.shapes
     try:
-        words, companion = form.shapes(scheme, N, K)
+        wanted = tensors(how, rows(how, headers[stem + WEIGHT].shape) if N is None else N, K)
     except SchemeError as e:
         raise DamagedError(f"{stem} cannot be {scheme}: {e}") from e
-    if N % form.row_step:
-        raise DamagedError(f"{stem} has {N} rows; files hold {layout} only for multiples of {form.row_step}")
-    wanted = {WEIGHT: words, SCALE: companion}
-    if scheme.zero != "none":
-        wanted[ZERO] = companion
-    elif stem + ZERO in headers:
+    if ZERO not in wanted and stem + ZERO in headers:
         raise DamagedError(f"{stem}{ZERO} is in the files, but {scheme} stores no zeros")
-    for suffix, shape in wanted.items():
+    for suffix, (shape, dtypes) in wanted.items():
         header = headers.get(stem + suffix)
         if header is None:
             raise DamagedError(f"{stem}{suffix} is missing; {scheme} needs it")
-        dtypes = ("I32",) if suffix == WEIGHT else META_DTYPES
         if tuple(header.shape) != shape or header.dtype not in dtypes:
             got = f"{header.dtype} {tuple(header.shape)}"
             form_of = "" if layout == DISK else f" in layout {layout}"
@@ -165,7 +146,7 @@ def _packed_module(skeleton: Skeleton, path: str, leaves: dict[str, Stored]) -> 
     """What replaces the module at `path`, on the meta device."""
     module = skeleton.model.get_submodule(path)
     if leaves.keys() <= set(STACKS):
-        if reason := next(filter(None, (why_not_experts(module, leaf) for leaf in leaves)), ""):
+        if reason := next(filter(None, (why_not_experts(module, leaf) for leaf in leaves)), None):
             raise UnsupportedError(f"{path} is packed: {reason}, which lowq cannot compute with")
         _rowstream_only(path, leaves, "experts")
         return QuantExperts(
@@ -247,7 +228,7 @@ def unprepared() -> Iterator[None]:
         _PREPARE.reset(token)
 
 
-def _check_values(packed: Mapping[str, nn.Module]) -> None:
+def _check_values(packed: Mapping[str, Packed]) -> None:
     """Raise DamagedError for scales or zeros that no quantizer writes. One synchronisation per device, not per tensor."""
     tests: dict[torch.device, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     for name, module in packed.items():
@@ -255,16 +236,9 @@ def _check_values(packed: Mapping[str, nn.Module]) -> None:
             continue
         for leaf, p in module.named_parameters(recurse=False):
             if leaf.endswith(("_scale", "_zero")):
-                good = p.isfinite().all()
-                scheme = (
-                    module.schemes[leaf.removesuffix("_zero")]
-                    if isinstance(module, QuantExperts) and leaf.endswith("_zero")
-                    else None
-                )
-                scheme = scheme or getattr(module, "scheme", None)
-                if leaf.endswith("_zero") and scheme is not None and scheme.zero == "int":
-                    good = good & (p == p.round()).all() & (p >= 0).all() & (p < scheme.levels).all()
-                tests[p.device].append((f"{name}.{leaf}", good))
+                stack = leaf.removesuffix("_zero")
+                scheme = module.schemes.get(stack) if isinstance(module, QuantExperts) else module.scheme
+                tests[p.device].append((f"{name}.{leaf}", plausible(p, None if stack == leaf else scheme)))
     for found in tests.values():
         for (name, _), good in zip(found, torch.stack([g for _, g in found]).tolist(), strict=True):
             if not good:

@@ -1,9 +1,13 @@
 """The tokenizer of a model folder by transformers, without its modeling code (3.7 s on a core)."""
 
+from typing import Any
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowq_cli.files.source import Source
-from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, one_line
+from lowq_cli.files.view import only_its_files
+from lowq_cli.hf.chat_template import render
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, one_line
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
@@ -12,7 +16,11 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read.
     """
     try:  # False: left out, transformers asks on stdin whether to run the folder's own code
-        found = AutoTokenizer.from_pretrained(str(source.folder), local_files_only=True, trust_remote_code=False)
+        with only_its_files(source) as view:
+            found = AutoTokenizer.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
+        found.name_or_path = str(source.folder)
+    except LowqError:
+        raise
     except Exception as e:
         if "trust_remote_code" in str(e):
             raise UnsupportedError(
@@ -26,7 +34,27 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
     if hasattr(found, "deprecation_warnings"):  # as if it had warned of a long text before: those who pass one check its length
         found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    _within_means(found)
     return found
+
+
+def _within_means(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have the calls of lowq render the chat template where it can take neither all time nor all memory."""
+    own = tokenizer.apply_chat_template
+
+    def apply(conversation: Any, *args: Any, **how: Any) -> Any:
+        if (
+            args
+            or how.keys() != {"add_generation_prompt", "tokenize", "return_dict"}
+            or not how["tokenize"]
+            or how["return_dict"]
+        ):
+            return own(conversation, *args, **how)
+        facts = tokenizer.special_tokens_map
+        text = render(tokenizer.get_chat_template(), conversation, how["add_generation_prompt"], facts)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    tokenizer.apply_chat_template = apply  # type: ignore[method-assign]
 
 
 def _has_tokenizer(source: Source) -> bool:

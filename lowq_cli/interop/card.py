@@ -1,8 +1,10 @@
 """The model card of a checkpoint, from what its report says: nothing in it is typed by hand."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from lowq_cli.console import visible
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.interop.exporter import exportable
 
@@ -17,7 +19,7 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
     """
     report = found.report
     source = base or report.get("source")
-    hub = source if isinstance(source, str) and source.count("/") == 1 else None
+    hub = source if isinstance(source, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) else None
     front = ["---", "library_name: transformers", "tags:", "- lowq", "- quantized"]
     if hub:
         front += [f"base_model: {hub}", "base_model_relation: quantized"]
@@ -27,7 +29,7 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
     lines = [
         f"# {name}",
         "",
-        f"{source or 'A model'}, quantized with lowq {report.get('lowq', '')}".rstrip() + ".",
+        f"{_plain(source or 'A model')}, quantized with lowq {_plain(report.get('lowq', ''))}".rstrip() + ".",
         "",
         "| | |",
         "|---|---|",
@@ -68,7 +70,12 @@ def _recipe(report: Mapping[str, Any]) -> list[str]:
     if not isinstance(recipe, Mapping):
         return []
     asked = ", ".join(f"{k} {v}" for k, v in recipe.items() if v not in (None, [], "auto", "source"))
-    return [f"| recipe | {asked} |", f"| method | {', '.join(methods)} |"]
+    return [f"| recipe | {_plain(asked)} |", f"| method | {_plain(', '.join(methods))} |"]
+
+
+def _plain(text: object) -> str:
+    """Text of a report within a line of a card: no new line, no markup, no cell."""
+    return re.sub(r"([\\`\[\]<>|])", r"\\\1", " ".join(visible(str(text)).split()))
 
 
 def _measured(measured: Mapping[str, Any] | None) -> list[str]:

@@ -1,39 +1,47 @@
 """A lowq checkpoint -> the same weights in another tool's format: bit for bit, or refused before anything is written.
 
-One matrix is in memory at a time, and one output file of at most `SHARD`. Every matrix is read back from the tensors made for
-it and compared before they are written. All goes into a folder beside the target, which gets its name when it is whole; after
-a kill the same call goes on behind the last file that was finished.
+A few matrices are in memory at a time, and the few output files of at most `SHARD` that are being written. Every matrix is
+read back from the tensors made for it and compared before they are written; where a format's words are lowq's, they are taken
+as they are and only the first and last rows are compared (`ENDS`). All goes into a folder beside the target, which gets its
+name when it is whole; after a kill the same call goes on behind the last file that was finished.
 """
+
+from __future__ import annotations
 
 import os
 import shlex
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
-from lowq_cli.files.folder import new_folder
+from lowq_cli.files.folder import new_folder, sweep
+from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.sharding import fusion_problems, shard_problems
-from lowq_cli.files.shards import NAMES, ShardWriter, to_json
+from lowq_cli.files.shards import ShardWriter, name_of, to_json
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
+from lowq_cli.memory import available_memory
 from lowq_cli.plan import targets
-from lowq_cli.state import user_path
+from lowq_cli.state import remember_export, user_path, was_exported
+from lowq_cli.workers import in_order, threads
 from lowq_packers import formats
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
-from lowq_packers.formats import Format, Tensors
+from lowq_packers.formats import EXPORTED, Config, Format, Tensors
+from lowq_packers.layouts import DISK, PackedWeight, unpack
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
-EXPORT_FORMATS = tuple(sorted(WRITTEN, key=lambda name: WRITTEN[name].rank))
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
+WORKERS = 8  # matrices encoded at once
+ENDS = 128  # rows of a matrix at either end; whole words where zeros are packed along N
+ENCODING = 24  # bytes a weight of a matrix, at most, while it is encoded, read back and compared
 INEXACT = ("mlx", "gguf")  # formats that round -zero * scale: only the values tell whether one survives
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
 
@@ -50,7 +58,7 @@ def export(
 
     Args:
         checkpoint: a folder that lowq wrote, or another tool's, which is imported into the cache first.
-        to: one of EXPORT_FORMATS; None takes the first that holds the checkpoint.
+        to: one of EXPORTED; None takes the first that holds the checkpoint.
         check_tp: refuse what this many tensor-parallel ranks could not share.
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
         progress: called with (percent done, name).
@@ -58,8 +66,8 @@ def export(
         UsageError: no such format; `out` is not empty. UnsupportedError: weights that the format cannot hold, with the
         nearest scheme that it can. NotFoundError, DamagedError: as `open_checkpoint`.
     """
-    if to is not None and to not in EXPORT_FORMATS:
-        raise UsageError(f"--to {to} does not exist; use one of {', '.join(EXPORT_FORMATS)}")
+    if to is not None and to not in EXPORTED:
+        raise UsageError(f"--to {to} does not exist; use one of {', '.join(EXPORTED)}")
     there = user_path(checkpoint).exists()
     found = open_checkpoint(runnable(checkpoint) if there else checkpoint)
     with found.source:
@@ -74,14 +82,20 @@ def export(
                 from lowq_cli.interop.gguf_export import export_gguf
 
                 return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
-            target = Path(out or f"{name}-{to}")
-            with new_folder(target, run_name(found, to, rounding)) as folder:
-                config, written = _write(found, fmt, folder, rounding, progress)
+            target, run = Path(out or f"{name}-{to}"), run_name(found, to, rounding)
+            if done := was_exported(target, run):
+                sweep(target)
+                config, written = _as_read(target)
+            else:
+                with new_folder(target, run) as folder:
+                    _write(found, fmt, folder, rounding, progress)
+                    config, written = _as_read(folder)
+                    remember_export(target, run, folder)  # before it has its name: a kill between is no other export
         engines, notes = fmt.engines(config, written), fmt.notes(config, {})
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes)):
             engines = [e for e in engines if not e.startswith("vLLM")]
             notes.append(f"vLLM would refuse it: {fused[0]}")
-        return Exported(str(target), to, _weight_bytes(target), len(found.schemes), tuple(engines), tuple(notes))
+        return Exported(str(target), to, _weight_bytes(target), len(found.schemes), tuple(engines), tuple(notes), done)
 
 
 def check(found: Checkpoint, fmt: Format) -> None:
@@ -144,7 +158,7 @@ def _way_out(found: Checkpoint, to: str | None) -> Iterator[None]:
         yield
     except UnsupportedError as e:
         source, bits = found.report.get("source"), found.report.get("recipe", {}).get("bits")
-        form = to or EXPORT_FORMATS[0]
+        form = to or EXPORTED[0]
         if not source or str(found.config.get("model_type")) in TRANSPOSED:
             raise
         fits = any(t.export == form and bits in t.bits for t in targets.ENGINES.values())
@@ -163,7 +177,7 @@ def exportable(found: Checkpoint) -> list[str]:
             return False
         return True
 
-    return [to for to in EXPORT_FORMATS if holds(to)]
+    return [to for to in EXPORTED if holds(to)]
 
 
 def _check_tp(found: Checkpoint, ranks: int) -> None:
@@ -199,35 +213,49 @@ def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
     return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, shapes, kept)
 
 
-def _write(
-    found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None
-) -> tuple[dict[str, Any], list[formats.Matrix]]:
-    """Weights, index, companions and config of one export; the config, and how the format's reader sees the weights."""
+def _as_read(folder: Path) -> tuple[dict[str, Any], list[formats.Matrix]]:
+    """The config of an export, and how the format's reader sees its weights."""
+    with open_foreign(folder) as source:
+        read = foreign_matrices(source)
+        return source.config, [] if read is None else read[1]
+
+
+def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progress: Progress | None) -> None:
+    """Weights, index, companions and config of one export."""
     (modules, section), export = described(found, fmt), WRITTEN[fmt.name]
     config = {k: v for k, v in found.config.items() if k != "quantization_config"} | section
     config = export.whole(config, not any(t.name.startswith("lm_head") for t in found.tensors))
-    shards = ShardWriter(folder, export.library)
     done, total = 0, sum(t.params for t in found.tensors)
-    finished = {name.rpartition(".")[0] for name in shards.done}
-    for t in found.tensors:
+
+    def made(t: CheckpointTensor) -> tuple[CheckpointTensor, Tensors]:
         name, members = modules.get(t.name, (t.name, []))
         if members and name not in finished:
-            parts = [encoded(fmt, name, found.read_matrix(m), {**config, "round": rounding}) for m in members]
-            shards.add(_stacked(parts) if name != t.name else parts[0])
-        elif not t.scheme and t.name not in shards.done:
-            shards.add({t.name: found.read_plain(t)})
-        done += t.params
-        if progress:
-            progress(100 * done // total, t.name)
-    shards.finish()
+            parts = [encoded(fmt, name, found.read_packed(m), {**config, "round": rounding}) for m in members]
+            return t, _stacked(parts) if name != t.name else parts[0]
+        return t, {} if t.scheme or t.name in shards.done else {t.name: found.read_plain(t)}
+
+    with ShardWriter(folder, export.library) as shards, in_order(found.tensors, made, _workers(found), ahead=1) as results:
+        plain = {t.name for t in found.tensors if not t.scheme}  # a bias that is done says nothing of its matrix
+        finished = {name.rpartition(".")[0] for name in shards.done - plain}
+        for t, tensors in results:
+            if tensors:
+                shards.add(tensors)
+            done += t.params
+            if progress:
+                progress(100 * done // total, t.name)
+        shards.finish()
     with writing(folder):
         for path in found.source.companions():
-            shutil.copyfile(path, folder / path.name)
+            (folder / path.name).write_bytes(read_regular(path))
         for name, content in {**export.beside(section), "config.json": config}.items():
             (folder / name).write_bytes(to_json(content))
-    with open_foreign(folder) as source:
-        read = foreign_matrices(source)
-    return config, [] if read is None else read[1]
+
+
+def _workers(found: Checkpoint) -> int:
+    """How many matrices are encoded at once: as many as there are threads for, and memory if all were the largest."""
+    room = available_memory() or 0
+    largest = max(t.params for t in found.tensors)
+    return max(1, min(threads(), WORKERS, room // (ENCODING * largest)))
 
 
 def _stacked(parts: list[Tensors]) -> Tensors:
@@ -235,14 +263,35 @@ def _stacked(parts: list[Tensors]) -> Tensors:
     return {n: torch.stack([p[n].view(torch.uint8) for p in parts]).view(t.dtype) for n, t in parts[0].items()}
 
 
-def encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> Tensors:
+def encoded(fmt: Format, name: str, p: PackedWeight, config: Mapping[str, Any]) -> Tensors:
     """The tensors of one matrix, read back and compared. Raises UnsupportedError if the format does not hold its values."""
     assert fmt.write
+    if fmt.write_words is None or p.layout != DISK or p.N <= 2 * ENDS:
+        return _encoded(fmt, name, unpack(p), config)
+    tensors = _held(fmt.write_words, name, p, config)
+    for first, last in ((0, ENDS), ((p.N - 1) // ENDS * ENDS, p.N)):
+        zeros = None if p.zeros is None else p.zeros[first:last]
+        part = replace(p, words=p.words[first:last], scales=p.scales[first:last], zeros=zeros, N=last - first)
+        for n, t in _encoded(fmt, name, unpack(part), config).items():
+            whole = tensors[n][-len(t) :] if first else tensors[n][: len(t)]
+            if t.dim() == 2 and (t.dtype != whole.dtype or not torch.equal(t, whole)):  # a vector is weight_shape, another's
+                raise AssertionError(f"{n} ({p.scheme}) is not what its codes are encoded as")
+    return tensors
+
+
+def _held(write: Callable[[str, Any, Config], Tensors], name: str, weight: object, config: Config) -> Tensors:
+    """The tensors that a format's `write` makes. Raises UnsupportedError if it does not hold the values."""
     try:
-        tensors = {n: t.contiguous() for n, t in fmt.write(name, q, config).items()}
+        return {n: t.contiguous() for n, t in write(name, weight, config).items()}
     except LowqError as e:
         raise UnsupportedError(f"cannot export {e}") from None
-    headers = {n: TensorHeader(tuple(t.shape), NAMES[t.dtype]) for n, t in tensors.items()}
+
+
+def _encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, Any]) -> Tensors:
+    """The tensors of one matrix from its codes, all of them read back and compared."""
+    assert fmt.write
+    tensors = _held(fmt.write, name, q, config)
+    headers = {n: TensorHeader(tuple(t.shape), name_of(t)) for n, t in tensors.items()}
 
     def fetch(tensor: str, index: int | None = None, /) -> torch.Tensor:
         assert index is None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.safetensors_io import DTYPES, ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json
+from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
@@ -76,9 +77,17 @@ def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
             raise UnsupportedError(
                 f"{source.name} is quantized as {method!r}; lowq opens {known}: give the model it was made from"
             )
+        if coded := next((n for n, h in source.headers.items() if n.endswith(".weight") and h.dtype[0] in "IU"), None):
+            raise UnsupportedError(
+                f"{coded} is {source.headers[coded].dtype}, and config.json does not say what its codes mean"
+            )
         return None
     fetch = None if source.folder is None else fetcher(source)
     matrices = fmt.matrices(source.config, source.headers, fetch)
+    formats.check_used(matrices, source.headers)
+    parts = {part for m in matrices for part in m.parts}
+    kept = {n: h.shape for n, h in source.headers.items() if n not in parts}
+    check_shapes(source.config, kept | {f"{m.name}.weight": m.shape for m in matrices})
     if not matrices:
         raise DamagedError(f"{source.name}: config.json says {fmt.title}, but no weight is packed so; fetch the model again")
     return fmt, matrices

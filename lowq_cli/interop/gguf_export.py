@@ -7,12 +7,14 @@ and k are permuted for it (whole rows: codes, scales and zeros move together). N
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
+from lowq_cli.files.folder import sweep
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.gguf_file import (
     GgufTensor,
@@ -25,10 +27,12 @@ from lowq_cli.interop.gguf_file import (
 from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, MIXTURES, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf
+from lowq_cli.state import was_exported
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.formats import _common, gguf
 from lowq_packers.qtensor import QuantizedTensor
 
+ENGINES = ("llama.cpp", "Ollama", "LM Studio")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 STACKS = {  # an expert's matrix -> all experts' in one tensor, (E, N, K)
     **dict.fromkeys(("gate_proj", "w1"), "ffn_gate_exps"),
@@ -68,15 +72,19 @@ def export_gguf(found: Checkpoint, out: Path, rounding: bool, progress: Progress
             if progress:
                 progress(100 * done // total, t.name)
 
-    start = head(metadata, [*(row for row, _ in entries), *extra])
-    with new_gguf(out, run_name(found, "gguf", rounding), start) as writer:
+    start, run = head(metadata, [*(row for row, _ in entries), *extra]), run_name(found, "gguf", rounding)
+    facts_of = partial(Exported, str(out), "gguf", matrices=len(found.schemes), engines=ENGINES, notes=())
+    if was_exported(out, run):
+        sweep(out)
+        return facts_of(bytes=out.stat().st_size, already_done=True)
+    with new_gguf(out, run, start) as writer:
         done = sum(t.params for _, members in entries[: writer.finished] for t in members)
         for row, members in entries[writer.finished :]:
             writer.write(row, contents(row, members))
         for row in extra[max(0, writer.finished - len(entries)) :]:
             assert factors is not None
             writer.write(row, [factors.view(torch.uint8).numpy().data])
-    return Exported(str(out), "gguf", out.stat().st_size, len(found.schemes), ("llama.cpp", "Ollama", "LM Studio"), ())
+    return facts_of(bytes=out.stat().st_size)
 
 
 def _check_computed_alike(config: Mapping[str, Any]) -> None:

@@ -13,13 +13,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli import state
+from lowq_cli.files.regular import open_regular
+from lowq_cli.files.resolution import check_config
 from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
+from lowq_cli.files.shapes import whole
 from lowq_cli.files.source import Source
 from lowq_cli.interop.gguf_file import ALIGNMENT, ARRAY, BOOL, MAGIC, STRING
 from lowq_cli.interop.gguf_names import ARCHITECTURES, CLASSES, LAYER, PERMUTED, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_folder
-from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+from lowq_packers import home
+from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 MAX_HEAD = 1 << 28  # bytes of metadata and tensor table; a vocabulary of 256k tokens takes 10 MB
 MAX_COUNT = 1 << 22
+MAX_NAME = 64  # characters of a tensor's name, as ggml holds them
 KNOWN = {t.number: t.name for t in TYPES.values()}
 FIELDS = {  # config.json <- metadata, without the architecture in front
     "max_position_embeddings": "context_length",
@@ -38,6 +42,12 @@ FIELDS = {  # config.json <- metadata, without the architecture in front
     "num_key_value_heads": "attention.head_count_kv",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
+
+
+ARCH_KEYS = (  # metadata of an architecture that `_config` reads, or that is the same in every model of it
+    *(*FIELDS.values(), "attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base"),
+    *("rope.scaling.type", "vocab_size", "tensor_data_layout", "attention.causal"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,12 @@ class _Reader:
     def string(self) -> str:
         return self.take(self.count("characters")).decode("utf-8", "replace")
 
+    def name(self) -> str:
+        found = self.string()
+        if len(found) > MAX_NAME or not found.isprintable():
+            raise DamagedError(f"{self.where} has a tensor of the name {found[:MAX_NAME]!r}; fetch it again")
+        return found
+
     def value(self, kind: int, nested: bool = False) -> Any:
         if kind == STRING:
             return self.string()
@@ -91,12 +107,9 @@ class _Reader:
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], int]:
     """Metadata, tensors and the CRC-32 of a file's head. Raises NotFoundError, DamagedError, UnsupportedError."""
+    fd = open_regular(path)
     try:
-        size = path.stat().st_size
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    except OSError as e:
-        raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
-    try:
+        size = os.fstat(fd).st_size
         raw = bytes(read_bytes(fd, 0, min(size, MAX_HEAD), str(path)))
     finally:
         os.close(fd)
@@ -127,7 +140,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry], int]:
 
 
 def _row(r: _Reader) -> tuple[str, tuple[int, ...], str, int]:
-    name, dims = r.string(), r.number("<I")
+    name, dims = r.name(), r.number("<I")
     if not 1 <= dims <= 4:
         raise DamagedError(f"{r.where}: {name} has {dims} dimensions")
     shape = tuple(reversed([r.number("<Q") for _ in range(dims)]))
@@ -151,8 +164,12 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
         known = ", ".join(sorted(set(ARCHITECTURES.values())))
         raise UnsupportedError(f"{path} holds the architecture {arch}; lowq reads {known}")
     beside = path.with_name("config.json")
-    config = read_json(beside) if beside.is_file() else _config(path, arch, metadata, tensors)
-    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+    if beside.is_file():
+        check_config(config := read_json(beside), beside)
+        _check_beside(config, arch, metadata, path)
+    else:
+        config = _config(path, arch, metadata, tensors)
+    heads = _heads(config, path) if arch in PERMUTED else {}
     headers: dict[str, TensorHeader] = {}
     stored: dict[str, dict[str, Any]] = {}
     for theirs, t in tensors.items():
@@ -161,7 +178,7 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
             if theirs != "rope_freqs.weight":
                 raise UnsupportedError(f"{path}: {theirs} has no place in a Hugging Face model of this family")
             continue
-        own = heads.get(ours.split(".")[-2]) if arch in PERMUTED else None
+        own = heads.get(ours.split(".")[-2])
         if own and len(t.shape) != 2:
             raise UnsupportedError(f"{path}: {theirs} is a bias in llama.cpp's order of rows, which lowq does not read")
         if t.kind not in PLAIN or own:
@@ -170,9 +187,34 @@ def open_gguf(name: str, path: Path, headers_only: bool = False) -> Source:
         else:
             headers[ours] = TensorHeader(t.shape, t.kind, t.offset)
     files = {path.name: FileHeader(path, headers, path.stat().st_size, crc)}
-    cache = state.cache_dir() / "tokenizers" / f"{path.stem}-{crc:08x}"
+    cache = home.cache_dir() / "tokenizers" / f"{path.stem}-{crc:08x}"
     folder = path.parent if headers_only else tokenizer_folder(path, metadata, cache)
     return Source(name, folder, config | {"gguf": stored}, headers, files, dict.fromkeys(headers, path.name))
+
+
+def _heads(config: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """Heads of the projections whose rows llama.cpp orders by them. Left out, there are as many for keys as for queries."""
+    q = whole(config, "num_attention_heads")
+    if not q:
+        raise DamagedError(
+            f"{path.with_name('config.json')} lacks num_attention_heads, by which rows of {path.name} are ordered"
+        )
+    return {"q_proj": q, "k_proj": whole(config, "num_key_value_heads") or q}
+
+
+def _check_beside(config: Mapping[str, Any], arch: str, metadata: Mapping[str, Any], path: Path) -> None:
+    """Raise DamagedError where the config.json beside a GGUF file says other numbers than the file."""
+    said = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items() if field != "max_position_embeddings"}
+    rope = config.get("rope_parameters") or {}
+    ours = {**config, "rope_theta": config.get("rope_theta", rope.get("rope_theta") if isinstance(rope, Mapping) else None)}
+    if said["num_attention_heads"] is not None:
+        ours["num_key_value_heads"] = ours.get("num_key_value_heads") or ours.get("num_attention_heads")
+    said |= {"rope_theta": metadata.get(f"{arch}.rope.freq_base"), "head_dim": metadata.get(f"{arch}.attention.key_length")}
+    for field, theirs in said.items():
+        mine = ours.get(field)
+        numbers = type(mine) in (int, float) and type(theirs) in (int, float)
+        if mine is not None and theirs is not None and not (numbers and abs(mine - theirs) <= 1e-5 * abs(theirs)):
+            raise DamagedError(f"config.json beside {path} says {field}={str(mine)[:40]}, the file {str(theirs)[:40]}")
 
 
 def _name(theirs: str) -> str | None:
@@ -190,6 +232,11 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
     """A config.json from metadata. Raises UnsupportedError where it would be a guess."""
     if "rope_freqs.weight" in tensors or metadata.get(f"{arch}.rope.scaling.type") not in (None, "none"):
         raise UnsupportedError(f"{path} scales its rotary frequencies; put the model's config.json beside it")
+    for key, value in metadata.items():
+        if key.startswith(f"{arch}.") and key.removeprefix(f"{arch}.") not in ARCH_KEYS:
+            raise UnsupportedError(
+                f"{path} has {key}={str(value)[:40]}, which lowq does not know; put the model's config.json beside it"
+            )
     found: dict[str, Any] = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items()}
     if missing := [FIELDS[f] for f, v in found.items() if v is None]:
         raise DamagedError(f"{path} lacks the metadata {arch}.{missing[0]}; put the model's config.json beside it")

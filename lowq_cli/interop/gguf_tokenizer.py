@@ -5,14 +5,13 @@ text that have no name here.
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.interop.gguf_file import BOOL, INT32, STRING, Value, array, flag, text, u32
+from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -166,11 +165,8 @@ def tokenizer_folder(path: Path, metadata: Mapping[str, Any], cache: Path) -> Pa
     if not files:
         return path.parent
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as made:
-            for name, content in files.items():
-                (Path(made) / name).write_text(content, encoding="utf-8")
-                os.replace(Path(made) / name, cache / name)
+        for name, content in files.items():
+            write_whole(cache / name, content.encode())
     except OSError:
         return path.parent
     return cache

@@ -1,7 +1,7 @@
 """A GGUF file while it is written: in a folder of its own until it is whole, and gone on with after a kill.
 
-NAME.partial/file       the file's first bytes, in order
-NAME.partial/note.json  how many tensors are whole and on disk, every SHARD bytes
+NAME.id.partial/file       the file's first bytes, in order
+NAME.id.partial/note.json  how many tensors are whole and on disk, every SHARD bytes
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lowq_cli.files import shards
-from lowq_cli.files.atomic import writing
+from lowq_cli.files.atomic import publish, writing
 from lowq_cli.files.folder import unfinished
 from lowq_cli.interop.gguf_file import GgufTensor, finish_tensor
+from lowq_cli.state import remember_export
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import UsageError
 
 
 @contextmanager
@@ -26,8 +26,6 @@ def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
     Kept after a kill, Ctrl-C, or where memory or disk were too small, for the next call of the same `run`.
     Raises UsageError if `out` is there, cannot be written, or another process writes it; DoesNotFitError if the disk is full.
     """
-    if out.exists():
-        raise UsageError(f"{out} is there already; use another --out, or remove it")
     with unfinished(out, run) as folder:
         path = folder / "file"
         path.touch()
@@ -36,7 +34,8 @@ def new_gguf(out: Path, run: str, head: bytes) -> Iterator["GgufWriter"]:
             with writing(out):
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(path, out)
+                remember_export(out, run, path)  # before it has its name: a kill between is no other export
+                publish(path, out)
 
 
 class GgufWriter:

@@ -4,27 +4,29 @@ It is written once into the user's cache folder and found there the next time. W
 permuted groups) is written dense.
 """
 
+from __future__ import annotations
+
 import filecmp
 import os
 import re
-import shutil
 from importlib.metadata import version
 from pathlib import Path
-
-import torch
 
 from lowq_cli import console, state
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import is_checkpoint
-from lowq_cli.files.folder import new_folder
+from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact
+from lowq_cli.files.regular import read_regular
 from lowq_cli.files.shards import ShardWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
+from lowq_packers import home
 from lowq_packers.atomic import replacing
 from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.formats import Fetch, Matrix
 from lowq_packers.layouts import pack
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 
 # quantization steps: 4-bit zeros are rounded by 0.03 at most, which adds 0.1% to a group's error; 8-bit ones by 0.5, 27%
@@ -49,6 +51,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
             return name
         target = cached(source)
         if _is_whole(target):
+            sweep(target)
             copy_new(source, target)
         else:
             console.say(f"{name} is {fmt.title}; importing it into {target}")
@@ -70,7 +73,7 @@ def _runs_in_fp8(source: Source) -> bool:
 def cached(source: Source, kind: str = "imports") -> Path:
     """Where what is made from a checkpoint is kept: one folder for each checkpoint and version of lowq."""
     stem = re.sub(r"[^\w.-]+", "-", Path(source.name).name) or "model"
-    return state.cache_dir() / kind / f"{stem}-{source.identity}-{version('lowq')}"
+    return home.cache_dir() / kind / f"{stem}-{source.identity}-{version('lowq')}"
 
 
 def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> float:
@@ -88,8 +91,7 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
         config["quantization_config"] = compact(schemes, kept)
     fetch, off = fetcher(source), 0.0
     try:
-        with new_folder(target) as folder:
-            shards = ShardWriter(folder)
+        with new_folder(target) as folder, ShardWriter(folder) as shards:
             for name in source.headers:
                 for m in at.get(name, ()):
                     made = _imported(m, fetch)
@@ -101,7 +103,7 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
             shards.finish()
             with writing(folder):
                 for path in source.companions():
-                    shutil.copyfile(path, folder / path.name)
+                    (folder / path.name).write_bytes(read_regular(path))
                 (folder / "config.json").write_bytes(to_json(config))
     except UsageError:
         if not _is_whole(target):  # else another process was quicker
@@ -115,7 +117,7 @@ def copy_new(source: Source, target: Path) -> None:
         for path in source.companions():
             if not (target / path.name).exists() or not filecmp.cmp(path, target / path.name, shallow=False):
                 with replacing(target / path.name) as made:  # whole before others see it
-                    shutil.copyfile(path, made)
+                    made.write_bytes(read_regular(path))
 
 
 def _is_whole(folder: Path) -> bool:

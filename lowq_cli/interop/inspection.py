@@ -14,7 +14,7 @@ from lowq_cli.files.source import REPORT, Source
 from lowq_cli.interop.exporter import exportable
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.state import user_path
-from lowq_kernels.dispatch import tuning
+from lowq_kernels.dispatch import tuning_file
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import DISK
 
@@ -222,9 +222,9 @@ def _family(source: Source) -> str:
 
 def _tuned(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """GPUs that the checkpoint's tuning table has entries for; a note where its file is damaged, as runs of it say too."""
-    if not (folder / tuning.FILE).is_file():
+    if not (folder / tuning_file.FILE).is_file():
         return (), ()
     try:
-        return tuple(dict.fromkeys(m["gpu"] for m in tuning.read_file(folder / tuning.FILE))), ()
+        return tuple(dict.fromkeys(m["gpu"] for m in tuning_file.read_file(folder / tuning_file.FILE))), ()
     except DamagedError as e:
         return (), (f"ignoring {e}",)

@@ -1,18 +1,21 @@
 """Sending a checkpoint to the hub: its files, and the card that `card.model_card` writes."""
 
+import glob
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.source import JOURNAL, LOG
+from lowq_cli.files.checkpoint import Checkpoint, open_checkpoint
+from lowq_cli.files.resolution import is_own
+from lowq_cli.files.safetensors_io import check_file_name
+from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, REPORT
 from lowq_cli.interop.card import CARD, model_card
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_kernels.dispatch import tuning
+from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 
 REPO = re.compile(r"[\w.-]+/[\w.-]+")
-LEFT_OUT = (LOG, JOURNAL, CARD)
 
 
 def publish(
@@ -35,9 +38,25 @@ def publish(
         if not dry_run:
             _check_logged_in()
         card = model_card(found, repo, against, measure(found.folder) if measure else None)
-        files = sorted(p.name for p in found.folder.iterdir() if p.is_file() and p.name not in LEFT_OUT)
-        url = None if dry_run else _send(str(found.folder), repo, private, card)
+        files = _files(found)
+        url = None if dry_run else _send(found.folder, files, repo, private, card)
     return {"url": url, "files": [*files, CARD], "card": card}
+
+
+def _files(found: Checkpoint) -> list[str]:
+    """What is sent: what the report lists, or without such a list what a checkpoint is made of; and the tuning table.
+
+    Raises DamagedError for a listed file that is missing, or lies elsewhere.
+    """
+    made = {CONFIG, *found.source.files, *(p.name for p in found.source.companions())}
+    optional = {n for n in (REPORT, INDEX, tuning.FILE) if (found.folder / n).is_file()}
+    listed = {check_file_name(name, REPORT) for name in found.report.get("files") or made}
+    for name in sorted(listed | optional):
+        if not (found.folder / name).is_file():
+            raise DamagedError(f"{found.folder / name} is missing, which {REPORT} lists; quantize again")
+        if not is_own(found.folder / name):
+            raise DamagedError(f"{found.folder / name} is a link to somewhere else, which is not sent; copy it there")
+    return sorted((listed | optional) - {CARD, LOG, JOURNAL})
 
 
 def _check_logged_in() -> None:
@@ -48,16 +67,15 @@ def _check_logged_in() -> None:
         raise NotFoundError("you are not logged in to the hub; run: hf auth login (or set HF_TOKEN)")
 
 
-def _send(folder: str, repo: str, private: bool, card: str) -> str:
+def _send(folder: Path, files: list[str], repo: str, private: bool, card: str) -> str:
     """Create the repository if it is not there and upload; its address."""
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=repo, folder_path=folder, ignore_patterns=[*LEFT_OUT, "*.partial"], commit_message="Upload with lowq"
-        )
+        only = [glob.escape(name) for name in files]
+        api.upload_folder(repo_id=repo, folder_path=str(folder), allow_patterns=only, commit_message="Upload with lowq")
         api.upload_file(
             path_or_fileobj=card.encode(), path_in_repo=CARD, repo_id=repo, commit_message="Model card from the report"
         )

@@ -1,13 +1,17 @@
-"""What `lowq serve` runs: vLLM, on a checkpoint exported into the cache in a format that it has kernels for.
+"""What `lowq serve --engine vllm` runs: vLLM, with the kernels that are faster for a checkpoint.
 
-Where there is none, or on request, vLLM takes the checkpoint as it is and our kernels with it, through `vllm_plugin`.
+These are lowq's, through `vllm_plugin`, on the checkpoint as it is; or vLLM's own, on an export in the cache, in a format that
+it has kernels for. docs/serving.md has what was measured.
 """
 
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
 
 from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
-from lowq_cli.files.sharding import fusion_problems, shard_problems
+from lowq_cli.files.sharding import DENSE_TABLE, fusion_problems, shard_problems
 from lowq_cli.files.source import DEMO
 from lowq_cli.interop.exporter import check, export
 from lowq_cli.interop.importer import cached, copy_new
@@ -18,57 +22,134 @@ from lowq_packers.layouts import DISK
 
 VLLM_FORMATS = ("compressed-tensors", "awq")  # in the order of vLLM's kernels for them
 NATIVE = "lowq"
+TESTED = ("0.24", "0.33")  # versions of vLLM whose models and loaders ran with the plugin; 0.24 on a GPU
+
+
+class Kernels(NamedTuple):
+    """Whose kernels serve a checkpoint: the format that vLLM reads, NATIVE or an export's, and why."""
+
+    format: str
+    why: str
 
 
 def command(
-    model: str, ranks: int = 1, port: int = 8000, extra: tuple[str, ...] = (), write: bool = True, native: bool = False
+    model: str,
+    ranks: int = 1,
+    port: int = 8000,
+    extra: tuple[str, ...] = (),
+    write: bool = True,
+    native: bool | None = None,
+    stages: int = 1,
 ) -> list[str]:
     """The `vllm serve` command line for a checkpoint of ours, or for a model that vLLM reads as it is.
 
-    write: export what must be exported; False only says where it would be. native: do not export, use our kernels.
+    write: export what must be exported; False only says where it would be. native: lowq's kernels, or vLLM's on an export; None
+    takes the faster. ranks, stages: GPUs that share each layer, and parts of the layers one after another.
     Raises UnsupportedError for weights that vLLM fuses but that differ, or that `ranks` ranks cannot share.
     """
-    if ranks < 1:
-        raise UsageError(f"--tp {ranks} must be at least 1")
+    for flag, value in (("--tp", ranks), ("--pp", stages)):
+        if value < 1:
+            raise UsageError(f"{flag} {value} must be at least 1")
     if not 0 < port < 1 << 16:
         raise UsageError(f"--port {port} must be from 1 to 65535")
     folder = DEMO if model == "demo" else user_path(model)
     name = folder.resolve().name if folder.is_dir() else model
     served = str(folder) if model == "demo" else model
     if is_checkpoint(folder):
-        with (found := open_checkpoint(folder)).source:
-            to = choose(found, ranks, native)
-            target = folder.resolve() if to == NATIVE else cached(found.source, f"exports/{to}")
+        target, kernels = prepare(folder, ranks, native, write=False)
+        whose = "lowq's kernels, by its plugin" if kernels.format == NATIVE else f"vLLM's kernels, on {kernels.format}"
+        console.say(f"{whose}: {kernels.why}; {installed()}")
+        if write:
+            prepare(folder, ranks, native)
         served = str(target)
-        if to == NATIVE:
-            console.say("served by lowq's own kernels: lowq must be installed where vLLM is (it finds the plugin by itself)")
-        elif write and (target / "config.json").is_file():
-            copy_new(found.source, target)
-        elif write:
-            console.say(f"exporting to {to} in {target}")
-            export(folder, to, target)
     parallel = ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
+    parallel += ["--pipeline-parallel-size", str(stages)] if stages > 1 else []
     return ["vllm", "serve", served, "--served-model-name", name, "--port", str(port), *parallel, *extra]
 
 
-def choose(found: Checkpoint, ranks: int, native: bool = False) -> str:
-    """The export format that vLLM serves a checkpoint in, or NATIVE. Raises UnsupportedError where neither can."""
-    shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
+def prepare(folder: Path, ranks: int = 1, native: bool | None = None, write: bool = True) -> tuple[Path, Kernels]:
+    """The folder that vLLM reads for a checkpoint, exported where it must be (unless `write` is False), and whose kernels."""
+    with (found := open_checkpoint(folder)).source:
+        kernels = choose(found, ranks, native)
+        if kernels.format == NATIVE:
+            return folder.resolve(), kernels
+        target = cached(found.source, f"exports/{kernels.format}")
+    if write and (target / "config.json").is_file():
+        copy_new(found.source, target)
+    elif write:
+        console.say(f"exporting to {kernels.format} in {target}")
+        export(folder, kernels.format, target)
+    return target, kernels
+
+
+def installed() -> str:
+    """Which vLLM is beside lowq, and whether lowq was tested with it."""
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        return "vLLM is not installed beside lowq: where it runs, lowq must be installed for the plugin to be found"
+    known = ".".join(found.split(".")[:2]) in TESTED
+    return f"vLLM {found}{'' if known else ', which lowq was not tested with (' + ', '.join(TESTED) + ' were)'}"
+
+
+def choose(found: Checkpoint, ranks: int, native: bool | None = None) -> Kernels:
+    """Whose kernels serve a checkpoint. Raises UnsupportedError where those asked for, or any, cannot."""
     where = f"vLLM cannot serve {found.folder} on {ranks} GPU(s)"
     if fused := fusion_problems(found.schemes):
         raise UnsupportedError(f"{where}: {fused[0]}")
-    for to in () if native else VLLM_FORMATS:
+    exported, problem = _exported(found, ranks), _plugin_problem(found, ranks)
+    slower = _slower(found)
+    if problem and (native or not exported):
+        raise UnsupportedError(f"{where}: {problem}")
+    if native is False and not exported:
+        raise UnsupportedError(f"{where} by its own kernels: it has none for these schemes; leave --export out")
+    if native is not None:
+        return Kernels(NATIVE if native or not exported else exported, "asked for")
+    if not exported:
+        return Kernels(NATIVE, "vLLM has none for these schemes")
+    if problem:
+        return Kernels(exported, f"the plugin cannot: {problem}")
+    return Kernels(exported, slower) if slower else Kernels(NATIVE, "measured faster")
+
+
+def _exported(found: Checkpoint, ranks: int) -> str | None:
+    """The first format that vLLM has kernels for and that holds the checkpoint for so many ranks."""
+    for to in VLLM_FORMATS:
         if to == "compressed-tensors" and not _has_kernels(found):
             continue
         with suppress(LowqError):
             check(found, formats.get(to))
-            if not shard_problems(found.config, found.schemes, shapes, ranks):
+            if not shard_problems(found.config, found.schemes, _shapes(found), ranks):
                 return to
-    if problems := shard_problems(found.config, found.schemes, shapes, ranks, packed_zeros=False):
-        raise UnsupportedError(f"{where}: {problems[0]}")
+    return None
+
+
+def _plugin_problem(found: Checkpoint, ranks: int) -> str | None:
+    """Why lowq's plugin cannot serve the checkpoint on so many ranks."""
+    if problems := shard_problems(found.config, found.schemes, _shapes(found), ranks, packed_zeros=False):
+        return problems[0]
     if other := next((t for t in found.tensors if t.scheme and t.layout != DISK), None):
-        raise UnsupportedError(f"{where}: {other.name} is stored in layout {other.layout}; quantize without --layout")
-    return NATIVE
+        return f"{other.name} is stored in layout {other.layout}; quantize without --layout"
+    family = found.config.get("model_type")
+    if family in DENSE_TABLE and any(name.endswith("embed_tokens") for name in found.schemes):
+        return f"its {family} takes no packed token embedding; quantize with --embedding keep"
+    return None
+
+
+def _slower(found: Checkpoint) -> str | None:
+    """Why vLLM's own kernels are taken though lowq's could be."""
+    if any(".experts." in name for name in found.schemes):
+        return "lowq's were not timed in vLLM on mixtures (--native takes them)"
+    import torch
+
+    from lowq_kernels import gpu
+
+    here = gpu.capability(torch.device("cuda")) if torch.cuda.is_available() else gpu.HOPPER.capability
+    return None if here == gpu.HOPPER.capability else "lowq's were not timed in vLLM on this kind of GPU (--native takes them)"
+
+
+def _shapes(found: Checkpoint) -> dict[str, tuple[int, int]]:
+    return {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
 
 
 def _has_kernels(found: Checkpoint) -> bool:

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 
+from lowq_cli.files.roles import Role
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.source import WHOLE, Source
-from lowq_cli.hf.structure import Role
 from lowq_cli.plan.plan import Item
 from lowq_cli.plan.recipe import Recipe, matches
-from lowq_packers.fp8 import scale_shape
-from lowq_packers.scheme import BLOCKS
+from lowq_packers.scheme import BLOCKS, scale_shape
 
 KEPT = ("norm", "embedding", "router", "other")
 

@@ -18,9 +18,8 @@ from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_io import ITEMSIZE, TensorHeader
 from lowq_cli.files.source import Cut, Source
 from lowq_cli.plan.recipe import Recipe
-from lowq_packers.fp8 import ACT_KEY as FP8_ACT_KEY
 from lowq_packers.layouts import DISK
-from lowq_packers.scheme import BLOCKS, Scheme
+from lowq_packers.scheme import ACT_KEY, BLOCKS, Scheme
 
 KINDS = ("attention", "mlp", "expert", "head", "embedding", "router", "norm", "other")
 
@@ -210,7 +209,7 @@ def fp8_config(recipe: Recipe, items: Iterable[Item]) -> dict[str, Any]:
         "weight_block_size": list(BLOCKS[recipe.block]),
         "modules_to_not_convert": sorted({"lm_head", *kept} - {i.name for i in items if i.quantized}),
     }
-    return section if recipe.act == "fp8" else section | {FP8_ACT_KEY: recipe.act}
+    return section if recipe.act == "fp8" else section | {ACT_KEY: recipe.act}
 
 
 def index_json(plan: Plan) -> dict[str, Any] | None:
@@ -247,6 +246,8 @@ def default_out(source: Source | str, recipe: Recipe) -> Path:
         width = f"{recipe.bpw:g}bpw"
     elif recipe.size is not None:
         width = f"{recipe.size / 1e9:.3g}GB"
+    elif recipe.bounded:
+        width = f"kl{recipe.max_kl:g}" if recipe.max_kl else f"ppl{recipe.max_ppl:g}"
     else:
         group = recipe.group_for(recipe.bits)
         width = f"{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}"
@@ -263,6 +264,7 @@ def _unusual(recipe: Recipe) -> list[str]:
     parts += [] if r.act == "none" else [r.act]
     parts += ["rot"] * r.rotate
     usual = Recipe()
-    names = ("overrides", "skip", "dtype", "layout", "calib", "calib_tokens", *(("widths", "group") if r.bpw or r.size else ()))
+    names = ["overrides", "skip", "dtype", "layout", "calib", "calib_tokens", "calib_seed"]
+    names += ["widths", "group", "fit", "judge"] if r.budgeted else []
     rest = {n: str(getattr(r, n)) for n in names if getattr(r, n) != getattr(usual, n)}
     return parts + [hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:4]] * bool(rest)

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from lowq_cli import quantizers
+from lowq_cli.files import packed
+from lowq_cli.files.family_tensors import known_roles
+from lowq_cli.files.quant_config import Stored
+from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
 from lowq_cli.files.source import SINGLE, WHOLE, Cut, Source
-from lowq_cli.hf.structure import TIED, Role, roles, why_not_head
 from lowq_cli.plan.fp8 import fp8_items
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Group, Keep, Recipe, matches
-from lowq_cli.quantizers.gptq import FEW_TOKENS
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group
@@ -66,7 +68,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
         UsageError: already a lowq checkpoint; a pattern that fits nothing. SchemeError: an override that cannot hold.
     """
     refuse_quantized(source)
-    found = roles(source.config, source.headers)
+    found = roles(source)
     _refuse_empty(source, found)
     if recipe.format == "fp8":
         return _planned(source, recipe, fp8_items(source, found, recipe), list(source.notes), shard_size)
@@ -94,7 +96,7 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
     if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):
         notes.append(
-            f"an expert that fewer than {FEW_TOKENS} tokens of the calibration text visit is quantized without it; "
+            f"an expert that fewer than {quantizers.FEW_TOKENS} tokens of the calibration text visit is quantized without it; "
             f"the run and lowq_report.json name those"
         )
     untie = any(i.kind == "head" and i.scheme for i in items)
@@ -112,10 +114,20 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
     return replace(plan, warnings=tuple(_warnings(plan)))
 
 
+def roles(source: Source) -> dict[str, Role]:
+    """What every tensor is: of a known family by its config alone, of any other by transformers' model. Raises as that does."""
+    found = known_roles(source.config, source.headers)
+    if found is None:
+        from lowq_cli.hf import structure  # imports transformers: 1.5 to 6 s
+
+        found = structure.roles(source.config, source.headers)
+    return found
+
+
 def free_candidates(source: Source, recipe: Recipe) -> list[Candidate]:
     """The matrices that `recipe` says nothing about: linears, experts, head and embedding. Raises as `make_plan`."""
     refuse_quantized(source)
-    candidates = _candidates(source, roles(source.config, source.headers))
+    candidates = _candidates(source, roles(source))
     requests = _requests(recipe, candidates)
     kinds = ("attention", "mlp", "expert", *(("head", "embedding") if recipe.lm_head == "auto" else ()))
     return [c for c in candidates if c.kind in kinds and not requests[c.name].by_name]
@@ -254,7 +266,7 @@ def _tied_head(
     if recipe.lm_head in ("keep", "auto") or any(c.kind == "head" for c in candidates):
         return None, None
     stored = next((n for n, r in found.items() if r.kind == "head" and n.endswith("lm_head.weight")), None)
-    why = why_not_head(source.config) if stored is None or found[stored].reason == TIED else found[stored].reason
+    why = _why_not_head(source) if stored is None or found[stored].reason == TIED else found[stored].reason
     if why:
         raise UsageError(f"lm_head: the output head stays as it is, because {why}; leave --lm-head out")
     table = next((c for c in candidates if c.kind == "embedding"), None)
@@ -263,6 +275,15 @@ def _tied_head(
     if requests[table.name].bits != "keep":
         raise UsageError("lm_head: the embedding, which is the head too, is quantized already; leave --lm-head out")
     return replace(table, name="lm_head", kind="head", target="lm_head.weight"), stored
+
+
+def _why_not_head(source: Source) -> str | None:
+    """Why an output head made from the embedding cannot be packed, or None."""
+    if known_roles(source.config, source.headers) is not None:
+        return None
+    from lowq_cli.hf import structure
+
+    return structure.why_not_head(source.config)
 
 
 def _items(
@@ -296,13 +317,10 @@ def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, sh
     scheme = decision.scheme
     assert scheme is not None, c.name  # parts of one tensor agree: _check_targets
     layout, why = _layout(c, scheme, recipe, shared)
-    shapes = stored(layout).shapes
-    assert shapes
-    of_words, of_scales = shapes(scheme, *c.shape)
-    outputs = [(f"{c.name}.weight", TensorHeader(of_words, "I32")), (f"{c.name}.weight_scale", TensorHeader(of_scales, scales))]
-    if scheme.zero != "none":
-        outputs.append((f"{c.name}.weight_zero", TensorHeader(of_scales, scales)))
+    tensors = packed.tensors(Stored(scheme, layout), *c.shape).items()
+    outputs = [(c.name + n, TensorHeader(shape, scales if scales in dtypes else dtypes[0])) for n, (shape, dtypes) in tensors]
     method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
+    quantizers.check_zero(method, scheme)
     note = "; ".join(filter(None, (decision.note, why)))
     return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
 

@@ -38,6 +38,8 @@ NOT_CALIBRATED = ("head", "embedding", "router")
 # head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers or 2 GB of 2-bit ones. A tied head is the embedding:
 # quantized apart it would make the model larger.
 HEAD_BITS = {2: 4, 4: 8}
+EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%"}
+BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # what may stand in the place of `bits`
 LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # what files may hold
 FORMATS = ("lowq", "fp8")
 OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # what of a recipe the format fp8 takes
@@ -98,12 +100,18 @@ class Recipe:
         lm_head: bits of the output head, or "keep"; "auto" is 8 beside 4 and 3 bits, 4 beside fewer, none if tied.
         embedding: bits of the input embedding, or "keep"; tied, it is the head too.
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
-        calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; None = the bundled one.
+        calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = the model writes it; "bundled";
+            None = its own where writing it takes no longer than quantizing, else the bundled one.
         calib_tokens: how many tokens of it, at most.
+        calib_seed: of a text that the model writes.
         rotate: turn the residual stream and the heads first, folded into the weights; exact, for the families of `rotation`.
         act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
         bpw, size: a budget instead of `bits`: bits per weight of all weights that may be quantized and that no exception
             names, head and embedding among them; or bytes of the weight files. See `mixed`.
+        max_kl, max_ppl: a bound instead of `bits`: nats per token of KL divergence from the model, or percent that perplexity
+            may rise, measured on `judge`. The smallest checkpoint that meets it is found; see `bound`.
+        fit: with a bound, most bytes of the weight files.
+        judge: text that a bound is measured on; None = the bundled sample.
         widths: of the codes, that a budget may be spent on.
         overrides, skip: exceptions by tensor name.
         format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8"
@@ -122,10 +130,15 @@ class Recipe:
     dtype: Dtype = "source"
     calib: str | None = None
     calib_tokens: int = 65536
+    calib_seed: int = 0
     act: Act = "none"
     rotate: bool = False
     bpw: float | None = None
     size: int | None = None
+    max_kl: float | None = None
+    max_ppl: float | None = None
+    fit: int | None = None
+    judge: str | None = None
     widths: tuple[int, ...] = (8, 4, 3, 2)
     overrides: tuple[Override, ...] = ()
     skip: tuple[str, ...] = ()
@@ -147,8 +160,9 @@ class Recipe:
                 raise UsageError(f"{name}={spelled(value)} does not exist; use one of {', '.join(known)}")
         if type(self.calib_tokens) is not int or self.calib_tokens < 4096:
             raise UsageError(f"calib_tokens={spelled(self.calib_tokens)} must be a whole number of at least 4096")
-        budgeted = self.bpw is not None or self.size is not None
-        if self.calib is not None and not budgeted and (self.method == "auto" or not quantizers.needs_text(self.method)):
+        if type(self.calib_seed) is not int or not 0 <= self.calib_seed < 1 << 32:
+            raise UsageError(f"calib_seed={spelled(self.calib_seed)} must be a whole number from 0 to 2^32 - 1")
+        if self.calib is not None and not self.budgeted and (self.method == "auto" or not quantizers.needs_text(self.method)):
             raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
         if not isinstance(self.rotate, bool):
             raise UsageError(f"rotate={spelled(self.rotate)} must be true or false")
@@ -169,9 +183,30 @@ class Recipe:
             return self.lm_head
         return next((head for most, head in HEAD_BITS.items() if self.bits <= most), "keep")
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether the bits of each weight are chosen, within a budget or a bound."""
+        return any(getattr(self, name) is not None for name in BUDGETS)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the loss is what is asked for."""
+        return self.max_kl is not None or self.max_ppl is not None
+
     def _check_budget(self) -> None:
-        if self.bpw is not None and self.size is not None:
-            raise UsageError("--bpw and --size are two budgets; give one of them")
+        given = [f"--{name.replace('_', '-')}" for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} are {len(given)} budgets; give one of them")
+        for name in ("max_kl", "max_ppl"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1000):
+                raise UsageError(f"{name}={spelled(value)} must be a positive number, such as {EXAMPLE[name]}")
+        if self.fit is not None and (type(self.fit) is not int or self.fit < 1):
+            raise UsageError(f"fit={spelled(self.fit)} must be a positive number of bytes")
+        for name in ("fit", "judge"):
+            if getattr(self, name) is not None and not self.bounded:
+                alone = "; alone it is --size" if name == "fit" else ""
+                raise UsageError(f"--{name} goes with --max-kl or --max-ppl{alone}")
         if self.bpw is not None and not (isinstance(self.bpw, int | float) and 1 <= self.bpw <= 16):
             raise UsageError(f"bpw={spelled(self.bpw)} must be a number of bits per weight from 1 to 16, such as 3.2")
         if self.size is not None and (type(self.size) is not int or self.size < 1):
@@ -228,8 +263,10 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
             elif name == "widths":
                 parts = value.split(",") if isinstance(value, str) else _listed(value)
                 values[name] = tuple(number(v, name) for v in parts)
-            elif name == "size":
+            elif name in ("size", "fit"):
                 values[name] = parse_size(str(value))
+            elif name == "max_ppl" and isinstance(value, str):
+                values[name] = _percent(value)
             elif name == "group":
                 values[name] = group_of(value, name)
             elif name in ("lm_head", "embedding"):
@@ -240,10 +277,9 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
         _check_fp8(values)
     elif "block" in values:
         raise UsageError("--block needs --format fp8")
-    if "bits" in values and (values.get("bpw") or values.get("size")):
-        raise UsageError(
-            "--bpw and --size choose the bits of every weight; leave --bits out, or name its choices with --widths"
-        )
+    chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if values.get(name)]
+    if "bits" in values and chosen:
+        raise UsageError(f"{chosen[0]} chooses the bits of every weight; leave --bits out, or name its choices with --widths")
     return Recipe(**values)
 
 
@@ -271,6 +307,14 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise UsageError(f"size {text!r} is not one; write 2GiB, 500MB or a number of bytes")
     return size
+
+
+def _percent(text: str) -> float:
+    """The number in '1%' or '1'. Raises UsageError."""
+    try:
+        return float(text.strip().removesuffix("%"))
+    except ValueError:
+        raise UsageError(f"max_ppl={text!r} is no percentage; write 1% or 0.5") from None
 
 
 def _listed(value: object) -> Iterable[object]:

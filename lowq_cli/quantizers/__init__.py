@@ -10,11 +10,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowq_packers.errors import UsageError
+from lowq_packers.errors import SchemeError, UsageError
 
 if TYPE_CHECKING:
     from lowq_packers.qtensor import QuantizedTensor
+    from lowq_packers.scheme import Scheme
 
+FEW_TOKENS = 128  # of a calibration text: an expert that fewer visit is quantized without them
+GPTQ_SLAB = 1 << 24  # weights that gptq rounds at a time: few passes over the columns, 64 MB a copy
+MOVES_ZERO = ("hqq",)  # methods that only move the zero
 NEEDS_TEXT = "Needs a calibration text"  # how the summary of a calibrated method ends
 Quantize = Callable[..., "QuantizedTensor"]
 
@@ -45,6 +49,12 @@ def get(name: str) -> Quantize:
     return importlib.import_module(f"{__name__}.{check(name)}").quantize
 
 
+def check_zero(name: str, scheme: "Scheme") -> None:
+    """Raise SchemeError where a method moves a zero that the scheme does not have."""
+    if name in MOVES_ZERO and scheme.zero == "none":
+        raise SchemeError(f'{name} moves the zero, and zero="none" has none; use --zero float, or --method rtn')
+
+
 def needs_text(name: str) -> bool:
     """Whether a method reads a calibration text: its summary says so, and its `quantize` takes `moments`."""
     return methods()[check(name)].endswith(NEEDS_TEXT)
@@ -60,13 +70,20 @@ def needs_learning(name: str) -> bool:
     return _says(name, "LEARN")
 
 
+def needs_distilling(name: str) -> bool:
+    """Whether all layers learn together behind that (calibrate/end_to_end.py): its file says DISTILL."""
+    return _says(name, "DISTILL")
+
+
 def carries_errors(name: str) -> bool:
     """Whether later columns make up for what rounding earlier ones costs: its file says CARRIES."""
     return _says(name, "CARRIES")
 
 
+@cache
 def _says(name: str, fact: str) -> bool:
-    return bool(getattr(importlib.import_module(f"{__name__}.{check(name)}"), fact, False))
+    text = Path(__file__).with_name(f"{check(name)}.py").read_text(encoding="utf-8")  # read, not imported: that takes torch
+    return f"\n{fact} = True" in text
 
 
 def data_free() -> list[str]:

@@ -4,20 +4,23 @@ A method hands `solve(groups, scheme, dtype)`: groups (R, G, group_size) fp32 ->
 numbers in any dtype, scales (R, G), zeros (R, G) or None. Rows are independent of each other, so slabs change nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
-import torch
-
 from lowq_packers.errors import DamagedError, SchemeError
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-Solution = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-Solve = Callable[[torch.Tensor, Scheme, torch.dtype | None], Solution]
+Solution = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor | None"]
+Solve = Callable[["torch.Tensor", Scheme, "torch.dtype | None"], Solution]
 
 # Weights per slab. On the CPU a slab and its temporaries should stay in cache; on a GPU launches should be few: 1e9 weights by
 # lsq take 0.87 s of an H100 in slabs of 2^22, 0.42 of 2^24, 0.36 of 2^25 (1.1 GB), 0.34 of 2^26 (1.8 GB).
 SLAB = {"cpu": 1 << 18, "cuda": 1 << 25}
+FEW_DIGITS = 32.0  # times the smallest number of a dtype: below that a scale has less than five bits
+UNHELD = 1e-3  # share of a weight's norm (squared) that may be in groups whose scales a dtype does not hold
 MAX_ZERO = 1024.0  # |zero| bound: a step of max|w|/1024 is finer than bf16, and zeros and scales stay far from fp16's ends
 
 
@@ -61,6 +64,18 @@ def check_weight(W: torch.Tensor, scheme: Scheme) -> tuple[int, int, int]:
         raise SchemeError(f"a weight must be (N, K) float, got {tuple(W.shape)} {W.dtype}")
     N, K = W.shape
     return N, K, scheme.groups(K)
+
+
+def unheld(W: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype | None) -> float:
+    """||w||^2 over the groups whose scales `dtype` cannot hold: at its largest number, or so small that few digits are left."""
+    if dtype is None:
+        return 0.0
+    info, s = torch.finfo(dtype), q.scales.float()
+    bad = (s >= info.max) | (s < info.smallest_normal * info.eps * FEW_DIGITS)
+    if not bool(bad.any()):
+        return 0.0
+    groups = W.float().reshape(W.shape[0], -1, q.group_size)
+    return float(groups[bad].double().square().sum())
 
 
 def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -4,10 +4,9 @@ from functools import partial
 
 import torch
 
-from lowq_cli.quantizers._slabs import Solution, check_weight, encode, quantize_rows
+from lowq_cli.quantizers._slabs import check_weight, quantize_rows
 from lowq_cli.quantizers.gptq import Moments, correct_drift, damp
-from lowq_cli.quantizers.lsq import fit_grid
-from lowq_packers.errors import SchemeError
+from lowq_cli.quantizers.lsq import solve
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -31,16 +30,9 @@ def quantize(
         SchemeError: shape or group size that does not fit, moments of another K. DamagedError: NaN or infinite weights.
     Source: AWQ (arXiv:2306.00978).
     """
-    _, K, G = check_weight(W, scheme)
+    _, _, G = check_weight(W, scheme)
     weights = None
     if moments is not None:
-        if moments.second.shape != (K, K):
-            raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
-        weights = damp(moments).diagonal().reshape(G, -1)
         W = correct_drift(W, moments)
-    return quantize_rows(W, scheme, partial(_solve, weights), dtype)
-
-
-def _solve(weights: torch.Tensor | None, groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-    scales, zeros = fit_grid(groups, scheme, dtype, weights)
-    return encode(groups, scales, scheme.mid if zeros is None else zeros, scheme.levels), scales, zeros
+        weights = damp(moments).diagonal().reshape(G, -1)
+    return quantize_rows(W, scheme, partial(solve, weights=weights), dtype)

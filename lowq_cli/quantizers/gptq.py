@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from lowq_cli.quantizers import GPTQ_SLAB
 from lowq_cli.quantizers._slabs import Solution, check_weight, quantize_rows
 from lowq_cli.quantizers.lsq import fit_grid
 from lowq_kernels.gptq.round_block import round_block
@@ -13,7 +14,6 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 CARRIES = True  # errors go on to later columns: a budget of bits weighs them so
-SLAB = 1 << 24  # weights at a time: few passes over the columns, 64 MB a copy
 BLOCK = 128  # columns rounded before the rest of the row is corrected in one product
 # Added to the second moment's diagonal, relative to its mean, against chance correlations of the calibration text. Base model,
 # 2 bits g64, 79k tokens of calibration: perplexity on WikiText-2 56.96 at 0.1, 57.86 at 0.3 (16k tokens: 60.63 at 0.03).
@@ -25,9 +25,6 @@ DAMP = 0.1
 SHRINK, ENOUGH = 2, 32
 # Share of the drift of earlier layers that a layer makes up for (GPTAQ uses 1): 56.96 without, 52.43 at 0.5, 52.58 at 1.
 ALPHA = 0.5
-
-
-FEW_TOKENS = 128  # an expert that fewer tokens visit is quantized without them
 
 
 @dataclass
@@ -63,17 +60,20 @@ def quantize(
     """
     _, K, G = check_weight(W, scheme)
     if moments is None:
-        return quantize_rows(W, scheme, partial(_solve, _Path.straight(K, W.device)), dtype, SLAB)
-    if moments.second.shape != (K, K):
-        raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
+        return quantize_rows(W, scheme, partial(_solve, _Path.straight(K, W.device)), dtype, GPTQ_SLAB)
     if moments.tokens >= ENOUGH * K:
         moments = replace(moments, tokens=0)
     W = correct_drift(W, moments)
-    return quantize_rows(W, scheme, partial(_solve, _Path.of(damp(moments), G)), dtype, SLAB)
+    return quantize_rows(W, scheme, partial(_solve, _Path.of(damp(moments), G)), dtype, GPTQ_SLAB)
 
 
 def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """W + ALPHA W drift second^-1: what makes up, by a share, for the drift of the inputs (GPTAQ)."""
+    """W + ALPHA W drift second^-1: what makes up, by a share, for the drift of the inputs (GPTAQ).
+
+    Raises SchemeError for moments of another K than W's.
+    """
+    if moments.second.shape != (K := W.shape[1], K):
+        raise SchemeError(f"moments are of {moments.second.shape[0]} inputs, the weight has K={K}")
     if moments.drift is None:
         return W
     W = W.float()

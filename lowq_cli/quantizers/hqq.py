@@ -1,26 +1,18 @@
 """Half-quadratic quantization: the zero of each group moves to where a p < 1 norm of the error is least."""
 
-from dataclasses import dataclass
-
 import torch
 
+from lowq_cli.quantizers import check_zero
 from lowq_cli.quantizers._slabs import Solution, encode, minmax, quantize_rows, store_scales, store_zeros
-from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 # At this width the walk starts from whole zeros, as the package's does, so that 0 stays 0 in many groups. Perplexity on
 # WikiText-2, 4 bits g32, start whole / not: base 36.09 / 36.74, story 38.97 / 39.71; on the held-out mix no difference.
 ROUND_START = 4
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The solver's constants. `beta` weighs the shrinkage, which acts above |error| = beta ** (-1 / (2 - p))."""
-
-    p: float = 0.7
-    beta: float = 10.0
-    iters: int = 20
+P, BETA = 0.7, 10.0  # the norm, and what weighs the shrinkage, which acts above |error| = UNTOUCHED
+UNTOUCHED = BETA ** (-1 / (2 - P))
+ITERS = 20
 
 
 def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, exact: bool = False) -> QuantizedTensor:
@@ -40,17 +32,14 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, 
         SchemeError: shape, group size or zero="none". DamagedError: NaN or infinite weights.
     Source: Badri and Shaji 2023, mobiusml.github.io/hqq_blog; hqq 0.2.8 core/optimize.py and core/quantize.py.
     """
-    if scheme.zero == "none":
-        raise SchemeError('hqq moves the zero, and zero="none" has none; use --zero float, or --method rtn')
+    check_zero("hqq", scheme)
     if exact:
-        return _quantize_exact(W, scheme, Settings())
+        return _quantize_exact(W, scheme)
     return quantize_rows(W, scheme, _solve, dtype)
 
 
 def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-    """All groups walk `iters` steps; each keeps the zero at which its L1 error was least."""
-    s = Settings()
-    untouched = s.beta ** (-1 / (2 - s.p))  # errors up to this shrink to 0: nearly always all of them
+    """All groups walk ITERS steps; each keeps the zero at which its L1 error was least."""
     scales, zeros = minmax(groups, scheme)
     scales = store_scales(scales, dtype)
     if scheme.bits == ROUND_START:
@@ -58,15 +47,15 @@ def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> S
     zeros = best_zeros = store_zeros(zeros, scheme, dtype)
     best = torch.full_like(scales, torch.inf)
     steps = groups / scales.unsqueeze(-1)  # memory is the limit: what stays is computed once, the rest in place
-    for _ in range(s.iters):
+    for _ in range(ITERS):
         codes = (steps + zeros.unsqueeze(-1)).round_().clamp_(0, scheme.levels - 1)
         excess = (codes - zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).sub_(groups)
         size = excess.abs()
         loss = size.mean(-1)
         better = loss < best
         best, best_zeros = torch.where(better, loss, best), torch.where(better, zeros, best_zeros)
-        small = size.max() <= untouched
-        target = steps if small else (groups + _shrink(excess, s.beta, s.p)) / scales.unsqueeze(-1)
+        small = size.max() <= UNTOUCHED  # nearly always: all errors shrink to 0
+        target = steps if small else (groups + _shrink(excess)) / scales.unsqueeze(-1)
         moved = store_zeros((codes - target).mean(-1), scheme, dtype)
         if torch.equal(moved, zeros):
             break
@@ -74,13 +63,13 @@ def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> S
     return encode(groups, scales, best_zeros, scheme.levels), scales, best_zeros
 
 
-def _shrink(x: torch.Tensor, beta: float, p: float) -> torch.Tensor:
-    """sign(x) * max(|x| - |x|**(p-1) / beta, 0): the proximal step of the p-norm. Zero at x = 0."""
+def _shrink(x: torch.Tensor) -> torch.Tensor:
+    """sign(x) * max(|x| - |x|**(P-1) / BETA, 0): the proximal step of the P-norm. Zero at x = 0."""
     size = x.abs()
-    return size.sub_((1.0 / beta) * size.pow(p - 1)).clamp_min_(0.0).mul_(x.sign())
+    return size.sub_((1.0 / BETA) * size.pow(P - 1)).clamp_min_(0.0).mul_(x.sign())
 
 
-def _quantize_exact(W: torch.Tensor, scheme: Scheme, s: Settings) -> QuantizedTensor:
+def _quantize_exact(W: torch.Tensor, scheme: Scheme) -> QuantizedTensor:
     """hqq 0.2.8's own steps in its order: the multiplier form, a whole-matrix stop, beta never multiplied by kappa."""
     N, K = W.shape
     G = scheme.groups(K)
@@ -93,10 +82,10 @@ def _quantize_exact(W: torch.Tensor, scheme: Scheme, s: Settings) -> QuantizedTe
     if scheme.bits == ROUND_START:
         zero = torch.round(zero)
     best = torch.tensor(torch.inf, device=W.device)
-    for _ in range(s.iters):
+    for _ in range(ITERS):
         codes = torch.round(w * scale + zero).clamp_(0, top)
         restored = (codes - zero) / scale
-        shrunk = _shrink(w - restored, s.beta, s.p)
+        shrunk = _shrink(w - restored)
         zero = torch.mean(codes - (w - shrunk) * scale, dim=1, keepdim=True)
         error = torch.abs(w - restored).mean()
         if not error < best:

@@ -1,7 +1,8 @@
 """gptq, then each layer's codes, scales and zeros follow its error's gradient: slow, for few bits. Needs a calibration text."""
 
-from lowq_cli.quantizers.gptq import CARRIES, quantize
+from lowq_cli.quantizers.gptq import quantize
 
-__all__ = ["CARRIES", "quantize"]
+__all__ = ["quantize"]
 
+CARRIES = True
 LEARN = True  # `calibrate` hands a layer's results to calibrate/learn.py

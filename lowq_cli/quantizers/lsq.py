@@ -34,11 +34,12 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) 
     Source: own; the alternation is Lloyd's (1957, 1982) restricted to evenly spaced levels. Squared error, because its
     perplexity is the lowest of p = 1, 1.5, 2, 2.4, 3, 4 at 2 bits (docs/accuracy.md).
     """
-    return quantize_rows(W, scheme, _solve, dtype)
+    return quantize_rows(W, scheme, solve, dtype)
 
 
-def _solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-    scales, zeros = fit_grid(groups, scheme, dtype)
+def solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, weights: torch.Tensor | None = None) -> Solution:
+    """Nearest codes for `fit_grid`'s scales and zeros, which it returns with them."""
+    scales, zeros = fit_grid(groups, scheme, dtype, weights)
     return encode(groups, scales, scheme.mid if zeros is None else zeros, scheme.levels), scales, zeros
 
 

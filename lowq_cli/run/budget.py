@@ -1,32 +1,36 @@
 """What a run will take: memory, disk and time, against what there is. Asked before the first byte is written."""
 
+from __future__ import annotations
+
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate.calibration import seconds as calibration_seconds
-from lowq_cli.calibrate.calibration import working_bytes
+from lowq_cli.calibrate.need import working_bytes
 from lowq_cli.console import size
+from lowq_cli.devices import Device
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.memory import available_memory, current_rss
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
-from lowq_cli.run.workers import GPU_WORKERS, shared_threads
-from lowq_packers import fp8
+from lowq_cli.workers import GPU_WORKERS, shared_threads
 from lowq_packers.errors import DoesNotFitError
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.lazy import torch
 from lowq_packers.scheme import BLOCKS
+
+if TYPE_CHECKING:
+    from lowq_cli.run.own_text import Outlook
 
 SLAB = {"cpu": 1 << 23, "cuda": 1 << 25}  # weights quantized at a time, whatever the tensor's size
 BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, the error's fp32; measured, see benchmarks/quantize_cost.py
 WORKING = 160 << 20  # buffers of the quantizers, of copying and of the allocator that do not grow with the slab
+TORCH = 225 << 20  # resident once torch is imported: a plan from headers comes before that
 ROTATING = 12  # bytes per weight of a matrix that is rotated: what mixes rows is made whole, in fp32
 PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights in the timing sample
 
@@ -59,17 +63,40 @@ class Budget:
             )
 
 
-def make_budget(plan: Plan, out: Path, device: torch.device, workers: int = 1, written: int = 0, held: int = 0) -> Budget:
-    """What `plan` will take with so many `workers`; `written` bytes are on disk already, reading keeps `held` in memory."""
+def make_budget(
+    plan: Plan, out: Path, device: Device, workers: int = 1, written: int = 0, held: int = 0, timed: bool = True
+) -> Budget:
+    """What `plan` will take with so many `workers`; `written` bytes are on disk already, reading keeps `held` in memory.
+
+    timed: whether a sample of the work is done to tell the time, which takes torch.
+    """
     folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     calibrating = working_bytes(plan)
-    peak = current_rss() + WORKING + held + workers * max(slab_bytes(i, device.type) for i in plan.items)
+    peak = current_rss() + (0 if "torch" in sys.modules else TORCH) + WORKING + held
+    peak += workers * max(slab_bytes(i, device.type) for i in plan.items)
     peak += calibrating if device.type == "cpu" else 0
     peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
-    probed = sum(probe(plan, device, workers).values())
-    calibrated = calibration_seconds(plan, device) if calibrating else 0.0
-    seconds = None if calibrated is None else probed + calibrated
+    seconds = _seconds(plan, torch.device(str(device)), workers, bool(calibrating)) if timed else None
     return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, seconds)
+
+
+def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) -> float:
+    """What the work will take by a sample of it."""
+    probed = sum(probe(plan, device, workers).values())
+    if not calibrating:
+        return probed
+    from lowq_cli.calibrate import calibration  # imports transformers
+
+    return probed + calibration.seconds(plan, device)
+
+
+def with_text(budget: Budget, own: Outlook | None) -> Budget:
+    """The budget with the writing of the model's own text, which comes first; on a CPU the model lies in memory for it."""
+    if own is None:
+        return budget
+    held = current_rss() + WORKING + own.held if own.seconds and own.device.type == "cpu" else 0
+    seconds = None if budget.seconds is None else budget.seconds + own.seconds
+    return replace(budget, peak_bytes=max(budget.peak_bytes, held), seconds=seconds)
 
 
 def slab_bytes(item: Item, device: str = "cpu") -> int:
@@ -111,9 +138,11 @@ def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str |
     return seconds
 
 
-def _sampled(item: Item) -> tuple[Callable[[torch.Tensor], QuantizedTensor | fp8.Fp8Matrix], int]:
+def _sampled(item: Item) -> tuple[Callable[[torch.Tensor], Any], int]:
     """What an item's weights go through, and the K of a sample for it."""
     if item.block:
+        from lowq_packers import fp8
+
         return (lambda W: fp8.quantize(W, BLOCKS[item.block])), BLOCKS[item.block][1]
     assert item.scheme
     return partial(quantizers.get(str(item.method)), scheme=item.scheme, dtype=_scale_dtype(item)), item.scheme.group_size

@@ -3,7 +3,15 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lowq_cli.calibrate.calibration import LayerDone, MatrixDone
+from lowq_cli.calibrate.need import LayerDone, MatrixDone, PassDone
+
+
+@dataclass(frozen=True)
+class TextStep:
+    """The model writes the text that it is calibrated on: tokens so far, of how many."""
+
+    tokens: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -64,4 +72,4 @@ class Finished:
     result: Result
 
 
-Event = MatrixDone | LayerDone | TensorDone | ShardDone | Finished
+Event = TextStep | MatrixDone | LayerDone | PassDone | TensorDone | ShardDone | Finished

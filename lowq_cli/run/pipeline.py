@@ -10,9 +10,9 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import fields, replace
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -20,25 +20,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowq_cli.calibrate.calibration import Calibration, identity, is_calibrated
-from lowq_cli.calibrate.rotation import rotated
-from lowq_cli.devices import pick_devices
+from lowq_cli import quantizers
+from lowq_cli.calibrate.need import identity
+from lowq_cli.calibrate.texts import BUNDLED, Text
+from lowq_cli.files.regular import read_regular
 from lowq_cli.files.shards import to_json
-from lowq_cli.files.source import INDEX, REPORT, Source
-from lowq_cli.interop.foreign import open_decoded
-from lowq_cli.plan.plan import Item, Plan, Shard, default_out, index_json, output_config
-from lowq_cli.plan.planner import SHARD_SIZE, make_plan
+from lowq_cli.files.source import CONFIG, INDEX, REPORT, Source
+from lowq_cli.plan.plan import Item, Plan, Shard, index_json, output_config
+from lowq_cli.plan.planner import SHARD_SIZE
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import transform
-from lowq_cli.run.budget import Budget, make_budget
 from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, TensorDone
+from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.report import known_result, make_report, result_of
-from lowq_cli.run.workers import in_order, on_free_device, worker_devices
 from lowq_cli.run.writer import OutputFolder, ShardFile, output_names
-from lowq_packers.errors import LowqError, UsageError
+from lowq_cli.workers import in_order, on_free_device
+from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from lowq_cli.calibrate.mixed import Mixed
+    from lowq_cli.calibrate.calibration import Calibration
+    from lowq_cli.calibrate.visits import Visits
+    from lowq_cli.run.own_text import Make
 
 FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # that workers write into
 LARGE = 1 << 28  # weights of an item that one worker is long at, of those that are begun first
@@ -70,86 +72,53 @@ def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     raise AssertionError("a run ends with Finished")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A run before its first byte: what it will do, where, and what that takes. mixed: how a budget of bits was spent."""
+def execute(prepared: Prepared, fresh: bool = False) -> Iterator[Event]:
+    """Do what is prepared, inside the block of `prepare`: TextStep, LayerDone, TensorDone and ShardDone, then Finished.
 
-    plan: Plan
-    out: Path
-    devices: tuple[torch.device, ...]
-    budget: Budget
-    mixed: "Mixed | None"
-    source: Source
-    workers: tuple[torch.device, ...]
-    began: float
-
-    def run(self, fresh: bool = False) -> Iterator[Event]:
-        """Do it, inside the block of `prepare`: LayerDone, TensorDone and ShardDone, then Finished.
-
-        fresh: start over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. Raises LowqError.
-        """
-        source, plan, on = self.source, self.plan, self.devices[0]
-        self.budget.check(self.out)
-        companions = [p.name for p in source.companions()]
-        name = run_hash(source, plan, on)
-        calibration = Calibration(source, plan, self.out, name, on) if is_calibrated(plan) else None
-        with OutputFolder(self.out, name, output_names(plan, companions), fresh) as output:
-            if output.already_done:
-                yield Finished(known_result(plan, output, time.monotonic() - self.began))
-                return
-            output.log(f"lowq {version('lowq')}: {source.name} -> {self.out}, {json.dumps(plan.recipe.to_json())}, {on}")
-            try:
-                for step in calibration.run() if calibration else ():
-                    if isinstance(step, LayerDone):
-                        output.log(_logged(step))
-                    yield step
-                result = yield from _write(source, plan, output, self.workers, self.began, calibration)
-            except BaseException as e:
-                with suppress(LowqError):  # the reason matters more than the log
-                    output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
-                raise
-        yield Finished(result)
-
-
-@contextmanager
-def prepare(
-    model: str | os.PathLike[str],
-    recipe: Recipe,
-    out: str | os.PathLike[str] | None = None,
-    device: str = "auto",
-    shard_size: int = SHARD_SIZE,
-    headers_only: bool = False,
-    watch: Callable[[int, int], None] | None = None,
-) -> Iterator[Prepared]:
-    """What quantizing `model` by `recipe` into `out` will do; its `run` does it.
-
-    headers_only: to look at the plan; but for a budget of bits no weight is read or downloaded. device: one, or several as
-    "cuda:0,cuda:1", which take a tensor each; the bytes are the same. watch: how many layers of how many are measured for a
-    budget of bits. Raises LowqError.
+    fresh: start over what lowq wrote into `out` before. Interrupted anywhere, the same call continues. Raises LowqError.
     """
-    began = time.monotonic()
-    devices = pick_devices(device)
-    budgeted = recipe.bpw is not None or recipe.size is not None
-    with open_decoded(model, headers_only=headers_only and not budgeted) as raw:
-        source = rotated(raw) if recipe.rotate else raw
-        folder = default_out(source, recipe) if out is None else Path(out)
-        found = None
-        if budgeted:
-            from lowq_cli.calibrate import mixed  # builds a model with transformers
+    source, plan, workers = prepared.source, prepared.plan, [torch.device(str(d)) for d in prepared.workers]
+    on = workers[0]
+    prepared.budget.check(prepared.out)
+    companions = [p.name for p in source.companions()]
+    text = prepared.text
+    if prepared.own:
+        from lowq_cli.run import own_text  # the decoder
 
-            recipe, found = mixed.resolve(source, recipe, devices[0], watch)
-        plan = make_plan(source, recipe, shard_size)
-        independent = _independent(source, plan)
-        workers = worker_devices(devices, independent)
-        source.pinned = independent and devices[0].type == "cuda"  # slabs: a calibration reads whole tensors, too much to pin
-        if len(workers) < len(devices):
-            raise UsageError(
-                f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
-                "read, or the method is calibrated); name one device"
-            )
-        budget = make_budget(plan, folder, devices[0], len(workers), _bytes_in(folder, plan), source.held_bytes)
-        identity(plan)  # a calibration text that is missing or empty is told with the plan
-        yield Prepared(plan, folder, devices, budget, found, source, workers, began)
+        try:
+            text = yield from own_text.write(prepared.own, maker(prepared.own.model, str(on)), _visits(source, plan, on))
+        except UnsupportedError:
+            if prepared.given:
+                raise
+            text, plan = Text.read(BUNDLED), replace(plan, recipe=replace(plan.recipe, calib=BUNDLED))
+    adopted = False
+    if prepared.trial:
+        from lowq_cli.run import bound  # the judges
+
+        adopted = bound.adopt(prepared.trial, prepared.out)
+    name = run_hash(source, plan, on, text)
+    calibration = None
+    if text:
+        from lowq_cli.calibrate.calibration import Calibration  # builds a model with transformers
+
+        calibration = Calibration(source, plan, text, prepared.out, name, on)
+    with OutputFolder(prepared.out, name, output_names(plan, companions), fresh) as output:
+        if output.already_done:
+            result = known_result(plan, output, time.monotonic() - prepared.began)
+            yield Finished(replace(result, already_done=not adopted))
+            return
+        output.log(f"lowq {version('lowq')}: {source.name} -> {prepared.out}, {json.dumps(plan.recipe.to_json())}, {on}")
+        try:
+            for step in calibration.run() if calibration else ():
+                if isinstance(step, LayerDone):
+                    output.log(_logged(step))
+                yield step
+            result = yield from _write(source, plan, output, workers, prepared.began, calibration)
+        except BaseException as e:
+            with suppress(LowqError):  # the reason matters more than the log
+                output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
+            raise
+    yield Finished(result)
 
 
 def run(
@@ -160,9 +129,10 @@ def run(
     shard_size: int = SHARD_SIZE,
     fresh: bool = False,
 ) -> Iterator[Event]:
-    """`prepare`, and then its `run`: LayerDone, TensorDone and ShardDone, then Finished."""
-    with prepare(model, recipe, out, device, shard_size) as prepared:
-        yield from prepared.run(fresh)
+    """`prepare`, and then `execute`: LayerDone, TensorDone and ShardDone, then Finished."""
+    make = maker(os.fspath(model), device, shard_size)
+    with prepare(model, recipe, out, device, shard_size, make=make) as prepared:
+        yield from execute(prepared, fresh)
 
 
 def _logged(layer: LayerDone) -> str:
@@ -171,35 +141,38 @@ def _logged(layer: LayerDone) -> str:
     return f"layer {layer.index} of {layer.total}: {done}"
 
 
-def run_hash(source: Source, plan: Plan, device: torch.device) -> str:
+def maker(model: str, device: str, shard_size: int = SHARD_SIZE) -> "Make":
+    """What quantizes a model by a recipe into a folder."""
+
+    def make(recipe: Recipe, folder: Path) -> None:
+        deque(run(model, recipe, folder, device, shard_size), maxlen=0)
+
+    return make
+
+
+def _visits(source: Source, plan: Plan, device: torch.device) -> "Visits | None":
+    """What counts the visits of the experts that are calibrated; None without any."""
+    if not any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in plan.items):
+        return None
+    from lowq_cli.calibrate.visits import Visits  # builds a model with transformers
+
+    return Visits(source, device)
+
+
+def run_hash(source: Source, plan: Plan, device: torch.device, text: Text | None) -> str:
     """What names a run: two runs share it only if they write the same bytes."""
     facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
-    facts += [text] if (text := identity(plan)) else []
+    facts += [calibrated] if (calibrated := identity(plan, text)) else []
     return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
-
-
-def _independent(source: Source, plan: Plan) -> bool:
-    """Whether tensors can be worked on side by side: other sources decode as they read, calibration goes layer by layer."""
-    return type(source) is Source and not is_calibrated(plan)
-
-
-def _bytes_in(folder: Path, plan: Plan) -> int:
-    """Disk that the plan's files already take in `folder`."""
-    found = 0
-    for shard in plan.shards:
-        for path in (folder / shard.name, folder / f"{shard.name}.partial"):
-            if path.is_file():
-                found += path.stat().st_blocks * 512
-    return found
 
 
 def _write(
     source: Source,
     plan: Plan,
     output: OutputFolder,
-    devices: tuple[torch.device, ...],
+    devices: Sequence[torch.device],
     start: float,
-    calibration: Calibration | None = None,
+    calibration: "Calibration | None" = None,
 ) -> Generator[Event, None, Result]:
     """All shards, a tensor at a time on each of `devices`; then index, companions, report and, last, config.json."""
     done = params = resumed = 0
@@ -249,13 +222,16 @@ def _write(
                 if not files[whole.name].complete:
                     files[whole.name].finish()
                 yield ShardDone(whole.name, whole.size, number, len(plan.shards))
-    if index := index_json(plan):
-        output.replace(INDEX, to_json(index))
-    for path in source.companions():
-        output.replace(path.name, path.read_bytes())
-    report = make_report(source, plan, output, devices[0], calibration.notes if calibration else {})
+    index = index_json(plan)
+    contents = {INDEX: to_json(index)} if index else {}
+    contents |= {path.name: read_regular(path) for path in source.companions()}
+    for name, content in contents.items():
+        output.replace(name, content)
+    contents[CONFIG] = to_json(output_config(source, plan))
+    read = calibration.facts() if calibration else None
+    report = make_report(source, plan, output, devices[0], calibration.notes if calibration else {}, contents, read)
     output.replace(REPORT, to_json(report))
-    output.finish(to_json(output_config(source, plan)))
+    output.finish(contents[CONFIG])
     if calibration:
         calibration.close()
     result = result_of(plan, output, report, time.monotonic() - start, resumed)

@@ -1,6 +1,5 @@
 """What is kept and told of a finished run: lowq_report.json, and the result that the command shows."""
 
-import json
 import zlib
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -9,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lowq_cli.files.checkpoint import sha256
+from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import REPORT, Source
 from lowq_cli.memory import peak_rss
 from lowq_cli.plan.plan import Plan
@@ -20,9 +21,19 @@ WORST = 5
 
 
 def make_report(
-    source: Source, plan: Plan, output: OutputFolder, device: torch.device, notes: Mapping[str, str]
+    source: Source,
+    plan: Plan,
+    output: OutputFolder,
+    device: torch.device,
+    notes: Mapping[str, str],
+    contents: Mapping[str, bytes],
+    calibrated: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. Holds no times."""
+    """The content of lowq_report.json: recipe, files, and each tensor's scheme, error and checksums. Holds no times.
+
+    contents: those of config.json, of the index and of what is copied beside the weights, for their hashes.
+    calibrated: what the text was.
+    """
     name = (
         source.folder.resolve().name if source.folder and source.name != "demo" and Path(source.name).is_dir() else source.name
     )
@@ -47,6 +58,7 @@ def make_report(
         "source": name,
         "device": device.type,
         "recipe": plan.recipe.to_json(),
+        **({"calibration": dict(calibrated)} if calibrated else {}),
         "bpw": plan.bpw,
         "quantized_bpw": plan.quantized_bpw,
         "quantized_fraction": plan.coverage,
@@ -54,6 +66,7 @@ def make_report(
         "bytes": plan.nbytes,
         "weights": {s.name: {"bytes": s.size, "header_crc32": zlib.crc32(s.header)} for s in plan.shards},
         "files": output.files,
+        "sha256": {name: sha256(content) for name, content in sorted(contents.items())},
         "tensors": tensors,
     }
 
@@ -81,7 +94,7 @@ def result_of(
 
 def known_result(plan: Plan, output: OutputFolder, seconds: float) -> Result:
     """The result of a run that was finished before. Raises DamagedError if its weight files are no longer what it wrote."""
-    report = json.loads((output.path / REPORT).read_bytes())
+    report = read_json(output.path / REPORT)
     output.finished = {t["name"]: {} for t in report["tensors"]}
     for shard in plan.shards:
         if not ShardFile.is_whole(output, shard):

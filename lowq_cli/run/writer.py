@@ -11,7 +11,9 @@ a line that reached the disk before its data does no harm. The journal goes when
 
 import json
 import os
+import re
 import shutil
+import stat
 import time
 import zlib
 from contextlib import ExitStack
@@ -20,7 +22,8 @@ from typing import Any
 
 from lowq_cli.files.atomic import reserve, write_at, writing
 from lowq_cli.files.folder import held
-from lowq_cli.files.safetensors_io import read_bytes, read_header
+from lowq_cli.files.regular import read_regular
+from lowq_cli.files.safetensors_io import read_bytes, read_header, read_json
 from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT, STAGED
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_packers.atomic import replacing
@@ -70,14 +73,17 @@ class OutputFolder:
         header, records = read_journal(self.path / JOURNAL)
         report = _read_report(self.path / REPORT)
         ours = bool(header or report)
-        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in (LOG, JOURNAL, JOURNAL + PARTIAL))
+        early = (LOG, JOURNAL, JOURNAL + PARTIAL)  # what a run that was killed at once leaves
+        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in early or not is_plain(p))
         if foreign and not ours:
             raise UsageError(f"{self.path} holds files that lowq did not write, such as {foreign[0]}; use another --out")
         if self.fresh:
             self._remove({*header.get("files", ()), *report.get("files", ())})
         elif report.get("run") == self.run and (self.path / CONFIG).is_file():
             self.already_done = True
-            (self.path / JOURNAL).unlink(missing_ok=True)
+            for name in (JOURNAL, *(n + PARTIAL for n in (JOURNAL, CONFIG))):
+                (self.path / name).unlink(missing_ok=True)
+            self._remove_staged()
             return
         elif header.get("run") == self.run:
             self.finished = {r["item"]: r for r in records}
@@ -92,8 +98,13 @@ class OutputFolder:
             for leaf in (name, name + PARTIAL):
                 if Path(leaf).name == leaf:  # a tampered list must not reach outside
                     (self.path / leaf).unlink(missing_ok=True)
+        self._remove_staged()
+
+    def _remove_staged(self) -> None:
+        """Delete the layers that a calibration set down."""
         for layers in self.path.glob(STAGED + "*"):
-            shutil.rmtree(layers)
+            if re.fullmatch("[0-9a-f]{16}", layers.name.removeprefix(STAGED)) and not layers.is_symlink():
+                shutil.rmtree(layers)
 
     def _rewrite_journal(self) -> None:
         """Put the journal on disk with the records that count, dropping a torn tail."""
@@ -101,7 +112,7 @@ class OutputFolder:
         self.replace(JOURNAL, "".join(json.dumps(line) + "\n" for line in lines).encode())
         if self._journal >= 0:
             os.close(self._journal)
-        self._journal = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND)
+        self._journal = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
 
     def forget(self, items: list[Item]) -> None:
         """Take back that these items are finished."""
@@ -120,7 +131,7 @@ class OutputFolder:
     def replace(self, name: str, content: bytes) -> None:
         """Write a whole file and rename it into place, on disk before its name is."""
         with writing(self.path / name), replacing(self.path / name, self.path / (name + PARTIAL), sync=True) as made:
-            fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            fd = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
             try:
                 write_at(fd, content, 0)
             finally:
@@ -135,8 +146,10 @@ class OutputFolder:
 
     def log(self, message: str) -> None:
         """A line with the time, in lowq.log."""
-        with writing(self.path / LOG), open(self.path / LOG, "a", encoding="utf-8") as f:
-            f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
+        with writing(self.path / LOG):
+            fd = os.open(self.path / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            with open(fd, "a", encoding="utf-8", errors="backslashreplace") as f:
+                f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
 
 
 class ShardFile:
@@ -169,8 +182,10 @@ class ShardFile:
 
     def _open(self) -> None:
         """Open or make the partial file, and take back the items whose bytes are not what the journal says."""
+        if not is_plain(self.partial):
+            self.partial.unlink(missing_ok=True)
         resumed = self.partial.exists() and self.partial.stat().st_size == self.shard.size
-        self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = os.open(self.partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         if not resumed:
             self.folder.forget(list(self.shard.items))
             os.ftruncate(self._fd, 0)
@@ -212,30 +227,46 @@ class ShardFile:
         self.close()
 
 
+def is_plain(path: Path) -> bool:
+    """Whether a regular file of this user's, and no link, is there: nothing else is ever written into."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+
+
 def read_journal(path: Path) -> tuple[Record, list[Record]]:
     """Header and records of a journal, up to the first torn or foreign line; ({}, []) where there is none."""
     lines = []
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
+        raw = read_regular(path)
+    except LowqError:
         return {}, []
     for line in raw.split(b"\n")[:-1]:  # what follows the last newline is torn
         try:
             lines.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
-    if not lines or not isinstance(lines[0], dict) or "run" not in lines[0]:
+    if not lines or not isinstance(lines[0], dict) or not isinstance(lines[0].get("run"), str) or not _names(lines[0]):
         return {}, []
-    wellformed = [r for r in lines[1:] if isinstance(r, dict) and {"item", "rel_error", "crc"} <= r.keys()]
+    wellformed = [
+        r for r in lines[1:] if isinstance(r, dict) and isinstance(r.get("item"), str) and {"rel_error", "crc"} <= r.keys()
+    ]
     return lines[0], wellformed
 
 
 def _read_report(path: Path) -> Record:
     try:
-        report = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        report = read_json(path)
+    except LowqError:
         return {}
-    return report if isinstance(report, dict) and "run" in report else {}
+    return report if isinstance(report.get("run"), str) and _names(report) else {}
+
+
+def _names(table: Record) -> bool:
+    files = table.get("files", [])
+    return isinstance(files, list) and all(isinstance(name, str) for name in files)
 
 
 def output_names(plan: Plan, companions: list[str]) -> list[str]:

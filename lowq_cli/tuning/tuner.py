@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from lowq_cli.files.checkpoint import Checkpoint
-from lowq_kernels.dispatch import measure, tuning
+from lowq_kernels.dispatch import measure, tuning, tuning_file
 from lowq_kernels.dispatch.measure import Budget
 from lowq_kernels.dispatch.precompile import Work, compile_all
-from lowq_kernels.dispatch.tuning import Entry, Machine, Shape
+from lowq_kernels.dispatch.sources import source_hash
+from lowq_kernels.dispatch.tuning import Named, Shape
+from lowq_kernels.dispatch.tuning_file import Entry, Machine
 from lowq_packers.errors import UsageError, disk_full
 from lowq_packers.scheme import Scheme
 
 CLOSE = 1.12  # times the winner's time alone: slower ones do not win in a step either
-MEASURING = 0.5  # of the budget, at most, for kernels alone: the rest is for whole steps
+MEASURING = 0.5  # of the budget, compiling included, for kernels alone: the rest is for whole steps
+LEAST = 0.25  # ... but that of what compiling has left: a budget that it nearly fills measures something
 IN_PLACE_TOKENS = 64  # of the text that steps are timed at, and of the room after it
 
 
@@ -67,6 +70,11 @@ def _same_binary(work: Sequence[Work]) -> list[Work]:
     return list(found.values())
 
 
+def for_kernels(budget: Budget) -> Budget:
+    """What kernels alone may take, now that they are compiled."""
+    return Budget(max(MEASURING * budget.seconds - budget.spent, LEAST * (budget.seconds - budget.spent)))
+
+
 def measure_all(
     shapes: Sequence[Shape], batches: Sequence[int], device: torch.device, budget: Budget, exhaustive: bool
 ) -> Iterator[tuple[Shape, Entry]]:
@@ -79,7 +87,7 @@ def measure_all(
 def check_folder(folder: Path) -> None:
     """Raise now, before minutes of measuring, the UsageError that `save` would raise for a folder of somebody else's."""
     if not os.access(folder, os.W_OK):
-        raise _refused(folder / tuning.FILE, "you may not write there")
+        raise _refused(folder / tuning_file.FILE, "you may not write there")
 
 
 def _refused(path: Path, why: str | None) -> UsageError:
@@ -89,9 +97,9 @@ def _refused(path: Path, why: str | None) -> UsageError:
 def save(folder: Path, device: torch.device, entries: Sequence[Entry]) -> Path:
     """Write entries into the folder's tuning file and let them decide at once. Raises UsageError where it cannot be
     written, DoesNotFitError where the disk is full."""
-    path = folder / tuning.FILE
+    path = folder / tuning_file.FILE
     try:
-        tuning.write_file(path, Machine.here(device), entries)
+        tuning_file.write_file(path, Machine.here(device), entries)
     except OSError as e:
         if full := disk_full(e, path, "tune again"):
             raise full from None
@@ -136,23 +144,19 @@ class Steps:
         return [_reordered(e, chosen[call]) for call, e in known.items()], before, after
 
 
-def _close(e: Entry) -> list[tuple[str, dict[str, int]]]:
+def _close(e: Entry) -> list[Named]:
     """The finalists of an entry that a step may yet bring to the front."""
-    return [_named(e), *((r["kernel"], r["config"]) for r in e.runners_up if r["us"] <= CLOSE * e.us)]
+    return [(e.kernel, e.config), *((r["kernel"], r["config"]) for r in e.runners_up if r["us"] <= CLOSE * e.us)]
 
 
-def _named(e: Entry) -> tuple[str, dict[str, int]]:
-    return e.kernel, e.config
-
-
-def _reordered(e: Entry, winner: tuple[str, dict[str, int]]) -> Entry:
+def _reordered(e: Entry, winner: Named) -> Entry:
     """The entry with another of its finalists in front."""
     own = {"kernel": e.kernel, "config": e.config, "us": e.us}
     best = next((r for r in e.runners_up if (r["kernel"], r["config"]) == winner), None)
     if best is None:
         return e
     others = tuple(r for r in (own, *e.runners_up) if r is not best)
-    source = tuning.source_hash(best["kernel"])
+    source = source_hash(best["kernel"])
     return replace(e, kernel=best["kernel"], config=best["config"], us=best["us"], source=source, runners_up=others)
 
 

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from lowq_cli.files.quant_config import METHOD, expand_stored
-from lowq_cli.vllm_plugin.embedding import LowqEmbeddingMethod
+from lowq_cli.files.sharding import DENSE_TABLE
+from lowq_cli.vllm_plugin.embedding import LowqTableMethod, LowqTiedHeadMethod
 from lowq_cli.vllm_plugin.experts import LowqExpertsMethod
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod
 from lowq_packers.errors import UnsupportedError
@@ -25,6 +26,7 @@ from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
 
 TABLE = "embed_tokens"
+EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second: Mixtral's
 
 
 @register_quantization_config(METHOD)
@@ -35,7 +37,9 @@ class LowqVllmConfig(QuantizationConfig):
         super().__init__()
         self.config = json.loads(json.dumps(config))
         self.tied = False
+        self.table: torch.nn.Module | None = None  # the packed token embedding, once vLLM has made it
         expand_stored(self.config, self._named())  # a malformed config is refused here, before any layer is made
+        self.act = self.config.get("activations", "none")
 
     @classmethod
     def get_name(cls) -> str:
@@ -63,9 +67,11 @@ class LowqVllmConfig(QuantizationConfig):
         return cls(config)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Note whether the output head is the embedding's table."""
+        """Note whether the output head is the embedding's table. Raises UnsupportedError for a table that vLLM takes dense."""
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self.tied = bool(getattr(text, "tie_word_embeddings", False))
+        if getattr(text, "model_type", None) in DENSE_TABLE and self._tables():
+            raise UnsupportedError(f"vLLM's {text.model_type} takes no packed token embedding; quantize with --embedding keep")
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Take over vLLM's names for modules."""
@@ -79,7 +85,7 @@ class LowqVllmConfig(QuantizationConfig):
             return self._table(layer, prefix)
         if isinstance(layer, LinearBase):
             scheme = self.scheme(prefix, self._members(prefix))
-            return UnquantizedLinearMethod() if scheme is None else LowqLinearMethod(scheme, prefix)
+            return UnquantizedLinearMethod() if scheme is None else LowqLinearMethod(scheme, prefix, self.act)
         return None
 
     def scheme(self, prefix: str, members: Iterable[str]) -> Scheme | None:
@@ -100,17 +106,22 @@ class LowqVllmConfig(QuantizationConfig):
         tensors = self.config.get("tensors")
         return [key for key in tensors if "*" not in key.split(".")] if isinstance(tensors, dict) else []
 
+    def _tables(self) -> list[str]:
+        """Packed token embeddings."""
+        return [key for key in self.config["tensors"] if key.rpartition(".")[2] == TABLE]
+
     def _members(self, prefix: str) -> list[str]:
         """Checkpoint names of what vLLM fuses into the layer `prefix`."""
         stem, dot, leaf = prefix.rpartition(".")
         return [f"{stem}{dot}{part}" for part in self.packed_modules_mapping.get(leaf, [leaf])]
 
     def _experts(self, layer: Any, prefix: str) -> Any:
-        names = {"w13": (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name), "w2": (layer.ckpt_down_proj_name,)}
-        schemes = {
-            weight: self.scheme(prefix, [f"{prefix}.{e}.{name}" for e in range(layer.global_num_experts) for name in parts])
-            for weight, parts in names.items()
-        }
+        experts = [f"{prefix}.{e}." for e in range(layer.global_num_experts)]
+        for gate, up, down in EXPERT_PARTS:
+            parts = {"w13": (gate, up), "w2": (down,)}
+            schemes = {w: self.scheme(prefix, [e + leaf for e in experts for leaf in leaves]) for w, leaves in parts.items()}
+            if any(schemes.values()):
+                break
         packed = {weight: scheme for weight, scheme in schemes.items() if scheme}
         if not packed:
             return UnquantizedFusedMoEMethod(layer.moe_config)
@@ -119,8 +130,14 @@ class LowqVllmConfig(QuantizationConfig):
         return LowqExpertsMethod(layer.moe_config, packed, prefix)
 
     def _table(self, layer: torch.nn.Module, prefix: str) -> Any:
-        scheme = self.scheme(prefix, [prefix])
-        if scheme is None and isinstance(layer, ParallelLMHead) and self.tied:
-            tables = [key for key in self.config["tensors"] if key.rpartition(".")[2] == TABLE]
-            scheme = self.scheme(prefix, tables[:1]) if tables else None
-        return None if scheme is None else LowqEmbeddingMethod(scheme, prefix)
+        """vLLM makes the table before its head, and Llama's without a prefix."""
+        is_head = isinstance(layer, ParallelLMHead)
+        name = prefix if prefix or is_head else "".join(self._tables()[:1])
+        scheme = self.scheme(name, [name])
+        if scheme is None:
+            return LowqTiedHeadMethod(self.table, prefix) if is_head and self.tied and self.table is not None else None
+        if is_head:
+            return LowqLinearMethod(scheme, prefix)
+        method = LowqTableMethod(scheme, name)
+        self.table, method.tied = layer, self.tied
+        return method

@@ -1,25 +1,29 @@
-"""Packed token embeddings and output heads in vLLM, cut over ranks by rows of the vocabulary."""
+"""Packed token embeddings and output heads in vLLM, cut over ranks by rows of the vocabulary.
+
+A head that is the table computes with the table's copy for products, however a model ties them: by `tie_weights` (Llama,
+Gemma 3), by taking the table for its head (Qwen 2 and 3) or by setting its weight (Qwen 3 with experts).
+"""
 
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod, hold, loaded
 from lowq_packers import bitstream
 
 
-class LowqEmbeddingMethod(LowqLinearMethod):
-    """Rows of a packed table, and products with it where it is an output head. Rows that pad the vocabulary are zero."""
+class LowqTableMethod(LowqLinearMethod):
+    """Rows of a packed table. A table that is the output head too keeps a second copy, laid out for products."""
+
+    tied = False
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """A head is laid out for products; a table stays in rows, which look-ups read."""
-        if not isinstance(layer, ParallelLMHead):
-            loaded(layer, self.name)
-            return
-        table = layer.__dict__.get("lowq_table")
-        hold(layer, loaded(layer if table is None else table, self.name))
+        """The table stays in rows, which look-ups read."""
+        p = loaded(layer, self.name)
+        if self.tied:
+            layer.head = nn.Module()
+            hold(layer.head, p)
 
     def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
         """ids (...) -> rows (..., K), rounded once to the dtype of the scales."""
@@ -29,11 +33,28 @@ class LowqEmbeddingMethod(LowqLinearMethod):
         rows = (q - zeros) * layer.weight_scale[flat].float().unsqueeze(-1)
         return rows.to(layer.weight_scale.dtype).reshape(*input_.shape, p.K)
 
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., K) -> logits (..., rows of the table)."""
+        return super().apply(layer.head, x, bias)
+
+
+class LowqTiedHeadMethod(LowqLinearMethod):
+    """A head that owns no tensors: vLLM loads none for it, and its products are the table's."""
+
+    def __init__(self, table: Any, name: str) -> None:
+        super().__init__(table.quant_method.scheme, name)
+        self.table = table
+
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        """None."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing to do: models that set the head's weight set the table's."""
+
     def tie_weights(self, layer: Any, embed_tokens: Any) -> nn.Module:
-        """The head computes with the table's weight, in a copy laid out for products."""
-        for leaf in ("weight", "weight_scale", "weight_zero"):
-            if leaf in layer._parameters:
-                del layer._parameters[leaf]
-        layer.__dict__["lowq_table"] = embed_tokens  # no submodule: its weights are not this layer's
-        layer.weight = embed_tokens.weight
+        """The head as it is."""
         return layer
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x (..., K) -> logits (..., rows of the table)."""
+        return self.table.quant_method.apply(self.table, x, bias)

@@ -13,12 +13,17 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
 
 from lowq_cli.files.sharding import row_problem
+from lowq_cli.vllm_plugin.warm import warm
+from lowq_kernels.counters import reserve
 from lowq_kernels.dispatch.layouts import best_layout
+from lowq_kernels.dispatch.registry import matmul
 from lowq_kernels.modules import ops
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight, pack_facts, repack
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import Act, Scheme
+
+COUNTERS = 1 << 23  # 32 MiB: at most 102 graphs of 32 layers of 4 products of 2 x 264 counters
 
 
 class Held(NamedTuple):
@@ -43,10 +48,11 @@ class LowqLinearMethod(LinearMethodBase):
     Args:
         scheme: of the whole layer.
         name: of the layer, for messages.
+        act: how rows of x are rounded to 8 bits.
     """
 
-    def __init__(self, scheme: Scheme, name: str) -> None:
-        self.scheme, self.name = scheme, name
+    def __init__(self, scheme: Scheme, name: str, act: Act = "none") -> None:
+        self.scheme, self.name, self.act = scheme, name, act
 
     def create_weights(
         self,
@@ -78,14 +84,14 @@ class LowqLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Move the loaded weight into the layout that the device computes in. Raises DamagedError for scales that are none."""
-        hold(layer, loaded(layer, self.name))
+        hold(layer, loaded(layer, self.name), self.act)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., K) -> (..., N), through a custom op that torch.compile and CUDA graphs can hold."""
         p = layer.lowq
         tensors = (layer.weight, layer.weight_scale, layer.weight_zero, layer.weight_aux, bias)
         facts = pack_facts(p.scheme, p.N, p.K, p.layout)
-        return ops.linear(x.reshape(-1, p.K), *tensors, facts, None).reshape(*x.shape[:-1], p.N)
+        return ops.linear(x.reshape(-1, p.K), *tensors, facts, None, self.act).reshape(*x.shape[:-1], p.N)
 
 
 def loaded(layer: Any, name: str) -> PackedWeight:
@@ -107,9 +113,15 @@ def check_companions(scales: torch.Tensor, zeros: torch.Tensor | None, scheme: S
         raise DamagedError(f"{name} holds scales or zeros that are not finite or out of range; quantize the model again")
 
 
-def hold(layer: Any, p: PackedWeight) -> None:
+def hold(layer: Any, p: PackedWeight, act: Act = "none") -> None:
     """Keep `p`, in its device's layout, as the layer's tensors."""
     p = repack(p, best_layout(p.scheme, p.N, p.K, p.scales.dtype, p.words.device))
+    reserve(COUNTERS, p.words.device)
     for leaf, t in (("weight", p.words), ("weight_scale", p.scales), ("weight_zero", p.zeros), ("weight_aux", p.aux)):
         setattr(layer, leaf, None if t is None else nn.Parameter(t, requires_grad=False))
     layer.lowq = Held(p.scheme, p.N, p.K, p.layout)
+
+    def launch(rows: int) -> None:
+        matmul(torch.zeros(rows, p.K, dtype=p.scales.dtype, device=p.words.device), p, act=act)
+
+    warm((layer.lowq, p.scales.dtype, act), launch, p.words.device)

@@ -14,9 +14,16 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of a layer. normalises: their weights sum to 1, in fp32; else norm_topk_prob says, and they are rounded."""
+    """The experts of a layer. normalises: their weights sum to 1, in fp32; else norm_topk_prob says, and they are rounded.
+
+    parent: their module in files. leaves: of an expert's gate, up and down there. width: config.json's field of how many values
+    an expert has inside.
+    """
 
     normalises: bool
+    parent: str = "mlp"
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    width: str = "moe_intermediate_size"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ FAMILY = Family(
     | {"sliding_window": None, "hidden_act": "silu"},
     rope_theta=1000000.0,
     windows="every layer",
-    mixture=Mixture(normalises=True),
+    mixture=Mixture(True, "block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size"),
     llama_shapes=False,
     gguf="llama",
     mlx=True,

@@ -5,15 +5,17 @@ were; what lowq has no scheme for (permuted groups, 8-bit floats) is read as a d
 matrix bit-exactly or refuses, naming the nearest scheme that the format holds. Conventions end here and go no further in.
 """
 
+from __future__ import annotations
+
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from lowq_packers.errors import SchemeError, UnsupportedError
+from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -38,7 +40,8 @@ class Fetch(Protocol):
     def __call__(self, name: str, index: int | None = None, /) -> torch.Tensor: ...
 
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, "torch.Tensor"]
+WriteWords = Callable[[str, PackedWeight, Config], Tensors]
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Format:
     claims: whether a checkpoint is in this format. matrices: its quantized weights (small tensors may be fetched to tell;
     with fetch None, only headers). notes: traps of the version found. engines: who serves such a checkpoint.
     why_not: the reason the format cannot hold a scheme and shape, ending in the nearest one that it can; or None.
-    write: tensors of one matrix, by full name. stack: for an expert's matrix (name, family), the stack that holds it with those
+    write: tensors of one matrix, by full name. write_words: the same of lowq's words (layout rowstream), in formats that hold
+    them as they are. stack: for an expert's matrix (name, family), the stack that holds it with those
     of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
     (kept: dense matrices). export: None where lowq only reads it.
     """
@@ -108,9 +112,15 @@ class Format:
     notes: Callable[[Config, Headers], list[str]] = lambda config, headers: []
     stack: Callable[[str, str], tuple[str, int] | None] = lambda name, family: None
     export: Export | None = None
+    write_words: WriteWords | None = None
 
 
 FORMATS: dict[str, Format] = {}
+FLOATS = ("F64", "F32", "F16", "BF16")
+NO_WEIGHT = (  # leaves of a quantized module that change no weight
+    *("bias", "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "k_scale", "v_scale"),
+    *("input_global_scale",),
+)
 FUSED = {  # leaf of a module -> the module that engines make of it and its neighbours, whose name their rules see
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -133,6 +143,20 @@ def get(name: str) -> Format:
     return FORMATS[name]
 
 
+def check_used(matrices: Sequence[Matrix], headers: Headers) -> None:
+    """Raise UnsupportedError for a tensor of a quantized module that no part of its weight is read from, and DamagedError for a
+    weight of codes that nothing says the meaning of.
+    """
+    used = {part for m in matrices for part in m.parts}
+    names = {part.rpartition(".")[0] for part in used} | {m.name for m in matrices}
+    for tensor in headers:
+        stem, _, leaf = tensor.rpartition(".")
+        if tensor not in used and leaf == "weight" and headers[tensor].dtype not in FLOATS:
+            raise DamagedError(f"{tensor} is {headers[tensor].dtype}, and nothing beside it says what its codes mean")
+        if tensor not in used and stem in names and leaf not in NO_WEIGHT:
+            raise UnsupportedError(f"{tensor} is beside a quantized weight, and lowq does not know what it does to it")
+
+
 def detect(config: Config, headers: Headers) -> Format | None:
     """The format that a checkpoint is in; None for plain floats (and for lowq's own)."""
     return next((FORMATS[name] for name in sorted(FORMATS) if FORMATS[name].claims(config, headers)), None)
@@ -147,3 +171,5 @@ def method(config: Config) -> str | None:
 for _module in pkgutil.iter_modules(__path__):
     if not _module.name.startswith("_"):
         importlib.import_module(f"{__name__}.{_module.name}")
+_ranks = {f.name: f.export.rank for f in FORMATS.values() if f.export}
+EXPORTED = tuple(sorted(_ranks, key=lambda name: _ranks[name]))  # formats that lowq writes, the first to try first

@@ -1,19 +1,23 @@
 """What several formats share: typed config fields, schemes that lowq can hold, whole-number zeros, checked companions."""
 
+from __future__ import annotations
+
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-
-from lowq_packers import bitstream
-from lowq_packers.errors import DamagedError, SchemeError
-from lowq_packers.formats import FUSED, Header, Headers
+from lowq_packers import bitstream, layouts
+from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
+from lowq_packers.formats import FUSED, Config, Header, Headers, Tensors, WriteWords
+from lowq_packers.formats._rules import Rules
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, GROUP_STEP, Scheme, ZeroKind
 
 FLOATS = ("F32", "F16", "BF16")
-NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+EXCLUDED = "-:"  # in a rule's settings: it names what is not quantized
 GATHERED = re.compile(r"(^|\.)(embed_tokens|wte|shared)$")  # tables that are looked up, not multiplied by
 
 
@@ -33,6 +37,62 @@ def number(table: Mapping[str, Any], *names: str, default: int | None = None) ->
     if default is None:
         raise DamagedError(f"quantization_config lacks {' or '.join(names)}")
     return default
+
+
+def check_fields(table: Mapping[str, Any], used: Iterable[str], harmless: Iterable[str], where: str = "") -> None:
+    """Raise UnsupportedError for a field that is neither used nor known to change no weight. null says nothing."""
+    known = {*used, *harmless}
+    for key, value in table.items():
+        if key not in known and value is not None:
+            named = f"{where}{key}={str(value)[:80]}"
+            raise UnsupportedError(f"quantization_config has {named}, which lowq does not know: it might change weights")
+
+
+def flag(table: Mapping[str, Any], name: str, default: bool) -> bool:
+    """A field that is true or false. Raises DamagedError for anything else: "false" is true to some readers."""
+    value = table.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise DamagedError(f"quantization_config has {name}={value!r}, which is neither true nor false")
+    return value
+
+
+def check_absent(table: Mapping[str, Any], *names: str) -> None:
+    """Raise UnsupportedError where one of these fields asks for what lowq does not do: it is set, and not empty or false."""
+    for name in names:
+        if table.get(name):
+            raise UnsupportedError(f"quantization_config has {name}={str(table[name])[:80]}, which lowq does not read")
+
+
+def overridden(q: Mapping[str, Any], rules: Rules[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """The settings of one module: the config's with the first `dynamic` rule on top that matches its name.
+
+    Raises DamagedError where that rule says that the module is not quantized.
+    """
+    found = rules.first(name)
+    if found is None:
+        return q
+    if EXCLUDED in found:
+        raise DamagedError(f"a dynamic rule in quantization_config says that {name} is not quantized, but it is")
+    return {**q, **found}
+
+
+def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[str]) -> Rules[Mapping[str, Any]]:
+    """The `dynamic` table: "+:pattern" or "pattern" to settings, "-:pattern" for what is not quantized."""
+    dynamic = q.get("dynamic")
+    if dynamic is not None and not isinstance(dynamic, Mapping):
+        raise DamagedError(f"quantization_config has dynamic={str(dynamic)[:80]}, which is no table of rules")
+    rules: list[tuple[str, Mapping[str, Any]]] = []
+    for pattern, values in (dynamic or {}).items():
+        if pattern.startswith("-:"):
+            rules.append((pattern[2:], {EXCLUDED: True}))
+            continue
+        if not isinstance(values, Mapping):
+            raise DamagedError(f"quantization_config: the dynamic rule {pattern!r} is no table")
+        check_fields(values, used, harmless, f"dynamic {pattern!r}: ")
+        rules.append((pattern.removeprefix("+:"), values))
+    return Rules(rules)
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:
@@ -142,20 +202,30 @@ def zeros_to_offset(q: QuantizedTensor, name: str, dtype: torch.dtype, rounding:
     exact = -zeros.double() * q.scales.double()
     offsets = exact.to(dtype)
     if not torch.isfinite(offsets).all():
-        raise SchemeError(f"{name}: -zeros * scales does not fit {NAMES[dtype]}")
+        raise SchemeError(f"{name}: -zeros * scales does not fit {NAMES[str(dtype)]}")
     if not rounding and not torch.equal(offsets.double(), exact):
         worst = ((offsets.double() - exact).abs() / q.scales.double().abs().clamp(min=1e-30)).max().item()
         raise SchemeError(
-            f"{name}: -zeros * scales needs more digits than {NAMES[dtype]} has (it would move weights by up to "
+            f"{name}: -zeros * scales needs more digits than {NAMES[str(dtype)]} has (it would move weights by up to "
             f"{worst:.2g} of a quantization step); accept that with --round, or quantize with --zero none, which is exact"
         )
     return offsets
 
 
-def whole_zeros(q: QuantizedTensor, name: str) -> torch.Tensor:
+def from_codes(write_words: WriteWords) -> Callable[[str, QuantizedTensor, Config], Tensors]:
+    """`Format.write` of a format that holds lowq's words as they are, from its `write_words`."""
+    return lambda name, q, config: write_words(name, layouts.pack(q), config)
+
+
+def packed_zeros(p: PackedWeight, name: str) -> torch.Tensor:
+    """(ceil(N * bits / 32), G) words: whole-number zeros packed along N. Raises as `whole_zeros`."""
+    return bitstream.pack(whole_zeros(p, name).t().contiguous(), p.scheme.bits).t().contiguous()
+
+
+def whole_zeros(q: QuantizedTensor | PackedWeight, name: str) -> torch.Tensor:
     """(N, G) uint8 zeros. Raises SchemeError unless they are whole numbers that fit the codes' bits."""
     if q.zeros is None:
-        if q.bits == 1:
+        if q.scheme.bits == 1:
             raise SchemeError(f"{name}: 1-bit codes without a zero stand for -s/2 and +s/2, which no whole-number zero says")
         return torch.full(q.scales.shape, int(q.scheme.mid), dtype=torch.uint8, device=q.scales.device)
     zeros = q.zeros.float()

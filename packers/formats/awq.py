@@ -4,18 +4,27 @@ Word c of a row holds output columns 8c .. 8c+7, nibble i (least significant fir
 The activation-aware scaling is already folded into the layer before: nothing to undo.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lowq_packers import bitstream
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+USED = (
+    *("quant_method", "bits", "w_bit", "group_size", "q_group_size", "version", "zero_point", "desc_act", "sym"),
+    *("checkpoint_format", "format", "pack_dtype", "modules_to_not_convert"),
+)
+HARMLESS = (  # how others run it
+    *("backend", "do_fuse", "modules_to_fuse", "fuse_max_seq_len", "exllama_config", "lm_head", "meta", "method"),
+    *("damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse"),
+)
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble
 INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of each column
 
@@ -34,12 +43,23 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization_config")
+    c.check_fields(q, USED, HARMLESS)
+    c.check_absent(q, "desc_act", "sym")
+    if not c.flag(q, "zero_point", True):
+        raise UnsupportedError("AWQ with zero_point=false is not one that lowq reads: others leave its zeros out")
+    if q.get("checkpoint_format", q.get("format", "gemm")) != "gemm" or q.get("pack_dtype", "int32") != "int32":
+        raise UnsupportedError("AWQ in another checkpoint_format or pack_dtype than gemm and int32 is not one that lowq reads")
     if (version := str(q.get("version", "gemm")).lower()) != "gemm":
         raise UnsupportedError(f"AWQ version {version!r} is laid out for one kernel; lowq reads gemm")
     if (bits := c.number(q, "bits", "w_bit")) != 4:
         raise UnsupportedError(f"AWQ with {bits} bits is not one that lowq reads; it reads 4")
     found = []
+    excluded = q.get("modules_to_not_convert") or []
+    if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
+        raise DamagedError(f"quantization_config has modules_to_not_convert={str(excluded)[:80]}, which is no list of names")
     for p in c.modules(headers, ".qweight"):
+        if any(name == p or p.startswith(f"{name}.") for name in excluded):
+            raise DamagedError(f"modules_to_not_convert in quantization_config names {p}, but it is quantized")
         K, words = c.matrix(headers, f"{p}.qweight", ("I32",))
         N = words * 8
         g, G = c.group_count(K, c.number(q, "group_size", "q_group_size"), p)

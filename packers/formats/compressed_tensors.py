@@ -7,69 +7,115 @@ Trap: before mid-2026 widths that do not divide 32 (3, 5, 6, 7) put 32 // bits c
 The widths of the rows tell which, and where they agree, the bits behind a dense stream do.
 """
 
+from __future__ import annotations
+
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Header, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
+from lowq_packers.formats._rules import Rules
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme, ZeroKind
 
 NAME = "compressed-tensors"
 INTS, FLOATS8 = ("I32",), ("F8_E4M3",)
+TOP = ("quant_method", "config_groups", "format", "quantization_status", "ignore", "sparsity_config", "transform_config")
+TOP_HARMLESS = ("kv_cache_scheme", "global_compression_ratio", "run_compressed", "version")
+GROUP, GROUP_HARMLESS = ("targets", "weights", "format"), ("input_activations", "output_activations")
+WEIGHTS = ("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder")
+WEIGHTS_HARMLESS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")  # dtypes: the tensors' own are read
+STRATEGIES: dict[str, tuple[str | None, ...]] = {  # form of the tensors -> what may share a scale in it
+    "pack-quantized": ("group", "channel", "tensor", None),
+    "int-quantized": ("group", "channel", "tensor", None),
+    "float-quantized": ("block", "channel", "tensor", None),
+}
 
 
 def _section(config: Config) -> Mapping[str, Any]:
     return c.section(config, "quantization_config", "compression_config")
 
 
-def _group_of(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The config group of a module: the first whose targets name it, else the first that targets its class."""
-    groups = q.get("config_groups")
-    if not isinstance(groups, Mapping) or not groups:
-        raise DamagedError("quantization_config has no config_groups")
-    by_class = None
-    for group in groups.values():
-        targets = group.get("targets") if isinstance(group, Mapping) else None
-        for target in (t for t in targets if isinstance(t, str)) if isinstance(targets, Sequence) else ():
-            try:
-                hit = re.match(target[3:], name) if target.startswith("re:") else target == name
-            except re.error:
-                raise DamagedError(f"quantization_config: target {target!r} is no regular expression") from None
-            if hit:
-                return group
-            if by_class is None and target[:1].isupper():  # a class, such as Linear; modules are in lower case
-                by_class = group
-    if by_class is None:
-        raise DamagedError(f"no config group targets {name}, though it is quantized")
-    return by_class
+class _Groups:
+    """The config groups, and which of them a module is in: the first whose targets name it, else the first of its class."""
+
+    def __init__(self, q: Mapping[str, Any]) -> None:
+        groups = q.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise DamagedError("quantization_config has no config_groups")
+        by_name: list[tuple[str, Mapping[str, Any]]] = []
+        self.by_class: Mapping[str, Any] | None = None
+        for group in groups.values():
+            targets = group.get("targets") if isinstance(group, Mapping) else None
+            if isinstance(group, Mapping):
+                c.check_fields(group, GROUP, GROUP_HARMLESS)
+            for target in (t for t in targets if isinstance(t, str)) if isinstance(targets, Sequence) else ():
+                if target[:1].isupper():  # a class, such as Linear; modules are in lower case
+                    self.by_class = self.by_class or group
+                else:
+                    by_name.append((_pattern(target), group))
+        self.rules = Rules(by_name)
+        ignored = q.get("ignore") or ()
+        if not isinstance(ignored, Sequence) or not all(isinstance(name, str) for name in ignored):
+            raise DamagedError(f"quantization_config has ignore={str(ignored)[:80]}, which is no list of names")
+        self.ignored = Rules((_pattern(name), True) for name in ignored if not name[:1].isupper())
+
+    def weights(self, name: str, form: str, q: Mapping[str, Any]) -> Mapping[str, Any]:
+        """How a module's weights are quantized, whose tensors are of `form`. Raises DamagedError, UnsupportedError."""
+        if self.ignored.first(name):
+            raise DamagedError(f"ignore in quantization_config names {name}, but it is quantized")
+        group = self.rules.first(name) or self.by_class
+        if group is None:
+            raise DamagedError(f"no config group targets {name}, though it is quantized")
+        weights = group.get("weights")
+        if not isinstance(weights, Mapping):
+            raise DamagedError(f"the config group of {name} does not say how weights are quantized")
+        said = group.get("format") or q.get("format")
+        if said not in (None, form, "naive-quantized", "mixed-precision"):
+            raise DamagedError(f"quantization_config says {name} is {said!r}, but its tensors are {form}")
+        c.check_fields(weights, WEIGHTS, WEIGHTS_HARMLESS)
+        c.check_absent(weights, "dynamic")
+        if weights.get("strategy") not in STRATEGIES[form]:
+            raise UnsupportedError(f"{name}: {form} by {weights.get('strategy')!r} is not one that lowq reads")
+        return weights
 
 
-def _weights(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    weights = _group_of(q, name).get("weights")
-    if not isinstance(weights, Mapping):
-        raise DamagedError(f"the config group of {name} does not say how weights are quantized")
-    return weights
+def _pattern(target: str) -> str:
+    return target[3:] if target.startswith("re:") else f"^{re.escape(target)}$"
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = _section(config)
+    c.check_fields(q, TOP, TOP_HARMLESS)
+    sparsity = q.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") == "dense":
+        sparsity = None
+    transforms = q.get("transform_config")
+    if isinstance(transforms, Mapping) and not any(transforms.values()):
+        transforms = None
+    c.check_absent({"sparsity_config": sparsity, "transform_config": transforms}, "sparsity_config", "transform_config")
+    if q.get("format") not in (None, *STRATEGIES, "naive-quantized", "mixed-precision"):
+        raise UnsupportedError(f"compressed-tensors format {q['format']!r} is not one that lowq reads")
+    if q.get("quantization_status", "compressed") not in ("compressed", "frozen"):
+        raise UnsupportedError(f"quantization_status is {q['quantization_status']!r}; lowq reads compressed")
+    groups = _Groups(q)
     found = []
     for name in headers:
         p, _, leaf = name.rpartition(".")
         if leaf == "weight_packed":
             if headers[name].dtype != "I32":
                 raise UnsupportedError(f"{name} is {headers[name].dtype}: 4-bit floats, which lowq has no kernel for")
-            found.append(_packed(p, _weights(q, p), headers, fetch))
+            found.append(_packed(p, groups.weights(p, "pack-quantized", q), headers, fetch))
         elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype == "I8":
-            found.append(_int8(p, _weights(q, p), headers))
+            found.append(_int8(p, groups.weights(p, "int-quantized", q), headers))
         elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype in FLOATS8:
-            found.append(_fp8(p, _weights(q, p), headers))
+            found.append(_fp8(p, groups.weights(p, "float-quantized", q), headers))
     return found
 
 
@@ -82,7 +128,11 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
     G = scale.shape[-1] if scale.shape else 0
     if tuple(scale.shape) != (N, G):
         raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; {N} rows were expected")
-    grouped = w.get("strategy") in ("group", "tensor_group")
+    grouped = w.get("strategy") == "group" or (w.get("strategy") is None and bool(w.get("group_size")))
+    if not grouped and (G != 1 or (w.get("group_size") or -1) != -1):
+        raise DamagedError(
+            f"{p} has {G} scales a row; quantization_config says {w.get('strategy')}, group_size={w.get('group_size')}"
+        )
     K = c.number(w, "group_size") * G if grouped else words * 32 // bits
     parts = [f"{p}.weight_packed", f"{p}.weight_scale"]
     if f"{p}.weight_shape" in headers:
@@ -98,23 +148,31 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
         raise DamagedError(f"{p}.weight_packed has {words} words a row; {K} codes of {bits} bits fill {min(sizes)}")
     padded = sizes[words] if len(sizes) == 2 else None  # None: the widths do not tell
     padded = False if 32 % bits == 0 else padded
-    sym = bool(w.get("symmetric", True))
+    sym, stored_zeros = c.flag(w, "symmetric", True), f"{p}.weight_zero_point" in headers
     zero: ZeroKind = "none" if sym and bits > 1 else "int"
-    if not sym:
+    if not sym or stored_zeros:
         c.need(headers, f"{p}.weight_zero_point", dtypes=("I32", "I8"))
         parts.append(f"{p}.weight_zero_point")
     index = f"{p}.weight_g_idx" if f"{p}.weight_g_idx" in headers else None
-    permuted = w.get("actorder") in ("group", "dynamic") and index is not None
+    ordered = w.get("actorder") in ("group", "dynamic", True)
+    permuted = ordered and index is not None
     if index:
         parts.append(index)
+        c.need(headers, index, (K,), ("I32", "I64"))
         permuted = permuted if fetch is None else not torch.equal(fetch(index).long(), torch.arange(K) // g)
+        if permuted and not ordered:
+            raise DamagedError(f"{index} permutes groups, quantization_config says actorder={w.get('actorder')!r}")
 
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         stored = fetch(f"{p}.weight_packed")
         empty_bits = _is_padded(stored, bits, K) if padded is None else padded
         codes = _unpack(stored, bits, K, empty_bits)
         scales = fetch(f"{p}.weight_scale")
-        zeros = None if sym else _zeros(fetch(f"{p}.weight_zero_point"), p, bits, N, G, empty_bits).to(scales.dtype)
+        if not sym or stored_zeros:
+            whole = _zeros(fetch(f"{p}.weight_zero_point"), p, bits, N, G, empty_bits)
+            if sym and bool((whole != 1 << (bits - 1)).any()):
+                raise DamagedError(f"{p} has zero points, but quantization_config says symmetric=true; set it to false there")
+        zeros = None if sym else whole.to(scales.dtype)
         if sym and bits == 1:
             zeros = torch.ones_like(scales)
         if permuted and index:
@@ -168,13 +226,19 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     """int-quantized: codes are int8; one scale for a row, for a group, or for all."""
     N, K = c.matrix(headers, f"{p}.weight", ("I8",))
     bits = c.number(w, "num_bits")
-    if not 2 <= bits <= 8:
-        raise UnsupportedError(f"{p}: int-quantized with {bits} bits is not one that lowq reads")
+    if not 2 <= bits <= 8 or w.get("type", "int") != "int":
+        raise UnsupportedError(f"{p}: int-quantized with {bits}-bit {w.get('type')} codes is not one that lowq reads")
     scale = c.need(headers, f"{p}.weight_scale")
     G = _groups_of(f"{p}.weight_scale", scale, N)
     g, _ = c.group_count(K, K // G if K % G == 0 else 0, p)
     parts = [f"{p}.weight", f"{p}.weight_scale"]
+    shared = {"group": c.number(w, "group_size", default=0), "None": g}.get(str(w.get("strategy")), K)
+    if shared != g or (w.get("strategy") == "tensor" and math.prod(scale.shape) != 1):
+        raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says {w.get('strategy')}")
+    sym = c.flag(w, "symmetric", True)
     zero: ZeroKind = "none" if f"{p}.weight_zero_point" not in headers else "int"
+    if not sym and zero == "none":
+        raise DamagedError(f"{p}.weight_zero_point is missing, though quantization_config says symmetric=false")
     if zero == "int":
         parts.append(f"{p}.weight_zero_point")
         if _groups_of(parts[-1], c.need(headers, parts[-1], dtypes=("I8", "I32", "I64")), N) != G:
@@ -189,6 +253,8 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
         zeros = None
         if zero == "int":
             stored = fetch(f"{p}.weight_zero_point").to(torch.int16).reshape(-1, G).expand(N, G)
+            if sym and bool((stored != 0).any()):
+                raise DamagedError(f"{p} has zero points, but quantization_config says symmetric=true; set it to false there")
             zeros = (stored + half).to(scales.dtype)
         return c.decoded(codes.to(torch.uint8), scales, zeros, bits, g, zero)
 
@@ -209,6 +275,10 @@ def _groups_of(name: str, companion: Header, N: int) -> int:
 def _fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     """float-quantized: fp8 times a scale for all, for a row, or for a block of `block_structure`."""
     N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
+    if w.get("type", "float") != "float" or c.number(w, "num_bits", default=8) != 8:
+        raise UnsupportedError(f"{p} is fp8, but quantization_config says {w.get('num_bits')}-bit {w.get('type')}")
+    if not c.flag(w, "symmetric", True) or f"{p}.weight_zero_point" in headers:
+        raise UnsupportedError(f"{p}: fp8 with zero points is not one that lowq reads")
     scale = c.need(headers, f"{p}.weight_scale")
     block: tuple[int, int] | None = None
     if w.get("strategy") == "block":
@@ -217,6 +287,8 @@ def _fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
             raise DamagedError(f"{p}: block_structure={structure!r} is no pair of sizes")
         block = structure[0], structure[1]
         c.need(headers, f"{p}.weight_scale", (-(-N // block[0]), -(-K // block[1])))
+    elif w.get("strategy") == "tensor" and math.prod(scale.shape) != 1:
+        raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says one for all")
     elif (G := _groups_of(f"{p}.weight_scale", scale, N)) > 1:
         raise UnsupportedError(
             f"{p}: float-quantized with {G} scales a row is not one that lowq reads; it reads one, or blocks"
@@ -225,7 +297,7 @@ def _fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     def read(fetch: Fetch) -> torch.Tensor:
         W, scales = fetch(f"{p}.weight").float(), fetch(f"{p}.weight_scale").float()
         if block:
-            scales = scales.repeat_interleave(block[0], 0)[:N].repeat_interleave(block[1], 1)[:, :K]
+            scales = scales.repeat_interleave(min(block[0], N), 0)[:N].repeat_interleave(min(block[1], K), 1)[:, :K]
         else:
             scales = scales.reshape(-1, 1)
         return (W * scales).to(torch.bfloat16 if scale.dtype == "F32" else getattr(torch, _TORCH[scale.dtype]))
@@ -296,14 +368,14 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     return {"quantization_config": q}
 
 
-def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+def _write(name: str, p: PackedWeight, config: Config) -> Tensors:
     tensors = {
-        f"{name}.weight_packed": bitstream.pack(q.W_q, q.bits),
-        f"{name}.weight_scale": q.scales,
-        f"{name}.weight_shape": torch.tensor(q.shape, dtype=torch.int64),
+        f"{name}.weight_packed": p.words,
+        f"{name}.weight_scale": p.scales,
+        f"{name}.weight_shape": torch.tensor((p.N, p.K), dtype=torch.int64),
     }
-    if q.zeros is not None:
-        tensors[f"{name}.weight_zero_point"] = bitstream.pack(c.whole_zeros(q, name).t().contiguous(), q.bits).t().contiguous()
+    if p.zeros is not None:
+        tensors[f"{name}.weight_zero_point"] = c.packed_zeros(p, name)
     return tensors
 
 
@@ -315,9 +387,10 @@ register(
         _matrices,
         _engines,
         _why_not,
-        _write,
+        c.from_codes(_write),
         _config,
         _notes,
+        write_words=_write,
         export=Export(1),
     )
 )

@@ -5,22 +5,31 @@ when the last one is partial: deriving the block from rows / scale rows, as tran
 wrong weights. Also read: one scale per tensor or row (weight_block_size null), e8m0 scales, MXFP8's [1, 32] blocks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, method, register
 from lowq_packers.formats import _common as c
-from lowq_packers.scheme import Scheme
+from lowq_packers.lazy import torch
+from lowq_packers.scheme import ACT_KEY, Scheme
 
 COMPANIONS = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+USED = ("quant_method", "weight_block_size", "fmt", ACT_KEY)
+HARMLESS = (  # how others run it: weights are the same
+    *("activation_scheme", "scale_fmt", "modules_to_not_convert", "ignored_layers", "ignore", "dequantize", "kv_cache_scheme"),
+    *("is_checkpoint_fp8_serialized", "kv_cache_quant_algo", "version"),
+)
 SCALES = ("F32", "F16", "BF16", "F8_E8M0", "U8")
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization_config")
+    c.check_fields(q, USED, HARMLESS)
+    if q.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", "fp8_e4m3"):
+        raise UnsupportedError(f"fp8 in {q['fmt']!r} is not one that lowq reads; it reads e4m3")
     found = []
     for name, header in headers.items():
         if not header.dtype.startswith("F8_E4") or not header.shape:
@@ -66,7 +75,7 @@ def dequantize(W: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | No
     s = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if block is None:
         return (W.float() * s.reshape(-1, 1)).to(torch.bfloat16)
-    wide = s.repeat_interleave(block[1], 1)[:, :K]
+    wide = s.repeat_interleave(min(block[1], K), 1)[:, :K]  # a block may say it is wider than all memory
     out = torch.empty(N, K, dtype=torch.bfloat16)
     for i in range(s.shape[0]):  # one row of blocks at a time: a third copy of a large matrix in fp32 is never held
         rows = slice(i * block[0], min(N, (i + 1) * block[0]))

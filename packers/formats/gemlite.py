@@ -5,21 +5,23 @@ Words hold E consecutive codes along K, least significant first: the transpose o
 all. Modes 0 to 4 are: nothing, q - z, q * s, (q - z) * s, q * s + z'; channel modes 1 and 3 multiply by scales afterwards.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
-
-import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, register
 from lowq_packers.formats import _common as c
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPE_CODES = {"torch.float32": 0, "torch.float16": 1, "torch.bfloat16": 2}
 WORDS = ("U8", "I16", "I32", "I64")
+SIZES = {"U8": 1, "I16": 2, "I32": 4, "I64": 8}
 META = 12
 
 
@@ -47,6 +49,10 @@ def _matrix(p: str, headers: Headers, fetch: Fetch) -> Matrix:
         raise DamagedError(
             f"{p}.W_q has the shape {tuple(word.shape)}; {N} x {K} with {E} codes a word asks for {(K // max(E, 1), N)}"
         )
+    if word.dtype in WORDS and (E * bits != 8 * SIZES[word.dtype] or meta[3] != (1 << bits) - 1):
+        raise DamagedError(f"{p}: metadata says {E} codes of {bits} bits, mask {meta[3]:#x}, in a word of {word.dtype}")
+    if f"{p}.meta_scale" in headers and bool((fetch(f"{p}.meta_scale").float() != 0).any()):
+        raise UnsupportedError(f"{p}: GemLite weights with a meta_scale are not ones that lowq reads")
     scaled = mode in (2, 3, 4) or channel in (1, 3)
     G = next(iter(headers[f"{p}.scales"].shape), 1) if scaled and f"{p}.scales" in headers else 1
     g, _ = c.group_count(K, K // G if G and K % G == 0 else 0, p)
@@ -93,10 +99,10 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
 def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     N, K = q.shape
     zeros = torch.full_like(q.scales, q.scheme.mid) if q.zeros is None else q.zeros
-    kind = DTYPE_CODES[q.scales.dtype]
+    kind = DTYPE_CODES[str(q.scales.dtype)]
     channel = q.group_size == K
     meta = [
-        0, q.bits, q.group_size, (1 << q.bits) - 1, 32 // q.bits, kind, kind, DTYPE_CODES[torch.float32], kind,
+        0, q.bits, q.group_size, (1 << q.bits) - 1, 32 // q.bits, kind, kind, DTYPE_CODES["torch.float32"], kind,
         1 if channel else 0, 1 if channel else 3, 1,
     ]  # fmt: skip
     return {

@@ -10,15 +10,16 @@ Byte j of a 4-bit block holds code j in its low half and code j + 16 in its high
 The file around the blocks (metadata, tokenizer, names) is `lowq_cli.interop.gguf_file`'s; here is only what the bytes mean.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lowq_packers.errors import SchemeError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register
 from lowq_packers.formats import _common as c
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -43,9 +44,9 @@ TYPES = {t.name: t for t in (
     BlockType("Q6_K", 14, 256, 210), BlockType("IQ4_NL", 20, BLOCK, 18), BlockType("IQ4_XS", 23, 256, 136),
 )}  # fmt: skip
 QUANTIZED = ("Q4_0", "Q4_1", "Q8_0")
-Decoder = Callable[[torch.Tensor, tuple[int, ...], str], torch.Tensor]  # bytes, shape, name of the tensor -> fp16 weights
+Decoder = Callable[["torch.Tensor", tuple[int, ...], str], "torch.Tensor"]  # bytes, shape, name of the tensor -> fp16 weights
 decoders: dict[str, Decoder] = {}  # for the other types; the reader of files fills it
-PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def type_for(s: Scheme) -> str | None:
@@ -139,7 +140,7 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         raw = fetch(name)
         if kind not in QUANTIZED:
-            rows = raw.view(PLAIN[kind]).reshape(shape) if kind in PLAIN else decoders[kind](raw, shape, name)
+            rows = raw.view(getattr(torch, PLAIN[kind])).reshape(shape) if kind in PLAIN else decoders[kind](raw, shape, name)
             return rows if heads is None else permute_heads(rows, heads, inverse=True).contiguous()
         q = decode(raw, kind, N, K)
         if heads is None:

@@ -7,20 +7,29 @@ Traps: z = 0 cannot be stored by version 1 (it wraps to 2**bits - 1; read back h
 `desc_act` checkpoints have a g_idx that is no run of equal groups, and are read as dense matrices.
 """
 
-import re
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 WIDTHS = (8, 4, 3, 2)
+PER_MODULE = ("bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act")
+USED = ("quant_method", "checkpoint_format", "format", "pack_dtype", "dynamic", "rotation", "adapter", "is_marlin_format")
+HARMLESS = (  # how it was made, or how others run it
+    *("meta", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware", "method"),
+    *("model_name_or_path", "model_file_base_name", "modules_in_block_to_quantize", "block_name_to_quantize", "lm_head"),
+    *("module_name_preceding_first_block", "batch_size", "pad_token_id", "cache_block_outputs", "tokenizer", "dataset"),
+    *("backend", "use_cuda_fp16", "model_seqlen", "max_input_length", "use_exllama", "disable_exllama", "exllama_config"),
+    *("quantizer", "inside_layer_modules", "parallel_packing", "device", "hyb_act", "version", "v2", "quant_path", "task"),
+)
 
 
 def _claims(config: Config, headers: Headers) -> bool:
@@ -38,25 +47,14 @@ def _version(q: Mapping[str, Any]) -> int:
     return 2 if fmt == "gptq_v2" else 1
 
 
-def _settings(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """bits, group_size, sym of one module: the config's, with the first `dynamic` rule that matches on top."""
-    dynamic = q.get("dynamic")
-    if isinstance(dynamic, Mapping):
-        for pattern, values in dynamic.items():
-            rule = pattern.removeprefix("+:")
-            try:
-                hit = not pattern.startswith("-:") and re.match(rule, name)
-            except re.error:
-                raise DamagedError(f"quantization_config: dynamic rule {pattern!r} is no regular expression") from None
-            if hit and isinstance(values, Mapping):
-                return {**q, **values}
-    return q
-
-
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization_config")
-    version = _version(q)
-    return [_matrix(p, _settings(q, p), version, headers, fetch) for p in c.modules(headers, ".qweight")]
+    c.check_fields(q, (*USED, *PER_MODULE), HARMLESS)
+    c.check_absent(q, "rotation", "adapter", "is_marlin_format")
+    if q.get("pack_dtype", "int32") != "int32":
+        raise UnsupportedError(f"GPTQ packed in {q['pack_dtype']!r} is not one that lowq reads; it reads int32")
+    version, rules = _version(q), c.dynamic_rules(q, PER_MODULE, HARMLESS)
+    return [_matrix(p, c.overridden(q, rules, p), version, headers, fetch) for p in c.modules(headers, ".qweight")]
 
 
 def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch: Fetch | None) -> Matrix:
@@ -70,14 +68,16 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
     g, G = c.group_count(K, c.number(q, "group_size", "q_group_size"), p)
     c.need(headers, f"{p}.qzeros", (G, N * bits // 32), ("I32",))
     dtype = c.need(headers, f"{p}.scales", (G, N)).dtype
-    sym = bool(q.get("sym", False))
+    sym = c.flag(q, "sym", False)
     parts = [f"{p}.qweight", f"{p}.qzeros", f"{p}.scales"]
-    permuted = bool(q.get("desc_act", False))
+    permuted = c.flag(q, "desc_act", False)
     if f"{p}.g_idx" in headers:
         c.need(headers, f"{p}.g_idx", (K,), ("I32", "I64"))
         parts.append(f"{p}.g_idx")
         if fetch is not None:
-            permuted = not torch.equal(fetch(f"{p}.g_idx").long(), torch.arange(K) // g)
+            said, permuted = permuted, not torch.equal(fetch(f"{p}.g_idx").long(), torch.arange(K) // g)
+            if permuted and not said:
+                raise DamagedError(f"{p}.g_idx permutes groups, but quantization_config says desc_act=false; set it to true")
     scheme = None if permuted else c.held(bits, g, "none" if sym else "int", K)
 
     def zeros_of(fetch: Fetch) -> torch.Tensor:

@@ -8,14 +8,15 @@ codes; they are compared with what exists, never evaluated. Groups of axis 0 run
 `qmodel.pt`, what the hqq library itself saves, is {module: {name: tensor or number}}; `flatten` gives it the same names.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -103,7 +104,25 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
-    return [_matrix(p, headers, fetch) for p in c.modules(headers, ".W_q")]
+    q = c.section(config, "quantization_config")
+    c.check_fields(q, ("quant_method", "quant_config"), ("skip_modules", "dynamic_config"))  # its tensors say it all again
+    found = [_matrix(p, headers, fetch) for p in c.modules(headers, ".W_q")]
+    for m in found:
+        assert fetch  # _matrix asked
+        _check_config(q, m.name, headers, fetch)
+    return found
+
+
+def _check_config(q: Mapping[str, Any], p: str, headers: Headers, fetch: Fetch) -> None:
+    """Raise DamagedError where the config says other settings of a module than its tensors."""
+    quant = q.get("quant_config")
+    own = quant.get(_tag(p), quant) if isinstance(quant, Mapping) else {}
+    params = own.get("weight_quant_params") if isinstance(own, Mapping) else None
+    for field, said in params.items() if isinstance(params, Mapping) else ():
+        if field in ("nbits", "group_size", "axis") and said is not None and f"{p}.{field}" in headers:
+            stored = _setting(p, field, headers, fetch)
+            if said != stored:
+                raise DamagedError(f"quantization_config says {field}={said!r} of {p}; its tensors say {stored}")
 
 
 def _setting(p: str, leaf: str, headers: Headers, fetch: Fetch, default: int | None = None) -> int:
@@ -140,6 +159,8 @@ def _matrix(p: str, headers: Headers, fetch: Fetch | None) -> Matrix:
             raise UnsupportedError(f"{p}: HQQ with quantized scales or zeros is no longer read, by hqq neither")
     if axis not in (0, 1) or group < 1 or N * K % group:
         raise DamagedError(f"{p}: axis {axis} and group_size {group} do not fit {N} x {K}")
+    if not _setting(p, "channel_wise", headers, fetch, 1):
+        raise UnsupportedError(f"{p}: HQQ with one scale for all weights is not one that lowq reads")
     groups = N * K // group
     rows, columns = (groups, group) if axis else (group, groups)
     view = bool(_setting(p, "view_as_float", headers, fetch, 0))
@@ -151,14 +172,14 @@ def _matrix(p: str, headers: Headers, fetch: Fetch | None) -> Matrix:
     dtype = c.need(headers, f"{p}.scale").dtype
     c.need(headers, f"{p}.zero")
     for leaf in ("scale", "zero"):
-        if headers[f"{p}.{leaf}"].shape not in ((groups, 1), (1, groups), (groups,)):
+        if tuple(headers[f"{p}.{leaf}"].shape) != ((groups, 1) if axis else (1, groups)):
             raise DamagedError(f"{p}.{leaf} has the shape {tuple(headers[f'{p}.{leaf}'].shape)}; there are {groups} groups")
 
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         W_q = fetch(f"{p}.W_q")
         if view or W_q.is_floating_point():
             W_q = W_q.contiguous().view(torch.uint8).view(words)
-        if W_q.dtype != words or W_q.numel() != word_rows * columns:
+        if W_q.dtype != words or tuple(W_q.shape) != (word_rows, columns):
             raise DamagedError(f"{p}.W_q has {W_q.numel()} words of {W_q.dtype}; {bits}-bit codes of {N} x {K} need otherwise")
         codes = unpack_slabs(W_q.reshape(word_rows, columns), bits, rows)
         scale, zero = fetch(f"{p}.scale").flatten(), fetch(f"{p}.zero").flatten()

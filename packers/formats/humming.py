@@ -4,43 +4,42 @@ weight (N, K*bits/32) int32; weight_scale (N, G); zero_point (N, G) floats, or i
 constant 2**(bits-1). w = (q - zero) * scale. The config names one dtype ("uint4"), with `dynamic` for exceptions.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme, ZeroKind
 
-
-def _settings(q: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    dynamic = q.get("dynamic")
-    for pattern, values in dynamic.items() if isinstance(dynamic, Mapping) else ():
-        try:
-            if pattern.startswith("+:") and isinstance(values, Mapping) and re.match(pattern[2:], name):
-                return {**q, **values}
-        except re.error:
-            raise DamagedError(f"quantization_config: dynamic rule {pattern!r} is no regular expression") from None
-    return q
+PER_MODULE = ("dtype", "weight_dtype", "b_dtype", "group_size", "has_zero_point", "is_fp_zero_point")
+USED, HARMLESS = ("quant_method", "dynamic", "ignore", *PER_MODULE), ("a_dtype", "input_dtype", "meta")
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization_config")
+    c.check_fields(q, USED, HARMLESS)
+    rules = c.dynamic_rules(q, PER_MODULE, HARMLESS)
     found = []
     for p in c.modules(headers, ".weight_scale"):
         if f"{p}.weight" not in headers or headers[f"{p}.weight"].dtype != "I32":
             raise UnsupportedError(f"{p}: Humming weights that are not packed integers are not ones that lowq reads")
-        found.append(_matrix(p, _settings(q, p), headers))
+        found.append(_matrix(p, c.overridden(q, rules, p), headers))
     return found
 
 
 def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
-    dtype = str(q.get("dtype") or q.get("weight_dtype") or q.get("b_dtype"))
+    named = {str(q[k]) for k in ("dtype", "weight_dtype", "b_dtype") if q.get(k) is not None}
+    if len(named) > 1:
+        raise DamagedError(f"quantization_config gives {p} the dtypes {' and '.join(sorted(named))}")
+    dtype = next(iter(named), "none")
     if not re.fullmatch("uint[1-8]", dtype):
         raise UnsupportedError(f"{p}: Humming dtype {dtype!r} is not one that lowq reads; it reads uint1 to uint8")
     bits = int(dtype[4:])
@@ -51,8 +50,11 @@ def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
     c.need(headers, f"{p}.weight_scale", (N, groups))
     parts = [f"{p}.weight", f"{p}.weight_scale"]
     zero: ZeroKind = "none"
-    if q.get("has_zero_point"):
-        zero = "float" if q.get("is_fp_zero_point") else "int"
+    stored_zero = f"{p}.zero_point" in headers
+    if c.flag(q, "has_zero_point", False) != stored_zero:
+        raise DamagedError(f"quantization_config says has_zero_point={not stored_zero} of {p}; its tensors say otherwise")
+    if stored_zero:
+        zero = "float" if c.flag(q, "is_fp_zero_point", False) else "int"
         parts.append(f"{p}.zero_point")
         shape = (N, groups) if zero == "float" else (bitstream.words_per_row(N, bits), groups)
         c.need(headers, parts[-1], shape, c.FLOATS if zero == "float" else ("I32",))
@@ -103,14 +105,14 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     return {"quantization_config": q | ({"dynamic": dynamic} if dynamic else {})}
 
 
-def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
-    tensors = {f"{name}.weight": bitstream.pack(q.W_q, q.bits), f"{name}.weight_scale": q.scales}
-    if q.zero == "float" and q.zeros is not None:
-        tensors[f"{name}.zero_point"] = q.zeros
-    elif q.zero == "int":
-        tensors[f"{name}.zero_point"] = bitstream.pack(c.whole_zeros(q, name).t().contiguous(), q.bits).t().contiguous()
-    elif q.bits == 1:
-        tensors[f"{name}.zero_point"] = torch.full_like(q.scales, q.scheme.mid)
+def _write(name: str, p: PackedWeight, config: Config) -> Tensors:
+    tensors = {f"{name}.weight": p.words, f"{name}.weight_scale": p.scales}
+    if p.scheme.zero == "float" and p.zeros is not None:
+        tensors[f"{name}.zero_point"] = p.zeros
+    elif p.scheme.zero == "int":
+        tensors[f"{name}.zero_point"] = c.packed_zeros(p, name)
+    elif p.scheme.bits == 1:
+        tensors[f"{name}.zero_point"] = torch.full_like(p.scales, p.scheme.mid)
     return tensors
 
 
@@ -122,8 +124,9 @@ register(
         _matrices,
         lambda config, matrices: ["lowq", "vLLM (with humming-kernels)"],
         _why_not,
-        _write,
+        c.from_codes(_write),
         _config,
+        write_words=_write,
         export=Export(4, experts=False),
     )
 )

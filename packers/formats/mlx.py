@@ -5,12 +5,12 @@ digits than the scales' dtype has, and are then refused unless rounding is allow
 under mlx-lm's name switch_mlp.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
@@ -18,9 +18,11 @@ from lowq_packers.families import families
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._older_config import spelled_out
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+FIELDS = ("bits", "group_size", "mode")
 WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
 _OURS = [f for f in families().values() if f.mlx]
@@ -38,6 +40,10 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization")
+    if config.get("quantization_config") not in (None, q):
+        raise UnsupportedError("config.json has a quantization and another quantization_config; which one counts is not said")
+    simple = {k: v for k, v in q.items() if not isinstance(v, Mapping | bool)}  # the others are of modules, by name
+    c.check_fields(simple, FIELDS, ("quant_method",))
     return [m for p in c.modules(headers, ".scales") for m in _module(p, q, headers)]
 
 
@@ -60,6 +66,10 @@ def _experts(stack: str, count: int) -> list[str]:
 def _module(p: str, q: Mapping[str, Any], headers: Headers) -> list[Matrix]:
     """The one matrix of a module, or those of its experts."""
     own = q.get(p)
+    if own is False:
+        raise DamagedError(f"quantization in config.json says that {p} is not quantized, but it is")
+    if isinstance(own, Mapping):
+        c.check_fields(own, FIELDS, (), f"{p}: ")
     settings = {**q, **own} if isinstance(own, Mapping) else q
     if (mode := settings.get("mode", "affine")) != "affine":
         raise UnsupportedError(f"{p}: MLX mode {mode!r} is not one that lowq reads; it reads affine")

@@ -4,15 +4,16 @@ A kernel names the layouts it reads; a weight is held in one layout at a time. F
 `tile` or `cpu` where asked.
 """
 
+from __future__ import annotations
+
 import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from lowq_packers.errors import SchemeError
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -55,7 +56,7 @@ class PackedWeight:
     @classmethod
     def from_facts(
         cls, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, aux: torch.Tensor | None, facts: str
-    ) -> "PackedWeight":
+    ) -> PackedWeight:
         """The weight of these tensors."""
         scheme, N, K, layout = read_facts(facts)
         assert scheme is not None
@@ -140,17 +141,6 @@ def repack(p: PackedWeight, layout: str) -> PackedWeight:
 def meta_rows(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """scales and zeros as (N, K // group_size), contiguous: kernels get an address and no strides."""
     return q.scales.contiguous(), None if q.zeros is None else q.zeros.contiguous()
-
-
-def meta_columns(q: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """scales and zeros as (K // group_size, N), contiguous along N: what kernels that walk K read."""
-    return q.scales.t().contiguous(), None if q.zeros is None else q.zeros.t().contiguous()
-
-
-def restored(p: PackedWeight, W_q: torch.Tensor) -> QuantizedTensor:
-    """A QuantizedTensor from unpacked codes and `meta_columns`."""
-    zeros = None if p.zeros is None else p.zeros.t().contiguous()
-    return QuantizedTensor(W_q, p.scales.t().contiguous(), zeros, p.scheme.bits, p.scheme.group_size, p.scheme.zero)
 
 
 for _module in pkgutil.iter_modules(__path__):

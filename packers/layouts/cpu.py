@@ -9,11 +9,11 @@ Four codes that a dot product takes at once lie in the four bytes of a word, at 
 scales, zeros (T, G, 16); padded rows hold 0.
 """
 
-import torch
-from torch.nn.functional import pad
+from __future__ import annotations
 
 from lowq_packers import bitstream
 from lowq_packers.layouts import Layout, PackedWeight, register
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -34,7 +34,7 @@ def _why_not(scheme: Scheme, N: int, K: int) -> str | None:
 
 def _tiles(t: torch.Tensor) -> torch.Tensor:
     """(N, X) -> (T, X, 16), rows padded with 0."""
-    t = pad(t, (0, 0, 0, -t.shape[0] % ROWS)) if t.shape[0] % ROWS else t
+    t = torch.nn.functional.pad(t, (0, 0, 0, -t.shape[0] % ROWS)) if t.shape[0] % ROWS else t
     return t.reshape(-1, ROWS, t.shape[1]).transpose(1, 2).contiguous()
 
 
@@ -77,14 +77,14 @@ def _packed(row_words: torch.Tensor, like: QuantizedTensor | PackedWeight, N: in
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
-    return _packed(_row_words(pad(q.W_q, (0, -q.shape[1] % CHUNK)), q.bits), q, *q.shape)
+    return _packed(_row_words(torch.nn.functional.pad(q.W_q, (0, -q.shape[1] % CHUNK)), q.bits), q, *q.shape)
 
 
 def _from_rowstream(p: PackedWeight) -> PackedWeight:
     bits, wide = p.scheme.bits, chunks(p.K) * CHUNK
     if bits == 3:
         return _packed(_row_words(bitstream.unpack(p.words, bits, wide), bits), p, p.N, p.K)
-    return _packed(pad(p.words, (0, wide * bits // 32 - p.words.shape[1])), p, p.N, p.K)
+    return _packed(torch.nn.functional.pad(p.words, (0, wide * bits // 32 - p.words.shape[1])), p, p.N, p.K)
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:

@@ -6,11 +6,12 @@ high nibbles then low. aux (P, G', N', 2) bf16 is torch's scales-and-zeros, w = 
 or 256: a coarser or odd group (96, K) is repeated over the largest of those that divides it. scales, zeros stay (N, G).
 """
 
+from __future__ import annotations
+
 from functools import cache
 
-import torch
-
-from lowq_packers.layouts import DISK, Layout, PackedWeight, get, meta_rows, register
+from lowq_packers.layouts import Layout, PackedWeight, meta_rows, register, unpack
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -91,7 +92,7 @@ def _pack(q: QuantizedTensor) -> PackedWeight:
 def _from_rowstream(p: PackedWeight) -> PackedWeight:
     """At 4 bits rowstream's bytes are the pairs."""
     if p.scheme.bits != 4:
-        return _pack(get(DISK).unpack(p))
+        return _pack(unpack(p))
     pairs = p.words.contiguous().view(torch.uint8)[:, : p.K // 2]
     if p.N % ROW_STEP:
         pairs = torch.nn.functional.pad(pairs, (0, 0, 0, -p.N % ROW_STEP))

@@ -4,23 +4,25 @@ Neighbouring threads read neighbouring n: coalesced for the Triton kernels. For 
 `W_q` words and GPTQ's `qweight`; for 3 bits, GPTQ's (32 codes in 3 words).
 """
 
-from lowq_packers import bitstream
-from lowq_packers.layouts import Layout, PackedWeight, meta_columns, register, restored
+from lowq_packers.layouts import DISK, Layout, PackedWeight, pack, register, unpack
 from lowq_packers.qtensor import QuantizedTensor
 
 
+def _transposed(p: PackedWeight, layout: str) -> PackedWeight:
+    zeros = None if p.zeros is None else p.zeros.t().contiguous()
+    return PackedWeight(p.words.t().contiguous(), p.scales.t().contiguous(), zeros, p.scheme, p.N, p.K, layout)
+
+
 def _pack(q: QuantizedTensor) -> PackedWeight:
-    words = bitstream.pack(q.W_q, q.bits).t().contiguous()
-    return PackedWeight(words, *meta_columns(q), q.scheme, *q.shape, layout="strided")
+    return _from_rowstream(pack(q, DISK))
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:
-    return restored(p, bitstream.unpack(p.words.t(), p.scheme.bits, p.K))
+    return unpack(_transposed(p, DISK))
 
 
 def _from_rowstream(p: PackedWeight) -> PackedWeight:
-    zeros = None if p.zeros is None else p.zeros.t().contiguous()
-    return PackedWeight(p.words.t().contiguous(), p.scales.t().contiguous(), zeros, p.scheme, p.N, p.K, "strided")
+    return _transposed(p, "strided")
 
 
 register(Layout("strided", _pack, _unpack, from_rowstream=_from_rowstream))

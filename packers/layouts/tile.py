@@ -18,11 +18,11 @@ scales, zeros (N'/16, G, 16): the row r + 8*i of a tile at place 2*r + i, so tha
 padded rows hold 0.
 """
 
-import torch
-from torch.nn.functional import pad
+from __future__ import annotations
 
 from lowq_packers import bitstream
 from lowq_packers.layouts import Layout, PackedWeight, register
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -88,7 +88,7 @@ def _high_unplane(words: torch.Tensor) -> torch.Tensor:
 
 def _meta(t: torch.Tensor) -> torch.Tensor:
     """(N, G) scales or zeros -> (N'/16, G, 16)."""
-    t = pad(t, (0, 0, 0, -t.shape[0] % ROW_STEP))
+    t = torch.nn.functional.pad(t, (0, 0, 0, -t.shape[0] % ROW_STEP))
     return t.reshape(-1, 2, 8, t.shape[1]).permute(0, 3, 2, 1).reshape(-1, t.shape[1], ROWS).contiguous()
 
 
@@ -100,7 +100,7 @@ def _unmeta(t: torch.Tensor, N: int) -> torch.Tensor:
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
     (N, K), bits = q.shape, q.bits
-    fragments = _fragments(pad(q.W_q, (0, -K % CHUNK[bits], 0, -N % ROW_STEP)), bits)
+    fragments = _fragments(torch.nn.functional.pad(q.W_q, (0, -K % CHUNK[bits], 0, -N % ROW_STEP)), bits)
     words = torch.cat([_plane(fragments & 3, 2), _high_plane(fragments >> 2)], -1) if bits == 3 else _plane(fragments, bits)
     zeros = None if q.zeros is None else _meta(q.zeros)
     return PackedWeight(words.reshape(words.shape[0], -1), _meta(q.scales), zeros, q.scheme, N, K, "tile")

@@ -7,17 +7,13 @@ scales, zeros (N, K // group_size).
 Source: GemLite, branch stable_cuda_only.
 """
 
-import torch
+from __future__ import annotations
 
 from lowq_packers.layouts import Layout, PackedWeight, meta_rows, register
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 
 LANES = 32
-
-
-def _shifts(bits: int, device: torch.device) -> torch.Tensor:
-    E = 32 // bits
-    return (32 - bits * (torch.arange(E, device=device) + 1)).reshape(1, 1, E, 1)
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
@@ -34,7 +30,8 @@ def _pack(q: QuantizedTensor) -> PackedWeight:
 def _unpack(p: PackedWeight) -> QuantizedTensor:
     s = p.scheme
     words = p.words.reshape(p.N, -1, 1, LANES)
-    codes = (words >> _shifts(s.bits, words.device)) & (s.levels - 1)
+    shifts = 32 - s.bits * (torch.arange(32 // s.bits, device=words.device) + 1)
+    codes = (words >> shifts.reshape(1, 1, -1, 1)) & (s.levels - 1)
     W_q = codes.to(torch.uint8).reshape(p.N, -1)[:, : p.K].contiguous()
     return QuantizedTensor(W_q, p.scales, p.zeros, s.bits, s.group_size, s.zero)
 

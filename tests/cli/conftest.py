@@ -64,12 +64,21 @@ class Bytes:
     """A tokenizer: a text's bytes, up to 160; three of them are special."""
 
     all_special_ids: ClassVar = [0, 1, 159]
+    bos_token_id = 1
+    chat_template = None
 
     def __call__(self, text, **_):
         return {"input_ids": [b % 160 for b in text.encode()]}
 
     def get_vocab(self):
         return {f"<{i}>": i for i in range(160)}
+
+    def decode(self, ids, skip_special_tokens=False):
+        return bytes(i for i in ids if i not in self.all_special_ids or not skip_special_tokens).decode("latin-1")
+
+    def apply_chat_template(self, messages, **_):
+        assert self.chat_template
+        return [3, *(ord(c) % 160 for c in messages[0]["content"]), 4]
 
 
 @pytest.fixture

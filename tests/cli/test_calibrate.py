@@ -56,7 +56,7 @@ def test_gptq_without_moments_is_near_lsq():
 def test_gptq_slabs_of_rows_change_nothing(monkeypatch):
     W, second = correlated()
     whole = gptq.quantize(W, Scheme(3, 32), torch.float16, Moments(second))
-    monkeypatch.setattr(gptq, "SLAB", 7 * 128)
+    monkeypatch.setattr(gptq, "GPTQ_SLAB", 7 * 128)
     parts = gptq.quantize(W, Scheme(3, 32), torch.float16, Moments(second))
     assert torch.equal(whole.scales, parts.scales)
     assert float((whole.W_q != parts.W_q).float().mean()) < 0.01  # a product's rounding may differ with its number of rows
@@ -154,7 +154,7 @@ def test_progress_is_told_before_the_first_layer_ends_and_the_plan_names_its_tim
     dense, recipe = family_checkpoints("llama").dense, make_recipe(bits=3, group=16, method="gptq", calib=text)
     with pipeline.prepare(dense, recipe, tmp_path / "out") as prepared:
         assert prepared.budget.seconds > 0
-        steps = [e for e in prepared.run() if isinstance(e, calibration.MatrixDone | calibration.LayerDone)]
+        steps = [e for e in pipeline.execute(prepared) if isinstance(e, calibration.MatrixDone | calibration.LayerDone)]
     assert [getattr(e, "total", 0) for e in steps if isinstance(e, calibration.MatrixDone)] == [14] * 14
     assert [e.index for e in steps] == [1, 2, 3, 4, 5, 6, 7, 1, 8, 9, 10, 11, 12, 13, 14, 2]
 
@@ -275,7 +275,7 @@ def test_text_errors(tmp_path):
         with pytest.raises(UsageError, match=why):
             texts.read_text(str(tmp_path / name))
     with pytest.raises(UsageError, match="calibration needs 64 tokens"):
-        texts.choose_windows(lambda text, **_: {"input_ids": list(range(40))}, "x", 4096, 32)
+        texts.choose_windows(torch.arange(40), 4096, 32)
     with pytest.raises(UsageError, match="at least 4096"):
         make_recipe(method="gptq", calib_tokens=5)
     for method in ("rtn", "auto"):

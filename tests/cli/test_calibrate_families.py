@@ -100,7 +100,7 @@ def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, small_
     """OPT-350m's is narrower than its layers: its rows were multiplied with gradients of another width."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with open_source(dense("opt")) as source:
-        _, found = mixed.resolve(source, make_recipe(bpw=7.5, group=16), CPU)
+        _, found = mixed.resolve(source, make_recipe(bpw=7.5, group=16), texts.Text.read(None), CPU)
     assert "is projected before the first layer" in found.why_not_nats
     assert found.bpw <= 7.5
 

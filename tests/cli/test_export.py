@@ -14,11 +14,13 @@ from lowq_cli import main
 from lowq_cli.files import shards
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
-from lowq_cli.interop.exporter import export, exportable
+from lowq_cli.interop.exporter import encoded, export, exportable
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.inspection import inspect_model
 from lowq_packers import formats
 from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.layouts import pack
+from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 CASES = [
@@ -150,6 +152,29 @@ def test_a_format_that_lies_is_caught(bf16_checkpoints, tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="does not read back"):
         export(bf16_checkpoints("llama", INT4).packed, "awq", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+WORDS = [("compressed-tensors", 3, "int", 611), ("compressed-tensors", 8, "none", 300), ("humming", 4, "float", 320)]
+WORDS += [("humming", 1, "none", 320), ("humming", 2, "int", 576)]
+
+
+@pytest.mark.parametrize(("to", "bits", "zero", "N"), WORDS)
+def test_words_that_are_taken_as_they_are_are_those_of_the_codes(to, bits, zero, N, monkeypatch):
+    fmt, g = formats.get(to), torch.Generator().manual_seed(N)
+    codes = torch.randint(0, 1 << bits, (N, 96), generator=g, dtype=torch.uint8)
+    zeros = {"none": None, "int": codes[:, :3].half(), "float": torch.rand(N, 3, generator=g).half()}[zero]
+    q = QuantizedTensor(codes, torch.rand(N, 3, generator=g).half() + 0.1, zeros, bits, 32, zero)
+    config = fmt.config({"m": q.scheme}, {"m": q.shape}, [])
+    taken, made = encoded(fmt, "m", pack(q), config), fmt.write("m", q, config)
+    assert taken.keys() == made.keys()
+    assert all(torch.equal(taken[n], made[n]) and taken[n].dtype == made[n].dtype for n in made)
+
+    def write(name, p, config):
+        tensors = fmt.write_words(name, p, config)
+        return {n: t.flip(0) if n.endswith("scale") and p.N == N else t for n, t in tensors.items()}
+
+    with pytest.raises(AssertionError, match="not what its codes are encoded as"):
+        encoded(replace(fmt, write_words=write), "m", pack(q), config)
 
 
 @pytest.mark.parametrize(

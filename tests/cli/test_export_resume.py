@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from lowq_cli import main
 from lowq_cli.files import shards
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_foreign
+from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
@@ -19,6 +22,7 @@ SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 
 KILLED = """
 import os, signal, sys
+from lowq_cli import main
 from lowq_cli.files import shards
 from lowq_cli.interop.exporter import export
 shards.SHARD = int(sys.argv[4])
@@ -45,10 +49,10 @@ def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, t
         line = [sys.executable, "-c", KILLED, made.packed, "compressed-tensors", out, SMALL_FILES, at]
         assert subprocess.run(list(map(str, line)), check=False).returncode == -9
         assert not out.exists()
-    parts = len(list((tmp_path / "out.partial").glob("part-*.safetensors")))
+    parts = len(list(tmp_path.glob("out.*.partial/part-*.safetensors")))
     assert parts > 1
-    real = Checkpoint.read_matrix
-    monkeypatch.setattr(Checkpoint, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
+    real = Checkpoint.read_packed
+    monkeypatch.setattr(Checkpoint, "read_packed", lambda found, t: read.append(t.name) or real(found, t))
     export(made.packed, "compressed-tensors", out)
     assert 0 < len(read) < len(made.schemes), "what was written is not made again"
     assert contents(out) == contents(tmp_path / "whole")
@@ -65,7 +69,7 @@ def test_what_another_export_left_is_not_gone_on_with(family_checkpoints, tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         export(made.packed, "compressed-tensors", tmp_path / "out", progress=stop)
-    left = tmp_path / "out.partial"
+    (left,) = tmp_path.glob("out.*.partial")
     assert list(left.glob("part-*"))
     export(made.packed, "gptq", tmp_path / "out")
     with open_foreign(tmp_path / "out") as source:
@@ -93,13 +97,57 @@ def test_a_killed_gguf_goes_on_and_leaves_the_same_file(tmp_path, monkeypatch):
         line = [sys.executable, "-c", KILLED, tmp_path / "m", "gguf", out, small, at]
         assert subprocess.run(list(map(str, line)), check=False).returncode == -9
         assert not out.exists()
-    left = json.loads((tmp_path / "out.gguf.partial" / "note.json").read_text())
+    (partial,) = tmp_path.glob("out.gguf.*.partial")
+    left = json.loads((partial / "note.json").read_text())
     assert 5 < left["tensors"] < 60
-    real = Checkpoint.read_matrix
-    monkeypatch.setattr(Checkpoint, "read_matrix", lambda found, t: read.append(t.name) or real(found, t))
-    with open(tmp_path / "out.gguf.partial" / "file", "ab") as f:
+    real = Checkpoint.read_packed
+    monkeypatch.setattr(Checkpoint, "read_packed", lambda found, t: read.append(t.name) or real(found, t))
+    with open(partial / "file", "ab") as f:
         f.write(b"what was written after the note does not count")
     export(tmp_path / "m", "gguf", out)
     assert len(read) < 42, "what was written is not made again"
     assert out.read_bytes() == (tmp_path / "all" / "out.gguf").read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["all", "m", "out.gguf"]
+
+
+@pytest.mark.parametrize("flags", [("--export", "gguf"), ("--export", "mlx")], ids=lambda f: f[-1])
+def test_the_same_command_again_finds_checkpoint_and_export_done(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    command = ["lowq", "quantize", "demo", "--method", "rtn", *flags, "--device", "cpu", "--json"]
+    said = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", command)
+        assert main._run() == 0
+        said.append(json.loads(capsys.readouterr().out)["export"])
+    assert [s.pop("already_done") for s in said] == [False, True]
+    assert said[0] == said[1]
+    out = Path(said[0]["out"])
+    (out / "note" if out.is_dir() else out).write_bytes(b"somebody else's")
+    assert main._run() == 2  # what is there is not what was written
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_fp8_is_read_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lowq", "quantize", "demo", "--format", "fp8", "--export", "compressed-tensors"])
+    assert main._run() == 2
+    assert "read --format fp8 as it is; leave --for and --export out" in capsys.readouterr().err
+
+
+def test_a_bias_that_was_written_does_not_stand_for_its_matrix(family_checkpoints, tmp_path, monkeypatch):
+    """In fp32 a checkpoint's biases come before their matrices."""
+    recipe = make_recipe(bits=4, method="rtn", group=32, zero="none")
+    list(pipeline.run(family_checkpoints("qwen2").dense, recipe, tmp_path / "q"))
+    monkeypatch.setattr(shards, "SHARD", 1)  # a file each
+    export(tmp_path / "q", "compressed-tensors", tmp_path / "whole")
+
+    def stop(percent, name, seen=[]):  # noqa: B006 (kept between the calls)
+        if seen and seen[-1].endswith(".bias"):
+            raise KeyboardInterrupt
+        seen.append(name)
+
+    with pytest.raises(KeyboardInterrupt):
+        export(tmp_path / "q", "compressed-tensors", tmp_path / "out", progress=stop)
+    export(tmp_path / "q", "compressed-tensors", tmp_path / "out")
+    assert contents(tmp_path / "out").keys() == contents(tmp_path / "whole").keys()
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowq_cli import drawing, main
-from lowq_kernels.dispatch import tuning
+from lowq_kernels.dispatch import tuning, tuning_file
 from lowq_packers.errors import DoesNotFitError, UsageError
 
 
@@ -47,13 +47,13 @@ def packed(tmp_path_factory):
 
 def test_tune_leaves_the_table_that_was_there(run, packed):
     before = b'{"format": 1, "machines": []}'
-    (packed / tuning.FILE).write_bytes(before)
+    (packed / tuning_file.FILE).write_bytes(before)
     files = sorted(p.name for p in packed.iterdir())
     code, said = run("tune", packed, "--batch", "1", "--device", "cpu")
     tuning.forget()
     assert code == 4
-    assert f"lowq: the disk is full ({packed / tuning.FILE})" in said
-    assert (packed / tuning.FILE).read_bytes() == before
+    assert f"lowq: the disk is full ({packed / tuning_file.FILE})" in said
+    assert (packed / tuning_file.FILE).read_bytes() == before
     assert sorted(p.name for p in packed.iterdir()) == files
 
 
@@ -96,7 +96,7 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_the_work(command, monkeypatc
     pytest.importorskip("matplotlib", reason="--plot needs matplotlib")
     monkeypatch.setattr("lowq_kernels.dispatch.timing.roofline", lambda *_: pytest.fail("measured"))
     monkeypatch.setattr("lowq_cli.evaluate.comparison.compare", lambda *_: pytest.fail("compared"))
-    monkeypatch.setattr("lowq_cli.run.pipeline.prepare", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr("lowq_cli.run.prepare.prepare", lambda *_, **__: pytest.fail("planned"))
     for path, why in ((tmp_path / "x.xyz", "use .png, .svg or .pdf"), (tmp_path / "no" / "x.png", "there is no folder")):
         monkeypatch.setattr(sys, "argv", ["lowq", *command.split(), "--plot", str(path)])
         assert main._run() == 2
@@ -138,4 +138,4 @@ def test_the_report_of_a_table_that_could_be_written(run, packed, capsys):
     code, said = run("tune", packed, "--batch", "1", "--device", "cpu", limit=10_000_000)
     tuning.forget()
     assert code == 0, said
-    assert json.loads((packed / tuning.FILE).read_text())["machines"]
+    assert json.loads((packed / tuning_file.FILE).read_text())["machines"]

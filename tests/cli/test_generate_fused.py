@@ -110,22 +110,22 @@ class Fold:
         return {"WARPS": 4, "ROW_TILES": 2}
 
     @staticmethod
-    def added(layer, x, residual, weight, eps, scale):
+    def product_add(layer, x, residual, weight, eps, scale):
         residual += layer(x)
         return SimpleNamespace(x=residual * weight * scale[:, None], mean=residual.square().mean(-1), scale=scale, eps=eps)
 
     @staticmethod
-    def normed(layer, s):
+    def norm_product(layer, s):
         inverse = torch.rsqrt(s.mean + s.eps)
         return layer(s.x * (inverse / s.scale)[:, None]), inverse
 
     @staticmethod
-    def activated(layer, x, act):
+    def product_gate(layer, x, act):
         return reference.gated(layer(x), act)
 
     @staticmethod
-    def gated(layer, s, act):
-        y, inverse = Fold.normed(layer, s)
+    def norm_product_gate(layer, s, act):
+        y, inverse = Fold.norm_product(layer, s)
         return reference.gated(y, act), inverse
 
 
@@ -250,7 +250,7 @@ def test_repetition_penalty_is_that_of_the_plain_decoder():
 
 
 def test_a_longer_text_gets_a_larger_cache(monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.fused.SMALLEST_BUCKET", 16)
+    monkeypatch.setattr("lowq_cli.engine.graph.SMALLEST_BUCKET", 16)
     model = build("llama")
     decoder = FusedDecoder(model)
     assert tokens(model, decoder, n=3) == transformers_tokens(model, n=3)

@@ -51,7 +51,7 @@ def test_what_is_compiled_first_is_what_the_passes_take(monkeypatch):
     assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11)] == [(2, 11), (2, 11), (1, 11)]
     assert [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40)] == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
     seen = set()
-    monkeypatch.setattr(warm, "_products", lambda model, decoder, rows: seen.update(rows) or ())
+    monkeypatch.setattr(warm, "products", lambda model, decoder, rows: seen.update(rows) or ())
     warm.launches(None, None, 5, 11, Sampling())
     assert seen == {5, 22, 11}
 
@@ -69,7 +69,7 @@ def test_a_recording_owns_its_scratch_memory(log, monkeypatch):
     stream_of_work = SimpleNamespace(wait_stream=lambda other: None)
 
     @contextlib.contextmanager
-    def recording(graph):
+    def recording(graph, pool):
         log.append("begin")
         yield
         log.append("end")

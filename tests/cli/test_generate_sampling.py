@@ -3,13 +3,28 @@
 import pytest
 import torch
 
-from lowq_cli.engine.sampling import Sampling, penalise, pick, restrict
+from lowq_cli.engine.sampling import LEAST, Sampler, Sampling, penalise, restrict
+from lowq_kernels.decode import TORCH
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 2.5, -30.0]])
 
 
+def pick(logits: torch.Tensor, **how: float) -> list[int]:
+    sampler = Sampler(TORCH.choose, *logits.shape, logits.device)
+    one = torch.zeros(len(logits), 1, dtype=torch.int64)
+    sampler.start(Sampling(**how), one, one == 0)
+    sampler.choose(logits, advance=0)
+    return sampler.token.tolist()
+
+
 def test_greedy_is_the_argmax():
-    assert pick(LOGITS, Sampling(), None).tolist() == [4]
+    assert pick(LOGITS) == [4]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_the_least_temperature_is_the_argmax(top_p):
+    assert pick(LOGITS * 4e3, temperature=LEAST, top_p=top_p) == [4]
+    assert (penalise(LOGITS * 4e3, LOGITS < 9, LEAST) / LEAST).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -31,23 +46,21 @@ def test_restrict_keeps_the_top(top_k, top_p, kept):
 
 def test_draws_follow_the_probabilities():
     n = 40_000
-    s = Sampling(temperature=0.7)
-    drawn = pick(LOGITS.expand(n, -1), s, torch.Generator().manual_seed(0))
+    drawn = torch.tensor(pick(LOGITS.expand(n, -1), temperature=0.7))
     wanted = (LOGITS[0] / 0.7).softmax(-1)
     assert (torch.bincount(drawn, minlength=6) / n - wanted).abs().max() < 0.012  # 4 sigma of a share near one half is 0.01
     assert 5 not in drawn.tolist()
 
 
 def test_no_draw_leaves_the_restriction():
-    s = Sampling(temperature=5.0, top_k=2)
-    assert set(pick(LOGITS.expand(5000, -1), s, torch.Generator().manual_seed(1)).tolist()) == {0, 4}
+    assert set(pick(LOGITS.expand(5000, -1), temperature=5.0, top_k=2, seed=1)) == {0, 4}
 
 
 def test_unlikely_tokens_of_a_large_vocabulary_stay_unlikely():
     """The 24-bit uniform behind an exponential race is exactly 0 now and then; that must not crown a token at random."""
     logits = torch.full((400, 128_000), -40.0)
     logits[:, 7] = 0.0
-    assert set(pick(logits, Sampling(temperature=1.0), torch.Generator().manual_seed(2)).tolist()) == {7}
+    assert set(pick(logits, temperature=1.0, seed=2)) == {7}
 
 
 def test_penalty_lowers_tokens_seen():

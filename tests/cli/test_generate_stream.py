@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from lowq_cli import demo
+from lowq_cli import demo, main
 from lowq_cli.engine import explain, stream
 from lowq_cli.engine.bandwidth import last_level_cache, measured
 from lowq_cli.engine.detokenize import Detokenizer
@@ -109,10 +110,14 @@ def test_leaving_early_keeps_what_was_said(story, greedy):
     ("setting", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": 1e-40}, "temperature=1e-40"),
+        ({"temperature": 1e40}, r"temperature=1e\+40"),
+        ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_k": -2}, "top_k=-2"),
         ({"seed": -1}, "seed=-1"),
         ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty="),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"batch": 0}, "batch=0"),
         ({"chat": True}, "no chat template"),
@@ -234,3 +239,17 @@ def test_threads_are_those_the_container_grants(quota, wanted, tmp_path, monkeyp
     assert threads() == wanted
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert threads() == 3
+
+
+def test_threads_that_are_asked_for_stand_over_the_containers_share(tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    quota = tmp_path / "cpu.max"
+    quota.write_text("100000 100000\n")
+    monkeypatch.setattr("lowq_cli.engine.ready.CGROUP_QUOTA", quota)
+    try:
+        result = CliRunner().invoke(main.app, ["bench", "--shape", "64x64", "--op", "none", "--threads", "3"])
+        assert "--op 'none' does not exist" in str(result.exception)
+        assert threads() == 3
+    finally:
+        torch.set_num_threads(before)

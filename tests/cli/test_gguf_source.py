@@ -45,6 +45,35 @@ def test_a_gguf_file_is_a_source(demo4, demo_gguf, tmp_path):
     lowq.quantize(alone, out=tmp_path / "again", bits=3, group=32, method="rtn")
 
 
+def test_heads_that_config_leaves_out_are_as_hugging_face_has_them(tmp_path):
+    """The first Llama configs have no num_key_value_heads: k_proj has as many heads as q_proj, and its rows are moved back."""
+    from conftest import SMALL
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL | {"num_key_value_heads": 4})).half().save_pretrained(tmp_path / "m")
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "m")
+    vocabulary = json.loads((DEMO / "tokenizer.json").read_text())
+    vocabulary["model"]["vocab"] = {t: i for t, i in vocabulary["model"]["vocab"].items() if i < 160}
+    vocabulary["model"]["merges"], vocabulary["added_tokens"] = [], []
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    lowq.quantize(tmp_path / "m", out=tmp_path / "q", bits=4, group=32, method="rtn", zero="none", lm_head="keep")
+    export(tmp_path / "q", "gguf", tmp_path / "g" / "m.gguf")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    name = "model.layers.0.self_attn.k_proj"
+    found = open_checkpoint(tmp_path / "q")
+    wanted = found.read_matrix(next(t for t in found.tensors if t.name == name)).dequantize()
+    for changes in ({}, {"num_key_value_heads": None}):
+        kept = {k: v for k, v in (config | changes).items() if v is not None}
+        (tmp_path / "g" / "config.json").write_text(json.dumps(kept))
+        with open_decoded(tmp_path / "g" / "m.gguf") as source:
+            assert torch.equal(source.read(f"{name}.weight").reshape(64, 64).float(), wanted.half().float())
+    for changes in ({"num_key_value_heads": 2}, {"num_attention_heads": None}, {"hidden_size": 32}, {"rope_theta": 5.0}):
+        (tmp_path / "g" / "config.json").write_text(json.dumps({k: v for k, v in (config | changes).items() if v is not None}))
+        with pytest.raises(DamagedError, match=next(iter(changes))):
+            open_decoded(tmp_path / "g" / "m.gguf")
+
+
 def test_a_gguf_file_runs_alone(demo_gguf, demo4):
     """With the tokenizer that its metadata stand for."""
     ours, tokenizer = lowq.load(demo4, device="cpu", dtype="float32")
@@ -78,6 +107,8 @@ ROW = struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2)
             "unknown type 99",
         ),
         (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 16, 0), UnsupportedError, "GGUF type 16"),
+        (HEAD + struct.pack("<Q", 8) + b"a\n\x1b]0;b\x07", DamagedError, r"the name 'a\\n\\x1b"),
+        (HEAD + struct.pack("<Q", 65) + 65 * b"a", DamagedError, "of the name 'a{64}'; fetch"),
         (HEAD + ROW + struct.pack("<QQIQ", 33, 1, 2, 0), DamagedError, "whole blocks"),
         (HEAD + ROW + struct.pack("<QQIQ", 1 << 39, 1 << 39, 0, 0), DamagedError, "beyond the end"),
         (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 0, 1 << 50), DamagedError, "beyond the end"),

@@ -64,7 +64,7 @@ BAD = {
     "tokenizer is no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), DamagedError, "tokenizer of .* cannot be read"),
     "unknown family": (lambda f: _edit(f, model_type="nonsense"), UnsupportedError, "'nonsense'"),
     "no text model": (lambda f: _edit(f, architectures=["LlamaModel"]), UnsupportedError, "generates no text"),
-    "packing not declared": (lambda f: _edit(f, quantization_config=None), DamagedError, "has no quantization_config"),
+    "packing not declared": (lambda f: _edit(f, quantization_config=None), UnsupportedError, "does not say what its codes"),
     "foreign format": (lambda f: _edit(f, quantization_config={"quant_method": "exl3"}), UnsupportedError, "'exl3'"),
     "config of another size": (lambda f: _edit(f, intermediate_size=128), DamagedError, "needs I32|rows"),
     "more layers": (lambda f: _edit(f, num_hidden_layers=3), DamagedError, "lacks model.layers.2"),

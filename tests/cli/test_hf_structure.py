@@ -4,10 +4,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lowq_cli.files.roles import Part
 from lowq_cli.files.safetensors_io import TensorHeader, read_json
 from lowq_cli.files.source import Cut, open_source
 from lowq_cli.hf.load import load_model
-from lowq_cli.hf.structure import Part, roles
+from lowq_cli.hf.structure import roles
 from lowq_packers.errors import DamagedError, UnsupportedError
 
 

@@ -1,7 +1,6 @@
 """Checkpoints of other tools run as they are: imported once into the cache, with the logits of the weights they stand for."""
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -13,13 +12,14 @@ from folders import write_tokenizer
 from safetensors.torch import load_file, save_file
 
 import lowq
-from lowq_cli import main, state
+from lowq_cli import main
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import new_folder
 from lowq_cli.interop import importer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.importer import runnable
+from lowq_packers import home
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 
 WHOLE = SYM | HEAD
@@ -95,7 +95,7 @@ def test_what_is_ours_or_dense_is_taken_as_it_is(family_checkpoints):
     assert runnable(made.packed) == str(made.packed)
     assert runnable(made.dense) == str(made.dense)
     assert runnable("demo") == "demo"
-    assert not state.cache_dir().exists()
+    assert not home.cache_dir().exists()
 
 
 def test_fp8_blocks_with_static_activations_become_dense(family_checkpoints, tmp_path):
@@ -152,19 +152,26 @@ def test_two_that_write_one_folder_at_once_do_not_meet(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_a_killed_import_left_goes_and_what_another_writes_stays(tmp_path):
-    left, young, others = (tmp_path / f"out.{name}.partial" for name in ("0" * 12, "1" * 12, "mine"))
-    for path in (left, young, others):
-        path.mkdir()
-        (path / "file").write_text("bytes")
-    for path in (left, others):
-        os.utime(path, (0, 0))
+def test_what_a_killed_import_left_goes_and_what_is_not_lowqs_stays(tmp_path):
     slow = new_folder(tmp_path / "out")
     held = slow.__enter__()
-    os.utime(held, (0, 0))
+    others = []
+    for name, owner in (("0" * 12, "1" * 12), ("2" * 12, None), ("mine", "mine")):  # what names itself otherwise, or not at all
+        path = tmp_path / f"out.{name}.partial"
+        path.mkdir()
+        (path / "file").write_text("bytes")
+        if owner:
+            (path / "lowq-run").write_text(json.dumps({"id": owner}))
+        others.append(path.name)
+    (tmp_path / f"out.{'4' * 12}.partial").symlink_to(tmp_path / "elsewhere")
+    left = tmp_path / f"out.{'3' * 12}.partial"
+    shutil.copytree(held, left)
+    (left / "lowq-run").write_text(json.dumps({"id": "3" * 12}))
     with new_folder(tmp_path / "out") as quick:
         (quick / "file").write_text("whole")
-        assert {p.name for p in tmp_path.iterdir()} == {young.name, others.name, held.name, quick.name}
+        there = {p.name for p in tmp_path.iterdir()}
+        assert there == {*others, f"out.{'4' * 12}.partial", held.name, quick.name}
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["file"]
     with pytest.raises(UsageError):
         slow.__exit__(None, None, None)
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from lowq_cli import main
 from lowq_cli.files.quant_config import compact
 from lowq_cli.interop.inspection import inspect_model, kind_of
-from lowq_kernels.dispatch import tuning
+from lowq_kernels.dispatch import tuning_file
 from lowq_packers.bitstream import pack
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
@@ -91,18 +91,18 @@ def test_the_demo_is_dense(monkeypatch, capsys):
 
 def test_tuned_gpus_are_named(tmp_path):
     folder = lowq_folder(tmp_path / "m")
-    tuning.write_file(folder / tuning.FILE, tuning.Machine("NVIDIA H100", (9, 0), "2.7.1", "3.3.1"), [])
-    tuning.write_file(folder / tuning.FILE, tuning.Machine("NVIDIA H100", (9, 0), "2.8.0", "3.4.0"), [])
+    tuning_file.write_file(folder / tuning_file.FILE, tuning_file.Machine("NVIDIA H100", (9, 0), "2.7.1", "3.3.1"), [])
+    tuning_file.write_file(folder / tuning_file.FILE, tuning_file.Machine("NVIDIA H100", (9, 0), "2.8.0", "3.4.0"), [])
     assert inspect_model(str(folder)).tuned == ("NVIDIA H100",)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"format": 1, "machines": [{"gpu": 7}]}'])
 def test_a_damaged_tuning_file_is_a_note_and_the_rest_is_shown(content, tmp_path):
     folder = lowq_folder(tmp_path / "m")
-    (folder / tuning.FILE).write_text(content)
+    (folder / tuning_file.FILE).write_text(content)
     found = inspect_model(str(folder))
     assert found.tuned == ()
-    assert any(n.startswith("ignoring ") and tuning.FILE in n for n in found.notes)
+    assert any(n.startswith("ignoring ") and tuning_file.FILE in n for n in found.notes)
 
 
 BAD = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lowq_cli import quantizers
 from lowq_cli.calibrate import calibration, learn, texts
 from lowq_cli.hf import tokenizer as hf_tokenizer
 from lowq_cli.plan.recipe import make_recipe
@@ -73,6 +74,11 @@ def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, te
     list(pipeline.run(dense, recipe, tmp_path / "second"))
     first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("*.safetensors")} for n in ("first", "second"))
     assert first == second
+
+
+def test_what_rounds_as_gptq_does_carries_errors():
+    """Facts are read from a method's file as they stand there: learn had CARRIES from gptq's, and --bpw did not know."""
+    assert [m for m in quantizers.methods() if quantizers.carries_errors(m)] == ["distill", "gptq", "learn"]
 
 
 def test_nothing_is_taken_that_is_no_better(family_checkpoints, text, tmp_path, monkeypatch):

@@ -10,19 +10,20 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
-from lowq_cli.engine import light, rope, stream
-from lowq_cli.engine.config import NotPlain, read_config
+from lowq_cli.engine import blocks, light, rope, stream
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.ready import ready, tokenizer
 from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
+from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_packers.errors import DamagedError
 from lowq_packers.families import families
 from lowq_packers.scheme import Scheme
 
-from .conftest import FAMILIES, write_dense, write_packed
+from .conftest import FAMILIES, MIXTURES, needs_mixtures, write_dense, write_packed
 
 CPU = torch.device("cpu")
 PLAIN = [name for name, (kind, _) in FAMILIES.items() if kind in families() and not families()[kind].mixture]
@@ -65,7 +66,6 @@ def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
     if kind == "packed":
         folder = write_packed(folder, tmp_path / "made", SAME).packed
     with open_source(folder) as source:
-        assert light.why_not(source, CPU) is None
         model, heavy = light.read(source, CPU), load_model(source, CPU)
     assert (model.dtype, model.device) == (heavy.dtype, heavy.device)
     assert model.generation_config.eos_token_id == heavy.generation_config.eos_token_id
@@ -76,6 +76,36 @@ def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
     for name, m in model.linears.named_modules():  # each is held as it would be, joined and in the device's layout
         assert type(m) is type(theirs[name])
         assert getattr(m, "layout", None) == getattr(theirs[name], "layout", None)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("experts", [Scheme(4, 16, "float"), SAME["mlp"], None], ids=["float", "int", "dense"])
+def test_mixtures_give_the_logits_and_tokens_by_way_of_transformers(tmp_path, family, experts):
+    needs_mixtures()
+    schemes = SAME | {"expert": experts} if experts else SAME
+    folder = write_packed(write_dense(tmp_path / "dense", family, "bfloat16"), tmp_path / "made", schemes).packed
+    with open_source(folder) as source:
+        if experts is None:
+            with pytest.raises(NotPlain, match="experts that are not packed"):
+                light.read(source, CPU)
+            return
+        model, heavy = light.read(source, CPU), load_model(source, CPU)
+    ids = torch.randint(3, 150, (2, 50), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(model(input_ids=ids).logits, FusedDecoder(heavy).logits(ids))
+    assert tokens(model) == tokens(heavy)
+    assert model.linears.state_dict().keys() == FusedDecoder(heavy).linears.state_dict().keys()
+
+
+@pytest.mark.parametrize("field", ["num_experts_per_tok", "norm_topk_prob", "num_local_experts"])
+def test_a_mixture_whose_config_leaves_out_how_it_routes_goes_by_way_of_transformers(tmp_path, field):
+    needs_mixtures()
+    schemes = SAME | {"expert": SAME["mlp"]}
+    folder = write_packed(write_dense(tmp_path / "dense", "qwen3-moe", "bfloat16"), tmp_path / "made", schemes).packed
+    with open_source(folder) as source:
+        light.make_plan(source, CPU)
+        del source.config[field]
+        with pytest.raises(NotPlain):
+            light.make_plan(source, CPU)
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -160,6 +190,34 @@ def test_what_is_not_whole_goes_by_way_of_transformers(tmp_path, change, why):
         light.make_plan(source, CPU)
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "why"),
+    [
+        ("mistral", {"sliding_window": 4, "layer_types": ["full_attention"] * 2}, "ministral is not one of the families"),
+        ("llama", {"is_causal": False}, "not causal"),
+    ],
+    ids=["layer_types", "is_causal"],
+)
+def test_attention_of_another_kind_is_the_one_of_transformers(tmp_path, family, more, why):
+    folder = write_dense(tmp_path / "m", family)
+    config = json.loads((folder / "config.json").read_text()) | more
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_source(folder) as source:
+        with pytest.raises(NotPlain):
+            light.make_plan(source, CPU)
+        model = load_model(source, CPU)
+    assert why in str(blocks.why_not(model))
+    assert type(model) is type(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_a_class_of_another_model_type_is_not_taken(tmp_path):
+    folder = write_dense(tmp_path / "m", "llama")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["GemmaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_source(folder) as source:
+        assert type(load_model(source, CPU)).__name__ == "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
     folder = write_packed(write_dense(tmp_path / "d", "llama", "bfloat16"), tmp_path / "m", SAME).packed
@@ -173,8 +231,8 @@ def test_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt2"])
 def test_other_families_go_by_way_of_transformers(tmp_path, family):
-    with open_source(write_dense(tmp_path / "m", family)) as source:
-        assert light.why_not(source, CPU)
+    with open_source(write_dense(tmp_path / "m", family)) as source, pytest.raises(NotPlain):
+        light.make_plan(source, CPU)
 
 
 def test_generate_imports_no_transformers(tmp_path):

@@ -49,7 +49,6 @@ def test_help_and_typos_import_nothing_heavy(args):
         "lowq_cli.run",
         "lowq_cli.files",
         "lowq_cli.interop",
-        "lowq_packers.scheme",
     }
     code = f"import sys, lowq_cli.main as m; m._run(); sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code, *args], capture_output=True).returncode == 0

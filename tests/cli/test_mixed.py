@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowq_cli.calibrate import mixed, sensitivity
+from lowq_cli.calibrate.texts import Text
 from lowq_cli.files.sharding import fusion_problems
 from lowq_cli.files.source import open_source
 from lowq_cli.main import app
@@ -30,7 +31,7 @@ def small(small_calibration, monkeypatch, tmp_path):
 def resolve(model, recipe):
     """`mixed.resolve` of a folder, on the CPU."""
     with open_source(model) as source:
-        return mixed.resolve(source, recipe, CPU)
+        return mixed.resolve(source, recipe, Text.read(recipe.calib), CPU)
 
 
 def schemes(plan):
@@ -104,7 +105,8 @@ def test_sensitivities_are_measured_once(family_checkpoints, small, tmp_path, mo
 def test_the_same_run_gives_the_same_bytes(family_checkpoints, small, tmp_path):
     folder = family_checkpoints("llama").dense
     for name in ("a", "b"):
-        pipeline.quantize(folder, tmp_path / name, bpw=4.7, **FINE, method="gptq", device="cpu", calib_tokens=4096)
+        more = {"method": "gptq", "device": "cpu", "calib": "bundled", "calib_tokens": 4096}
+        pipeline.quantize(folder, tmp_path / name, bpw=4.7, **FINE, **more)
     for path in (tmp_path / "a").iterdir():
         if path.name != "lowq.log":
             assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
@@ -140,7 +142,7 @@ def test_without_a_tokenizer_weights_are_compared(family_checkpoints, tmp_path):
 def test_refusals(family_checkpoints, small, tmp_path):
     folder = family_checkpoints("llama").dense
     for flags, why in (
-        ({"bpw": 3, "size": 5}, "two budgets"),
+        ({"bpw": 3, "size": 5}, "2 budgets"),
         ({"bpw": 3, "bits": 4}, "leave --bits out"),
         ({"bpw": 0.5}, "from 1 to 16"),
         ({"bpw": 3, "widths": "5"}, "not a width"),
@@ -164,7 +166,7 @@ def test_a_budget_that_nothing_fits_is_told_before_it_is_measured(budget, family
 def test_flags_that_nothing_would_read_are_refused(family_checkpoints):
     folder = str(family_checkpoints("llama").dense)
     for flags, why in (
-        (["--widths", "4"], "--widths 4 needs --bpw or --size"),
+        (["--widths", "4"], "--widths 4 needs --bpw, --size"),
         (["--calib-tokens", "8192"], "--calib-tokens is for methods that read a text"),
     ):
         error = CliRunner().invoke(app, ["quantize", folder, "--dry-run", *flags]).exception

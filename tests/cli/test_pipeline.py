@@ -15,7 +15,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import _slabs
 from lowq_cli.run import budget, pipeline
-from lowq_cli.run.pipeline import Finished, ShardDone, TensorDone, prepare, run
+from lowq_cli.run.pipeline import Finished, ShardDone, TensorDone, execute, prepare, run
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
@@ -62,7 +62,7 @@ def test_scales_have_the_dtype_of_the_model(dtype, family_checkpoints, pack_chec
 
 def test_events_tell_the_whole_run(tmp_path):
     with prepare("demo", make_recipe(method="rtn"), tmp_path / "out", shard_size=3_000_000) as prepared:
-        *middle, finished = prepared.run()
+        *middle, finished = execute(prepared)
     plan = prepared.plan
     assert isinstance(finished, Finished)
     tensors = [e for e in middle if isinstance(e, TensorDone)]

@@ -64,6 +64,51 @@ def test_a_dry_run_sends_nothing(folder, monkeypatch, capsys):
     assert "lowq.log" not in found["files"]
 
 
+def test_only_what_the_report_lists_is_sent(folder, monkeypatch, capsys):
+    report = json.loads((folder / "lowq_report.json").read_text())
+    (folder / "lowq_report.json").write_text(json.dumps(report | {"files": ["config.json", "model.safetensors"]}))
+    (folder / "lowq-calibrated-0123456789abcdef").mkdir()
+    (folder / "private.txt").write_text("mine")
+    assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["files"] == ["config.json", "lowq_report.json", "model.safetensors", "README.md"]
+    (folder / "model.txt").symlink_to("/etc/passwd")
+    for files, says in ((["../x"], "only files beside it"), (["gone.json"], "is missing"), (["model.txt"], "a link")):
+        (folder / "lowq_report.json").write_text(json.dumps(report | {"files": files}))
+        assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run") == 3
+        assert says in capsys.readouterr().err
+
+
+def test_a_report_writes_nothing_but_its_line_into_the_card(folder):
+    report = json.loads((folder / "lowq_report.json").read_text())
+    evil = "org/x\nlicense: evil\n---\n# <b>hi</b> | [x](y)"
+    (folder / "lowq_report.json").write_text(json.dumps(report | {"source": evil}))
+    card = model_card(open_checkpoint(folder), "me/small")
+    assert "\nlicense" not in card
+    assert "base_model" not in card
+    assert r"org/x license: evil --- # \<b\>hi\</b\> \| \[x\](y), quantized with lowq 0.1.0." in card
+
+
+@pytest.mark.parametrize("field", ["recipe", "source", "source_bytes", "files", "weights", "lowq", "tensors", "sha256"])
+def test_a_report_of_other_types_is_one_line(folder, field, monkeypatch, capsys):
+    report = json.loads((folder / "lowq_report.json").read_text())
+    for value in (5, [5], {"a": 5}, "x"):
+        (folder / "lowq_report.json").write_text(json.dumps(report | {field: value}))
+        code = cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run")
+        said = capsys.readouterr().err
+        assert code in (0, 3)
+        assert "internal error" not in said
+
+
+@pytest.mark.parametrize("field", ["name", "kind", "rel_error", "crc32", "method", "scheme"])
+def test_so_is_a_line_of_it(folder, field, monkeypatch, capsys):
+    report = json.loads((folder / "lowq_report.json").read_text())
+    for value in (5.5, ["a"], {"a": 5}, None):
+        report["tensors"][0][field] = value
+        (folder / "lowq_report.json").write_text(json.dumps(report))
+        assert cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run") in (0, 3)
+        assert "internal error" not in capsys.readouterr().err
+
+
 def test_who_is_not_logged_in_is_told_before_anything_is_measured(folder, monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     monkeypatch.setattr("lowq_cli.evaluate.perplexity.measure", lambda *_, **__: pytest.fail("measured"))
@@ -80,7 +125,7 @@ def test_what_is_sent(folder, monkeypatch, capsys):
             return f"https://huggingface.co/{repo}"
 
         def upload_folder(self, **how):
-            calls.append(("folder", how["folder_path"], how["ignore_patterns"]))
+            calls.append(("folder", how["folder_path"], how["allow_patterns"]))
 
         def upload_file(self, **how):
             calls.append(("card", how["path_in_repo"], how["path_or_fileobj"]))
@@ -90,7 +135,7 @@ def test_what_is_sent(folder, monkeypatch, capsys):
     assert capsys.readouterr().out == "https://huggingface.co/me/small\n"
     assert [c[0] for c in calls] == ["create", "folder", "card"]
     assert calls[0][2]["private"]
-    assert "lowq.log" in calls[1][2]
+    assert calls[1][2] == ["config.json", "generation_config.json", "lowq_report.json", "model.safetensors"]
     assert calls[2][2].startswith(b"---\n")
 
 

@@ -41,7 +41,7 @@ def test_defaults_are_those_of_the_dataclass():
         ({"group": 24}, "^group 24 is neither a positive multiple of 16"),
         ({"group": 0}, "neither a positive multiple"),
         ({"group": "row"}, "not a whole number"),
-        ({"method": "gtpq"}, "'gtpq' does not exist; use one of auto, awq, gptq"),
+        ({"method": "gtpq"}, "'gtpq' does not exist; use one of auto, awq, distill, gptq"),
         ({"group": "abc"}, "group='abc' is not a whole number and not 'channel'; use 32, 64, 128 or channel"),
         ({"bits": {"default": 4}}, r"bits=\[a table of default\] is not a whole number"),
         ({"skip": [{"layer": 1}]}, r"skip=\[\[a table of layer\]\] must be a list of patterns"),

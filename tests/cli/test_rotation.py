@@ -116,7 +116,7 @@ def test_a_rotated_checkpoint_is_an_ordinary_one(family_checkpoints, tmp_path):
     dense = family_checkpoints("llama-tied").dense
     with pipeline.prepare(dense, make_recipe(bits=8, group=32, rotate=True), tmp_path / "out") as prepared:
         assert any("output head a matrix of its own" in note for note in prepared.plan.notes)
-        list(prepared.run())
+        list(pipeline.execute(prepared))
     found, wanted = logits(tmp_path / "out"), logits(dense)
     assert float((found - wanted).norm() / wanted.norm()) < 0.02
     config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -36,20 +36,20 @@ def vllm(tmp_path, monkeypatch):
 
 
 def cli(monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["lowq", "serve", *map(str, args)])
+    monkeypatch.setattr(sys, "argv", ["lowq", "serve", *map(str, args), "--engine", "vllm"])
     return main._run()
 
 
 def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, monkeypatch, capsys):
     made = family_checkpoints("llama", "bfloat16", SYM)
-    assert cli(monkeypatch, made.packed, "--tp", 2, "--args", "--max-model-len 64") == 7
+    assert cli(monkeypatch, made.packed, "--export", "--tp", 2, "--args", "--max-model-len 64") == 7
     called = vllm.read_text().split("\n")
     assert called[0] == "serve"
     assert " ".join(called[2:]) == "--served-model-name packed --port 8000 --tensor-parallel-size 2 --max-model-len 64 "
     with open_foreign(called[1]) as source:
         assert source.config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert "exporting to" in capsys.readouterr().err
-    assert cli(monkeypatch, made.packed) == 7
+    assert cli(monkeypatch, made.packed, "--export") == 7
     assert "exporting to" not in capsys.readouterr().err
 
 
@@ -57,7 +57,7 @@ def test_a_chat_template_that_changed_is_served(family_checkpoints, tmp_path, vl
     folder = shutil.copytree(family_checkpoints("llama", "bfloat16", SYM).packed, tmp_path / "packed")
     for template in ("old", "new"):
         (folder / "chat_template.jinja").write_text(template)
-        assert cli(monkeypatch, folder) == 7
+        assert cli(monkeypatch, folder, "--export") == 7
         assert (Path(vllm.read_text().split("\n")[1]) / "chat_template.jinja").read_text() == template
 
 
@@ -94,6 +94,44 @@ def test_without_vllm_it_says_what_to_install(family_checkpoints, monkeypatch, c
     monkeypatch.setenv("PATH", "")
     assert cli(monkeypatch, family_checkpoints("llama", "bfloat16", SYM).packed) == 5
     assert "pip install vllm" in capsys.readouterr().err
+
+
+def test_the_faster_kernels_are_taken_and_why_is_one_line(family_checkpoints, tmp_path, monkeypatch, capsys):
+    made = family_checkpoints("llama", "bfloat16", SYM)
+    assert serving.command(str(made.packed))[2] == str(made.packed.resolve())
+    err = capsys.readouterr().err
+    assert "lowq's kernels, by its plugin: measured faster; vLLM is not installed beside lowq" in err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("lowq_kernels.gpu.capability", lambda device: (8, 9))
+    assert serving.command(str(made.packed), write=False)[2] != str(made.packed.resolve())
+    assert "not timed in vLLM on this kind of GPU (--native takes them)" in capsys.readouterr().err
+    assert serving.command(str(made.packed), write=False, native=True)[2] == str(made.packed.resolve())
+    monkeypatch.setattr("lowq_kernels.gpu.capability", lambda device: (9, 0))
+    mixture = family_checkpoints("qwen3-moe", "bfloat16", {"expert": Scheme(4, 16, "none")})
+    assert serving.command(str(mixture.packed), write=False)[2] != str(mixture.packed.resolve())
+    assert "not timed in vLLM on mixtures" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("found", "told"), [("0.24.0", "vLLM 0.24.0"), ("0.99.1", "not tested with (0.24, 0.33 were)")])
+def test_it_says_which_vllm_is_there(found, told, monkeypatch):
+    monkeypatch.setattr(serving, "version", lambda name: found)
+    assert told in serving.installed()
+
+
+def test_what_only_one_of_them_can_serve(family_checkpoints, monkeypatch):
+    table = {"attention": Scheme(4, 16, "none"), "embedding": Scheme(8, 16, "none")}
+    with pytest.raises(UnsupportedError, match="--embedding keep"):
+        serving.command(str(family_checkpoints("mixtral", "bfloat16", table).packed), native=True)
+    made = family_checkpoints("llama", "bfloat16", FLOAT)
+    with pytest.raises(UnsupportedError, match="it has none for these schemes"):
+        serving.command(str(made.packed), native=False)
+
+
+def test_pipeline_stages_are_handed_on(family_checkpoints):
+    line = serving.command(str(family_checkpoints("llama", "bfloat16", SYM).packed), 2, stages=2)
+    assert line[-4:] == ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
+    with pytest.raises(UsageError, match="--pp 0"):
+        serving.command("demo", stages=0)
 
 
 def test_what_vllm_has_no_kernels_for_is_served_by_ours(family_checkpoints, monkeypatch, capsys):

@@ -7,10 +7,11 @@ import pytest
 import torch
 from folders import files
 
+from lowq_cli import workers
 from lowq_cli.devices import pick_devices
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import _slabs
-from lowq_cli.run import budget, pipeline, transform, workers
+from lowq_cli.run import budget, pipeline, transform
 from lowq_packers.errors import UnsupportedError, UsageError
 
 RECIPE = {"bits": 4, "group": 32, "method": "rtn", "shard_size": 1 << 20}
@@ -75,7 +76,7 @@ def test_several_files_at_once_hold_the_same_bytes_and_are_finished_in_order(tmp
     monkeypatch.setattr(pipeline, "LARGE", 1 << 20)  # the embedding
     recipe = make_recipe(bits=4, group=32, method="rtn")
     with pipeline.prepare("demo", recipe, tmp_path / "three", device="cpu,cpu", shard_size=1 << 20) as prepared:
-        events = list(prepared.run())
+        events = list(pipeline.execute(prepared))
     done = [e for e in events if isinstance(e, pipeline.TensorDone)]
     shards = {i.name: s.name for s in prepared.plan.shards for i in s.items}
     assert done[0].name == "model.embed_tokens.weight"

@@ -9,6 +9,7 @@ from lowq_cli import state
 from lowq_cli.engine import bandwidth
 from lowq_cli.files.source import open_source
 from lowq_cli.run.writer import writing
+from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 
 
@@ -26,7 +27,7 @@ def homeless(monkeypatch):
 
 def test_no_home_is_said_in_one_line_with_the_way_out(homeless):
     with pytest.raises(NotFoundError, match="XDG_CACHE_HOME=DIR"):
-        state.cache_dir()
+        home.cache_dir()
     with pytest.raises(NotFoundError, match="XDG_STATE_HOME=DIR"):
         state.checkpoint_or_last(None)
 
@@ -46,9 +47,9 @@ def test_a_spoilt_bandwidth_is_measured_again(content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(bandwidth, "measure", lambda device: 5e9)
     monkeypatch.setattr(bandwidth, "_name", lambda device: "here")
-    state.cache_dir().mkdir()
+    home.cache_dir().mkdir()
     whole = content if content in ("{", "[]") else f'{{"here": {content}}}'
-    (state.cache_dir() / bandwidth.FILE).write_text(whole)
+    (home.cache_dir() / bandwidth.FILE).write_text(whole)
     assert bandwidth.measured(torch.device("cpu")) == 5e9
 
 
@@ -60,8 +61,8 @@ def test_a_refused_write_names_out_where_there_is_no_home(homeless, tmp_path):
 @pytest.mark.parametrize("content", ['{"checkpoint": 7}', '{"checkpoint": null}', "[]", "{", ""])
 def test_a_spoilt_note_counts_as_none(content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    state.state_dir().mkdir()
-    (state.state_dir() / state.LAST).write_text(content)
+    home.state_dir().mkdir()
+    (home.state_dir() / state.LAST).write_text(content)
     with pytest.raises(NotFoundError, match="run: lowq quantize demo"):
         state.checkpoint_or_last(None)
 

@@ -40,3 +40,19 @@ def test_text_is_held_back_only_while_it_may_be_a_stop():
 def test_an_empty_stop_is_refused():
     with pytest.raises(UsageError, match="is empty"):
         check(["x", ""])
+
+
+OVERLAPPING = [(("a", "baa"), "cbaab", "cb"), (("abcd", "bc"), "xabcd", "xa"), (("ba", "a"), "cba", "c")]
+
+
+@pytest.mark.parametrize(("stops", "text", "shown"), OVERLAPPING)
+def test_the_stop_that_is_whole_first_counts_however_the_text_comes(stops, text, shown):
+    """A reader that is slow gets several tokens at once."""
+    for size in range(1, len(text) + 1):
+        stopper, out = Stopper(stops), ""
+        for at in range(0, len(text), size):
+            piece, cut = stopper.push(text[at : at + size])
+            out += piece
+            if cut:
+                break
+        assert (out, cut) == (shown, True), size

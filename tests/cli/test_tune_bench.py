@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from lowq_cli import main
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.main import app
 from lowq_cli.tuning import tuner, tuning_plan
-from lowq_kernels.dispatch import tuning
+from lowq_kernels.dispatch import tuning, tuning_file
+from lowq_kernels.dispatch.measure import Budget
+from lowq_kernels.dispatch.sources import source_hash
 from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.scheme import Scheme
 
@@ -49,7 +52,7 @@ def test_tune_writes_winners_into_the_checkpoint_and_says_what_it_did(folder):
     result, said = lowq("tune", folder, "--batch", "1,16", "--device", "cpu")
     assert {"gpu", "entries", "seconds"} <= set(result)
     assert result["complete"]
-    machines = tuning.read_file(folder / tuning.FILE)
+    machines = tuning_file.read_file(folder / tuning_file.FILE)
     assert [m["gpu"] for m in machines] == [result["gpu"]]
     assert len(machines[0]["entries"]) == result["entries"] == 4 * 2 * 2  # shapes, batch sizes, layouts
     assert "wrote 16 entries" in said
@@ -65,7 +68,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_measured
 
 
 def test_an_interruption_keeps_what_was_measured(folder, monkeypatch):
-    (folder / tuning.FILE).unlink(missing_ok=True)
+    (folder / tuning_file.FILE).unlink(missing_ok=True)
     real = tuner.measure_all
 
     def interrupted(*args):
@@ -79,7 +82,7 @@ def test_an_interruption_keeps_what_was_measured(folder, monkeypatch):
     assert result["entries"] == 2
     assert not result["complete"]
     assert "interrupted" in said
-    assert len(tuning.read_file(folder / tuning.FILE)[0]["entries"]) == 2
+    assert len(tuning_file.read_file(folder / tuning_file.FILE)[0]["entries"]) == 2
     assert CliRunner().invoke(app, ["tune", str(folder), "--batch", "1", "--device", "cpu"]).exit_code == 130
 
 
@@ -111,7 +114,7 @@ def test_tune_refuses_nonsense_in_one_line(folder, args, error):
 
 
 def entry(M, layout="rowstream", kernel="dequant", us=9.0):
-    return tuning.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, tuning.source_hash(kernel))
+    return tuning_file.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, source_hash(kernel))
 
 
 def test_the_crossover_between_layouts_is_named():
@@ -229,3 +232,12 @@ def test_batch_sizes_without_a_race_get_no_entry_and_are_named(seconds, stop_at,
     assert stopped == ("interrupted" if stop_at else "")
     missed = [str(M) for M in (1, 4, 16) if M not in raced]
     assert ("tune --batch " + ",".join(missed) in capsys.readouterr().err) == bool(missed)
+
+
+def test_kernels_are_measured_though_compiling_took_most_of_the_budget():
+    def after(spent):
+        return tuner.for_kernels(Budget(10.0, started=time.monotonic() - spent)).seconds
+
+    assert after(1.0) == pytest.approx(4.0, abs=0.01)  # half of it all, compiling included
+    assert after(7.7) == pytest.approx(0.575, abs=0.01)  # a quarter of the rest
+    assert not Budget(after(12.0)).left

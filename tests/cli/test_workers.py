@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from lowq_cli.run.workers import AHEAD, GPU_WORKERS, MAX_WORKERS, in_order, on_free_device, shared_threads, worker_devices
+from lowq_cli.workers import AHEAD, GPU_WORKERS, MAX_WORKERS, in_order, on_free_device, shared_threads, worker_devices
 
 CPU, GPUS = torch.device("cpu"), (torch.device("cuda:0"), torch.device("cuda:1"))
 

@@ -229,6 +229,7 @@ def install() -> None:
     layers = "vllm.model_executor.layers."
     here = sys.modules[__name__]
     named = {
+        "vllm.config": (),
         layers + "linear": LINEAR,
         layers + "quantization": ("register_quantization_config", "QUANTIZATION_METHODS"),
         layers + "quantization.base_config": ("QuantizationConfig",),
@@ -245,6 +246,7 @@ def install() -> None:
                 sys.modules[path].__path__ = []
         for member in members:
             setattr(sys.modules[name], member, getattr(here, member))
+    sys.modules["vllm.config"].get_current_vllm_config = None  # asked on a GPU only
     parameter = types.ModuleType("vllm.model_executor.parameter")
     parameter.PackedvLLMParameter = parameter.GroupQuantScaleParameter = ColumnAndRow
     parameter.ChannelQuantScaleParameter = Column

@@ -19,6 +19,28 @@ from lowq_packers.qtensor import QuantizedTensor
 EMPTY = torch.empty
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product by a config: its values, or its place in CONFIGS; sms: of the GPU that the emulator stands in for."""
+
+    config: Any
+    bits: int
+    dtype: torch.dtype
+    group: int
+    zero: str
+    M: int
+    N: int
+    K: int
+    sms: int = 132
+    bias: bool = False
+
+    def __str__(self) -> str:
+        config = self.config if isinstance(self.config, int) else "-".join(map(str, self.config))
+        kind = f"b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
+        flags = (f.name for f in dataclasses.fields(self) if getattr(self, f.name) is True)
+        return "-".join((f"c{config}", kind, f"{self.M}x{self.N}x{self.K}", f"sms{self.sms}", *flags))
+
+
 def require(kernel: str, compiler: bool = True) -> None:
     """Skip the module that calls this where `kernel`'s launcher does not import or, with `compiler`, there is no g++."""
     if compiler and shutil.which("g++") is None:
@@ -35,7 +57,13 @@ def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def weight(
-    N: int, K: int, bits: int, group: int, zero: str, dtype: torch.dtype, g: torch.Generator | None = None
+    N: int,
+    K: int,
+    bits: int,
+    group: int,
+    zero: str = "float",
+    dtype: torch.dtype = torch.bfloat16,
+    g: torch.Generator | None = None,
 ) -> QuantizedTensor:
     """A random weight; group 0: a row is one group."""
     g, group = g or torch.Generator().manual_seed(bits), group or K
@@ -60,10 +88,15 @@ def operands(case: Any, device: str) -> tuple[torch.Tensor, PackedWeight, torch.
     return x.to(device), p, None if bias is None else bias.to(device), q
 
 
+def error(y: torch.Tensor, truth: torch.Tensor) -> float:
+    """Relative Frobenius error."""
+    return float((y.double() - truth.double()).norm() / truth.double().norm())
+
+
 def forget(*modules: ModuleType) -> None:
     """Drop the kernels that launchers hold."""
     for module in modules:
-        for name in ("_kernel", "_prepared"):
+        for name in ("_kernel", "_prepared", "prepared"):
             if hasattr(module, name):
                 getattr(module, name).cache_clear()
 

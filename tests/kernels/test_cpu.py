@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from emulation import error, weight
 from lowq_kernels.activations import rounded
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.layouts import best_layout
@@ -21,19 +22,6 @@ SHAPES = [(1, 33, 64, 32), (7, 80, 128, 64), (16, 64, 256, 256), (33, 95, 96, 96
 CPU_KERNELS = [s for s in registry.kernels().values() if "cpu" in s.devices]
 
 
-def make(N, K, group, bits, zero, dtype):
-    g = torch.Generator().manual_seed(N + K + bits)
-    W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)
-    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
-    zeros = torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)
-    zeros = None if zero == "none" else (zeros.round() if zero == "int" else zeros).to(dtype)
-    return QuantizedTensor(W_q, scales, zeros, bits, group, zero)
-
-
-def error(y, truth):
-    return float((y.double() - truth).norm() / truth.norm())
-
-
 def truth_of(x, q, bias=None):
     y = x.double() @ q.dequantize().double().t()
     return y if bias is None else y + bias.double()
@@ -46,7 +34,7 @@ def test_kernel_against_the_definition(spec, bits, zero):
     ran = 0
     for M, N, K, group in SHAPES:
         for dtype in spec.dtypes:
-            q = make(N, K, group, bits, zero, dtype)
+            q = weight(N, K, bits, group, zero, dtype)
             for layout in spec.layouts:
                 if LAYOUTS[layout].why_not(q.scheme, N, K):
                     continue
@@ -67,7 +55,7 @@ def test_kernel_against_the_definition(spec, bits, zero):
 @pytest.mark.parametrize("spec", CPU_KERNELS, ids=lambda s: s.name)
 def test_the_tolerance_sees_one_wrong_code(spec):
     dtype = spec.dtypes[-1]
-    q = make(16, 64, 32, 4, "float", dtype)
+    q = weight(16, 64, 4, 32, "float", dtype)
     wrong = q.W_q.clone()
     wrong[3, 5] ^= 8
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -79,7 +67,7 @@ def test_the_tolerance_sees_one_wrong_code(spec):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_quant_linear(bits, dtype):
-    q = make(50, 128, 64, bits, "float", dtype)
+    q = weight(50, 128, bits, 64, "float", dtype)
     bias = torch.randn(50)
     lin = QuantLinear.from_quantized(q, bias=bias, dtype=dtype)
     x = torch.randn(2, 3, 128).to(dtype)
@@ -99,14 +87,14 @@ def no_compiler(monkeypatch):
 
 
 def test_bf16_on_a_cpu_without_a_compiler_takes_torchs_int4_kernel(no_compiler):
-    lin = QuantLinear.from_quantized(make(64, 128, 64, 4, "float", torch.bfloat16), dtype=torch.bfloat16)
+    lin = QuantLinear.from_quantized(weight(64, 128, 4, 64, "float", torch.bfloat16), dtype=torch.bfloat16)
     assert lin.layout == "cpu_int4"
     assert registry.select(registry.Call.of(torch.zeros(1, 128, dtype=torch.bfloat16), lin.packed))[0].name == "cpu/int4"
 
 
 @pytest.mark.parametrize("layout", ["auto", "strided", "rowstream", "warp32"])
 def test_state_dict_is_rowstream_whatever_the_layout(layout):
-    q = make(48, 128, 32, 4, "float", torch.bfloat16)
+    q = weight(48, 128, 4, 32, "float", torch.bfloat16)
     lin = QuantLinear.from_quantized(q, bias=torch.ones(48), dtype=torch.bfloat16, layout=layout)
     disk = pack(q)
     state = lin.state_dict()
@@ -124,12 +112,12 @@ def test_state_dict_is_rowstream_whatever_the_layout(layout):
 
 
 def test_zero_kind_none_stores_no_zeros():
-    lin = QuantLinear.from_quantized(make(16, 64, 32, 4, "none", torch.float16))
+    lin = QuantLinear.from_quantized(weight(16, 64, 4, 32, "none", torch.float16))
     assert set(lin.state_dict()) == {"weight", "weight_scale"}
 
 
 def test_deepcopy_and_dtype_change_keep_the_weight():
-    q = make(32, 64, 32, 4, "float", torch.float32)
+    q = weight(32, 64, 4, 32, "float", torch.float32)
     lin = QuantLinear.from_quantized(q, dtype=torch.float32)
     x = torch.randn(3, 64)
     assert torch.equal(copy.deepcopy(lin)(x), lin(x))
@@ -139,7 +127,7 @@ def test_deepcopy_and_dtype_change_keep_the_weight():
 
 
 def test_a_dtype_change_leaves_what_torchs_kernel_reads(no_compiler):
-    q = make(32, 64, 32, 4, "float", torch.bfloat16)
+    q = weight(32, 64, 4, 32, "float", torch.bfloat16)
     lin = QuantLinear.from_quantized(q, dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
     y = lin(x)
@@ -148,13 +136,13 @@ def test_a_dtype_change_leaves_what_torchs_kernel_reads(no_compiler):
 
 
 def test_a_bias_with_gaps_is_closed_up():
-    lin = QuantLinear.from_quantized(make(32, 64, 32, 4, "float", torch.float16), torch.arange(64.0).half()[::2])
+    lin = QuantLinear.from_quantized(weight(32, 64, 4, 32, "float", torch.float16), torch.arange(64.0).half()[::2])
     assert lin.bias.is_contiguous()  # kernels get its address and no stride
     assert lin.bias.tolist() == list(range(0, 64, 2))
 
 
 def test_compiled_graph_has_no_break():
-    lin = QuantLinear.from_quantized(make(32, 64, 32, 4, "float", torch.bfloat16), bias=torch.ones(32), dtype=torch.bfloat16)
+    lin = QuantLinear.from_quantized(weight(32, 64, 4, 32, "float", torch.bfloat16), bias=torch.ones(32), dtype=torch.bfloat16)
     x = torch.randn(3, 64).bfloat16()
     compiled = torch.compile(lambda t: torch.nn.functional.silu(lin(t)), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), torch.nn.functional.silu(lin(x)))
@@ -166,7 +154,7 @@ def test_a_gradient_flows_through_every_layout(layout, compiled, monkeypatch):
     """Kernels are handed addresses: what autograd does not know of would count as a constant, silently."""
     for module in (ops, linear):
         monkeypatch.setattr(module, "matmul", lambda x, *rest: registry.matmul(x.detach(), *rest))  # as on a GPU
-    q = make(33, 64, 32, 4, "float", torch.bfloat16)
+    q = weight(33, 64, 4, 32, "float", torch.bfloat16)
     lin = QuantLinear.from_quantized(q, torch.ones(33), dtype=torch.bfloat16, layout=layout)
     x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
     torch._dynamo.reset()
@@ -178,7 +166,7 @@ def test_a_gradient_flows_through_every_layout(layout, compiled, monkeypatch):
 
 
 def test_custom_op_passes_torchs_own_check():
-    p = pack(make(32, 64, 32, 4, "float", torch.bfloat16), "cpu_int4")
+    p = pack(weight(32, 64, 4, 32, "float", torch.bfloat16), "cpu_int4")
     args = (torch.randn(3, 64).bfloat16(), p.words, p.scales, p.zeros, p.aux, None, p.facts, None)
     torch.library.opcheck(torch.ops.lowq.linear.default, args)
 
@@ -189,7 +177,7 @@ def test_a_meta_layer_says_that_it_is_empty():
 
 
 def test_a_state_dict_taken_on_meta_does_not_go_stale():
-    q = make(16, 64, 32, 4, "float", torch.bfloat16)
+    q = weight(16, 64, 4, 32, "float", torch.bfloat16)
     lin = QuantLinear(16, 64, q.scheme, dtype=torch.bfloat16, device="meta")
     lin.state_dict()
     p = pack(q)
@@ -201,13 +189,13 @@ def test_a_state_dict_taken_on_meta_does_not_go_stale():
 
 
 def test_the_wrong_number_of_features_is_refused():
-    lin = QuantLinear.from_quantized(make(16, 64, 32, 4, "float", torch.float16))
+    lin = QuantLinear.from_quantized(weight(16, 64, 4, 32, "float", torch.float16))
     with pytest.raises(SchemeError, match=r"x has 32 features, the layer takes K=64"):
         lin(torch.zeros(2, 32, dtype=torch.float16))
 
 
 def test_forced_kernel_fails_aloud(monkeypatch):
-    p = pack(make(16, 64, 32, 4, "float", torch.float16), "rowstream")
+    p = pack(weight(16, 64, 4, 32, "float", torch.float16), "rowstream")
     x = torch.zeros(1, 64, dtype=torch.float16)
     with pytest.raises(UnsupportedError, match="no kernel is called 'fast'; there are"):
         registry.matmul(x, p, kernel="fast")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from emulation import weight
 from lowq_kernels.products.cpu import native, packed
 from lowq_packers.layouts import pack
-from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS
 
 CXX, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -40,12 +40,8 @@ def blob(t):
 
 def make(M, N, K, group, bits, zero, dtype):
     g = torch.Generator().manual_seed(N + K + bits)
-    W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)
-    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
-    zeros = torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)
-    zeros = None if zero == "none" else (zeros.round() if zero == "int" else zeros).to(dtype)
     x, bias = torch.randn(M, K, generator=g).to(dtype), torch.randn(N, generator=g).to(dtype)
-    return QuantizedTensor(W_q, scales, zeros, bits, group, zero), x, bias
+    return weight(N, K, bits, group, zero, dtype, g), x, bias
 
 
 @pytest.mark.parametrize("bits", BITS)

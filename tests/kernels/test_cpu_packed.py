@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 
+from emulation import error, weight
 from lowq_kernels.activations import int8_rows
 from lowq_kernels.dispatch import registry
 from lowq_kernels.modules.linear import QuantLinear
@@ -22,21 +23,8 @@ SETS = [name for name, here in native.sets() if here]
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not built: {native.why_not()}")
 
 
-def make(N, K, group, bits, zero="float", dtype=torch.bfloat16):
-    g = torch.Generator().manual_seed(N + K + bits)
-    W_q = torch.randint(0, 1 << bits, (N, K), generator=g).to(torch.uint8)
-    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
-    zeros = torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)
-    zeros = None if zero == "none" else (zeros.round() if zero == "int" else zeros).to(dtype)
-    return QuantizedTensor(W_q, scales, zeros, bits, group, zero)
-
-
 def rows(M, K, dtype=torch.bfloat16, seed=0):
     return torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def error(y, truth):
-    return float((y.double() - truth).norm() / truth.norm())
 
 
 @pytest.fixture(params=SETS)
@@ -59,7 +47,7 @@ def test_products_against_the_definition(isa, bits, zero):
     assert native.isa()[1] == isa
     for N, K, group in SHAPES:
         for dtype in TOLERANCE:
-            q = make(N, K, group, bits, zero, dtype)
+            q = weight(N, K, bits, group, zero, dtype)
             p, bias = pack(q, "cpu"), rows(1, N, dtype)[0]
             for M in ROWS:
                 x = rows(M, K, dtype, M)
@@ -72,7 +60,7 @@ def test_products_against_the_definition(isa, bits, zero):
 @pytest.mark.parametrize("bits", BITS)
 def test_rows_rounded_to_8_bits_against_the_definition(isa, bits):
     for N, K, group in SHAPES:
-        q = make(N, K, group, bits)
+        q = weight(N, K, bits, group)
         p, bias = pack(q, "cpu"), rows(1, N)[0]
         for M in ROWS:
             x = rows(M, K, seed=M)
@@ -93,7 +81,7 @@ def test_a_16_bit_layer_against_the_definition(isa):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_row_does_not_depend_on_its_batch_or_on_threads(isa, bits):
-    p, x = pack(make(80, 384, 128, bits), "cpu"), rows(19, 384)
+    p, x = pack(weight(80, 384, bits, 128), "cpu"), rows(19, 384)
     whole, threads = packed.packed(x, p, None, {}), torch.get_num_threads()
     try:
         for n in (1, 2, 5):
@@ -108,7 +96,7 @@ def test_a_row_does_not_depend_on_its_batch_or_on_threads(isa, bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_activations_of_every_size_keep_their_digits(isa, bits):
     """A block's largest decides its scale alone: tiny blocks beside huge ones, and one outlier of 64 times the rest."""
-    q = make(40, 256, 32, bits)
+    q = weight(40, 256, bits, 32)
     x = rows(3, 256)
     x[:, :64] *= 1e30
     x[:, 64:128] *= 1e-25
@@ -121,7 +109,7 @@ def test_activations_of_every_size_keep_their_digits(isa, bits):
 
 
 def test_what_is_no_number_stays_none_and_stays_in_its_row(isa):
-    q = make(40, 256, 32, 4)
+    q = weight(40, 256, 4, 32)
     p, x = pack(q, "cpu"), rows(4, 256)
     clean = packed.packed(x, p, None, {})
     x[1, 7], x[2, 200] = float("inf"), float("nan")
@@ -134,7 +122,7 @@ def test_what_is_no_number_stays_none_and_stays_in_its_row(isa):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_one_wrong_code_is_seen(isa, bits):
-    q = make(32, 64, 32, bits)
+    q = weight(32, 64, bits, 32)
     wrong = q.W_q.clone()
     wrong[3, 5] ^= 1 << (bits - 1)
     p = pack(QuantizedTensor(wrong, q.scales, q.zeros, bits, 32), "cpu")
@@ -148,7 +136,7 @@ def test_one_wrong_code_is_seen(isa, bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_the_layout_gives_back_what_it_was_given(bits):
     for N, K, group in SHAPES:
-        q = make(N, K, group, bits)
+        q = weight(N, K, bits, group)
         p = pack(q, "cpu")
         back, moved = unpack(p), repack(pack(q), "cpu")
         assert all(torch.equal(getattr(back, name), getattr(q, name)) for name in ("W_q", "scales", "zeros"))
@@ -157,16 +145,16 @@ def test_the_layout_gives_back_what_it_was_given(bits):
 
 def test_it_is_chosen_wherever_it_can_be():
     for dtype in TOLERANCE:
-        lin = QuantLinear.from_quantized(make(64, 128, 64, 3, dtype=dtype), dtype=dtype)
+        lin = QuantLinear.from_quantized(weight(64, 128, 3, 64, dtype=dtype), dtype=dtype)
         assert lin.layout == "cpu"
         assert registry.select(registry.Call.of(rows(5, 128, dtype), lin.packed))[0].name == "cpu/packed"
     lin.set_act("int8")
     assert registry.select(registry.Call.of(rows(5, 128, dtype), lin.packed, "int8"))[0].name == "cpu/packed_int8"
-    assert QuantLinear.from_quantized(make(64, 96, 48, 4), dtype=torch.bfloat16).layout != "cpu"
+    assert QuantLinear.from_quantized(weight(64, 96, 4, 48), dtype=torch.bfloat16).layout != "cpu"
 
 
 def test_where_no_compiler_is_the_reason_says_so(monkeypatch):
-    p, x = pack(make(32, 64, 32, 4), "cpu"), rows(1, 64)
+    p, x = pack(weight(32, 64, 4, 32), "cpu"), rows(1, 64)
     monkeypatch.setattr(native, "compiler", lambda: None)
     native._found.cache_clear()
     try:
@@ -204,7 +192,7 @@ def test_who_waits_for_the_compiler_is_told(tmp_path, monkeypatch):
     wanted = native.compiler() is not None and native.platform.machine().lower() in native.UNITS
     assert native.is_to_be_built() == wanted
     if wanted:
-        path = native._place(native.compiler(), native.UNITS[native.platform.machine().lower()], native.cache_dir(), ())
+        path = native._place(native.compiler(), native.UNITS[native.platform.machine().lower()], native.cache_dir() / "cpu", ())
         path.parent.mkdir(parents=True)
         path.touch()
         assert not native.is_to_be_built()

@@ -17,7 +17,7 @@ nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not inst
 from lowq_kernels import gpu
 from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.papers import gemv_rows, gemv_warp32
-from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma
+from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma, tile_wgmma_grouped
 from lowq_packers.scheme import BITS, Scheme
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -135,7 +135,7 @@ def test_a_write_that_fails_leaves_nothing_behind(fresh_cache, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nvrtc.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     assert nvrtc.compiled(*PROBE).image
     assert not list(fresh_cache.iterdir())
 
@@ -209,3 +209,12 @@ def test_every_kernels_parameters_fit():
     for module in (tile_mma, tile_wgmma, tile_dequant, gemv_rows, gemv_warp32):
         parameters = Parameters(module.PARAMETERS)
         parameters.fill(*(bytes(ctypes.sizeof(t)) if issubclass(t, ctypes.Array) else 0 for t in module.PARAMETERS))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_tile_wgmma_grouped(bits):
+    """Every third config; they differ from tile_wgmma's own by a few instructions."""
+    for i, c in list(enumerate(tile_wgmma_grouped.CONFIGS.values()))[bits % 3 :: 3]:
+        instance = tile_wgmma.expression(bits, (bits + i) % 2, 128, i % 2 == 0, c, grouped=True)
+        used = clean("tile_wgmma.cu", instance, "sm_90a")
+        assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])

@@ -86,10 +86,6 @@ def launch(case, q=None):
     return y, ref if bias is None else ref + bias.float()
 
 
-def relative(y, ref):
-    return float((y.float() - ref).norm() / ref.norm())
-
-
 def check(case):
     """The relative error of a case, held to the tolerance."""
     y, ref = launch(case)
@@ -98,7 +94,7 @@ def check(case):
     assert y.shape == (case.M, case.N)
     assert y.dtype == case.dtype
     assert torch.equal(y, again), "the order of the threads changes the result"
-    err = relative(y, ref)
+    err = emulation.error(y, ref)
     assert err < TOLERANCE[case.dtype], f"error {err:.2e}"
     return err
 
@@ -181,14 +177,14 @@ def test_one_flipped_code_shows(case):
     """The test above can fail: one wrong code of 8,192 raises the error over the tolerance."""
     q = weight(case)
     q.W_q[3, 5] ^= 8
-    assert relative(*launch(case, q)) > TOLERANCE[F16]
+    assert emulation.error(*launch(case, q)) > TOLERANCE[F16]
 
 
 def test_dense_rows():
     g = torch.Generator().manual_seed(0)
     for dtype in (F16, BF16):
         x, W = torch.randn(3, 208, generator=g).to(dtype), torch.randn(33, 208, generator=g).to(dtype)
-        assert relative(gemv_rows.gemv_rows_dense(x, W), x.float() @ W.float().t()) < TOLERANCE[dtype]
+        assert emulation.error(gemv_rows.gemv_rows_dense(x, W), x.float() @ W.float().t()) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +197,7 @@ def test_int8_activations(bits, group, dp4a):
     x = torch.randint(-128, 128, (2, 384), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
     x[0], q.W_q[0] = -128, (1 << bits) - 1
     y = gemv_warp32.gemv_warp32_int8(x, pack(q, "warp32"), dp4a)
-    assert relative(y, x.float() @ q.dequantize().t()) < 1e-5
+    assert emulation.error(y, x.float() @ q.dequantize().t()) < 1e-5
 
 
 def test_dequantised_slabs():
@@ -214,7 +210,7 @@ def test_dequantised_slabs():
 @pytest.mark.parametrize(
     ("good", "bad"),
     [
-        ("copy_wait<UNROLL - 1>();", "copy_wait<UNROLL>();"),
+        ("copy_wait<STEPS_IN_FLIGHT - 1>();", "copy_wait<STEPS_IN_FLIGHT>();"),
         ("__syncwarp();  // everyone has read this slot", ""),
         ("x_row + i * AT_ONCE, rows - 1)", "x_row, rows - 1)"),
         ("    __syncthreads();\n    store<", "    store<"),

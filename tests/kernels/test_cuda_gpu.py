@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from emulation import poisoned
+from emulation import error, poisoned
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import pack
@@ -33,10 +33,6 @@ def weight(N, K, bits, group, zero, dtype, seed=0):
     return QuantizedTensor(W_q, scales, zeros, bits, group, zero)
 
 
-def relative(y, ref):
-    return float((y.float() - ref).norm() / ref.norm())
-
-
 def run(spec, q, M, dtype, configs=None, bias=None, x=None):
     """Largest relative error of `spec` over its configs (or the first few), each run twice for equal bits."""
     N, K = q.shape
@@ -59,7 +55,7 @@ def run(spec, q, M, dtype, configs=None, bias=None, x=None):
             assert y.shape == (M, N)
             assert y.dtype == dtype
             assert torch.equal(y, again), f"{spec.name} {config}: two runs differ"
-            err = relative(y, ref)
+            err = error(y, ref)
             assert err < TOLERANCE[dtype], f"{spec.name} {config} {layout}: error {err:.2e}"
             worst, tried = max(worst, err), tried + 1
     if not tried:
@@ -136,7 +132,7 @@ def test_one_flipped_code_shows(spec):
         if reason := spec.why_not(call):
             pytest.skip(reason)
         y = spec.launch(x, p, None, spec.legal_configs(call)[0])
-        assert relative(y, x.float() @ q.dequantize().t()) > TOLERANCE[p_dtype]
+        assert error(y, x.float() @ q.dequantize().t()) > TOLERANCE[p_dtype]
 
 
 def test_cuda_graph_and_streams():
@@ -151,10 +147,10 @@ def test_cuda_graph_and_streams():
     x.copy_(torch.randn_like(x))
     graph.replay()
     ref = (x.float() @ q.dequantize().t()).half().float() @ q.dequantize().t()
-    assert relative(y, ref) < 3e-3
+    assert error(y, ref) < 3e-3
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         z = registry.matmul(x, p)
     side.synchronize()
-    assert relative(z, x.float() @ q.dequantize().t()) < 2e-3
+    assert error(z, x.float() @ q.dequantize().t()) < 2e-3

@@ -9,7 +9,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
 pytest.importorskip("triton")
 
-from lowq_kernels.decode import attention, elementwise, prompt, reference, router, sample
+from emulation import error
+from lowq_kernels.decode import attend_triton, elementwise, prompt, reference, router, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
@@ -19,10 +20,6 @@ TOLERANCE = 2e-3
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(11)
-
-
-def error(y, wanted):
-    return ((y.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 def randn(*shape, dtype=DTYPE):
@@ -85,11 +82,11 @@ def attention_case(name, dtype=DTYPE):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attend(name, monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(attention, "splits_for", lambda heads: 4)  # the interpreter runs one program after the other
+        monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 4)  # the interpreter runs one program after the other
     qkv, caches, pos, tables, h = attention_case(name)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
-        y = attention.attend(qkv, *ours, pos, *tables, h)
+        y = attend_triton.attend(qkv, *ours, pos, *tables, h)
     wanted = reference.attend(qkv, *theirs, pos, *tables, h)
     assert error(y, wanted) < TOLERANCE
     for b, p in enumerate(pos.tolist()):
@@ -106,18 +103,70 @@ INTERPRETED_BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpre
     ("dtype", "tolerance"), [pytest.param(torch.bfloat16, 1.2e-2, marks=INTERPRETED_BF16), (torch.float32, 1e-5)]
 )
 def test_attend_in_other_dtypes(dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(attention, "splits_for", lambda heads: 2)
+    monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 2)
     qkv, caches, pos, tables, h = attention_case("qwen3", dtype)
-    y = attention.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
     assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < tolerance
 
 
 @pytest.mark.parametrize("splits", [1, 32])
 def test_attend_is_the_same_however_it_is_split(splits, monkeypatch):
     qkv, caches, pos, tables, h = attention_case("llama")
-    monkeypatch.setattr(attention, "splits_for", lambda heads: splits)
-    y = attention.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    monkeypatch.setattr(attend_triton, "splits_for", lambda heads: splits)
+    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
     assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < TOLERANCE
+
+
+def paginate(caches, page):
+    """Caches (B, HKV, S, D) in blocks at random places of a pool, what is between them NaN; (pools, table)."""
+    B, HKV, S, D = caches[0].shape
+    width = -(-S // page)
+    places = torch.randperm(B * width + 3)[: B * width].reshape(B, width)
+    pools = [torch.full((B * width + 3, HKV, page, D), float("nan"), dtype=c.dtype, device=c.device) for c in caches]
+    for pool, cache in zip(pools, caches, strict=True):
+        whole = torch.full((B, HKV, width * page, D), float("nan"), dtype=cache.dtype, device=cache.device)
+        whole[:, :, :S] = cache
+        pool[places.flatten()] = whole.reshape(B, HKV, width, page, D).transpose(1, 2).flatten(0, 1)
+    return pools, places.to(cache.device, torch.int32)
+
+
+def collected(pool, table):
+    """The pool's blocks as caches again, (B, HKV, S, D)."""
+    return pool[table.long()].transpose(1, 2).flatten(2, 3)
+
+
+@pytest.mark.parametrize(("name", "page"), [("llama", 16), ("phi3", 64), ("window", 64), ("window", 16)])
+def test_attend_over_a_paged_cache(name, page, monkeypatch):
+    """By the kernel and by the reference, against the reference over caches of their own."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 4)
+    qkv, caches, pos, tables, h = attention_case(name)
+    theirs = [c.nan_to_num() for c in caches]
+    wanted = reference.attend(qkv, *theirs, pos, *tables, h)
+    for attend in (attend_triton.attend, reference.attend):
+        pools, table = paginate(caches, page)
+        before = [p.clone() for p in pools]
+        y = attend(qkv, *pools, pos, *tables, h, table)
+        assert error(y, wanted) < TOLERANCE
+        for pool, old, cache, truth in zip(pools, before, caches, theirs, strict=True):
+            new = collected(pool, table)
+            for b, p in enumerate(pos.tolist()):
+                assert error(new[b, :, p], truth[b, :, p]) < TOLERANCE
+                assert torch.equal(new[b, :, :p], cache[b, :, :p])
+            written = (pool.nan_to_num(7) != old.nan_to_num(7)).any(-1).sum()
+            assert written == len(pos) * h.HKV  # one slot of each sequence, and nobody else's
+
+
+def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not(monkeypatch):
+    monkeypatch.setattr(attend_triton, "LEAST", 128)
+    monkeypatch.setattr(attend_triton, "PROGRAMS", 1)
+    h = reference.Heads(2, 1, 16, 0.25)
+    caches, qkv = [randn(2, 1, 400, 16) for _ in range(2)], randn(2, 4 * 16)
+    pos = torch.tensor([399, 60], dtype=torch.int32, device=DEVICE)
+    tables = [torch.rand(400, 16).to(DEVICE, DTYPE) for _ in range(2)]
+    wanted = reference.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    pools, table = paginate(caches, 16)
+    assert error(attend_triton.attend(qkv, *pools, pos, *tables, h, table), wanted) < TOLERANCE
 
 
 PASSES = {"llama": [(0, 90)], "qwen3": [(0, 33), (33, 97)], "phi3": [(0, 1), (1, 40)], "window": [(0, 100), (100, 150)]}
@@ -143,6 +192,52 @@ def test_attend_prompt(name, monkeypatch):
         for cache, truth in zip(ours, theirs, strict=True):
             assert error(cache[:, :, :end], truth[:, :, :end]) < TOLERANCE
             assert cache[:, :, end:].isnan().all()
+
+
+PIECES = {  # tokens of each sequence that were there before, and those that are new
+    "llama": [(0, 33), (40, 1), (16, 16), (0, 5)],
+    "qwen3": [(63, 40), (0, 32)],
+    "phi3": [(31, 2), (5, 1)],
+    "window": [(70, 35), (0, 80), (39, 2)],
+}
+
+
+@pytest.mark.parametrize(("name", "page"), [("llama", 16), ("qwen3", 64), ("phi3", 64), ("window", 16)])
+def test_attend_packed(name, page, monkeypatch):
+    """Pieces of several texts in one pass, by the kernel and by the reference, each as that text's own prompt would be."""
+    monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2})
+    HQ, HKV, D, R = ATTENTION[name][:4]
+    h, pieces = attention_case(name)[-1], PIECES[name]
+    S = max(start + new for start, new in pieces)
+    angles = torch.rand(S, R // 2).repeat(1, 2) * 6
+    turned = angles.cos().to(DEVICE, DTYPE), angles.sin().to(DEVICE, DTYPE)
+    caches = [randn(len(pieces), HKV, S, D) for _ in range(2)]
+    for b, (start, _) in enumerate(pieces):
+        for cache in caches:
+            cache[b, :, start:] = float("nan")
+    qkv = randn(sum(new for _, new in pieces) + 3, (HQ + 2 * HKV) * D)
+    rows, pos, tiles, wanted, truth = [], [], [], [], []
+    for b, (start, new) in enumerate(pieces):
+        own = [c[b : b + 1].nan_to_num() for c in caches]
+        first = len(rows)
+        wanted.append(reference.attend_prompt(qkv[None, first : first + new], *own, start, *turned, h)[0])
+        truth.append(own)
+        rows += [b] * new
+        pos += range(start, start + new)
+        tiles += [[t, min(t + 32, first + new)] for t in range(first, first + new, 32)]
+    filled = [rows + [len(pieces)] * 3, pos + [0] * 3, [*tiles, [0, 0]]]  # what only fills up, in a block of its own
+    for attend in (prompt.attend_packed, reference.attend_packed):
+        pools, table = paginate(caches, page)
+        spare = next(i for i in range(len(pools[0])) if i not in table.flatten().tolist())
+        table = torch.cat([table, torch.full_like(table[:1], spare)])
+        p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in filled))
+        y = attend(qkv, *pools, p, *turned, h)
+        assert y.isfinite().all()
+        assert error(y[: len(pos)], torch.cat(wanted)) < TOLERANCE
+        for i, pool in enumerate(pools):
+            for b, (start, new) in enumerate(pieces):
+                assert error(collected(pool, table)[b, :, : start + new], truth[b][i][0, :, : start + new]) < TOLERANCE
+                assert collected(pool, table)[b, :, start + new :].isnan().all()
 
 
 def test_attend_reference_is_attention_over_the_text_so_far():
@@ -222,3 +317,29 @@ def test_choose_follows_the_probabilities(monkeypatch):
     wanted = (row.cpu() / 0.5).softmax(-1)
     assert (torch.bincount(drawn, minlength=6) / n - wanted).abs().max() < 2 / n**0.5  # 4 sigma of a share of one half
     assert 5 not in drawn.tolist()
+
+
+def test_rows_draw_by_their_own_seed_place_and_temperature(monkeypatch):
+    """What a text draws does not depend on its row, nor on who else is there; rows that are not named stay."""
+    monkeypatch.setattr(sample, "BLOCK_V", 512)
+    logits = randn(1, 700).expand(5, -1).contiguous()
+    token, pos = torch.full((9,), -1, device=DEVICE), torch.arange(9, dtype=torch.int32, device=DEVICE)
+    seed, temperature = torch.zeros(9, dtype=torch.int64, device=DEVICE), torch.ones(9, device=DEVICE)
+    seed[[2, 7]], pos[[2, 7]], temperature[4] = 1 << 40, 30, 0.0
+    rows = torch.tensor([7, 4, 2, 0, 8], dtype=torch.int32, device=DEVICE)
+    before = pos.clone()
+    sample.choose_rows(logits, rows, token, pos, seed, temperature)
+    assert token[2] == token[7]
+    assert token[4] == logits[0].argmax()
+    assert len({token[r].item() for r in (0, 2, 4, 8)}) == 4
+    assert token[[1, 3, 5, 6]].tolist() == [-1] * 4
+    assert (pos - before).tolist() == [1, 0, 1, 0, 1, 0, 0, 1, 1]
+    for choose_rows in (reference.choose_rows, sample.choose_rows):  # alone, in another row: the same
+        alone, place = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.full((2,), 30, dtype=torch.int32, device=DEVICE)
+        drawn = []
+        for row in (0, 1, 1):
+            where = torch.tensor([row], dtype=torch.int32, device=DEVICE)
+            choose_rows(logits[:1], where, alone, place.fill_(30), seed[[2, 2]], temperature[:2])
+            drawn.append(alone[row].item())
+        assert len(set(drawn)) == 1
+        assert choose_rows is reference.choose_rows or drawn[0] == token[2].item()

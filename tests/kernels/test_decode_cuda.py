@@ -9,17 +9,19 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 if not torch.cuda.is_available() and shutil.which("g++") is None:
     pytest.skip("no g++", allow_module_level=True)
 pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
 try:
-    from lowq_kernels.decode import attention_cuda
+    from lowq_kernels.decode import attend_cuda
     from lowq_kernels.decode import experts as mixture
 except ModuleNotFoundError:
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
 import lowq_kernels.gpu
 import simt
+from emulation import error
 from lowq_kernels.decode import reference
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.dispatch import registry
@@ -44,6 +46,7 @@ HEADS = {
     "long, a window": (2, 1, 128, 128, 50, 0, [4000], F16, 8, 4096),
     "no cluster": (3, 1, 64, 64, 0, 0, [16, 15], F16, 1, 100),
 }
+PAGES = {"8b": 64, "norm, windows, part turned": 16, "long, more heads than SMs by half": 64, "long, a window": 32}
 # bits, group (0: a row), zero, act, dtype, H, I
 LAYERS = {
     "4": (4, 128, "float", "silu", F16, 512, 128),
@@ -61,7 +64,7 @@ def gpu():
     if DEVICE == "cuda":
         yield
         return
-    modules = (attention_cuda, mixture)
+    modules = (attend_cuda, mixture)
     patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in modules]
     here = dataclasses.replace(lowq_kernels.gpu.HOPPER, sms=SMS, clusters=())
     patches.append(mock.patch.object(lowq_kernels.gpu, "capability", return_value=here.capability))
@@ -73,6 +76,8 @@ def gpu():
     simt.Kernel.recording = True
     for name in HEADS:
         attend(name)
+    for name in PAGES:
+        attend(name, PAGES[name])
     for name in LAYERS:
         layer(name)
     simt.Kernel.recording = False
@@ -94,13 +99,9 @@ def on_device(made):
     return call
 
 
-def error(y, wanted):
-    return ((y.float() - wanted.float()).norm() / wanted.float().norm()).item()
-
-
 @on_device
-def attend(name):
-    """(y, caches) by the kernel, by the reference, and the caches before."""
+def attend(name, page=0):
+    """(y, caches) by the kernel, by the reference, and the caches before; by the kernel paged where `page` is given."""
     HQ, HKV, D, R, window, norm, places, dtype, cluster, S = HEADS[name]
     torch.manual_seed(3)
     weights = [torch.randn(D).to(torch.float32 if norm == 2 else dtype) if norm else None for _ in range(2)]
@@ -113,16 +114,28 @@ def attend(name):
             cache[b, :, p:] = float("nan")
     qkv, pos = torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype), torch.tensor(places, dtype=torch.int32)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
-    with mock.patch.object(attention_cuda, "CLUSTER", cluster):
-        y = attention_cuda.attend(qkv, *ours, pos, *tables, h)
-    return y, ours, reference.attend(qkv, *theirs, pos, *tables, h), theirs, caches, places
+    with mock.patch.object(attend_cuda, "CLUSTER", cluster):
+        if page:
+            width = -(-S // page)
+            table = (torch.randperm(len(places) * width) + 1).reshape(len(places), width).to(torch.int32)
+            pools = [torch.full((len(places) * width + 1, HKV, page, D), float("nan"), dtype=dtype) for _ in range(2)]
+            for pool, cache in zip(pools, ours, strict=True):
+                whole = torch.nn.functional.pad(cache, (0, 0, 0, width * page - S), value=float("nan"))
+                pool[table.flatten()] = whole.reshape(len(places), HKV, width, page, D).transpose(1, 2).flatten(0, 1)
+            y = attend_cuda.attend(qkv, *pools, pos, *tables, h, table)
+            ours = [pool[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :S] for pool in pools]
+        else:
+            y = attend_cuda.attend(qkv, *ours, pos, *tables, h)
+    with sdpa_kernel(SDPBackend.MATH):  # compute-sanitizer finds hazards in cuDNN's
+        wanted = reference.attend(qkv, *theirs, pos, *tables, h)
+    return y, ours, wanted, theirs, caches, places
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_attend(name):
+@pytest.mark.parametrize(("name", "page"), [*((n, 0) for n in HEADS), *PAGES.items()])
+def test_attend(name, page):
     results = []
     for simt.Kernel.order in (1, -1):
-        y, ours, wanted, theirs, before, places = attend(name)
+        y, ours, wanted, theirs, before, places = attend(name, page)
         assert error(y, wanted) < TOLERANCE[HEADS[name][7]]
         for b, p in enumerate(places):
             for cache, truth, old in zip(ours, theirs, before, strict=True):
@@ -140,7 +153,9 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
     ("changed", "why"),
     [
         ({}, None),
-        ({"M": 8, "S": attention_cuda.LONG}, None),  # blocks fill the GPU, however many heads there are
+        ({"M": 8, "S": attend_cuda.LONG}, None),  # blocks fill the GPU, however many heads there are
+        ({"block": 64}, None),
+        ({"block": 24}, "blocks of a power of two"),
         ({"M": 8}, "64 key heads"),
         ({"HQ": 72}, "queries"),
         ({"D": 96, "R": 64}, "D=96"),
@@ -151,7 +166,7 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
 )
 def test_heads_it_does_not_take_go_to_triton(changed, why):
     call, cuda = dataclasses.replace(CALL, **changed), named("cuda/attend")
-    with mock.patch.object(attention_cuda.gpu, "here", return_value=attention_cuda.gpu.HOPPER):
+    with mock.patch.object(attend_cuda.gpu, "here", return_value=attend_cuda.gpu.HOPPER):
         assert (cuda.why_not(call) is None) if why is None else why in cuda.why_not(call)
         registry.forget_choices()
         assert select(call)[0].name == ("cuda/attend" if why is None else "triton/attend")
@@ -191,7 +206,7 @@ def layer(name):
     x, weights = torch.randn(3, H).to(dtype) * 0.3, torch.rand(3, 4)
     ids = torch.stack([torch.randperm(5)[:4] for _ in range(3)])
     assert EXPERTS.why_not(experts_call(up, down, 4, act, dtype)) is None
-    y = mixture.experts(x, ids, weights, up, down, act)
+    y = mixture.experts(x, ids, weights, up, down, act, {})
     both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float())
     h = reference.gated(both.reshape(12, -1), act).to(dtype).float().reshape(3, 4, I)
     return y, torch.einsum("tk,tkhi,tki->th", weights, down_weights[ids], h)

@@ -9,7 +9,6 @@ import torch
 import emulation
 from lowq_kernels.dispatch import policy, registry
 from lowq_packers.layouts import pack
-from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
@@ -40,11 +39,7 @@ def gpu():
 
 
 def layer_of(bits, dtype, bias=True):
-    g = torch.Generator().manual_seed(bits)
-    codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
-    scales = (torch.rand(N, K // 64, generator=g) * 0.009 + 0.001).to(dtype)
-    zeros = (torch.rand(N, K // 64, generator=g) * ((1 << bits) - 1)).to(dtype)
-    q = QuantizedTensor(codes, scales, zeros, bits, 64, "float")
+    q = emulation.weight(N, K, bits, 64, "float", dtype)
     b = torch.linspace(-1, 1, N).to(dtype) if bias else None
     return QuantLinear.from_packed(pack(q, "tile"), b, layout="tile"), q.dequantize().float(), b.float()
 
@@ -80,7 +75,7 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
 
     def add():
         r = residual.clone()
-        s = fold.added(layer, y, r, weight, EPS, scale)
+        s = fold.product_add(layer, y, r, weight, EPS, scale)
         return r, s.x, s.squares
 
     r, x, squares = twice(add)
@@ -95,22 +90,19 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
     prepared = (wide.float() * gain.float() * prescale[:, None]).to(dtype)
     stream = fold.Residual(prepared, wide.float().square().reshape(M, -1, fold.SQUARES).sum(-1), prescale, EPS)
     normed = reference.rms_norm(wide, gain, EPS) @ W.t() + bias
-    out, inverse = twice(lambda: fold.normed(layer, stream))
+    out, inverse = twice(lambda: fold.norm_product(layer, stream))
     close(out, normed, dtype)
     assert torch.allclose(inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS), rtol=1e-5)
-    (out, _) = twice(lambda: fold.gated(layer, stream, act))
+    (out, _) = twice(lambda: fold.norm_product_gate(layer, stream, act))
     close(out, reference.gated(normed, act), dtype)
 
     wrong = replace(stream, squares=stream.squares * 1.1)
     with pytest.raises(AssertionError, match="error"):  # squares that are 10% off show
-        close(fold.normed(layer, wrong)[0], normed, dtype)
+        close(fold.norm_product(layer, wrong)[0], normed, dtype)
 
 
-def test_who_may_not(monkeypatch):
-    layer, _, _ = layer_of(4, F16)
+def test_who_may_not():
     assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == "takes packed layers on a GPU, activations in 16 bits"
-    monkeypatch.setattr(fold, "enabled", False)
-    assert fold.why_not(layer, 1, F16, fold.NORMED) == "switched off"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +135,7 @@ def test_gate_and_up_take_what_is_fast_in_a_step(bits, monkeypatch):
     call = registry.Call(1, 28672, 4096, Scheme(bits, 128), "tile", F16, "cuda", (9, 0))
     monkeypatch.setattr(registry, "TABLES", [])
     registry.forget_choices()
-    alone, pairs = registry.select(call)[1], policy.gated(call, tile_mma.KEYS)[0]
+    alone, pairs = registry.select(call)[1], policy.gate_up(call, tile_mma.KEYS)[0]
     assert fold._config(call, None, tile_mma.SILU) == pairs
     assert fold._config(call, None, tile_mma.NORMED) == alone
     told = tile_mma.config_of(8, 2, 256, 2, 1)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 import numpy as np
 
+from emulation import error
 from lowq_kernels import activations, gpu
 from lowq_kernels.dispatch.registry import kernels, named, select
 from lowq_kernels.fp8 import block_quant, gemm_triton, matmul
@@ -49,10 +50,6 @@ def exact(monkeypatch):
         monkeypatch.setattr(interpreter, "_convert_float", convert)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def error(y: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((y.float() - ref).norm() / ref.norm()).item()
 
 
 def same_bits(a: Fp8Matrix, b: Fp8Matrix) -> bool:
@@ -176,18 +173,18 @@ from lowq_kernels.cuda import nvrtc
 @pytest.mark.parametrize("config", wgmma.CONFIGS[::3], ids=str)
 def test_wgmma_compiles_without_spills(config):
     modes = (2, 1) if config["SWAP"] else (1, 2)
-    cubin = nvrtc.compiled("fp8_gemm.cu", wgmma.expression(config, config["NB"] // 8 % 2, modes), "sm_90a")
+    cubin = nvrtc.compiled("fp8_gemm.cu", wgmma.expression(config, config["TILE_COLUMNS"] // 8 % 2, modes), "sm_90a")
     used = cubin.resources
     assert "serialized" not in cubin.log  # ptxas waits for every single product
     assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, used
-    assert used["registers"] <= (112 if config["LIGHT"] else 168)
+    assert used["registers"] <= (112 if config["BLOCKS_PER_SM"] == 2 else 168)
     assert wgmma.plan(config, modes)[0] >= 3
 
 
 def test_stages_stay_with_their_warpgroup():
     """Warpgroups take chunks in turn: with an odd ring each would skip phases of barriers and read what is not there yet."""
     for config, modes in itertools.product(wgmma.SMALL, ((2, 1), (2, 2), (0, 0))):
-        assert wgmma.plan(config, modes)[0] % config["WK"] == 0, (config, modes)
+        assert wgmma.plan(config, modes)[0] % config["WARPGROUPS_K"] == 0, (config, modes)
 
 
 def test_wgmma_refuses():
@@ -199,12 +196,12 @@ def test_wgmma_refuses():
 
 
 EMULATED = [  # M, N, K, blocks of x and of W, config, SMs
-    (300, 392, 656, (None, None), (1, 1, 8, 1, 2, 1, 2048), 9),
-    (20, 200, 400, ((1, 128), (128, 128)), (1, 1, 32, 2, 2, 0, 2048), 132),
-    (64, 130, 1040, ((1, 128), (256, 256)), (1, 1, 64, 1, 2, 0, 2048), 2),
-    (9, 65, 656, ((1, 128), (128, 128)), (1, 1, 16, 4, 1, 1, 2048), 132),
-    (300, 264, 400, ((1, 128), (128, 128)), (0, 2, 128, 1, 1, 0, 2048), 2),
-    (300, 200, 656, ((256, 256), (256, 256)), (0, 1, 128, 1, 1, 0, 2048), 1),
+    (300, 392, 656, (None, None), (1, 1, 8, 1, 2, 2, 2048), 9),
+    (20, 200, 400, ((1, 128), (128, 128)), (1, 1, 32, 2, 2, 1, 2048), 132),
+    (64, 130, 1040, ((1, 128), (256, 256)), (1, 1, 64, 1, 2, 1, 2048), 2),
+    (9, 65, 656, ((1, 128), (128, 128)), (1, 1, 16, 4, 1, 2, 2048), 132),
+    (300, 264, 400, ((1, 128), (128, 128)), (0, 2, 128, 1, 1, 1, 2048), 2),
+    (300, 200, 656, ((256, 256), (256, 256)), (0, 1, 128, 1, 1, 1, 2048), 1),
 ]
 
 
@@ -221,7 +218,7 @@ def test_wgmma_emulated(case, monkeypatch):
     monkeypatch.setattr(wgmma, "Kernel", simt.Kernel)
     monkeypatch.setattr(wgmma, "tensor_map", simt.tensor_map)
     monkeypatch.setattr(gpu, "here", lambda index: dataclasses.replace(gpu.HOPPER, sms=sms, clusters=()))
-    named, found = dict(zip(wgmma.NAMES, config, strict=True)), []
+    named, found = dict(zip(wgmma.KEYS, config, strict=True)), []
     wgmma._prepared.cache_clear()
     for order in (1, -1):
         monkeypatch.setattr(simt.Kernel, "order", order)

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from emulation import error
 from lowq_kernels.activations import int8_rows, rounded
 from lowq_kernels.dispatch.registry import Call, after_rounding, kernels, matmul
 from lowq_kernels.modules.linear import QuantLinear
@@ -37,10 +38,6 @@ def weight(N: int, K: int, group: int, bits: int, zero: str) -> QuantizedTensor:
     }[zero]
     W_q = torch.randint(0, 2**bits, (N, K), dtype=torch.uint8)
     return QuantizedTensor(W_q, (torch.rand(N, G) * 0.009 + 0.001).half(), zeros, bits, group, zero).to(DEVICE)
-
-
-def error(y: torch.Tensor, ref: torch.Tensor) -> float:
-    return ((y.float() - ref).norm() / ref.norm()).item()
 
 
 @pytest.mark.parametrize("K", [128, 416, 4160])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowq_kernels import gpu
-from lowq_kernels.dispatch import policy, registry, tuning
+from lowq_kernels.dispatch import policy, registry, tuning, tuning_file
 from lowq_kernels.dispatch.registry import Call, select
 from lowq_packers.scheme import BITS, Scheme
 
@@ -168,7 +168,7 @@ def test_times_of_a_gpu_change_the_file_and_then_dispatch(changed):
     new = ship.updated(changed, machine)
     for_eight = [v for most, *v in policy.row_of(new["configs"], MMA, asked) if most >= asked.M]
     assert for_eight[0] == list(winner.values())
-    times = ship.times_of(WGMMA, tuning._entries(machine), (9, 0))
+    times = ship.times_of(WGMMA, tuning_file.entries_of(machine), (9, 0))
 
     def worst(m):
         return max(abs(tile_wgmma.estimate(c, k, gpu.HOPPER, m) / us - 1) for c, k, us in times)

@@ -24,24 +24,11 @@ emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One product; sms: of the GPU that the emulator stands in for."""
-
-    act: str
-    config: tuple[int, int, int]
-    bits: int
-    dtype: torch.dtype
-    group: int
-    zero: str
-    M: int
-    N: int
-    K: int
-    sms: int = 132
-    bias: bool = False
+class Case(emulation.Case):
+    act: str = ""
 
     def __str__(self):
-        kind = f"{self.act}-b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
-        return f"{kind}-c{'-'.join(map(str, self.config))}-{self.M}x{self.N}x{self.K}{'-bias' * self.bias}"
+        return f"{self.act}-{super().__str__()}"
 
 
 def operands(case, device="cpu"):
@@ -52,24 +39,18 @@ def operands(case, device="cpu"):
     return x, p, bias, ref
 
 
-def relative(y, ref):
-    return float((y.float() - ref).norm() / ref.norm())
-
-
 CASES = [
-    Case("fp8", (2, 128, 1), 4, torch.float16, 128, "float", 130, 300, 512, sms=1),
-    Case("int8", (2, 128, 1), 4, torch.float16, 64, "float", 33, 200, 320, sms=2, bias=True),
-    Case("fp8", (2, 64, 1), 4, torch.bfloat16, 64, "none", 70, 136, 192),
-    Case("int8", (2, 64, 2), 8, torch.bfloat16, 128, "float", 40, 264, 1152),
-    Case(
-        "fp8", (2, 64, 2), 2, torch.float16, 128, "float", 40, 136, 1152
-    ),  # a split whose sums begin at no multiple of 16 bytes
-    Case("int8", (1, 64, 1), 8, torch.float16, 64, "none", 65, 65, 1024, sms=1, bias=True),
-    Case("fp8", (2, 64, 2), 2, torch.float16, 128, "float", 100, 320, 1024, bias=True),
-    Case("int8", (1, 128, 1), 2, torch.bfloat16, 272, "float", 34, 136, 272),
-    Case("fp8", (1, 64, 4), 3, torch.float16, 256, "float", 64, 130, 1280, bias=True),
-    Case("int8", (1, 128, 2), 3, torch.float16, 128, "none", 35, 190, 384),
-    Case("fp8", (1, 64, 2), 4, torch.float16, 8320, "float", 33, 65, 8320),  # a row is a group; more sums than a step takes
+    Case((2, 128, 1), 4, torch.float16, 128, "float", 130, 300, 512, sms=1, act="fp8"),
+    Case((2, 128, 1), 4, torch.float16, 64, "float", 33, 200, 320, sms=2, bias=True, act="int8"),
+    Case((2, 64, 1), 4, torch.bfloat16, 64, "none", 70, 136, 192, act="fp8"),
+    Case((2, 64, 2), 8, torch.bfloat16, 128, "float", 40, 264, 1152, act="int8"),
+    Case((2, 64, 2), 2, torch.float16, 128, "float", 40, 136, 1152, act="fp8"),  # sums that begin at no multiple of 16 bytes
+    Case((1, 64, 1), 8, torch.float16, 64, "none", 65, 65, 1024, sms=1, bias=True, act="int8"),
+    Case((2, 64, 2), 2, torch.float16, 128, "float", 100, 320, 1024, bias=True, act="fp8"),
+    Case((1, 128, 1), 2, torch.bfloat16, 272, "float", 34, 136, 272, act="int8"),
+    Case((1, 64, 4), 3, torch.float16, 256, "float", 64, 130, 1280, bias=True, act="fp8"),
+    Case((1, 128, 2), 3, torch.float16, 128, "none", 35, 190, 384, act="int8"),
+    Case((1, 64, 2), 4, torch.float16, 8320, "float", 33, 65, 8320, act="fp8"),  # a row is a group; more sums than a step takes
 ]
 
 
@@ -88,7 +69,7 @@ def test_emulated(case):
             with mock.patch.object(simt.Kernel, "order", order):
                 found.append(spec.launch(x, p, bias, config))
     assert torch.equal(*found), "the order of the threads changes the result"
-    assert relative(found[0], ref) < TOLERANCE[case.dtype]
+    assert emulation.error(found[0], ref) < TOLERANCE[case.dtype]
 
 
 def rows_to_round(K, dtype, device="cpu"):
@@ -166,11 +147,10 @@ def test_on_the_gpu(act, bits):
             (300, 1000, groups[i % len(groups)], ("none", "float")[i % 2]),
             (1027, 4104, 128, "float"),
         ):
-            case = Case(
-                act, i, bits, tuple(TOLERANCE)[(i + M) % 2], group, zero, M, N, 768 if group == 768 else 1152, bias=M == 300
-            )
+            K, dtype = 768 if group == 768 else 1152, tuple(TOLERANCE)[(i + M) % 2]
+            case = Case(i, bits, dtype, group, zero, M, N, K, bias=M == 300, act=act)
             x, p, bias, ref = operands(case, "cuda")
             assert spec.why_not(Call.of(x, p, act)) is None
             y = spec.launch(x, p, bias, config)
-            assert relative(y, ref) < TOLERANCE[case.dtype], case
+            assert emulation.error(y, ref) < TOLERANCE[case.dtype], case
             assert torch.equal(y, spec.launch(x, p, bias, config)), case

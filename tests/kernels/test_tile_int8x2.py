@@ -25,25 +25,8 @@ SPEC = registry.kernels()["cuda/tile_int8x2"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One product; sms: of the GPU that the emulator stands in for."""
-
-    config: tuple[int, ...]
-    bits: int
-    dtype: torch.dtype
-    group: int
-    zero: str
-    M: int
-    N: int
-    K: int
-    sms: int = 132
-    bias: bool = False
+class Case(emulation.Case):
     special: bool = False  # inf and nan in x
-
-    def __str__(self):
-        kind = f"b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
-        tail = "-bias" * self.bias + "-special" * self.special
-        return f"{kind}-c{'-'.join(map(str, self.config))}-{self.M}x{self.N}x{self.K}{tail}"
 
 
 def operands(case, device="cpu"):
@@ -106,7 +89,7 @@ def test_emulated(case):
         ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
         ("barrier_init(empty + 8 * i, 4 * CONSUMERS)", "barrier_init(empty + 8 * i, 1)"),
         ("if (!(none == 0.f))", "if (false)"),
-        ("for (int k = 1; k < WK; k++) v[j]", "for (int k = 2; k < WK; k++) v[j]"),
+        ("for (int k = 1; k < WARPGROUPS_K; k++) v[j]", "for (int k = 2; k < WARPGROUPS_K; k++) v[j]"),
         ("span % 2 ? 0x7351 : 0x6240", "0x6240"),
     ],
     ids=[

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from lowq_kernels import gpu
-from lowq_kernels.dispatch import measure, registry, sources, tuning
+from lowq_kernels.dispatch import measure, registry, sources, tuning, tuning_file
 from lowq_kernels.dispatch.layouts import ranked
 from lowq_kernels.dispatch.measure import Budget
 from lowq_kernels.dispatch.precompile import MOST_ROWS, Work
 from lowq_kernels.dispatch.registry import Call, select
 from lowq_kernels.dispatch.sources import code_of, source_hash
-from lowq_kernels.dispatch.tuning import Entry, Machine, Shape, Table
+from lowq_kernels.dispatch.tuning import Shape, Table
+from lowq_kernels.dispatch.tuning_file import Entry, Machine
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Scheme
 
@@ -87,7 +88,7 @@ def test_a_kernel_is_hashed_with_what_it_needs_and_without_its_neighbours():
 
 def test_who_chose_is_said(tmp_path, monkeypatch):
     assert tuning.chosen_by(call(1)) == "rule"
-    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1, "reference")])
+    tuning_file.write_file(tmp_path / tuning_file.FILE, HERE, [entry(1, "reference")])
     tuning.use(tmp_path, CPU)
     assert tuning.chosen_by(call(1)) == "tuned"
     assert tuning.chosen_by(call(1), "dequant") == "name"
@@ -96,37 +97,37 @@ def test_who_chose_is_said(tmp_path, monkeypatch):
 
 
 def test_a_file_keeps_other_machines_and_replaces_its_own_entries(tmp_path):
-    path = tmp_path / tuning.FILE
+    path = tmp_path / tuning_file.FILE
     other = dataclasses.replace(HERE, gpu="some other GPU")
-    tuning.write_file(path, other, [entry(1)])
-    tuning.write_file(path, HERE, [entry(1, us=10.0), entry(2)])
-    tuning.write_file(path, HERE, [entry(1, us=5.0)])
-    machines = {m["gpu"]: m["entries"] for m in tuning.read_file(path)}
+    tuning_file.write_file(path, other, [entry(1)])
+    tuning_file.write_file(path, HERE, [entry(1, us=10.0), entry(2)])
+    tuning_file.write_file(path, HERE, [entry(1, us=5.0)])
+    machines = {m["gpu"]: m["entries"] for m in tuning_file.read_file(path)}
     assert [e["us"] for e in machines[HERE.gpu]] == [5.0, 10.0]
     assert len(machines["some other GPU"]) == 1
-    assert [p.name for p in tmp_path.iterdir()] == [tuning.FILE]
+    assert [p.name for p in tmp_path.iterdir()] == [tuning_file.FILE]
 
 
 def test_using_a_folder_decides_and_deleting_its_file_undoes_it(tmp_path):
     rule = select(call(1, "cpu_int4"))[0].name
     assert rule == "cpu/int4"
-    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1, "reference", "cpu_int4")])
+    tuning_file.write_file(tmp_path / tuning_file.FILE, HERE, [entry(1, "reference", "cpu_int4")])
     assert tuning.use(tmp_path, CPU) == 1
     assert select(call(1, "cpu_int4"))[0].name == "reference"
-    (tmp_path / tuning.FILE).unlink()
+    (tmp_path / tuning_file.FILE).unlink()
     tuning.forget()
     assert tuning.use(tmp_path, CPU) == 0
     assert select(call(1, "cpu_int4"))[0].name == rule
 
 
 def test_an_entry_that_no_longer_fits_its_kernel_falls_back_to_the_rule(tmp_path):
-    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1, "cpu/int4", config={"BLOCK_N": 7}, layout="cpu_int4")])
+    tuning_file.write_file(tmp_path / tuning_file.FILE, HERE, [entry(1, "cpu/int4", config={"BLOCK_N": 7}, layout="cpu_int4")])
     tuning.use(tmp_path, CPU)
     assert select(call(1, "cpu_int4"))[1] == {}
 
 
 def test_other_versions_are_ignored_with_a_notice(tmp_path):
-    tuning.write_file(tmp_path / tuning.FILE, dataclasses.replace(HERE, torch="1.0"), [entry(1)])
+    tuning_file.write_file(tmp_path / tuning_file.FILE, dataclasses.replace(HERE, torch="1.0"), [entry(1)])
     said: list[str] = []
     assert tuning.use(tmp_path, CPU, said.append) == 0
     assert "1 entries" in said[0]
@@ -134,17 +135,17 @@ def test_other_versions_are_ignored_with_a_notice(tmp_path):
 
 
 def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path, monkeypatch):
-    path, replace = tmp_path / tuning.FILE, os.replace
+    path, replace = tmp_path / tuning_file.FILE, os.replace
 
     def overtaken(partial, target):
         monkeypatch.setattr(os, "replace", replace)
-        tuning.write_file(path, HERE, [entry(2)])
+        tuning_file.write_file(path, HERE, [entry(2)])
         return replace(partial, target)
 
     monkeypatch.setattr(os, "replace", overtaken)
-    tuning.write_file(path, HERE, [entry(1)])
-    assert [e["M"] for m in tuning.read_file(path) for e in m["entries"]] == [1]
-    assert [p.name for p in tmp_path.iterdir()] == [tuning.FILE]
+    tuning_file.write_file(path, HERE, [entry(1)])
+    assert [e["M"] for m in tuning_file.read_file(path) for e in m["entries"]] == [1]
+    assert [p.name for p in tmp_path.iterdir()] == [tuning_file.FILE]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +154,10 @@ def test_two_processes_that_write_at_once_leave_a_whole_file(tmp_path, monkeypat
     ids=str,
 )
 def test_entries_of_other_types_are_a_damaged_file(tmp_path, fault):
-    tuning.write_file(tmp_path / tuning.FILE, HERE, [entry(1)])
-    content = json.loads((tmp_path / tuning.FILE).read_text())
+    tuning_file.write_file(tmp_path / tuning_file.FILE, HERE, [entry(1)])
+    content = json.loads((tmp_path / tuning_file.FILE).read_text())
     content["machines"][0]["entries"][0] |= fault
-    (tmp_path / tuning.FILE).write_text(json.dumps(content))
+    (tmp_path / tuning_file.FILE).write_text(json.dumps(content))
     said: list[str] = []
     assert tuning.use(tmp_path, CPU, said.append) == 0
     assert "is not a tuning file" in said[0]
@@ -164,12 +165,12 @@ def test_entries_of_other_types_are_a_damaged_file(tmp_path, fault):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 9, "machines": []}', '{"format": 2, "machines": [{"gpu": 3}]}'])
 def test_a_damaged_file_is_ignored_with_a_notice_and_refused_by_the_reader(tmp_path, text):
-    (tmp_path / tuning.FILE).write_text(text)
+    (tmp_path / tuning_file.FILE).write_text(text)
     said: list[str] = []
     assert tuning.use(tmp_path, CPU, said.append) == 0
-    assert tuning.FILE in said[0]
+    assert tuning_file.FILE in said[0]
     with pytest.raises(DamagedError, match="lowq tune"):
-        tuning.read_file(tmp_path / tuning.FILE)
+        tuning_file.read_file(tmp_path / tuning_file.FILE)
 
 
 def test_the_preferred_layout_is_the_faster_one_over_the_batches_that_all_have():
@@ -277,7 +278,7 @@ def test_activations_are_tuned_on_the_gpu(tmp_path, monkeypatch):
     by_act = {(e.act, e.M): e for e in entries}
     assert set(by_act) == {(act, M) for act in ("none", "fp8") for M in (1, 512)}
     assert all(by_act["fp8", M].us > 0 for M in (1, 512))
-    tuning.write_file(tmp_path / tuning.FILE, Machine.here(device), entries)
+    tuning_file.write_file(tmp_path / tuning_file.FILE, Machine.here(device), entries)
     assert tuning.use(tmp_path, device) == 4
     for M in (1, 512):
         asked = measure.call_for(shape, M, "tile", device, "fp8")

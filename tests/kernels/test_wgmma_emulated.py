@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import emulation
+from emulation import Case
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
 from lowq_packers.layouts import pack
@@ -25,27 +26,6 @@ from lowq_kernels.cuda import nvrtc
 from lowq_kernels.products.cuda import tile_wgmma
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One launch of a config on a GPU of so many SMs: with few, a block takes several tiles in turn."""
-
-    config: int
-    bits: int
-    dtype: torch.dtype
-    group: int
-    zero: str
-    M: int
-    N: int
-    K: int
-    sms: int
-    bias: bool
-
-    def __str__(self):
-        shape = "-".join(map(str, tile_wgmma.CONFIGS[self.config].values()))
-        kind = f"b{self.bits}-{'fp16' if self.dtype == torch.float16 else 'bf16'}-g{self.group}-{self.zero}"
-        return f"c{shape}-{kind}-{self.M}x{self.N}x{self.K}-sms{self.sms}{'-bias' * self.bias}"
 
 
 def drawn():
@@ -122,9 +102,9 @@ def test_right_numbers(case):
     [
         (256, "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
         (16, "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
-        (256, "barrier_init(empty + 8 * i, 4 * WN)", "barrier_init(empty + 8 * i, 1)"),
+        (256, "barrier_init(empty + 8 * i, 4 * WARPGROUPS_N)", "barrier_init(empty + 8 * i, 1)"),
         (256, "m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
-        (256, "c * STEP + p * 64, m0,", "c * STEP, m0,"),
+        (256, "c * BLOCK_K + p * 64, m0,", "c * BLOCK_K, m0,"),
         (256, "other < team; other++", "other + 1 < team; other++"),
         (16, "if (EXACT && at * 16 % SPAN == 0)", "if (EXACT && at == 0)"),
         (16, "if (EXACT) flush(which, both[which]);", ""),

@@ -8,7 +8,7 @@ typedef __fp16 Half;  // g++ knows _Float16 there from version 13 on
 #else
 typedef _Float16 Half;
 #endif
-constexpr int AHEAD = 2048;  // bytes that weights are asked for ahead of their use
+constexpr int AHEAD = 6144;  // bytes that weights are asked for ahead of their use
 
 struct Args {
     const void* x;         // (M, K) `dtype`
@@ -21,3 +21,32 @@ struct Args {
     int32_t dtype, meta, digits, threads;
     float mid;             // the zero where none is stored
 };
+
+// What a layer does between its products (step.h); decode/cpu.py fills these. All strides in elements.
+struct Norm {
+    void* x;                        // (M, H) `dtype`: the residual stream, in place
+    const void *delta, *post, *weight;  // delta (M, H) may be null; weights (H,) `meta`; post, delta's own norm, may be null
+    void* y;                        // (M, H) `dtype`
+    int32_t M, H, dtype, meta, threads;
+    float eps;
+};
+
+struct Gated {
+    const void* x;  // (M, 2 I) `dtype`
+    void* y;        // (M, I)
+    int32_t M, I, dtype, gelu, threads;
+};
+
+struct Attend {
+    const void* qkv;          // (B, (HQ + 2 HKV) * D) `dtype`
+    void *k, *v;              // caches: blocks of BLOCK slots, `block` apart, each head of one `head` apart, slots D apart
+    const void *cos, *sin;    // (slots, R) `dtype`
+    const int32_t *pos, *table;  // pos (B,); table (B, wide), or null: sequence b is block b
+    const void *q_norm, *k_norm;  // (D,) `meta`, or null
+    void* y;                  // (B, HQ * D)
+    int64_t block, head;
+    int32_t B, HQ, HKV, D, R, BLOCK, wide, window, dtype, meta, threads;
+    float scale, eps;
+};
+
+enum { ADD_NORM, GATED, ATTEND };

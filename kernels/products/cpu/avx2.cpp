@@ -8,23 +8,30 @@ struct Isa {
     using I = __m256i;
     using F = __m256;
     static constexpr int LANES = 8, MOST = 2, OFFSET = 128;
+    static constexpr int wide(int) { return 2; }
+    static constexpr bool ANY_BYTE = false;  // of codes in `dot`: else those below 128, two of which do not overflow
     static I load(const void* p) { return _mm256_loadu_si256((const I*)p); }
     static I none() { return _mm256_setzero_si256(); }
     static I eight(I v) { return _mm256_xor_si256(v, _mm256_set1_epi8((char)0x80)); }
     static I right(I v, int n) { return n ? _mm256_srli_epi32(v, n) : v; }
     static I left(I v, int n) { return _mm256_slli_epi32(v, n); }
+    static I down(I v, int) { return v; }
     static I masked(I v, int m) { return _mm256_and_si256(v, _mm256_set1_epi32(m)); }
     static I merged(I low, I high) { return _mm256_or_si256(masked(low, 0x03030303), masked(high, 0x04040404)); }
     static I add(I a, I b) { return _mm256_add_epi32(a, b); }
-    template <int BITS>
-    static I dot(I sum, I codes, const void* x) {
+    static I quad(const void* x) {
         int32_t quad;
         __builtin_memcpy(&quad, x, 4);
-        I digits = _mm256_set1_epi32(quad);
+        return _mm256_set1_epi32(quad);
+    }
+    template <int BITS>
+    static I dot(I sum, I codes, I digits) {
         I pairs = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(digits, codes))
                             : _mm256_maddubs_epi16(codes, digits);
         return add(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
+    template <int BITS>
+    static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
     static F zero() { return _mm256_setzero_ps(); }
     static F all(float f) { return _mm256_set1_ps(f); }
     static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
@@ -33,6 +40,11 @@ struct Isa {
     static F plus_product(F sum, F a, F b) { return _mm256_fmadd_ps(a, b, sum); }
     static F minus_product(F sum, F a, F b) { return _mm256_fnmadd_ps(a, b, sum); }
     static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+    static float total(F v) {
+        __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+        half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+        return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return _mm256_loadu_ps((const float*)p + at);
         __m128i v = _mm_loadu_si128((const __m128i*)((const uint16_t*)p + at));
@@ -42,6 +54,8 @@ struct Isa {
 }  // namespace
 
 #include "product.h"
+#include "step.h"
 
 void product_avx2(const Args& a) { product(a); }
+void step_avx2(int what, int dtype, const void* a) { step(what, dtype, a); }
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }

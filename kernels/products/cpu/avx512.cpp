@@ -3,26 +3,41 @@
 #include <stdint.h>
 
 namespace {
+typedef int32_t __attribute__((may_alias, aligned(4))) Quad;
+
 struct Isa {
     using I = __m512i;
     using F = __m512;
     static constexpr int LANES = 16, MOST = 8, OFFSET = 0;
+    // Registers of rows at once: two where 16 sums fit; fewer rows of x wait for the memory, which likes one stream.
+    static constexpr int wide(int sums) { return sums == 8 ? 2 : 1; }
+    static constexpr bool ANY_BYTE = true;  // of codes in `dot`
     static I load(const void* p) { return _mm512_loadu_si512(p); }
     static I none() { return _mm512_setzero_si512(); }
     static I eight(I v) { return v; }
     static I right(I v, int n) { return n ? _mm512_srli_epi32(v, n) : v; }
     static I left(I v, int n) { return _mm512_slli_epi32(v, n); }
+    static I down(I v, int n) { return n ? _mm512_srai_epi32(v, n) : v; }
     static I masked(I v, int m) { return _mm512_and_si512(v, _mm512_set1_epi32(m)); }
     static I merged(I low, I high) {  // bits 0 and 1 of each byte from low, 2 from high
         I v = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi32(0x03030303), 0xe4);
         return masked(v, 0x07070707);
     }
     static I add(I a, I b) { return _mm512_add_epi32(a, b); }
-    template <int BITS>
-    static I dot(I sum, I codes, const void* x) {
+    static I quad(const void* x) {
         int32_t quad;
         __builtin_memcpy(&quad, x, 4);
-        return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(quad));
+        return _mm512_set1_epi32(quad);
+    }
+    template <int BITS>
+    static I dot(I sum, I codes, I digits) {
+        return _mm512_dpbusd_epi32(sum, codes, digits);
+    }
+    // The same of four bytes in memory, repeated by the instruction itself: g++ 12 loads them first, one more in three.
+    template <int BITS>
+    static I dot_at(I sum, I codes, const void* x) {
+        __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const Quad*)x));
+        return sum;
     }
     static F zero() { return _mm512_setzero_ps(); }
     static F all(float f) { return _mm512_set1_ps(f); }
@@ -32,6 +47,7 @@ struct Isa {
     static F plus_product(F sum, F a, F b) { return _mm512_fmadd_ps(a, b, sum); }
     static F minus_product(F sum, F a, F b) { return _mm512_fnmadd_ps(a, b, sum); }
     static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
+    static float total(F v) { return _mm512_reduce_add_ps(v); }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return _mm512_loadu_ps((const float*)p + at);
         __m256i v = _mm256_loadu_si256((const __m256i*)((const uint16_t*)p + at));
@@ -41,8 +57,10 @@ struct Isa {
 }  // namespace
 
 #include "product.h"
+#include "step.h"
 
 void product_avx512(const Args& a) { product(a); }
+void step_avx512(int what, int dtype, const void* a) { step(what, dtype, a); }
 bool has_avx512() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("f16c");

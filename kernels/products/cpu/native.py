@@ -18,6 +18,9 @@ from pathlib import Path
 
 import torch
 
+from lowq_packers.errors import NotFoundError
+from lowq_packers.home import cache_dir
+
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden")
 X86 = {
@@ -48,27 +51,26 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def cache_dir() -> Path:
-    """Where built libraries are kept. Raises RuntimeError for a user of no home."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowq" / "cpu"
-
-
 def is_to_be_built() -> bool:
     """Whether the first product will wait for the compiler: some 15 s of a core."""
     units, cxx = UNITS.get(platform.machine().lower()), compiler()
     if _found.cache_info().currsize or units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
         return False
     try:
-        return not _place(cxx, units, cache_dir(), ()).exists()
-    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return not _place(cxx, units, cache_dir() / "cpu", ()).exists()
+    except (OSError, NotFoundError, subprocess.SubprocessError):
         return False
+
+
+@cache
+def _version(cxx: str) -> str:
+    return subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def _place(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...]) -> Path:
     """Where the library of these sources and this compiler is kept."""
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
     sources = [p.read_text() for p in sorted(HERE.iterdir()) if p.suffix in (".cpp", ".h")]
-    key = hashlib.sha256(repr((version, FLAGS, extra, units, sources)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((_version(cxx), FLAGS, extra, units, sources)).encode()).hexdigest()[:24]
     return folder / f"lowq_cpu_{key}.so"
 
 
@@ -106,8 +108,8 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
     if cxx is None:
         return None, 0, "no C++ compiler is here; install g++ or clang"
     try:
-        lib = ctypes.CDLL(str(build(cxx, units, cache_dir())))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as e:
+        lib = ctypes.CDLL(str(build(cxx, units, cache_dir() / "cpu")))
+    except (OSError, NotFoundError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
         return None, 0, f"{cxx} does not build them: {log.splitlines()[0]}"
     found = _sets(lib)

@@ -7,19 +7,24 @@ struct Isa {
     using I = int32x4_t;
     using F = float32x4_t;
     static constexpr int LANES = 4, MOST = 8, OFFSET = 128;
+    static constexpr int wide(int sums) { return sums > 8 ? 1 : sums > 4 ? 2 : 4; }
+    static constexpr bool ANY_BYTE = false;  // of codes in `dot`, which are signed
     static I load(const void* p) { return vld1q_s32((const int32_t*)p); }
     static I none() { return vdupq_n_s32(0); }
     static I eight(I v) { return veorq_s32(v, vreinterpretq_s32_u8(vdupq_n_u8(0x80))); }
     static I right(I v, int n) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v), vdupq_n_s32(-n))); }
     static I left(I v, int n) { return vshlq_s32(v, vdupq_n_s32(n)); }
+    static I down(I v, int) { return v; }
     static I masked(I v, int m) { return vandq_s32(v, vdupq_n_s32(m)); }
     static I merged(I low, I high) { return vorrq_s32(masked(low, 0x03030303), masked(high, 0x04040404)); }
     static I add(I a, I b) { return vaddq_s32(a, b); }
+    static I quad(const void* x) { return vld1q_dup_s32((const int32_t*)x); }
     template <int BITS>
-    static I dot(I sum, I codes, const void* x) {
-        I digits = vld1q_dup_s32((const int32_t*)x);
+    static I dot(I sum, I codes, I digits) {
         return vdotq_s32(sum, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(digits));
     }
+    template <int BITS>
+    static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
     static F zero() { return vdupq_n_f32(0); }
     static F all(float f) { return vdupq_n_f32(f); }
     static F to_float(I v) { return vcvtq_f32_s32(v); }
@@ -28,6 +33,7 @@ struct Isa {
     static F plus_product(F sum, F a, F b) { return vfmaq_f32(sum, a, b); }
     static F minus_product(F sum, F a, F b) { return vfmsq_f32(sum, a, b); }
     static void store(float* p, F v) { vst1q_f32(p, v); }
+    static float total(F v) { return vaddvq_f32(v); }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return vld1q_f32((const float*)p + at);
         uint16x4_t v = vld1_u16((const uint16_t*)p + at);
@@ -37,5 +43,7 @@ struct Isa {
 }  // namespace
 
 #include "product.h"
+#include "step.h"
 
 void product_neon(const Args& a) { product(a); }
+void step_neon(int what, int dtype, const void* a) { step(what, dtype, a); }

@@ -94,76 +94,137 @@ inline void round_block(const Args& a, int row, int block, int m, int MB, const 
     out.sum[block * MB + m] = (float)total;
 }
 
-// ---- one tile of 16 rows ----
+// ---- rows of the weight ----
 
-template <int BITS>
+// The codes of quad q, times 2^scaled(BITS, U, q): where the dot product takes any unsigned byte, a code that stands high in
+// its byte is multiplied as it stands, and the sum of such is shifted once a block.
+constexpr int scaled(int bits, int U, int q) { return Isa::ANY_BYTE && bits < 8 && bits != 3 ? q % (8 / bits) % U * bits : 0; }
+
+template <int BITS, int U>
 inline Isa::I codes(const int32_t* p, int q) {
     if constexpr (BITS == 8) return Isa::eight(Isa::load(p + q * ROWS));
-    if constexpr (BITS == 4) return Isa::masked(Isa::right(Isa::load(p + q / 2 * ROWS), q % 2 * 4), 0x0f0f0f0f);
-    if constexpr (BITS == 2) return Isa::masked(Isa::right(Isa::load(p + q / 4 * ROWS), q % 4 * 2), 0x03030303);
-    if constexpr (BITS == 1) return Isa::masked(Isa::right(Isa::load(p), q), 0x01010101);
     if constexpr (BITS == 3) {
         Isa::I high = Isa::load(p + 2 * ROWS);
         high = q < 2 ? Isa::left(high, 2 - q) : Isa::right(high, q - 2);
         return Isa::merged(Isa::right(Isa::load(p + q / 4 * ROWS), q % 4 * 2), high);
     }
+    if constexpr (BITS < 8 && BITS != 3) {
+        constexpr int per_byte = 8 / BITS;
+        const int stays = scaled(BITS, U, q), mask = ((1 << BITS) - 1) * 0x01010101;
+        return Isa::masked(Isa::right(Isa::load(p + q / per_byte * ROWS), q % per_byte * BITS - stays), (int)((unsigned)mask << stays));
+    }
 }
 
-// out[m][lane] of the tile's lanes from `lane` on.
-template <int BITS, int MB, int D>
-inline void lanes(const Args& a, int tile, int lane, const Rounded& x, float (*out)[ROWS]) {
+// y of W registers of neighbouring rows, out[m][row], which share what is read of x: rows from n0 on, of one tile or of
+// neighbours.
+template <int BITS, int MB, int D, int W>
+inline void columns(const Args& a, int n0, const Rounded& x, float (*out)[W * Isa::LANES]) {
     using I = Isa::I;
     using F = Isa::F;
-    constexpr int U = MB * D >= 8 ? 1 : MB * D >= 4 ? 2 : 4;  // chains of dependent dot products: 4 cycles each
-    const int chunks = a.block / CHUNK, blocks = a.blocks, per_group = a.group / a.block ? a.group / a.block : 1;
-    const int32_t* p = a.words + (size_t)tile * a.chunks * BITS * ROWS + lane;
-    const size_t meta = (size_t)tile * a.groups * ROWS + lane;
-    const int8_t* xq = x.quads;
-    F acc[MB];
-    for (int m = 0; m < MB; m++) acc[m] = Isa::zero();
-    for (int b = 0; b < blocks; b++) {
-        I sum[U][MB][D];
-        for (int u = 0; u < U; u++)
-            for (int m = 0; m < MB; m++)
-                for (int d = 0; d < D; d++) sum[u][m][d] = Isa::none();
-        for (int c = 0; c < chunks; c++) {
-            for (int w = 0; w < BITS && lane == 0; w++) __builtin_prefetch(p + w * ROWS + AHEAD / 4);
+    constexpr int U = W * MB * D >= 8 ? 1 : W * MB * D >= 4 || BITS >= 4 ? 2 : 4;  // chains of dependent dot products
+    const int chunks = a.block / CHUNK;
+    const size_t stride = (size_t)a.chunks * BITS * ROWS;  // of a tile
+    // What follows on the last of a tile's words, W registers at a time: the tile after the ones that are read here.
+    const size_t skip = W * Isa::LANES > ROWS ? stride * (W * Isa::LANES / ROWS - 1) : 0;
+    const int last = a.chunks - AHEAD / (BITS * ROWS * 4);  // chunks from here on ask for words of the tiles that follow
+    const int32_t* p[W];
+    size_t meta[W];
+    F acc[W][MB];
+#pragma GCC unroll 4
+    for (int w = 0; w < W; w++) {
+        int n = n0 + w * Isa::LANES, tile = n / ROWS, lane = n % ROWS;
+        p[w] = a.words + stride * tile + lane;
+        meta[w] = (size_t)tile * a.groups * ROWS + lane;
 #pragma GCC unroll 8
-            for (int q = 0; q < QUADS; q++) {
-                I v = codes<BITS>(p, q);
+        for (int m = 0; m < MB; m++) acc[w][m] = Isa::zero();
+    }
+    const int8_t* xq = x.quads;
+    for (int b = 0, left = a.group; b < a.blocks; b++) {
+        const size_t ahead = AHEAD / 4 + (b * chunks >= last ? skip : 0);
+        I sum[U][W][MB][D];
+#pragma GCC unroll 4
+        for (int u = 0; u < U; u++)
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++)
 #pragma GCC unroll 8
                 for (int m = 0; m < MB; m++)
 #pragma GCC unroll 2
-                    for (int d = 0; d < D; d++) sum[q % U][m][d] = Isa::dot<BITS>(sum[q % U][m][d], v, xq + ((q * MB + m) * D + d) * 4);
-            }
-            p += BITS * ROWS, xq += QUADS * MB * D * 4;
-        }
-        size_t at = meta + (size_t)(b / per_group) * ROWS;
-        F scale = Isa::meta(a.scales, a.meta, at);
-        F zero = a.zeros ? Isa::meta(a.zeros, a.meta, at) : Isa::all(a.mid);
-        if (BITS == 8 && Isa::OFFSET) zero = Isa::minus(zero, Isa::all(Isa::OFFSET));
+                    for (int d = 0; d < D; d++) sum[u][w][m][d] = Isa::none();
+        for (int c = 0; c < chunks; c++) {
 #pragma GCC unroll 8
-        for (int m = 0; m < MB; m++) {
-            I v = sum[0][m][0], low = sum[0][m][D - 1];
-            for (int u = 1; u < U; u++) v = Isa::add(v, sum[u][m][0]), low = Isa::add(low, sum[u][m][D - 1]);
-            if (D == 2) v = Isa::add(Isa::left(v, 7), low);
-            F f = Isa::minus_product(Isa::to_float(v), zero, Isa::all(x.sum[b * MB + m]));
-            acc[m] = Isa::plus_product(acc[m], f, Isa::times(scale, Isa::all(x.scale[b * MB + m])));
+            for (int q = 0; q < QUADS; q++) {
+                I v[W];
+#pragma GCC unroll 4
+                for (int w = 0; w < W; w++) {
+                    for (int line = q * BITS / QUADS; line < (q + 1) * BITS / QUADS; line++)
+                        if ((n0 + w * Isa::LANES) % ROWS == 0) __builtin_prefetch(p[w] + line * ROWS + ahead);
+                    v[w] = codes<BITS, U>(p[w], q);
+                }
+#pragma GCC unroll 8
+                for (int m = 0; m < MB; m++)
+#pragma GCC unroll 2
+                    for (int d = 0; d < D; d++) {
+                        const int8_t* digits = xq + ((q * MB + m) * D + d) * 4;
+                        if constexpr (W == 1) {
+                            sum[q % U][0][m][d] = Isa::dot_at<BITS>(sum[q % U][0][m][d], v[0], digits);
+                        } else {
+                            I quad = Isa::quad(digits);
+#pragma GCC unroll 4
+                            for (int w = 0; w < W; w++) sum[q % U][w][m][d] = Isa::dot<BITS>(sum[q % U][w][m][d], v[w], quad);
+                        }
+                    }
+            }
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++) p[w] += BITS * ROWS;
+            xq += QUADS * MB * D * 4;
+        }
+#pragma GCC unroll 4
+        for (int w = 0; w < W; w++) {
+            F scale = Isa::meta(a.scales, a.meta, meta[w]);
+            F zero = a.zeros ? Isa::meta(a.zeros, a.meta, meta[w]) : Isa::all(a.mid);
+            if (BITS == 8 && Isa::OFFSET) zero = Isa::minus(zero, Isa::all(Isa::OFFSET));
+#pragma GCC unroll 8
+            for (int m = 0; m < MB; m++) {
+                I v = sum[0][w][m][0], low = sum[0][w][m][D - 1];
+#pragma GCC unroll 4
+                for (int u = 1; u < U; u++) {
+                    v = Isa::add(v, Isa::down(sum[u][w][m][0], scaled(BITS, U, u)));
+                    low = Isa::add(low, Isa::down(sum[u][w][m][D - 1], scaled(BITS, U, u)));
+                }
+                if (D == 2) v = Isa::add(Isa::left(v, 7), low);
+                F f = Isa::minus_product(Isa::to_float(v), zero, Isa::all(x.sum[b * MB + m]));
+                acc[w][m] = Isa::plus_product(acc[w][m], f, Isa::times(scale, Isa::all(x.scale[b * MB + m])));
+            }
+        }
+        if ((left -= a.block) <= 0) {
+            left = a.group;
+            for (int w = 0; w < W; w++) meta[w] += ROWS;
         }
     }
-    for (int m = 0; m < MB; m++) Isa::store(out[m] + lane, acc[m]);
+#pragma GCC unroll 4
+    for (int w = 0; w < W; w++)
+#pragma GCC unroll 8
+        for (int m = 0; m < MB; m++) Isa::store(out[m] + w * Isa::LANES, acc[w][m]);
 }
 
-template <int BITS, int MB, int D>
-void one_tile(const Args& a, int tile, int m0, const Rounded& x) {
-    alignas(64) float out[MB][ROWS];
-    for (int lane = 0; lane < ROWS; lane += Isa::LANES) lanes<BITS, MB, D>(a, tile, lane, x, out);
-    int n0 = tile * ROWS, rows = a.N - n0 < ROWS ? a.N - n0 : ROWS, ms = a.M - m0 < MB ? a.M - m0 : MB;
-    for (int m = 0; m < ms; m++)
-        for (int r = 0; r < rows; r++) {
-            float f = out[m][r] + (a.bias ? read(a.bias, a.meta, n0 + r) : 0.f);
-            write(a.y, a.dtype, (size_t)(m0 + m) * a.N + n0 + r, f);
+// y of MB rows of x from m0 on, and the rows n0 .. n1 of the weight; n0 starts a tile.
+template <int BITS, int MB, int D, int W>
+void strip(const Args& a, int n0, int n1, int m0, const Rounded& x) {
+    constexpr int WIDE = W * Isa::LANES;
+    alignas(64) float out[MB][WIDE];
+    const int ms = a.M - m0 < MB ? a.M - m0 : MB;
+    for (; n0 < n1; n0 += WIDE) {
+        if constexpr (WIDE > ROWS) {
+            if (n0 + ROWS >= n1) return strip<BITS, MB, D, ROWS / Isa::LANES>(a, n0, n1, m0, x);  // a last tile by itself
         }
+        columns<BITS, MB, D, W>(a, n0, x, out);
+        const int rows = a.N - n0 < WIDE ? a.N - n0 : WIDE;
+        for (int m = 0; m < ms; m++)
+            for (int r = 0; r < rows; r++) {
+                float f = out[m][r] + (a.bias ? read(a.bias, a.meta, n0 + r) : 0.f);
+                write(a.y, a.dtype, (size_t)(m0 + m) * a.N + n0 + r, f);
+            }
+    }
 }
 
 // ---- all of it ----
@@ -193,17 +254,18 @@ struct Product {
         round_block<BITS, D>(a, m, b, m - m0, rows_at(a.M, m0), block(m0));
     }
 
+    template <int MB>
+    void strips(int t0, int t1, int m0) const {
+        if constexpr (MB <= Isa::MOST) strip<BITS, MB, D, Isa::wide(MB * D)>(a, t0 * ROWS, t1 * ROWS, m0, block(m0));
+    }
+
     void tiles(int t0, int t1) const {
-        for (int m0 = 0; m0 < a.M; m0 += Isa::MOST) {
-            Rounded x = block(m0);
-            int MB = rows_at(a.M, m0);
-            for (int t = t0; t < t1; t++) {
-                if (MB == 1) one_tile<BITS, 1, D>(a, t, m0, x);
-                else if (MB == 2) one_tile<BITS, 2, D>(a, t, m0, x);
-                else if (Isa::MOST >= 4 && MB == 4) one_tile<BITS, (Isa::MOST < 4 ? 1 : 4), D>(a, t, m0, x);
-                else if (Isa::MOST >= 8) one_tile<BITS, (Isa::MOST < 8 ? 1 : 8), D>(a, t, m0, x);
+        for (int m0 = 0; m0 < a.M; m0 += Isa::MOST) switch (rows_at(a.M, m0)) {
+                case 1: strips<1>(t0, t1, m0); break;
+                case 2: strips<2>(t0, t1, m0); break;
+                case 4: strips<4>(t0, t1, m0); break;
+                default: strips<8>(t0, t1, m0);
             }
-        }
     }
 
     static void run(const Args& a) {

@@ -1,8 +1,8 @@
 // Products of codes as bytes by 8-bit tensor cores: tile_mma's FORM INT8_PLANES, up to 4 bits, one row of x or two.
 //
-// x       In a span of k (a group, or 128, 64 or 32 of one) x = x' * unit: x' an integer, unit a power of two, so that the span's
-//         largest x' fills 14 bits. Rounded there: by at most 2^-14 of that largest |x|, and no fp16 number within 1/8 of it is
-//         rounded at all. x' = 256 * high + low, two signed bytes: two columns of B for each row of x and span.
+// x       In a span of k (a group, or 128, 64 or 32 of one) x = x' * unit: x' an integer, unit a power of two, so that the
+//         span's largest x' fills 14 bits. Rounded there: by at most 2^-14 of that largest |x|, and no fp16 number within 1/8
+//         of it is rounded at all. x' = 256 * high + low, two signed bytes: two columns of B for each row of x and span.
 // mma     16 x 32 bytes by 32 x 8 bytes. A: `word & mask` are four codes times 2^p, p the place of the codes in their bytes;
 //         nothing is shifted: sums of the highest place, taken first, are doubled on the way to the next. A word's bytes
 //         2 e + h are fragment (place + PLACES * h), k = 16 * fragment + 2 * quad + e: x is stored in that order.
@@ -74,21 +74,21 @@ __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, c
     return sum;
 }
 
-template <int BITS, int T, int GROUP, int ROWS, int STEP>
+template <int BITS, int T, int GROUP, int ROWS, int BLOCK_K>
 struct Int8Planes {
     using L = Tile<BITS>;
-    static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = STEP / SPAN;  // of a step
-    static constexpr int CHUNKS = STEP / L::CHUNK, PLACES = L::FRAGS / 2;            // PLACES: mma of a chunk
+    static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = BLOCK_K / SPAN;  // of a step
+    static constexpr int CHUNKS = BLOCK_K / L::CHUNK, PLACES = L::FRAGS / 2;  // PLACES: mma of a chunk
     static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;  // spans, chunks of a round
     static constexpr bool SPLIT = SPAN < L::CHUNK;  // the two fragments of a byte pair lie in two spans
-    static constexpr int ROW = 288;                 // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
-    static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * STEP * 2;
+    static constexpr int ROW = 288;  // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
+    static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * BLOCK_K * 2;
     static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = 8 - FIELD;  // sums come times 2^SHIFT
     static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 32, "a chunk's spans are of one round");
 
     // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
     // turns 16 k at once, or 8 where that takes all lanes: SPLIT of one fragment, else of two, so that it has whole words of B.
-    static constexpr int VALUES = ROWS * STEP <= 256 ? 8 : 16, EVERY = STEP / VALUES;  // EVERY: tasks of a row
+    static constexpr int VALUES = ROWS * BLOCK_K <= 256 ? 8 : 16, EVERY = BLOCK_K / VALUES;  // EVERY: tasks of a row
     static constexpr int TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
     static constexpr int PAIRS = SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
     static constexpr int offset(int load) { return 8 * (load % 2) + (SPLIT ? 4 : 16 * PLACES) * (load / 2); }  // in k
@@ -112,7 +112,7 @@ struct Int8Planes {
             const int place = SPLIT ? fragments % PLACES : mine * VALUES % L::CHUNK / 32;
             const int part = SPLIT ? mine * VALUES % 16 / 8 : mine * VALUES % 32 / VALUES * PAIRS;  // SPLIT: half; else quad
             const int k = SPLIT ? fragments * 16 + part * 4 : chunk * L::CHUNK + 16 * place + part * 2;
-            read_at[i] = at + X + (row * STEP + k) * 2;
+            read_at[i] = at + X + (row * BLOCK_K + k) * 2;
             write_at[i] = at + (chunk * PLACES + place) * ROW + (row * EACH + span % EACH) * 64 + part * (SPLIT ? 16 : 8);
             unit_at[i] = at + UNITS + (row * SPANS + span) * 8;
             asm volatile("" : "+r"(read_at[i]), "+r"(write_at[i]), "+r"(unit_at[i]));
@@ -121,7 +121,7 @@ struct Int8Planes {
 
     // Ask for x of the step at k0, zeros past K, the last row again past `rows`.
     __device__ __forceinline__ void fetch(int k0, int rows) const {
-        constexpr int GRANULES = STEP / 8;  // of 16 bytes
+        constexpr int GRANULES = BLOCK_K / 8;  // of 16 bytes
 #pragma unroll
         for (int first = 0; first < ROWS * GRANULES; first += 32) {
             const int n = first + (threadIdx.x & 31), k = k0 + n % GRANULES * 8, row = smaller(n / GRANULES, rows - 1);
@@ -212,9 +212,9 @@ struct Int8Planes {
     }
 
     // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile.
-    template <int NT>
-    __device__ __forceinline__ void products(const u32 (&w)[NT][CHUNKS][L::REGS], int round, float2 (&sums)[NT]) const {
-        int d[NT][4];
+    template <int ROW_TILES>
+    __device__ __forceinline__ void products(const u32 (&w)[ROW_TILES][CHUNKS][L::REGS], int round, float2 (&sums)[ROW_TILES]) const {
+        int d[ROW_TILES][4];
 #pragma unroll
         for (int place = 0; place < PLACES; place++)
 #pragma unroll
@@ -223,7 +223,7 @@ struct Int8Planes {
                 u32 b0, b1;
                 load2(b0, b1, b_at + (chunk * PLACES + place) * ROW);
 #pragma unroll
-                for (int t = 0; t < NT; t++) {
+                for (int t = 0; t < ROW_TILES; t++) {
                     u32 a[4];
                     operand(w[t][chunk], place, a);
                     if (place == 0 && i == 0) {
@@ -235,7 +235,7 @@ struct Int8Planes {
                 }
             }
 #pragma unroll
-        for (int t = 0; t < NT; t++) sums[t] = make_float2((float)(256 * d[t][0] + d[t][1]), (float)(256 * d[t][2] + d[t][3]));
+        for (int t = 0; t < ROW_TILES; t++) sums[t] = make_float2((float)(256 * d[t][0] + d[t][1]), (float)(256 * d[t][2] + d[t][3]));
     }
     static __device__ __forceinline__ void operand(const u32 (&w)[L::REGS], int place, u32 (&a)[4]) {
 #pragma unroll

@@ -1,16 +1,19 @@
-// y[M,N] = x[M,K] @ dequantize(W)^T + bias for up to 16 rows on Hopper: codes as bytes by x as two signed bytes (int8_planes.cu),
+// y[M,N] =x[M,K] @ dequantize(W)^T + bias for up to 16 rows on Hopper: codes as bytes by x as two signed bytes
+//         (int8_planes.cu),
 // integer wgmma, W's codes its A operand in registers.
 //
 // Maths   sum_k x w = sum over spans of 128 k of scale * unit * (sum_k code * x' - zero * sum_k x'),  x = x' * unit
-// Columns of a product are planes: 2 m high and 2 m + 1 low ones of row m of x. So a lane has both of each sum, two rows of W and
-//         NC / 8 of x, and flushes a span at a time: 5 instructions a value, where halves cost 32 and more to be made of codes.
-// Codes   (word >> place) & mask are 32 k of a row; int8_planes writes x in that order. Of 2 and 1 bits every other place needs no
-//         shift: its codes come times 4 or 2, its planes are of an x' that much smaller (PLACE). Words of 1 bit hold two spans,
-//         pulled apart by a byte permutation. 16 x 128 weights and 16 rows of x: 86 to 97 instructions and 64 cycles of
+// Columns of a product are planes: 2 m high and 2 m + 1 low ones of row m of x. So a lane has both of each sum, two rows of W
+//         and COLUMNS / 8 of x, and flushes a span at a time: 5 instructions a value, where halves cost 32 and more to be made
+//         of codes.
+// Codes   (word >> place) & mask are 32 k of a row; int8_planes writes x in that order. Of 2 and 1 bits every other place needs
+//         no shift: its codes come times 4 or 2, its planes are of an x' that much smaller (PLACE). Words of 1 bit hold two
+//         spans, pulled apart by a byte permutation. 16 x 128 weights and 16 rows of x: 86 to 97 instructions and 64 cycles of
 //         tensor cores, and a kernel takes the sum of both: while wgmma reads and writes registers little else is issued.
-// Tile    64 * WN rows of W, WN x WK consumer warpgroups: WN side by side along N; of a step each of WK takes E spans of its own,
-//         and their sums meet in shared memory. A block takes tiles in turn; a producer thread feeds a ring of STAGES by TMA:
-//         planes (128-byte swizzled panels), words, scales, zeros, units of one step.
+// Tile    64 * WARPGROUPS_N rows of W, WARPGROUPS_N x WARPGROUPS_K consumer warpgroups: WARPGROUPS_N side by side along N; of a
+//         step each of WARPGROUPS_K takes SPANS spans of its own, and their sums meet in shared memory. A block takes tiles in
+//         turn; a producer thread feeds a ring of STAGES by TMA: planes (128-byte swizzled panels), words, scales, zeros, units
+//         of one step.
 // Cache   words are read once and leave the second-level cache first.
 // Spans   that hold inf or nan end as no finite number; such a y is computed once more, one by one (split_int8.cuh).
 // Edges   TMA reads zeros outside; stores are masked. Sums of columns past 2 M are of nothing, and stay here.
@@ -40,21 +43,22 @@ __device__ __forceinline__ void span_codes(const u32 (&w)[128 / Tile<BITS>::CHUN
     }
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int WN, int WK, int NC, int E, int BUF, int STAGES, int BLOCKS>
-__global__ void __launch_bounds__(128 * (1 + WN * WK), BLOCKS)
+template <int BITS, int T, int GROUP, bool ZEROS, int WARPGROUPS_N, int WARPGROUPS_K, int COLUMNS, int SPANS, int BUFFERS, int
+          STAGES, int BLOCKS_PER_SM>
+__global__ void __launch_bounds__(128 * (1 + WARPGROUPS_N * WARPGROUPS_K), BLOCKS_PER_SM)
 tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant__ TensorMap units_map, const __grid_constant__ TensorMap words_map,
             const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map, const u16* __restrict__ x,
             const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const u16* __restrict__ bias,
             u16* __restrict__ y, int M, int N, int K, int steps, int row_tiles, int chunks, int groups) {
     using L = Tile<BITS>;
-    constexpr int SPANS = E * WK, STEP = SPANS * 128, TILES = 4 * WN, CONSUMERS = WN * WK, ROWS = NC / 2;
+    constexpr int STEP_SPANS = SPANS * WARPGROUPS_K, BLOCK_K = STEP_SPANS * 128, TILES = 4 * WARPGROUPS_N, CONSUMERS = WARPGROUPS_N * WARPGROUPS_K, ROWS = COLUMNS / 2;
     constexpr int PER = BITS == 4 ? 2 : 1, SHARE = BITS == 1 ? 2 : 1;  // chunks of a span, spans of a chunk
-    constexpr int GROUPS = groups_of_step(GROUP, STEP);
+    constexpr int GROUPS = groups_of_step(GROUP, BLOCK_K);
     constexpr int UNITS = ROWS <= 4 ? 4 : ROWS <= 8 ? 8 : 16;  // rows of units: as int8_planes.py has them
-    constexpr u32 PANEL = NC * 128, X_BYTES = SPANS * PANEL, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = STEP / L::CHUNK * CHUNK_BYTES;
+    constexpr u32 PANEL = COLUMNS * 128, X_BYTES = STEP_SPANS * PANEL, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = BLOCK_K / L::CHUNK * CHUNK_BYTES;
     constexpr u32 META_BYTES = TILES * GROUPS * 32, METAS = X_BYTES + W_BYTES, UNITS_AT = METAS + (ZEROS ? 2 : 1) * META_BYTES;
-    constexpr u32 LOADED = UNITS_AT + SPANS * UNITS * 8, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
-    static_assert(E % SHARE == 0, "whole chunks for a warpgroup");
+    constexpr u32 LOADED = UNITS_AT + STEP_SPANS * UNITS * 8, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
+    static_assert(SPANS % SHARE == 0, "whole chunks for a warpgroup");
     constexpr int ROW = 64 + 8;  // floats of a row of y in a warpgroup's staging: 8 more against bank conflicts
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
@@ -72,17 +76,17 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
     __syncthreads();
 
     // of the registers a block starts with, the producer's warpgroup keeps these and the consumers' get the rest
-    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS * THREADS) / 8 * 8, KEPT = 32;
+    constexpr int THREADS = 128 * (1 + CONSUMERS), STARTED = 65536 / (BLOCKS_PER_SM * THREADS) / 8 * 8, KEPT = 32;
     if (group == 0) {  // ------------------------------------------------------------------------------- producer
         registers_down<KEPT>();
         if (threadIdx.x == 0) {
             auto load_weights = [&](int s, int c, int tile) {
                 const u32 barrier = full + 8 * s, at = base + s * STAGE_BYTES;
-                barrier_expect(barrier, LOADED - SPANS * (NC - 2 * M) * 128);
+                barrier_expect(barrier, LOADED - STEP_SPANS * (COLUMNS - 2 * M) * 128);
 #pragma unroll
-                for (int u = 0; u < STEP / L::CHUNK; u++)
-                    tensor_load_once(at + X_BYTES + u * CHUNK_BYTES, &words_map, (c * (STEP / L::CHUNK) + u) * L::WORDS, tile * TILES, barrier);
-                const int g = GROUP == 0 ? 0 : c * STEP / (GROUP ? GROUP : 1);
+                for (int u = 0; u < BLOCK_K / L::CHUNK; u++)
+                    tensor_load_once(at + X_BYTES + u * CHUNK_BYTES, &words_map, (c * (BLOCK_K / L::CHUNK) + u) * L::WORDS, tile * TILES, barrier);
+                const int g = GROUP == 0 ? 0 : c * BLOCK_K / (GROUP ? GROUP : 1);
                 tensor_load(at + METAS, &scales_map, g * 16, tile * TILES, barrier);
                 if (ZEROS) tensor_load(at + METAS + META_BYTES, &zeros_map, g * 16, tile * TILES, barrier);
             };
@@ -99,8 +103,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                         load_weights(s, c, tile);
                     }
 #pragma unroll
-                    for (int i = 0; i < SPANS; i++) tensor_load(at + i * PANEL, &planes_map, (c * SPANS + i) * 128, 0, barrier);
-                    tensor_load(at + UNITS_AT, &units_map, 0, c * SPANS, barrier);
+                    for (int i = 0; i < STEP_SPANS; i++) tensor_load(at + i * PANEL, &planes_map, (c * STEP_SPANS + i) * 128, 0, barrier);
+                    tensor_load(at + UNITS_AT, &units_map, 0, c * STEP_SPANS, barrier);
                     if (++s == STAGES) s = 0, round++;
                 }
         }
@@ -111,15 +115,15 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
     registers_up<smaller(240, (STARTED * THREADS - 128 * KEPT) / (128 * CONSUMERS) / 8 * 8)>();
     previous_grid_wait();
     next_grid_launch();
-    const int g = group - 1, wn = g % WN, wk = WK > 1 ? g / WN : 0, t = wn * 4 + warp;
-    u32 words_at = X_BYTES + wk * (E * 128 / L::CHUNK) * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = METAS + t * GROUPS * 32 + r * 4;
-    u32 units_at = UNITS_AT + wk * E * UNITS * 8 + q * (UNITS / 4) * 8;
+    const int g = group - 1, wn = g % WARPGROUPS_N, wk = WARPGROUPS_K > 1 ? g / WARPGROUPS_N : 0, t = wn * 4 + warp;
+    u32 words_at = X_BYTES + wk * (SPANS * 128 / L::CHUNK) * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = METAS + t * GROUPS * 32 + r * 4;
+    u32 units_at = UNITS_AT + wk * SPANS * UNITS * 8 + q * (UNITS / 4) * 8;
     asm volatile("" : "+r"(words_at), "+r"(meta_at), "+r"(units_at));  // else ptxas makes them anew for each step
     float acc[ROWS / 2];  // [i][o]: row 4 * i + q of x, row r + 8 * o of W
-    int sum[BUF][ROWS];
-    u32 a[BUF][4][4];
+    int sum[BUFFERS][ROWS];
+    u32 a[BUFFERS][4][4];
     int s = 0;
-    u32 parity = 0, stage = base, barrier = full, panel = (u32)swizzled_tile(base) + wk * E * (PANEL / 16);  // low half of a descriptor
+    u32 parity = 0, stage = base, barrier = full, panel = (u32)swizzled_tile(base) + wk * SPANS * (PANEL / 16);  // low half of a descriptor
 
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #pragma unroll
@@ -135,8 +139,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
             float unit[ROWS / 4], total[ROWS / 4];
             auto read_metas = [&](int b) {  // scales, zeros, units: late, registers are short
                 int at = 0;  // the span's group, of those in the stage
-                if (GROUP && STEP % (GROUP ? GROUP : 1) == 0) at = (wk * E + b) * 128 / (GROUP ? GROUP : 1);
-                else if (GROUP && GROUP % STEP) at = (c * STEP + (wk * E + b) * 128) / (GROUP ? GROUP : 1) - c * STEP / (GROUP ? GROUP : 1);
+                if (GROUP && BLOCK_K % (GROUP ? GROUP : 1) == 0) at = (wk * SPANS + b) * 128 / (GROUP ? GROUP : 1);
+                else if (GROUP && GROUP % BLOCK_K) at = (c * BLOCK_K + (wk * SPANS + b) * 128) / (GROUP ? GROUP : 1) - c * BLOCK_K / (GROUP ? GROUP : 1);
                 scale = read4(stage + meta_at + at * 32);
                 if (ZEROS) zero = read4(stage + meta_at + META_BYTES + at * 32);
 #pragma unroll
@@ -159,8 +163,8 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
             };
             barrier_wait(barrier, parity);
 #pragma unroll
-            for (int b = 0; b < E; b++) {
-                const int which = b % BUF;
+            for (int b = 0; b < SPANS; b++) {
+                const int which = b % BUFFERS;
                 if (b % SHARE == 0) {
 #pragma unroll
                     for (int i = 0; i < PER; i++) read_chunk<BITS>(stage + words_at + (b / SHARE * PER + i) * CHUNK_BYTES, lane, w[i]);
@@ -171,21 +175,21 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                 const u64 planes = swizzled_tile(0) & 0xffffffff00000000ull | panel + b * (PANEL / 16);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    if (i == 0) Wgmma8<true, NC>::first(sum[which], a[which][i], planes);
-                    else Wgmma8<true, NC>::run(sum[which], a[which][i], planes + 2 * i, 1);
+                    if (i == 0) Wgmma8<true, COLUMNS>::first(sum[which], a[which][i], planes);
+                    else Wgmma8<true, COLUMNS>::run(sum[which], a[which][i], planes + 2 * i, 1);
                 }
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                if (BUF > 1 && b > 0) {
+                if (BUFFERS > 1 && b > 0) {
                     read_metas(b - 1);
                     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
                     alive(which ^ 1);
                     flush(which ^ 1);
                 }
-                if (BUF == 1 || b + 1 == E) {
+                if (BUFFERS == 1 || b + 1 == SPANS) {
                     read_metas(b);
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     alive(which);
-                    if (b + 1 == E && lane == 0) barrier_arrive(barrier + 8 * STAGES);  // all have read this stage
+                    if (b + 1 == SPANS && lane == 0) barrier_arrive(barrier + 8 * STAGES);  // all have read this stage
                     flush(which);
                 }
             }
@@ -194,16 +198,16 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
-        auto together = [&] { asm volatile("bar.sync %0, %1;" ::"r"(wn + 1), "n"(128 * WK) : "memory"); };  // with the others along K
+        auto together = [&] { asm volatile("bar.sync %0, %1;" ::"r"(wn + 1), "n"(128 * WARPGROUPS_K) : "memory"); };  // with the others along K
         float* const sums = (float*)(shared + STAGES * STAGE_BYTES) + wn * ROWS * ROW;  // [wk][wn][row of x][row of W]
-        constexpr int APART = WN * ROWS * ROW;
+        constexpr int APART = WARPGROUPS_N * ROWS * ROW;
         together();  // the sums of the tile before have been read
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) sums[wk * APART + (i / 2 * 4 + q) * ROW + warp * 16 + r + i % 2 * 8] = acc[i];
         together();
 #pragma unroll 1
-        for (int e = wk * 128 + (threadIdx.x & 127); e < 8 * M; e += 128 * WK) {  // 8 columns of a row of y
-            const int m = e / 8, n = (tile * WN + wn) * 64 + e % 8 * 8;
+        for (int e = wk * 128 + (threadIdx.x & 127); e < 8 * M; e += 128 * WARPGROUPS_K) {  // 8 columns of a row of y
+            const int m = e / 8, n = (tile * WARPGROUPS_N + wn) * 64 + e % 8 * 8;
             if (n >= N) continue;
             float* const mine = sums + m * ROW + e % 8 * 8;
             float v[8], none = 0.f;
@@ -211,14 +215,14 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
             for (int j = 0; j < 8; j++) {
                 v[j] = mine[j];
 #pragma unroll
-                for (int k = 1; k < WK; k++) v[j] += mine[k * APART + j];
+                for (int k = 1; k < WARPGROUPS_K; k++) v[j] += mine[k * APART + j];
                 none = __fmaf_rn(v[j], 0.f, none);
             }
             if (!(none == 0.f)) {  // inf or nan
 #pragma unroll 1
                 for (int j = 0; j < 8; j++) {
                     float one = mine[j];
-                    for (int k = 1; k < WK; k++) one += mine[k * APART + j];
+                    for (int k = 1; k < WARPGROUPS_K; k++) one += mine[k * APART + j];
                     const int at = (n + j) / 16;
                     const size_t meta = (size_t)at * groups * 16;
                     const u16* const zero = ZEROS ? zeros + meta : nullptr;

@@ -25,34 +25,26 @@ from lowq_kernels.cuda.operands import (
     weight_maps,
 )
 from lowq_kernels.dispatch import policy
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_kernels.products.cuda.int8_planes import SPAN, int8_planes, rows_of_units
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
 
 KEYS = ("WARPGROUPS_N", "WARPGROUPS_K", "SPANS", "BLOCKS_PER_SM")
-CONFIGS: tuple[Config, ...] = tuple(
-    dict(zip(KEYS, (wn, wk, e, blocks), strict=True))
-    for wn, wk, blocks, lengths in (
-        (2, 1, 2, (2, 4)),
-        (7, 1, 1, (2, 4)),
-        (1, 2, 2, (2, 4)),
-        (2, 2, 1, (2,)),
-        (1, 4, 1, (2,)),
-    )
-    for e in lengths
-)
+CONFIGS = configs_of(KEYS, (
+    (2, 1, 2, 2), (2, 1, 4, 2), (7, 1, 2, 1), (7, 1, 4, 1), (1, 2, 2, 2), (1, 2, 4, 2), (2, 2, 2, 1), (1, 4, 2, 1),
+))  # fmt: skip
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
 MAX_STAGES = 8
 
 
 def columns(M: int) -> int:
-    """NC: columns of a product, two of each row of x."""
+    """COLUMNS of a product, two of each row of x."""
     return -(-2 * M // 8) * 8
 
 
 def buffers(config: Config) -> int:
-    """BUF: products of a warpgroup that are under way at once, as ptxas finds registers for."""
+    """BUFFERS: products of a warpgroup that are under way at once, as ptxas finds registers for."""
     return 1 if config["WARPGROUPS_N"] == 7 or config["SPANS"] == 4 else 2
 
 
@@ -143,7 +135,7 @@ def tile_int8x2(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
-    x = rows_of_x(x, 8)
+    x = rows_of_x(x)
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
     operands = (bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)

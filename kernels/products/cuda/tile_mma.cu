@@ -1,16 +1,16 @@
 // y[M,N] = x[M,K] @ dequantize(W)^T + bias for small M: W is the A operand of mma.sync, x^T the B operand.
 //
-// Grid    x: NT row tiles of 16 a block. y: blocks of `block_rows` rows of x. Blocks do not persist: several share an SM, and
-//         the last ones of a launch leave room for the first of the next, which are there early and load their weights.
-// Block   WARPS warps take the steps (STEP k, of all NT tiles) in turn and add up through shared memory at the end.
-// Warp    weights, scales and zeros go from global memory into registers: the first step's before anything else, and in front of
-//         the wait for the kernel before; the next step's when this one's have come (UNROLL 2) or after each step (1). x goes
-//         through the warp's own ring of UNROLL steps in shared memory and ldmatrix.
-// FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it
-//         (code - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a
-//         constant A fragment yields what they add and sum(x): fewer instructions where NT is large, more registers.
-//         bf16 has no such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, MT one or two rows of
-//         x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
+// Grid    x: ROW_TILES row tiles of 16 a block. y: blocks of `block_rows` rows of x. Blocks do not persist: several share an
+//         SM, and the last ones of a launch leave room for the first of the next, which are there early and load their weights.
+// Block   WARPS warps take the steps (BLOCK_K k, of all ROW_TILES tiles) in turn and add up through shared memory at the end.
+// Warp    weights, scales and zeros go from global memory into registers: the first step's before anything else, and in front
+//         of the wait for the kernel before; the next step's when this one's have come (STEPS_IN_FLIGHT 2) or after each step
+//         (1). x goes through the warp's own ring of STEPS_IN_FLIGHT steps in shared memory and ldmatrix.
+// FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it (code
+//         - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a constant
+//         A fragment yields what they add and sum(x): fewer instructions where ROW_TILES is large, more registers. bf16 has no
+//         such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, MT one or two rows of x
+//         (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
@@ -46,24 +46,25 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int NT, int STEP, int UNROLL, int MT, int X_COPIES, int BLOCKS, int LATE, int FOLD = 0>
-__global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int ROW_TILES, int BLOCK_K, int STEPS_IN_FLIGHT, int MT,
+          int X_COPIES, int BLOCKS_PER_SM, int LATE, int FOLD = 0>
+__global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
          int groups, int block_rows, const Folded folded) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
-    constexpr int CHUNKS = STEP / L::CHUNK, FRAGS = STEP / 16;
+    constexpr int CHUNKS = BLOCK_K / L::CHUNK, FRAGS = BLOCK_K / 16;
     constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
-    using D = Int8Planes<BITS, T, FORM == INT8_PLANES ? GROUP : 0, FORM == INT8_PLANES ? MT : 1, STEP>;
-    constexpr int GROUPS = GROUP == 0 || GROUP % STEP == 0 ? 1 : STEP / gcd(GROUP, STEP);  // that a step meets
-    constexpr int METAS = FORM == INT8_PLANES ? D::ROUNDS : GROUPS;                            // scales of a lane, a step and a tile
-    constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;                            // flushes that share a group
-    constexpr bool STRIDES = FORM != INT8_PLANES && GROUP && STEP % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
-    constexpr int X_ROW = STEP * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
+    using D = Int8Planes<BITS, T, FORM == INT8_PLANES ? GROUP : 0, FORM == INT8_PLANES ? MT : 1, BLOCK_K>;
+    constexpr int GROUPS = GROUP == 0 || GROUP % BLOCK_K == 0 ? 1 : BLOCK_K / gcd(GROUP, BLOCK_K);  // that a step meets
+    constexpr int METAS = FORM == INT8_PLANES ? D::ROUNDS : GROUPS;  // scales of a lane, a step and a tile
+    constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;  // flushes that share a group
+    constexpr bool STRIDES = FORM != INT8_PLANES && GROUP && BLOCK_K % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
+    constexpr int X_ROW = BLOCK_K * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
     constexpr int SUMS = FORM == INT8_PLANES ? 2 : 4, MS = FORM == INT8_PLANES ? 1 : MT;  // INT8_PLANES: rows of x are lanes
-    constexpr int E = NT * MS * SUMS * 32;                                      // fp32 sums of a warp: [t][m][register][lane]
+    constexpr int E = ROW_TILES * MS * SUMS * 32;  // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
     __shared__ float factor[MT * 8];
     __shared__ u32 mask[C::PLACES];
@@ -71,35 +72,35 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
-    auto tile = [&](int t) { return tile_of<FOLD, NT>(blockIdx.x, t, N); };
+    auto tile = [&](int t) { return tile_of<FOLD, ROW_TILES>(blockIdx.x, t, N); };
     const int steps = (chunks + CHUNKS - 1) / CHUNKS;
     next_grid_launch();
 
     // ---------------------------------------------------------------------------------------------- loads of a step
     // Addresses are a kernel parameter and 32 bits, of 16 bytes (words, x) or 4 (scales, zeros): two instructions each, and few
     // registers. Each asm keeps ptxas from working one out anew for each step.
-    u32 w_at[NT], meta_at[NT];
+    u32 w_at[ROW_TILES], meta_at[ROW_TILES];
 #pragma unroll
-    for (int t = 0; t < (FORM == INT8_PLANES ? 0 : NT); t++) {
+    for (int t = 0; t < (FORM == INT8_PLANES ? 0 : ROW_TILES); t++) {
         w_at[t] = tile(t) * chunks * (L::WORDS / 4) + lane, meta_at[t] = tile(t) * groups * 8 + r;
         asm volatile("" : "+r"(w_at[t]), "+r"(meta_at[t]));
     }
-    // INT8_PLANES: of the first tile, and the others a fixed distance away: 6 registers less at NT = 2, so two blocks of 16 warps an SM
+    // INT8_PLANES: of the first tile, and the others a fixed distance away: 6 registers less at ROW_TILES = 2, so two blocks of 16 warps an SM
     const size_t first_meta = (size_t)tile(0) * groups * 16 + 2 * r;
     const u32* first_w = words + ((size_t)tile(0) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
     const u16 *first_scale = scales + first_meta, *first_zero = zeros + first_meta;
     if (FORM == INT8_PLANES) asm volatile("" : "+l"(first_scale), "+l"(first_zero));
-    u32 w[UNROLL][NT][CHUNKS][L::REGS], scale[UNROLL][NT][METAS], zero[UNROLL][NT][METAS];
+    u32 w[STEPS_IN_FLIGHT][ROW_TILES][CHUNKS][L::REGS], scale[STEPS_IN_FLIGHT][ROW_TILES][METAS], zero[STEPS_IN_FLIGHT][ROW_TILES][METAS];
     auto load_planes_weights = [&](int u, int s) {  // and step on
 #pragma unroll
-        for (int t = 0; t < NT; t++) {
+        for (int t = 0; t < ROW_TILES; t++) {
             const size_t away = tile(t) - tile(0);
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
                 if (i == 0 || s * CHUNKS + i < chunks) load_chunk<BITS>(w[u][t][i], first_w + (away * chunks + i) * L::WORDS, lane);
 #pragma unroll
             for (int i = 0; i < METAS; i++) {
-                const int g = D::group(s * STEP, i, groups);
+                const int g = D::group(s * BLOCK_K, i, groups);
                 scale[u][t][i] = load4(first_scale + away * groups * 16 + g * 16);
                 if (ZEROS) zero[u][t][i] = load4(first_zero + away * groups * 16 + g * 16);
             }
@@ -110,7 +111,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         if constexpr (FORM == INT8_PLANES) return load_planes_weights(u, s);
         asm volatile("" : "+r"(s));
 #pragma unroll
-        for (int t = 0; t < NT; t++) {
+        for (int t = 0; t < ROW_TILES; t++) {
             const u32* from = words + (size_t)(w_at[t] + s * (CHUNKS * L::WORDS / 4)) * 4;
 #pragma unroll
             for (int i = 0; i < CHUNKS; i++)
@@ -119,21 +120,21 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             for (int i = 0; i < METAS; i++) {
                 u32 g = 0;  // past the last group: the last one
                 if (STRIDES) g = i == 0 ? s * METAS : smaller(s * METAS + i, groups - 1);
-                else if (GROUP) g = smaller((s * STEP + i * (STEP / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
+                else if (GROUP) g = smaller((s * BLOCK_K + i * (BLOCK_K / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
                 scale[u][t][i] = load4(scales + (size_t)(meta_at[t] + g * 8) * 2);
                 if (ZEROS) zero[u][t][i] = load4(zeros + (size_t)(meta_at[t] + g * 8) * 2);
             }
         }
     };
     if (warp < steps) load_weights(0, warp);
-    const bool both = UNROLL > 1 && blockIdx.x >= LATE;  // two blocks an SM ran before: the previous kernel has ended, x is ready
-    if (both && warp + WARPS < steps) load_weights(UNROLL - 1, warp + WARPS);
+    const bool both = STEPS_IN_FLIGHT > 1 && blockIdx.x >= LATE;  // two blocks an SM ran before: the previous kernel has ended, x is ready
+    if (both && warp + WARPS < steps) load_weights(STEPS_IN_FLIGHT - 1, warp + WARPS);
 
     // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
-    constexpr int GRANULES = STEP / 8, SLOT_ROWS = FORM == INT8_PLANES ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
+    constexpr int GRANULES = BLOCK_K / 8, SLOT_ROWS = FORM == INT8_PLANES ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
     constexpr int AT_ONCE = SLOT_ROWS < 4 ? SLOT_ROWS : 4, POINTERS = SLOT_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
     const int x_k = lane % (32 / AT_ONCE) * 8, x_row = lane / (32 / AT_ONCE);
-    const u32 ring = shared_address(shared) + warp * UNROLL * SLOT;
+    const u32 ring = shared_address(shared) + warp * STEPS_IN_FLIGHT * SLOT;
     u32 x_to = ring + x_row * X_ROW + x_k * 2;
     if (FORM != INT8_PLANES) asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
     u32 x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
@@ -146,12 +147,12 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         asm volatile("" : "+r"(s));
 #pragma unroll
         for (int i = 0; i < POINTERS; i++) {
-            const u16* from = x + (size_t)(x_from[i] + s * (STEP / 8)) * 8;
+            const u16* from = x + (size_t)(x_from[i] + s * (BLOCK_K / 8)) * 8;
 #pragma unroll
             for (int j = 0; j < ALONG; j++) {
-                const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW + j * (STEP / ALONG) * 2;
-                const bool inside = (int)s * STEP + x_k + j * (STEP / ALONG) < K;  // past K: zeros, and nothing is read
-                copy_async_or_zero(to, from + j * (STEP / ALONG), inside ? 16 : 0);
+                const u32 to = x_to + u * SLOT + i * AT_ONCE * X_ROW + j * (BLOCK_K / ALONG) * 2;
+                const bool inside = (int)s * BLOCK_K + x_k + j * (BLOCK_K / ALONG) < K;  // past K: zeros, and nothing is read
+                copy_async_or_zero(to, from + j * (BLOCK_K / ALONG), inside ? 16 : 0);
             }
         }
     };
@@ -176,25 +177,25 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
     const D planes(FORM == INT8_PLANES, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
     previous_grid_wait();
-    constexpr int OUT = FOLD & GATED ? NT * 8 : NT * 16;
-    const int x_bytes = WARPS * (FORM == INT8_PLANES ? D::BYTES : UNROLL * SLOT);
+    constexpr int OUT = FOLD & GATED ? ROW_TILES * 8 : ROW_TILES * 16;
+    const int x_bytes = WARPS * (FORM == INT8_PLANES ? D::BYTES : STEPS_IN_FLIGHT * SLOT);
     const u32 squares = shared_address(shared) + (x_bytes > WARPS * E * 4 ? x_bytes : WARPS * E * 4);
     const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
 #pragma unroll
-    for (int u = 0; u < (FORM == INT8_PLANES ? 0 : UNROLL); u++) {
+    for (int u = 0; u < (FORM == INT8_PLANES ? 0 : STEPS_IN_FLIGHT); u++) {
         if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
         copy_commit();
     }
-    if (FORM == INT8_PLANES && warp < steps) planes.fetch(warp * STEP, rows);
+    if (FORM == INT8_PLANES && warp < steps) planes.fetch(warp * BLOCK_K, rows);
 
     // ------------------------------------------------------------------------------------------------- one step
     const u32 nothing = (u32)K >> 31;  // 0, which the compiler cannot know
-    float acc[NT][MS][SUMS] = {};
-    // UNROLL 2: the next step's weights are asked for once this step's are there, and before x is waited for, so that memory is
+    float acc[ROW_TILES][MS][SUMS] = {};
+    // STEPS_IN_FLIGHT 2: the next step's weights are asked for once this step's are there, and before x is waited for, so that memory is
     // never idle: loads into registers share a scoreboard, a wait is for all of them. So the sum needs one that has come.
     auto load_next = [&](int u, int now) {
-        const int next = now + WARPS + w[u][NT - 1][CHUNKS - 1][L::REGS - 1] * nothing;
-        if (UNROLL > 1 && next < steps && !(both && now == warp)) load_weights((u + 1) % UNROLL, next);
+        const int next = now + WARPS + w[u][ROW_TILES - 1][CHUNKS - 1][L::REGS - 1] * nothing;
+        if (STEPS_IN_FLIGHT > 1 && next < steps && !(both && now == warp)) load_weights((u + 1) % STEPS_IN_FLIGHT, next);
     };
     auto compute_planes = [&](int u, int s) {
         load_next(u, s);
@@ -202,14 +203,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         __syncwarp();
         planes.store();
         __syncwarp();
-        if (s + WARPS < steps) planes.fetch((s + WARPS) * STEP, rows);
+        if (s + WARPS < steps) planes.fetch((s + WARPS) * BLOCK_K, rows);
 #pragma unroll
         for (int i = 0; i < D::ROUNDS; i++) {
-            float2 v[NT];
+            float2 v[ROW_TILES];
             planes.products(w[u], i, v);
             const float2 unit = planes.unit(i);
 #pragma unroll
-            for (int t = 0; t < NT; t++) {
+            for (int t = 0; t < ROW_TILES; t++) {
                 const float2 a = to_floats<T>(scale[u][t][i]);
                 const float2 z = ZEROS ? to_floats<T>(zero[u][t][i]) : make_float2(mid<BITS>(), mid<BITS>());
                 acc[t][0][0] = __fmaf_rn(a.x * unit.x, __fmaf_rn(-z.x, unit.y, v[t].x), acc[t][0][0]);
@@ -221,16 +222,16 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
         for (int i = 0; i < FLUSHES; i++) {
             if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top
-            u32 minus_zero[NT][2];
+            u32 minus_zero[ROW_TILES][2];
 #pragma unroll
-            for (int t = 0; t < (FORM == EXACT ? NT : 0); t++) {
+            for (int t = 0; t < (FORM == EXACT ? ROW_TILES : 0); t++) {
                 minus_zero[t][0] = minus_zero[t][1] = from_floats<T>(-mid<BITS>() / 1024, -mid<BITS>() / 1024);
                 if constexpr (ZEROS) {
                     const u32 both = fma2<T>(zero[u][t][i / PER], Half<T>::power(-10) | 0x80008000u, 0u);
                     minus_zero[t][0] = twice<0x1010>(both), minus_zero[t][1] = twice<0x3232>(both);
                 }
             }
-            float sum[NT][MT][4], sums[MT][4];  // sums: 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)
+            float sum[ROW_TILES][MT][4], sums[MT][4];  // sums: 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)
             u32 b[MT][4];
 #pragma unroll
             for (int f = 0; f < FG; f++) {
@@ -245,7 +246,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                     }
                 }
 #pragma unroll
-                for (int t = 0; t < NT; t++) {
+                for (int t = 0; t < ROW_TILES; t++) {
                     u32 a[4];
                     C::template fragment<FORM == EXACT>(w[u][t][at / L::FRAGS], at % L::FRAGS, masks, a);
 #pragma unroll
@@ -259,7 +260,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 }
             }
 #pragma unroll
-            for (int t = 0; t < NT; t++) {
+            for (int t = 0; t < ROW_TILES; t++) {
                 const float2 s = to_floats<T>(scale[u][t][i / PER]);
                 float2 z = make_float2(mid<BITS>(), mid<BITS>());
                 if (ZEROS && FORM != EXACT) z = to_floats<T>(zero[u][t][i / PER]);
@@ -274,22 +275,22 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             }
         }
     };
-    for (int s = warp; s < steps; s += WARPS * UNROLL) {
+    for (int s = warp; s < steps; s += WARPS * STEPS_IN_FLIGHT) {
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
+        for (int u = 0; u < STEPS_IN_FLIGHT; u++) {
             const int now = s + u * WARPS;
             if (now < steps) {
-                const int next = now + UNROLL * WARPS;
+                const int next = now + STEPS_IN_FLIGHT * WARPS;
                 if constexpr (FORM == INT8_PLANES) {
                     compute_planes(u, now);
-                    if (UNROLL == 1 && next < steps) load_weights(u, next);
+                    if (STEPS_IN_FLIGHT == 1 && next < steps) load_weights(u, next);
                 } else {
                     load_next(u, now);
-                    copy_wait<UNROLL - 1>();
+                    copy_wait<STEPS_IN_FLIGHT - 1>();
                     __syncwarp();
                     compute(u);
                     __syncwarp();  // everyone has read this slot
-                    if (UNROLL == 1 && next < steps) load_weights(u, next);
+                    if (STEPS_IN_FLIGHT == 1 && next < steps) load_weights(u, next);
                     if (next < steps) load_x(u, next);
                     copy_commit();
                 }
@@ -308,12 +309,12 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     __syncthreads();
     float* sums_at = (float*)shared;
 #pragma unroll
-    for (int t = 0; t < NT; t++)
+    for (int t = 0; t < ROW_TILES; t++)
 #pragma unroll
         for (int m = 0; m < MS; m++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) {  // lanes change places so that 32 columns of y are read without bank conflicts
-                const int place = FORM == INT8_PLANES ? lane : lane ^ (i / 2 + (NT > 1 ? t : i) % 2 * 2);
+                const int place = FORM == INT8_PLANES ? lane : lane ^ (i / 2 + (ROW_TILES > 1 ? t : i) % 2 * 2);
                 sums_at[warp * E + ((t * MS + m) * SUMS + i) * 32 + place] = acc[t][m][i];
             }
     __syncthreads();
@@ -332,7 +333,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 v = plainly<BITS, T, GROUP>(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, mine, c % 16, K);
             }
         } else {
-            const u32 at_lane = (c % 8 * 4 + row % 8 / 2) ^ (c / 8 % 2 + (NT > 1 ? c / 16 : row) % 2 * 2), i = c % 16 / 8 * 2 + row % 2;
+            const u32 at_lane = (c % 8 * 4 + row % 8 / 2) ^ (c / 8 % 2 + (ROW_TILES > 1 ? c / 16 : row) % 2 * 2), i = c % 16 / 8 * 2 + row % 2;
             const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
 #pragma unroll
             for (int k = 0; k < WARPS; k++) v += from[k * E];

@@ -1,8 +1,8 @@
 """cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
 A config: WARPS of a block share K; ROW_TILES of 16 rows of W a block; BLOCK_K, k that a warp takes at once; STEPS_IN_FLIGHT of
-these; BLOCKS_PER_SM, which caps the registers; INT8_PLANES 1: codes and x as bytes, for a row or two (split_int8.cuh). The
-device code calls them NT, STEP, UNROLL and BLOCKS. MT, tiles of 8 rows of x (with INT8_PLANES: rows), follows from M.
+these; BLOCKS_PER_SM, which caps the registers; INT8_PLANES 1: codes and x as bytes, for a row or two (split_int8.cuh).
+MT, tiles of 8 rows of x (with INT8_PLANES: rows), follows from M.
 """
 
 import ctypes
@@ -230,7 +230,7 @@ def launch(
     y = torch.empty(M, p.N // 2 if fold & GATED else p.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
-    x = rows_of_x(x, 8)
+    x = rows_of_x(x)
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     s = p.scheme
     facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)

@@ -3,7 +3,7 @@
 A config: WARPGROUPS_N x WARPGROUPS_K consumer warpgroups of 64 rows of W each, those of N side by side (a tile is
 64 * WARPGROUPS_N rows), those of K taking the steps in turn; BLOCK_M, rows of x of a tile; SPLIT_K, blocks of a cluster that
 split K of one tile, for layers with fewer tiles than the GPU has SMs, or STREAM_K; BLOCKS_PER_SM: with two, the next kernel's
-weights are on their way while this one's last sums are written. The device code calls them WN, WK, NB, SPLIT and BLOCKS.
+weights are on their way while this one's last sums are written.
 """
 
 import ctypes
@@ -27,14 +27,14 @@ from lowq_kernels.cuda.operands import (
     weight_maps,
 )
 from lowq_kernels.dispatch import policy
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS, padded_rows
 
 STREAM_K = 0  # a value of SPLIT_K: the steps of all tiles are shared evenly among all blocks
 KEYS = ("WARPGROUPS_N", "WARPGROUPS_K", "BLOCK_M", "SPLIT_K", "BLOCKS_PER_SM")
-CONFIGS: tuple[Config, ...] = tuple(
-    dict(zip(KEYS, (wn, wk, nb, k, blocks), strict=True))
+CONFIGS = configs_of(KEYS, (
+    (wn, wk, nb, k, blocks)
     for wn, wk, nb, splits, blocks in (
         (2, 1, 16, (1, STREAM_K, 2, 4), 2),
         (1, 2, 16, (STREAM_K,), 2),
@@ -53,8 +53,9 @@ CONFIGS: tuple[Config, ...] = tuple(
         (2, 1, 256, (1, STREAM_K, 2), 1),
     )
     for k in splits
-)
-PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 6 + (ctypes.c_void_p,) * 2
+))  # fmt: skip
+PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 2 + (ctypes.c_int32,) * 6 + (ctypes.c_void_p,) * 4 + (ctypes.c_int32,)
+UNGROUPED = (0, 0, 0)  # experts, valid and next of a product by one weight
 MAX_STAGES = 8
 
 
@@ -76,7 +77,7 @@ def allowed(config: Config) -> int:
 
 
 def batch(bits: int, group: int, config: Config) -> tuple[int, int]:
-    """(FB, BUF): k16 fragments that go to wgmma together, and the register buffers they alternate between, as ptxas finds
+    """(BATCH, BUFFERS): k16 fragments that go to wgmma together, and register buffers they alternate between, as ptxas finds
     registers for. From 128 columns on four warpgroups, or steps in turn, hide a warpgroup's wait for its own products."""
     if config["BLOCK_M"] < 128:
         if bits == 3 and config["BLOCK_M"] == 32 and config["BLOCKS_PER_SM"] == 2:
@@ -98,7 +99,7 @@ def long_steps(bits: int, group: int, config: Config) -> bool:
 
 
 def chunks_of_step(bits: int, group: int, config: Config) -> int:
-    """U: chunks of a step, the unit that is loaded and waited for: 256 k, 128, or 64 or 128 for the widest tile."""
+    """CHUNKS of a step, the unit that is loaded and waited for: 256 k, 128, or 64 or 128 for the widest tile."""
     if long_steps(bits, group, config):
         return 256 // CHUNK[bits]
     return 2 if CHUNK[bits] == 64 and config["BLOCK_M"] <= 128 else 1
@@ -134,11 +135,12 @@ def plan(bits: int, group: int, zeros: bool, config: Config) -> tuple[int, int]:
     return stages, max(stages * stage + beside, sums, staging)
 
 
-def expression(bits: int, T: int, group: int, zeros: bool, config: Config) -> str:
-    """The template instance of tile_wgmma.cu."""
+def expression(bits: int, T: int, group: int, zeros: bool, config: Config, grouped: bool = False) -> str:
+    """The template instance of tile_wgmma.cu. grouped: each tile of x has a weight of its own (tile_wgmma_grouped.py)."""
     stages, u, (fb, buf) = plan(bits, group, zeros, config)[0], chunks_of_step(bits, group, config), batch(bits, group, config)
     tile = f"{config['WARPGROUPS_N']}, {config['WARPGROUPS_K']}, {config['BLOCK_M']}, {u}, {fb}, {buf}"
     tail = f"{stages}, {max(config['SPLIT_K'], 1)}, {config['BLOCKS_PER_SM']}, {band(bits) // (64 * config['WARPGROUPS_N'])}"
+    tail += ", true" if grouped else ""
     return f"tile_wgmma<{bits}, {T}, {group}, {'true' if zeros else 'false'}, {tile}, {tail}>"
 
 
@@ -150,9 +152,9 @@ def _tiles(call: Call, config: Config) -> int:
     return math.ceil(padded_rows(call.N) / (64 * config["WARPGROUPS_N"])) * math.ceil(call.M / config["BLOCK_M"])
 
 
-def rows_of_tile(M: int, NB: int) -> int:
+def rows_of_tile(M: int, BLOCK_M: int) -> int:
     """Rows of x that each tile loads: M shared out evenly over as many tiles as are needed."""
-    return math.ceil(M / math.ceil(M / NB))
+    return math.ceil(M / math.ceil(M / BLOCK_M))
 
 
 def schedule(tiles: int, steps: int, config: Config, slots: int) -> tuple[int, int]:
@@ -240,11 +242,13 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 
 @cache
-def _prepared(bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...], device: int) -> tuple[Kernel, int]:
-    """The kernel of a config and its shared memory, resolved once."""
+def prepared(
+    bits: int, T: int, group: int, zeros: bool, config: tuple[int, ...], device: int, grouped: bool = False
+) -> tuple[Kernel, int]:
+    """The kernel of a config (its values) and its shared memory, resolved once."""
     named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(bits, group, zeros, named)[1]
-    instance = expression(bits, T, group, zeros, named)
+    instance = expression(bits, T, group, zeros, named, grouped)
     cluster = max(named["SPLIT_K"], 1)
     return Kernel("tile_wgmma.cu", instance, device, threads(named), PARAMETERS, smem, cluster, serialize=True), smem
 
@@ -266,10 +270,10 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     y = torch.empty(M, p.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
-    x = rows_of_x(x, 8)
+    x = rows_of_x(x)
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     group, T = group_argument(p), scales.shape[0]
-    kernel, smem = _prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
+    kernel, smem = prepared(bits, TYPES[x.dtype], group, zeros is not None, tuple(config[k] for k in KEYS), x.device.index)
     tiles, K = 4 * config["WARPGROUPS_N"], x.shape[1]
     call_tiles, rows = math.ceil(T / tiles) * math.ceil(M / config["BLOCK_M"]), rows_of_tile(M, config["BLOCK_M"])
     steps = _steps(p.K, bits, group, config)
@@ -294,5 +298,6 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
         whole,
         0 if partials is None else partials.data_ptr(),
         0 if flags is None else flags.data_ptr(),
+        *UNGROUPED,
     )
     return y

@@ -3,14 +3,17 @@
 //
 // Maths   sum_k x w = sum_g s[g] * (sum_k x c) - sum_g s[g] z[g] * (sum_k x),  k in group g
 // Codes   a byte that holds a code of 4 bits or fewer is an e4m3 number as it stands: code * 2^-9, subnormal or of the lowest
-//         exponent, which are one scale. int8 takes bytes as u8. So a mask (8 bits: nothing) makes wgmma's A operand in registers.
+//         exponent, which are one scale. int8 takes bytes as u8. So a mask (8 bits: nothing) makes wgmma's A operand in
+//         registers.
 // Order   a lane's word holds, bytewise, codes of two fragments of 16 k: x lies in that order (act_rows.cu has it), B in shared
 //         memory.
-// Zeros   the second sum is a product of its own, (s z)[N, K/SG] by sums of x[M, K/SG] in 16 bits, added at the end of a tile: K/64
-//         of the work, and exact sums of groups where each code would cost an FMA.
-// Sums    of SG = 128 k (64 where groups are) in the tensor core, scaled and added in fp32: e4m3 products keep fewer than 23 bits.
-// Tile    128*MH rows of W by NB rows of x, a warpgroup owns half of the rows. Persistent, bands of BAND tiles of W; SPLIT blocks
-//         of a cluster split K of one tile. A producer thread feeds a ring of STAGES stages of 128 k by TMA.
+// Zeros   the second sum is a product of its own, (s z)[N, K/SG] by sums of x[M, K/SG] in 16 bits, added at the end of a tile:
+//         K/64 of the work, and exact sums of groups where each code would cost an FMA.
+// Sums    of SG = 128 k (64 where groups are) in the tensor core, scaled and added in fp32: e4m3 products keep fewer than 23
+//         bits.
+// Tile    128*ROW_TILES_64 rows of W by BLOCK_M rows of x, a warpgroup owns half of the rows. Persistent, bands of BAND tiles
+//         of W; SPLIT_K blocks of a cluster split K of one tile. A producer thread feeds a ring of STAGES stages of 128 k by
+//         TMA.
 // Limits  groups of 64 (8 and 4 bits) or a multiple of 128, or one group; 8 bits with int8 only.
 // Edges   TMA reads zeros outside; stores are masked.
 // Source  own.
@@ -55,16 +58,17 @@ __device__ __forceinline__ void codes8(const u32 (&w)[Tile<BITS>::REGS], int i, 
     }
 }
 
-template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int MH, int NB, int FB, int STAGES, int SPLIT, int BAND>
+template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K,
+          int BAND>
 __global__ void __launch_bounds__(384, 1)
 tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap sums_map, const __grid_constant__ TensorMap words_map,
             const __grid_constant__ TensorMap scales_map, const u32* __restrict__ scales, const u32* __restrict__ zeros,
             const float* __restrict__ x_scales, const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps, int row_tiles, int groups) {
     using L = Tile<BITS>;
-    constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, U = 128 / L::CHUNK, TILES = 8 * MH;
-    constexpr u32 X_BYTES = NB * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = U * CHUNK_BYTES, META_BYTES = TILES * PARTS * 32;
+    constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, CHUNKS = 128 / L::CHUNK, TILES = 8 * ROW_TILES_64;
+    constexpr u32 X_BYTES = BLOCK_M * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES, META_BYTES = TILES * PARTS * 32;
     constexpr u32 LOADED = X_BYTES + W_BYTES + META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
-    static_assert(SG / 32 % FB == 0, "one wgmma batch, one sum");
+    static_assert(SG / 32 % BATCH == 0, "one wgmma batch, one sum");
     constexpr int ROW = 64 + 8;  // halves of a row of the output staging: 16 bytes more than 128, against bank conflicts
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
@@ -72,16 +76,16 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     const int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);  // uniform, as ptxas sees it: else it serialises wgmma
     const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, r = lane >> 2, q = lane & 3;
     const u32 base = shared_address(shared), full = shared_address(barriers), empty = full + 8 * STAGES;
-    const int rank = SPLIT > 1 ? blockIdx.x % SPLIT : 0, team = blockIdx.x / SPLIT, teams = gridDim.x / SPLIT;
-    const int share = (steps + SPLIT - 1) / SPLIT, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
+    const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0, team = blockIdx.x / SPLIT_K, teams = gridDim.x / SPLIT_K;
+    const int share = (steps + SPLIT_K - 1) / SPLIT_K, begin = smaller(rank * share, steps), part = smaller(share, steps - begin);
     // sums of x from sums_at on, in steps of 64 after those of x; TMA wants 16-byte aligned addresses (illegal instruction)
     const int sums_begin = begin * PARTS, sums_at = sums_begin & ~7, sums_end = sums_begin + part * PARTS;
     const int sum_steps = part > 0 ? (sums_end - sums_at + 63) / 64 : 0;
-    const int m_tiles = (M + NB - 1) / NB, n_tiles = (row_tiles + TILES - 1) / TILES, all = m_tiles * n_tiles;
+    const int m_tiles = (M + BLOCK_M - 1) / BLOCK_M, n_tiles = (row_tiles + TILES - 1) / TILES, all = m_tiles * n_tiles;
     auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
         const int in_band = tile - band * BAND * m_tiles;
-        n_tile = n_first + in_band % width, m0 = in_band / width * NB;
+        n_tile = n_first + in_band % width, m0 = in_band / width * BLOCK_M;
     };
 
     if (threadIdx.x == 0) {
@@ -97,8 +101,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                 const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES;
                 barrier_expect(barrier, LOADED);
 #pragma unroll
-                for (int u = 0; u < U; u++)
-                    tensor_load(words + u * CHUNK_BYTES, &words_map, (c * U + u) * L::WORDS, n_tile * TILES, barrier);
+                for (int u = 0; u < CHUNKS; u++)
+                    tensor_load(words + u * CHUNK_BYTES, &words_map, (c * CHUNKS + u) * L::WORDS, n_tile * TILES, barrier);
                 tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES, barrier);
             };
             int s = 0, round = 0, early = 0;
@@ -128,7 +132,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             }
         }
         __syncwarp();
-        if constexpr (SPLIT > 1) cluster_sync(), cluster_sync();
+        if constexpr (SPLIT_K > 1) cluster_sync(), cluster_sync();
         return;
     }
 
@@ -136,9 +140,9 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     registers_up<232>();
     previous_grid_wait();
     next_grid_launch();
-    const int t_first = group * MH * 4 + warp;  // of this warp's 16-row tiles; the next one is four on
-    float acc[MH][NB / 2];
-    typename Sum8<INT8>::type sums8[NB / 2];
+    const int t_first = group * ROW_TILES_64 * 4 + warp;  // of this warp's 16-row tiles; the next one is four on
+    float acc[ROW_TILES_64][BLOCK_M / 2];
+    typename Sum8<INT8>::type sums8[BLOCK_M / 2];
     int s = 0;
     u32 parity = 0;
     auto release = [&] {  // this stage, and go on to the next
@@ -150,49 +154,49 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
         int m0, n_tile;
         place(tile, m0, n_tile);
 #pragma unroll
-        for (int h = 0; h < MH; h++)
+        for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
-            for (int i = 0; i < NB / 2; i++) acc[h][i] = 0.f;
+            for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] = 0.f;
 
         for (int c = 0; c < part; c++) {
             barrier_wait(full + 8 * s, parity);
             const u32 stage = base + s * STAGE_BYTES;
             const u64 panel = swizzled_tile(stage);
 #pragma unroll
-            for (int h = 0; h < MH; h++) {
+            for (int h = 0; h < ROW_TILES_64; h++) {
                 const int t = t_first + 4 * h;
                 u32 w[L::REGS];
 #pragma unroll
-                for (int b = 0; b < 4 / FB; b++) {  // of FB fragments, that go to wgmma together
+                for (int b = 0; b < 4 / BATCH; b++) {  // of BATCH fragments, that go to wgmma together
                     constexpr int PER_CHUNK = L::CHUNK / 32, PER_SUM = SG / 32;
-                    u32 a[FB][4];
+                    u32 a[BATCH][4];
 #pragma unroll
-                    for (int i = 0; i < FB; i++) {
-                        const int at = b * FB + i;
+                    for (int i = 0; i < BATCH; i++) {
+                        const int at = b * BATCH + i;
                         if (at % PER_CHUNK == 0) read_chunk<BITS>(stage + X_BYTES + at / PER_CHUNK * CHUNK_BYTES + t * L::WORDS * 4 + lane * 16, lane, w);
                         codes8<BITS>(w, at % PER_CHUNK, a[i]);
                     }
-                    const int p = b * FB / PER_SUM;
-                    const bool whole = (b + 1) * FB % PER_SUM == 0;  // a sum ends
+                    const int p = b * BATCH / PER_SUM;
+                    const bool whole = (b + 1) * BATCH % PER_SUM == 0;  // a sum ends
                     u32 both = 0;  // scales of rows r and r + 8; read before the product: shared memory is slow behind one
                     if (whole) both = read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4);
                     alive(a);
 #pragma unroll
-                    for (int i = 0; i < NB / 2; i++) Sum8<INT8>::alive(sums8[i]);
+                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<INT8>::alive(sums8[i]);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                    for (int i = 0; i < FB; i++) Wgmma8<INT8, NB>::run(sums8, a[i], panel + 2 * (b * FB + i), (b * FB + i) % PER_SUM > 0);
+                    for (int i = 0; i < BATCH; i++) Wgmma8<INT8, BLOCK_M>::run(sums8, a[i], panel + 2 * (b * BATCH + i), (b * BATCH + i) % PER_SUM > 0);
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     float2 f = to_floats<T>(both);
                     if (!INT8) f.x *= 512.f, f.y *= 512.f;
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     alive(a);
 #pragma unroll
-                    for (int i = 0; i < NB / 2; i++) Sum8<INT8>::alive(sums8[i]);
-                    if (h + 1 == MH && (b + 1) * FB == 4) release();
+                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<INT8>::alive(sums8[i]);
+                    if (h + 1 == ROW_TILES_64 && (b + 1) * BATCH == 4) release();
                     if (whole) {
 #pragma unroll
-                        for (int i = 0; i < NB / 2; i++) acc[h][i] += (i & 2 ? f.y : f.x) * (float)sums8[i];
+                        for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] += (i & 2 ? f.y : f.x) * (float)sums8[i];
                     }
                 }
             }
@@ -201,11 +205,11 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             barrier_wait(full + 8 * s, parity);
             const u64 panel = swizzled_tile(base + s * STAGE_BYTES);
 #pragma unroll
-            for (int h = 0; h < MH; h++) {
+            for (int h = 0; h < ROW_TILES_64; h++) {
                 const int t = n_tile * TILES + t_first + 4 * h;
-                float product[NB / 2];  // not acc itself: as a target of wgmma it costs ptxas more registers than there are
+                float product[BLOCK_M / 2];  // not acc itself: as a target of wgmma it costs ptxas more registers than there are
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) product[i] = 0.f;
+                for (int i = 0; i < BLOCK_M / 2; i++) product[i] = 0.f;
 #pragma unroll 1
                 for (int pair = 0; pair < 2; pair++) {  // of fragments: registers are short
                     u32 a[2][4];
@@ -225,44 +229,42 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                     }
                     alive(a);
 #pragma unroll
-                    for (int i = 0; i < NB / 2; i++) Sum8<false>::alive(product[i]);
+                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<false>::alive(product[i]);
                     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-                    for (int f = 0; f < 2; f++) Wgmma<T, NB>::run(product, a[f], panel + 4 * pair + 2 * f);
+                    for (int f = 0; f < 2; f++) Wgmma<T, BLOCK_M>::run(product, a[f], panel + 4 * pair + 2 * f);
                     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
                     alive(a);
 #pragma unroll
-                    for (int i = 0; i < NB / 2; i++) Sum8<false>::alive(product[i]);
+                    for (int i = 0; i < BLOCK_M / 2; i++) Sum8<false>::alive(product[i]);
                 }
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) acc[h][i] += product[i];
+                for (int i = 0; i < BLOCK_M / 2; i++) acc[h][i] += product[i];
             }
             release();
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
-        constexpr int COLUMNS = NB / SPLIT;  // of x that a block writes
-        const int m_first = m0 + rank * COLUMNS, m_end = smaller(M, m0 + NB);
-        if constexpr (SPLIT > 1) {  // sums[h][i][thread] in the ring's place, then each block adds up its columns in rank order
-            float* const sums = (float*)shared + group * MH * (NB / 2) * 128 + (threadIdx.x & 127);
+        constexpr int COLUMNS = BLOCK_M / SPLIT_K;  // of x that a block writes
+        const int m_first = m0 + rank * COLUMNS, m_end = smaller(M, m0 + BLOCK_M);
+        if constexpr (SPLIT_K > 1) {  // sums[h][i][thread] in the ring's place, then each block adds up its columns in rank order
+            float* const sums = (float*)shared + group * ROW_TILES_64 * (BLOCK_M / 2) * 128 + (threadIdx.x & 127);
             asm volatile("bar.sync 3, 256;" ::: "memory");  // both warpgroups have read the ring
 #pragma unroll
-            for (int h = 0; h < MH; h++)
+            for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
-                for (int i = 0; i < NB / 2; i++) sums[(h * (NB / 2) + i) * 128] = acc[h][i];
+                for (int i = 0; i < BLOCK_M / 2; i++) sums[(h * (BLOCK_M / 2) + i) * 128] = acc[h][i];
             cluster_sync();
 #pragma unroll
-            for (int h = 0; h < MH; h++)
+            for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
                 for (int i = 0; i < COLUMNS / 2; i++) {
-                    const u32 here = shared_address(sums + (h * (NB / 2) + rank * (COLUMNS / 2) + i) * 128);
+                    const u32 here = shared_address(sums + (h * (BLOCK_M / 2) + rank * (COLUMNS / 2) + i) * 128);
                     float v = 0.f;
 #pragma unroll
-                    for (int k = 0; k < SPLIT; k++) {
-                        float one;
-                        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(one) : "r"(in_block(here, k)) : "memory");
-                        v += one;
+                    for (int k = 0; k < SPLIT_K; k++) {
+                        v += read_cluster(in_block(here, k));
                     }
                     acc[h][i] = v;
                 }
@@ -274,10 +276,10 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             const int m = m_first + i / 2 * 8 + 2 * q + i % 2;
             x_scale[i] = m < M ? __ldg(x_scales + m) : 0.f;
         }
-        const u32 staging = base + (SPLIT > 1 ? 0 : STAGES * STAGE_BYTES) + group * 32 * ROW * 2;
+        const u32 staging = base + (SPLIT_K > 1 ? 0 : STAGES * STAGE_BYTES) + group * 32 * ROW * 2;
 #pragma unroll
-        for (int h = 0; h < MH; h++) {
-            const int n_first = (n_tile * TILES + (group * MH + h) * 4) * 16;
+        for (int h = 0; h < ROW_TILES_64; h++) {
+            const int n_first = (n_tile * TILES + (group * ROW_TILES_64 + h) * 4) * 16;
 #pragma unroll
             for (int o = 0; o < 2; o++) {
                 const int n = n_first + warp * 16 + r + 8 * o;
@@ -296,8 +298,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                     if (b * 4 + i >= COLUMNS / 8) continue;
                     const float* v = acc[h] + (b * 4 + i) * 4;
                     const u32 at = staging + ((i * 8 + (lane & 7)) * ROW + warp * 16 + ((lane >> 3) & 1) * 8) * 2;
-                    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
-                                 "r"(from_floats<T>(v[0], v[1])), "r"(from_floats<T>(v[2], v[3])) : "memory");
+                    store_transposed<T>(at, v);
                 }
                 asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 #pragma unroll 2

@@ -15,19 +15,17 @@ from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import TYPES, aligned, group_argument, scales_zeros_bias, share_of_block, weight_maps
 from lowq_kernels.dispatch import policy
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, WORDS
 
 KEYS = ("ROW_TILES_64", "BLOCK_M", "SPLIT_K")
-CONFIGS: tuple[Config, ...] = tuple(
-    dict(zip(KEYS, (mh, nb, k), strict=True))
-    for mh, nb, splits in ((2, 128, (1, 2)), (1, 128, (1, 2)), (2, 64, (1, 2)), (1, 64, (1, 2, 4)))
-    for k in splits
-)
+CONFIGS = configs_of(KEYS, (
+    (2, 128, 1), (2, 128, 2), (1, 128, 1), (1, 128, 2), (2, 64, 1), (2, 64, 2), (1, 64, 1), (1, 64, 2), (1, 64, 4),
+))  # fmt: skip
 PARAMETERS = (TensorMap,) * 4 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5
 ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
-STEP = 128  # k of a stage
+BLOCK_K = 128  # k of a stage
 BAND = 8192  # rows of W whose tiles run side by side
 MAX_STAGES = 8
 SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
@@ -41,8 +39,8 @@ def sum_span(group: int) -> int:
 def plan(bits: int, group: int, config: Config) -> tuple[int, int]:
     """(stages, dynamic shared memory); under a split the fp32 sums and the staging of outputs take the ring's place."""
     tiles, split = 8 * config["ROW_TILES_64"], config["SPLIT_K"] > 1
-    words = STEP // CHUNK[bits] * tiles * WORDS[bits] * 4
-    stage = -(-(config["BLOCK_M"] * STEP + words + tiles * STEP // sum_span(group) * 32) // 1024) * 1024
+    words = BLOCK_K // CHUNK[bits] * tiles * WORDS[bits] * 4
+    stage = -(-(config["BLOCK_M"] * BLOCK_K + words + tiles * BLOCK_K // sum_span(group) * 32) // 1024) * 1024
     staging, sums = 2 * 32 * 72 * 2, config["ROW_TILES_64"] * config["BLOCK_M"] * 512 if split else 0
     stages = min(MAX_STAGES, (SHARED - (0 if split else staging)) // stage)
     return stages, max(stages * stage + (0 if split else staging), sums)
@@ -68,7 +66,7 @@ def _refuse(call: Call) -> str | None:
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
-    if config["SPLIT_K"] > math.ceil(call.K / STEP):
+    if config["SPLIT_K"] > math.ceil(call.K / BLOCK_K):
         return "nothing to split"
     return None
 
@@ -84,7 +82,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
         step = model["step_us"][f"{rows}x{nb}"]
         if call.scheme.bits <= 3 and rows * nb == 256:
             step *= model["few_bits_in_256_rows"]  # int8, 2 bits, 8192 x 8192, M = 1024: 196 us, 169 in tiles half as large
-        tile = math.ceil(math.ceil(call.K / STEP) / split) * step + model["tile_us"]
+        tile = math.ceil(math.ceil(call.K / BLOCK_K) / split) * step + model["tile_us"]
         sums = model["split_us"] + rows * nb * model["split_us_a_row"] if split > 1 else 0
         return math.ceil(tiles / max(on.clusters[split - 1], 1)) * tile + sums
 
@@ -116,9 +114,9 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
         bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), device.index
     )
     x = aligned(x)
-    steps, span = math.ceil(K / STEP), sum_span(group)
-    x8 = torch.empty(M, steps * STEP, dtype=torch.uint8, device=device)
-    columns = steps * STEP // span
+    steps, span = math.ceil(K / BLOCK_K), sum_span(group)
+    x8 = torch.empty(M, steps * BLOCK_K, dtype=torch.uint8, device=device)
+    columns = steps * BLOCK_K // span
     sums = torch.empty(M, -(-columns // 8) * 8, dtype=x.dtype, device=device)
     x_scales = torch.empty(M, dtype=torch.float32, device=device)
     rows(M, 1, 0, x.data_ptr(), x8.data_ptr(), sums.data_ptr(), x_scales.data_ptr(), K, steps, sums.shape[1])
@@ -130,9 +128,9 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
         blocks,
         1,
         smem,
-        tensor_map(x8.data_ptr(), 1, x8.shape[1], M, x8.shape[1], (STEP, nb), True),
+        tensor_map(x8.data_ptr(), 1, x8.shape[1], M, x8.shape[1], (BLOCK_K, nb), True),
         tensor_map(sums.data_ptr(), 2, columns, M, sums.shape[1] * 2, (64, nb), True),
-        *weight_maps(p, scales, None, group, STEP, tiles)[:2],
+        *weight_maps(p, scales, None, group, BLOCK_K, tiles)[:2],
         scales.data_ptr(),
         0 if zeros is None else zeros.data_ptr(),
         x_scales.data_ptr(),

@@ -154,6 +154,16 @@ def plain_code(word_0, word_1, word_2, j: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def scales_zeros(scales_ptr, zeros_ptr, meta, mask, dtype: tl.constexpr, ZERO: tl.constexpr):
+    """Scales and zeros at the offsets `meta`, in `dtype`; where there are no zeros, scales stand in for them."""
+    scales = tl.load(scales_ptr + meta, mask=mask, other=0.0).to(dtype)
+    zeros = scales
+    if ZERO != "none":
+        zeros = tl.load(zeros_ptr + meta, mask=mask, other=0.0).to(dtype)
+    return scales, zeros
+
+
+@triton.jit
 def decoded(
     word_0, word_1, word_2, zeros, scales,  # (ROWS, N) int32; zeros and scales broadcastable to it
     dtype: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, SCALED: tl.constexpr,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.dispatch.registry import Call, Config, register
-from lowq_kernels.products.triton.decode import codes_per_step, decoded
+from lowq_kernels.products.triton.decode import codes_per_step, decoded, scales_zeros
 from lowq_kernels.products.triton.product import block_k, constants, native_ptx
 from lowq_packers.layouts import PackedWeight
 
@@ -53,11 +53,7 @@ def _dequant_kernel(
         else:
             meta = (k_row // GROUP_SIZE)[:, None] * N + offs_n[None, :]
             mask = (k_row < K)[:, None] & mask_n[None, :]
-        scales = tl.load(scales_ptr + meta, mask=mask, other=0.0).to(dtype)
-        if ZERO == "none":
-            zeros = scales
-        else:
-            zeros = tl.load(zeros_ptr + meta, mask=mask, other=0.0).to(dtype)
+        scales, zeros = scales_zeros(scales_ptr, zeros_ptr, meta, mask, dtype, ZERO)
         w = decoded(word_0, word_1, word_2, zeros, scales, dtype, BITS, ZERO, True, PTX, CONSTRAINTS)
         offs_k = k0 + offs_r * E
         out_ptrs = out_ptr + offs_k.to(tl.int64)[:, None] * width + offs_out[None, :]

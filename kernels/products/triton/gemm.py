@@ -11,17 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_kernels.products.triton.fit import closest_config, tile_refusal
 from lowq_kernels.products.triton.overlap import overlap_previous
-from lowq_kernels.products.triton.partial import arrived_last, get_partial, put_partial, split_scratch
+from lowq_kernels.products.triton.partial import split_scratch, store_split_tile
 from lowq_kernels.products.triton.product import (
     block_k,
     constants,
     launch_facts,
     native_ptx,
     operands,
-    store_tile,
     tile_product,
 )
 from lowq_packers.layouts import PackedWeight
@@ -53,16 +52,9 @@ def _gemm_kernel(
     )  # fmt: skip
     if TRANSPOSED:
         acc = tl.trans(acc)
-    if SPLIT_K == 1:
-        store_tile(acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
-    else:
-        slots = partials_ptr + tile.to(tl.int64) * (SPLIT_K * BLOCK_M * BLOCK_N)
-        put_partial(acc, slots + split * (BLOCK_M * BLOCK_N), offs_m, M, BLOCK_M, BLOCK_N)
-        if arrived_last(counters_ptr + tile, SPLIT_K):
-            total = get_partial(slots, offs_m, M, BLOCK_M, BLOCK_N)
-            for s in tl.static_range(1, SPLIT_K):
-                total += get_partial(slots + s * (BLOCK_M * BLOCK_N), offs_m, M, BLOCK_M, BLOCK_N)
-            store_tile(total, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS)
+    store_split_tile(
+        acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, tile, split, partials_ptr, counters_ptr, BIAS, BLOCK_M, BLOCK_N, SPLIT_K
+    )
 
 
 def _launch(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
@@ -86,13 +78,9 @@ def _refuse(call: Call, config: Config) -> str | None:
     return None
 
 
-def _configs(*rows: tuple[int, ...]) -> tuple[Config, ...]:
-    names = ("BLOCK_M", "BLOCK_N", "ROWS", "SPLIT_K", "TRANSPOSED", "NATURAL", "num_warps", "num_stages")
-    return tuple(dict(zip(names, row, strict=True)) for row in rows)
-
-
+KEYS = ("BLOCK_M", "BLOCK_N", "ROWS", "SPLIT_K", "TRANSPOSED", "NATURAL", "num_warps", "num_stages")
 # Both lists: what won somewhere in benchmarks/triton_sweep.py on an H100, and a few for smaller GPUs.
-SPLITK_CONFIGS = _configs(
+SPLITK_CONFIGS = configs_of(KEYS, (
     (16, 64, 16, 4, 0, 0, 4, 3), (16, 64, 16, 8, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 2, 3),
     (16, 64, 16, 4, 0, 0, 2, 4), (16, 64, 16, 16, 0, 0, 4, 2), (16, 32, 16, 8, 0, 0, 2, 3),
     (16, 128, 16, 8, 0, 0, 4, 3), (16, 128, 16, 4, 0, 0, 4, 3), (16, 128, 16, 2, 0, 0, 4, 3), (16, 128, 16, 4, 0, 0, 8, 3),
@@ -103,8 +91,8 @@ SPLITK_CONFIGS = _configs(
     (64, 128, 16, 4, 1, 0, 8, 3), (64, 128, 16, 8, 1, 0, 8, 2), (64, 64, 4, 4, 0, 1, 4, 3), (64, 64, 8, 8, 0, 1, 4, 3),
     (64, 128, 4, 4, 0, 1, 8, 3), (64, 128, 8, 4, 0, 1, 8, 3), (64, 128, 16, 4, 0, 1, 8, 3),
     (128, 128, 8, 2, 0, 1, 8, 3), (128, 128, 4, 2, 0, 1, 8, 3), (128, 128, 2, 2, 0, 1, 4, 3),
-)  # fmt: skip
-GEMM_CONFIGS = _configs(
+))  # fmt: skip
+GEMM_CONFIGS = configs_of(KEYS, (
     (16, 64, 16, 1, 0, 0, 4, 3), (16, 128, 16, 1, 0, 0, 4, 3), (8, 64, 16, 1, 1, 0, 4, 3), (16, 64, 4, 1, 0, 1, 4, 3),
     (32, 64, 16, 1, 0, 0, 4, 3), (32, 128, 16, 1, 0, 0, 4, 3),
     (64, 128, 16, 1, 1, 0, 4, 3), (64, 128, 16, 1, 0, 1, 4, 3), (64, 128, 8, 1, 0, 1, 4, 3), (64, 128, 4, 1, 0, 1, 8, 3),
@@ -112,7 +100,7 @@ GEMM_CONFIGS = _configs(
     (128, 128, 16, 1, 0, 1, 8, 3), (128, 128, 8, 1, 0, 1, 4, 3), (128, 128, 8, 1, 0, 1, 8, 3), (128, 128, 4, 1, 0, 1, 8, 4),
     (128, 128, 2, 1, 0, 1, 4, 3), (128, 64, 16, 1, 0, 1, 4, 3), (128, 64, 4, 1, 0, 1, 4, 3),
     (256, 128, 8, 1, 0, 1, 8, 3), (256, 128, 4, 1, 0, 1, 8, 3), (256, 128, 2, 1, 0, 1, 8, 3),
-)  # fmt: skip
+))  # fmt: skip
 _FACTS = {"layouts": ("strided",), "devices": ("cuda",), "config_refuse": _refuse, "default_config": closest_config}
 register("triton/gemm_splitk", preferred_m=(1, 64), rank=40, configs=SPLITK_CONFIGS, **_FACTS)(_launch)
 register("triton/gemm", preferred_m=(65, 191), rank=50, configs=GEMM_CONFIGS, **_FACTS)(_launch)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_kernels.products.triton.decode import codes_per_step, decode_ptx, decoded
 from lowq_kernels.products.triton.fit import imbalance
 from lowq_kernels.products.triton.overlap import overlap_previous
@@ -170,10 +170,12 @@ def refuse(call: Call, config: Config) -> str | None:
     return "fewer steps of k than splits" if config["SPLIT_K"] > steps else None
 
 
+KEYS = ("BLOCK_N", "ROWS", "SPLIT_K", "num_warps", "num_stages", "SHARE")
+
+
 def configs(*rows: tuple[int, ...], share: int = 1) -> tuple[Config, ...]:
     """Configs from (BLOCK_N, ROWS, SPLIT_K, num_warps, num_stages) each, SHARE steps under one load of scales."""
-    names = ("BLOCK_N", "ROWS", "SPLIT_K", "num_warps", "num_stages")
-    return tuple(dict(zip(names, row, strict=True)) | {"SHARE": share} for row in rows)
+    return configs_of(KEYS, ((*row, share) for row in rows))
 
 
 FACTS = {"layouts": ("strided",), "devices": ("cuda",), "m_range": (1, M_MAX), "config_refuse": refuse}

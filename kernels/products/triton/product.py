@@ -17,7 +17,7 @@ import triton.language as tl
 
 from lowq_kernels import gpu
 from lowq_kernels.dispatch.registry import Call, Config
-from lowq_kernels.products.triton.decode import codes_per_step, decode_ptx, decoded, interleaved, positions
+from lowq_kernels.products.triton.decode import codes_per_step, decode_ptx, decoded, interleaved, positions, scales_zeros
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
 
@@ -134,20 +134,12 @@ def tile_product(
             k_row = k0 + offs_r * E
             mask = (k_row < K)[:, None] & mask_n[None, :]
             meta = (k_row // GROUP_SIZE)[:, None] * N + offs_n[None, :]
-            code_scales = tl.load(scales_ptr + meta, mask=mask, other=0.0).to(dtype)
-            if ZERO == "none":
-                zeros = code_scales
-            else:
-                zeros = tl.load(zeros_ptr + meta, mask=mask, other=0.0).to(dtype)
+            code_scales, zeros = scales_zeros(scales_ptr, zeros_ptr, meta, mask, dtype, ZERO)
             w = decoded(word_0, word_1, word_2, zeros, code_scales, dtype, BITS, ZERO, True, PTX, CONSTRAINTS)
             if SCALE == "half":  # codes 16 .. 31 of a row may lie in the next group
                 mask = (k_row + 16 < K)[:, None] & mask_n[None, :]
                 meta = ((k_row + 16) // GROUP_SIZE)[:, None] * N + offs_n[None, :]
-                code_scales = tl.load(scales_ptr + meta, mask=mask, other=0.0).to(dtype)
-                if ZERO == "none":
-                    zeros = code_scales
-                else:
-                    zeros = tl.load(zeros_ptr + meta, mask=mask, other=0.0).to(dtype)
+                code_scales, zeros = scales_zeros(scales_ptr, zeros_ptr, meta, mask, dtype, ZERO)
                 w_high = decoded(word_0, word_1, word_2, zeros, code_scales, dtype, BITS, ZERO, True, PTX, CONSTRAINTS)
 
         if SCALE == "sum":
@@ -195,13 +187,3 @@ def tile_product(
         else:
             acc = part
     return acc
-
-
-@triton.jit
-def store_tile(acc, bias_ptr, y_ptr, M, N, offs_m, offs_n, BIAS: tl.constexpr):
-    """y[offs_m, offs_n] = acc (+ bias), acc (BLOCK_M, BLOCK_N) fp32, rounded once."""
-    mask_n = offs_n < N
-    if BIAS:
-        acc += tl.load(bias_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
-    y_ptrs = y_ptr + offs_m[:, None].to(tl.int64) * N + offs_n[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(offs_m < M)[:, None] & mask_n[None, :])

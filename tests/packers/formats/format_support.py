@@ -4,7 +4,7 @@ import torch
 
 from lowq_packers import formats
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import BITS
+from lowq_packers.scheme import BITS, Scheme
 
 NAME = "model.layers.3.mlp.up_proj"
 ST = {
@@ -93,6 +93,9 @@ HELD = {
     "hqq": [(b, z) for b in BITS for z in ("float", "int", "none")],
     "gemlite": [(b, z) for b in (8, 4, 2, 1) for z in ("float", "int", "none")],
 }
+for fmt in WRITERS:  # of a new format, what it says itself
+    schemes = [(b, z) for b in BITS for z in ("float", "int", "none")]
+    HELD.setdefault(fmt.name, [s for s in schemes if fmt.why_not(Scheme(s[0], 64, s[1]), 64, 128) is None])
 
 
 def dense(codes, bits):

@@ -150,7 +150,7 @@ def test_ct_target_of_a_group():
         "c": {"targets": [NAME], "weights": {"num_bits": 2}},
     }
     found = [
-        compressed_tensors._group_of({"config_groups": groups}, n)["weights"]["num_bits"]
+        compressed_tensors._Groups({"config_groups": groups}).weights(n, "pack-quantized", {})["num_bits"]
         for n in ("x.down_proj", "x.up_proj", NAME)
     ]
     assert found == [8, 4, 2]

@@ -9,6 +9,7 @@ New     the token's own k and v go from registers into the tile as well as into 
 Early   with dependent launch, the position and the slots before it are read before the previous kernel has ended: they were
         written in an earlier step, and every step begins with a kernel that waits for all before it (torch's embedding
         look-up is not launched dependently)
+Paged   PAGE slots a block, found by a table that is read a tile ahead; 0: a cache a sequence, and not a line of it compiled in
 Limits  D <= 256, S * D < 2^31 per head; counters start at zero and are left at zero
 Dtypes  fp16, bf16, fp32 (not by way of tf32)
 Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
@@ -32,6 +33,8 @@ BLOCK_N = 64
 NUM_WARPS = 4
 PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
 MOST_SPLITS = 16
+PAGED_SPLITS = 4  # at least: in a batch of many texts a long one must not keep the others waiting
+LEAST = 512  # slots of a program over a paged cache where heads alone fill the GPU: short texts are not cut up
 LOG2E = 1.4426950408889634
 
 
@@ -48,11 +51,19 @@ def _head(ptr, partner_ptr, norm_ptr, offs_d, partner, cos, sin, mask, mask_d, e
 
 
 @triton.jit
+def _in_pages(table, slots, end, h, HKV: tl.constexpr, PAGE: tl.constexpr):
+    """Where slots (n,) of key head `h` lie in a paged cache, in rows of D; the table is read below `end` only."""
+    pages = tl.load(table + slots // PAGE, mask=slots < end, other=0).to(tl.int64)
+    return (pages * HKV + h) * PAGE + slots % PAGE
+
+
+@triton.jit
 def _attend_kernel(
     qkv_ptr,
     k_ptr,
     v_ptr,
     pos_ptr,
+    table_ptr,
     cos_ptr,
     sin_ptr,
     q_norm_ptr,
@@ -74,6 +85,8 @@ def _attend_kernel(
     PARTS_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    LEAST: tl.constexpr,
     NORM: tl.constexpr,
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
@@ -89,6 +102,8 @@ def _attend_kernel(
     n = pos + 1
     first = tl.maximum(n - window, 0)
     chunk = tl.cdiv(tl.cdiv(n - first, SPLITS), BLOCK_N) * BLOCK_N
+    if PAGE:
+        chunk = tl.maximum(chunk, LEAST)
     live = tl.cdiv(n - first, chunk)  # splits that have something to do
     if split >= live:
         return
@@ -97,8 +112,15 @@ def _attend_kernel(
     old_end = tl.minimum(end, pos)
     slots = head.to(tl.int64) * S * D
     dtype = k_ptr.dtype.element_ty
-    tile = slots + (begin + tl.arange(0, BLOCK_N))[:, None] * D + offs_d[None, :]
-    old = (begin + tl.arange(0, BLOCK_N) < old_end)[:, None] & mask_d[None, :]
+    offs_n = begin + tl.arange(0, BLOCK_N)
+    if PAGE:  # whose blocks are in this tile and the one after it; a slot's place is the only thing that differs
+        table = table_ptr + b * S
+        at, soon = _in_pages(table, offs_n, end, h, HKV, PAGE), offs_n + BLOCK_N
+        ahead_at = _in_pages(table, soon, end, h, HKV, PAGE)
+        tile = at[:, None] * D + offs_d[None, :]
+    else:
+        tile = slots + offs_n[:, None] * D + offs_d[None, :]
+    old = (offs_n < old_end)[:, None] & mask_d[None, :]
     k = tl.load(k_ptr + tile, mask=old, other=0.0)
     v = tl.load(v_ptr + tile, mask=old, other=0.0)
     partner = tl.where(offs_d < R // 2, offs_d + R // 2, tl.where(offs_d < R, offs_d - R // 2, offs_d))
@@ -131,7 +153,11 @@ def _attend_kernel(
     ).to(dtype)
     new_v = tl.load(token + (HKV * G + HKV + h) * D + offs_d, mask=mask_d, other=0.0)[None, :]
     if (begin <= pos) & (pos < end):  # this program's chunk holds the new token
-        here = slots + pos * D + offs_d[None, :]
+        if PAGE:
+            page = tl.load(table + pos // PAGE).to(tl.int64)
+            here = ((page * HKV + h) * PAGE + pos % PAGE) * D + offs_d[None, :]
+        else:
+            here = slots + pos * D + offs_d[None, :]
         tl.store(k_ptr + here, new_k, mask=mask_d[None, :])
         tl.store(v_ptr + here, new_v, mask=mask_d[None, :])
 
@@ -144,7 +170,11 @@ def _attend_kernel(
         k_now = tl.where(is_new, new_k, k)
         v_now = tl.where(is_new, new_v, v)
         ahead = offs_n + BLOCK_N  # the next tile is on its way while this one is used
-        tile = slots + ahead[:, None] * D + offs_d[None, :]
+        if PAGE:
+            tile = ahead_at[:, None] * D + offs_d[None, :]
+            ahead_at = _in_pages(table, ahead + BLOCK_N, end, h, HKV, PAGE)
+        else:
+            tile = slots + ahead[:, None] * D + offs_d[None, :]
         old = (ahead < old_end)[:, None] & mask_d[None, :]
         k = tl.load(k_ptr + tile, mask=old, other=0.0)
         v = tl.load(v_ptr + tile, mask=old, other=0.0)
@@ -215,18 +245,22 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    table: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
+    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
     B, S, G = qkv.shape[0], k_cache.shape[2], h.HQ // h.HKV
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
-    splits = splits_for(B * h.HKV)
+    splits, page, slots = splits_for(B * h.HKV), 0, S
+    if table is not None:  # S: the table's width
+        splits, page, S, slots = max(PAGED_SPLITS, splits), S, table.shape[1], table.shape[1] * S
     part, sums, count = _scratch(qkv.device, B * h.HKV, splits * G * max(h.D, 2))
     _attend_kernel[(B * h.HKV, splits)](
         qkv,
         k_cache,
         v_cache,
         pos,
+        table,
         cos,
         sin,
         h.q_norm,
@@ -238,7 +272,7 @@ def attend(
         S,
         h.scale * LOG2E,
         h.eps,
-        h.window or S + 1,
+        h.window or slots + 1,
         HKV=h.HKV,
         G=G,
         D=h.D,
@@ -248,6 +282,8 @@ def attend(
         BLOCK_G=max(16, triton.next_power_of_2(G)),
         BLOCK_D=max(16, triton.next_power_of_2(h.D)),
         BLOCK_N=BLOCK_N,
+        PAGE=page,
+        LEAST=LEAST if page and B * h.HKV >= PROGRAMS else 0,
         NORM=h.q_norm is not None,
         num_warps=NUM_WARPS,
         num_stages=1,

@@ -14,6 +14,8 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "max_position_embeddings",
 )
+ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as config.json spells them -> as lowq does
+ROPES = ("default", "linear", "llama3", "yarn")  # kinds of rotary angles that do not depend on the length of the text
 BY_TYPE = ("full_attention", "sliding_attention")
 
 
@@ -42,6 +44,8 @@ def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Family]:
         raise NotPlain("config.json has more layers than the files have tensors")
     if not isinstance(fields.get("rms_norm_eps"), float):
         raise NotPlain("config.json has no rms_norm_eps")
+    if (act := fields.get("hidden_activation") or fields.get("hidden_act")) not in ACTS:
+        raise NotPlain(f"activation {act}")
     heads = fields["num_attention_heads"]
     fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
     fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads
@@ -52,6 +56,8 @@ def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Family]:
         fields["sliding_window"] = None
     if family.layer_types and fields.get("layer_types") is None:
         fields["layer_types"] = family.layer_types(fields)
+    if family.windows == "every layer" and "layer_types" in fields:  # mistral's have transformers take Ministral's class
+        raise NotPlain("config.json has layer_types, which its family has not")
     kinds = fields.get("layer_types") or []
     if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not set(kinds) <= set(BY_TYPE)):
         raise NotPlain("config.json has layers of an unusual kind")
@@ -94,4 +100,6 @@ def _checked(rope: dict[str, Any]) -> dict[str, Any]:
     numbers = ("rope_theta", *needs.get(str(rope["rope_type"]), ()))
     if any(isinstance(v, Mapping) for v in rope.values()) or not all(type(rope.get(n)) in (int, float) for n in numbers):
         raise NotPlain("config.json has rope_parameters of an unusual kind")
+    if rope["rope_type"] not in ROPES:
+        raise NotPlain(f"rotary angles of the kind {rope['rope_type']}, which may depend on the length of the text")
     return rope

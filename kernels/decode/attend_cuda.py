@@ -16,16 +16,27 @@ from lowq_kernels.counters import counters
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.decode.attend import AttendCall
-from lowq_kernels.decode.attention import LOG2E
+from lowq_kernels.decode.attend import LONG, AttendCall
+from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
-PARAMETERS = (*(ctypes.c_void_p,) * 11, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
+PARAMETERS = (*(ctypes.c_void_p,) * 12, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
+WIDE = 8  # warps of a block where blocks fill the GPU
 CLUSTER = 8  # blocks: what every GPU with clusters allows
+MOST_PER_SM = 1  # key heads of all sequences together, where blocks fill the GPU
 MOST_HEADS = 32  # key heads of all sequences together, of short caches
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
-LONG = 4096  # slots of a cache from which blocks fill the GPU: clusters of 8 leave half of its SMs without one
+
+
+def _ring(D: int, warps: int) -> int:
+    """Bytes of shared memory of a block: each warp has two tiles of 16 slots, k and v, on their way."""
+    return 2 * warps * 64 * D
+
+
+def _fills(S: int, D: int, on: gpu.Gpu) -> bool:
+    """Whether as many blocks of WIDE warps as fill the GPU share each sequence-head, not a cluster."""
+    return S >= LONG and _ring(D, WIDE) + STATIC <= on.smem_block
 
 
 def _refuse(call: AttendCall) -> str | None:
@@ -34,14 +45,17 @@ def _refuse(call: AttendCall) -> str | None:
         return f"takes heads of 64 or 128 with up to 8 queries, not D={call.D}, R={call.R}, {queries} queries a key head"
     if call.norm not in (None, call.dtype, torch.float32):
         return f"takes norms of {call.dtype} or fp32"
-    if (gpu.here().sms if call.S >= LONG else MOST_HEADS) < call.M * call.HKV:
+    if call.block and (call.block < 16 or call.block & (call.block - 1)):
+        return f"takes blocks of a power of two from 16 slots up, not {call.block}"
+    on = gpu.here()
+    if (on.sms * MOST_PER_SM if _fills(call.S, call.D, on) else MOST_HEADS) < call.M * call.HKV:
         return f"{call.M * call.HKV} key heads of all sequences, which Triton's kernel takes as fast"
     return None
 
 
-def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int) -> str:
-    """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}>"
+def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int, page: int = 0) -> str:
+    """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots of a block, or 0."""
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {page}>"
 
 
 @cache
@@ -61,36 +75,40 @@ def attend(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
+    table: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
-    """As `reference.attend`; qkv and caches contiguous, pos (B,) int32, cos and sin (S, R)."""
+    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
     R = cos.shape[1]
-    B, S = qkv.shape[0], k_cache.shape[2]
+    B, S, page, width = qkv.shape[0], k_cache.shape[2], 0, 0
+    if table is not None:
+        S, page, width = table.shape[1] * S, S, table.shape[1]
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
-    tile = 64 * h.D  # bytes of 16 slots, k and v; a warp has two on their way
     on = gpu.here(qkv.device.index)
-    long = S >= LONG and 16 * tile + STATIC <= on.smem_block
-    warps, cluster = (8, 1) if long else (4, CLUSTER)
+    warps, cluster = (WIDE, 1) if _fills(S, h.D, on) else (4, CLUSTER)
     G, heads = h.HQ // h.HKV, B * h.HKV
     blocks = max(1, on.sms // heads) if cluster == 1 else cluster
     partial = arrived = None
     if cluster == 1 and blocks > 1:
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
-    instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster)
-    kernel = _kernel(instance, qkv.device.index, warps, 2 * warps * tile, cluster, launch.enabled)
+    instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster, page)
+    kernel = _kernel(instance, qkv.device.index, warps, _ring(h.D, warps), cluster, launch.enabled)
     kernel(
         blocks,
         heads,
-        2 * warps * tile,
-        *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos, cos, sin)),
+        _ring(h.D, warps),
+        *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos)),
+        0 if table is None else table.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),
         y.data_ptr(),
         0 if partial is None else partial.data_ptr(),
         0 if arrived is None else arrived.data_ptr(),
-        S,
+        width or S,
         h.HKV,
         h.window or S + 1,
         h.scale * LOG2E,

@@ -1,0 +1,20 @@
+"""docs/serving.md: the soak. Results: cpu/serve_soak.json, of serve_soak.py."""
+
+from pages import part, read
+
+BAD = ("json", "types", "large", "long", "utf8", "half", "slow")
+
+
+@part
+def soak() -> str:
+    """What the long soak met."""
+    r = read("cpu/serve_soak.json")
+    bad = sum(n for kind, n in r["counts"].items() if kind.split()[0] in BAD)
+    rss = r["rss_mb"]
+    return (
+        f"{r['requests']:,} requests of {r['users']} users to the bundled model on a CPU ({r['date']}, {r['seconds']:.0f} s, "
+        f"`{r['flags']}`): {r['counts']['left']:,} broken off by the client, {bad:,} malformed or slow, "
+        f"{r['counts']['equal']:,} answers, each the text of its prompt alone. {r['wrong']} wrong or lost, "
+        f"{r['internal_errors']} internal errors; the process held {rss['after_a_quarter']} MB after a quarter of the time and "
+        f"{rss['end']} MB at its end.\n"
+    )

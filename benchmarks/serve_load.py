@@ -1,0 +1,102 @@
+"""The load that servers are measured under: so many users, each of whom sends the next request when the last is answered.
+
+    from serve_load import requests, closed_loop
+
+Prompts and answers have lognormal lengths (medians 300 and 200 tokens, sigma 0.6, seeded), prompts are random token ids and
+answers go on to their length, so that every engine does the same work. `benchmarks/vllm_speed.py` runs it in vLLM.
+"""
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+MEDIAN_PROMPT, MEDIAN_NEW, SIGMA = 300, 200, 0.6
+LONGEST_PROMPT, LONGEST_NEW = 2000, 1000  # of 1,000 draws one is longer
+SEED = 19
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: a prompt's token ids and how many tokens to answer."""
+
+    number: int
+    prompt: list[int]
+    new: int
+
+
+@dataclass
+class Answered:
+    """When a request was sent, and when which number of its tokens came: seconds of the same clock."""
+
+    sent: float
+    times: list[tuple[float, int]] = field(default_factory=list)
+
+
+def requests(vocabulary: int, seed: int = SEED) -> Iterator[Asked]:
+    """Without end, the same for the same seed. Ids from 3 on: those before are special in most vocabularies."""
+    rng = random.Random(seed)
+
+    def length(median: int, longest: int) -> int:
+        return max(1, min(longest, round(rng.lognormvariate(math.log(median), SIGMA))))
+
+    for number in itertools.count():
+        prompt, new = length(MEDIAN_PROMPT, LONGEST_PROMPT), length(MEDIAN_NEW, LONGEST_NEW)
+        yield Asked(number, [rng.randrange(3, vocabulary) for _ in range(prompt)], new)
+
+
+def closed_loop(
+    users: int,
+    count: int,
+    asked: Iterator[Asked],
+    send: Callable[[Asked], None],
+    step: Callable[[], list[tuple[int, int, bool]]],
+) -> dict[str, Any]:
+    """Keep `users` requests under way until `count` are answered; a row of what they saw.
+
+    Args:
+        send: hand a request to the engine.
+        step: let the engine go on; (number, new tokens, whether it is done) of each request that got some.
+    Returns:
+        tokens_per_s until then, of all answers; ttft_ms and between_ms (p50, p99) of the answered ones: from sending to the
+        first token, and between tokens, those that come together a gap of 0.
+    """
+    began, under_way, done, made = time.perf_counter(), {}, [], 0
+
+    def one_more() -> None:
+        request = next(asked)
+        under_way[request.number] = Answered(time.perf_counter())
+        send(request)
+
+    for _ in range(users):
+        one_more()
+    while len(done) < count:
+        found = step()
+        now = time.perf_counter()
+        for number, tokens, ended in found:
+            made += tokens
+            if tokens:
+                under_way[number].times.append((now, tokens))
+            if ended:
+                done.append(under_way.pop(number))
+                one_more()
+    seconds = time.perf_counter() - began
+    first = [a.times[0][0] - a.sent for a in done]
+    between = [gap for a in done for gap in _gaps(a.times)]
+    row = {"users": users, "requests": count, "seconds": seconds, "tokens_per_s": made / seconds}
+    return row | {"ttft_ms": percentiles(first), "between_ms": percentiles(between)}
+
+
+def _gaps(times: list[tuple[float, int]]) -> Iterator[float]:
+    for (before, _), (now, tokens) in itertools.pairwise(times):
+        yield now - before
+        yield from [0.0] * (tokens - 1)
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    """p50 and p99 in milliseconds: the smallest value that so many are not above."""
+    ordered = sorted(seconds)
+    return {f"p{p}": 1e3 * ordered[math.ceil(p / 100 * len(ordered)) - 1] for p in (50, 99)} if ordered else {}

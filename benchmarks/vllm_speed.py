@@ -1,0 +1,242 @@
+"""vLLM with its own kernels and with lowq's, on one model of random weights. benchmarks/results/<gpu>/vllm_SHAPE.json.
+
+    python benchmarks/vllm_speed.py --work /dev/shm/x [--shape 8b] [--runs 4:export,4:lowq,8:export,8:lowq,2:lowq] [--full 4]
+
+A run is bits:kernels; "export" is compressed-tensors, which vLLM has kernels for, of the same checkpoint. Every run is an
+engine in a process of its own; all start side by side and measure one after another, each holding the GPU alone meanwhile.
+Runs of --full bits also read 8 x 4,400 tokens, take steps apart by torch's profiler and serve users in a closed loop.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pages import results_of
+from safetensors.torch import save_file
+from serve_load import LONGEST_NEW, LONGEST_PROMPT, Asked, closed_loop, requests
+
+from lowq_cli import demo
+from lowq_cli.files.quant_config import compact
+from lowq_cli.interop import vllm_speed
+from lowq_cli.interop.exporter import export
+from lowq_packers.scheme import Scheme
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
+         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072},
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192, "max_position_embeddings": 8192},
+}  # fmt: skip
+USERS = {1: 6, 16: 48, 64: 160, 128: 256}  # -> requests that are answered
+SIZES = (1, 2, 4, *range(8, 257, 8), 320, 384, 448, 512)  # batches that are captured: vLLM's own, thinned above 256
+PROFILED = (1, 64)
+STEPS = 24
+Row = dict[str, Any]
+
+
+def make(folder: Path, shape: str, bits: int, device: str) -> None:
+    """A checkpoint of random codes, groups of 128 without zeros, 16-bit embedding and head; a file for eight layers."""
+    folder.mkdir(parents=True)
+    c, scheme = SHAPES[shape], Scheme(bits, 128, "none")
+    H, inner, q = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"] * c["head_dim"]
+    kv = c["num_key_value_heads"] * c["head_dim"]
+    linears = {"self_attn.q_proj": (q, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H), "self_attn.o_proj": (H, q),
+               "mlp.gate_proj": (inner, H), "mlp.up_proj": (inner, H), "mlp.down_proj": (H, inner)}  # fmt: skip
+    g = torch.Generator(device).manual_seed(bits)
+    half = {"dtype": torch.float16, "device": device}
+    spread = (scheme.levels**2 / 12) ** 0.5  # of codes
+    index, schemes = {}, {}
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        save_file({k: t.cpu() for k, t in tensors.items()}, folder / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, name))
+
+    for first in range(0, c["num_hidden_layers"], 8):
+        tensors = {}
+        for at in (f"model.layers.{i}." for i in range(first, min(first + 8, c["num_hidden_layers"]))):
+            for leaf, (N, K) in linears.items():
+                words = torch.randint(-(1 << 31), 1 << 31, (N, K * bits // 32), device=device, generator=g)
+                tensors[f"{at}{leaf}.weight"] = words.to(torch.int32)
+                tensors[f"{at}{leaf}.weight_scale"] = torch.full((N, K // 128), K**-0.5 / spread, **half)  # type: ignore[arg-type]
+                schemes[at + leaf] = scheme
+            tensors |= {f"{at}{norm}.weight": torch.ones(H, **half) for norm in ("input_layernorm", "post_attention_layernorm")}
+        write(f"layers-{first}.safetensors", tensors)
+    dense = {f"{n}.weight": torch.empty(c["vocab_size"], H, **half).normal_(0, H**-0.5, generator=g)
+             for n in ("model.embed_tokens", "lm_head")}  # fmt: skip
+    write("dense.safetensors", dense | {"model.norm.weight": torch.ones(H, **half)})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    config = LLAMA | c | {"dtype": "float16", "quantization_config": compact(schemes, ["model.embed_tokens", "lm_head"])}
+    (folder / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(demo.__path__[0]) / file, folder / file)
+
+
+def profiled(llm: Any, batch: int) -> Row:
+    """What the GPU does in a decode step: us and calls a kernel, and how long it waits."""
+    from torch.profiler import ProfilerActivity, profile
+
+    vllm_speed.timed(llm, batch, 32, STEPS, 1)
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        (seconds,) = vllm_speed.timed(llm, batch, 32, STEPS, 1)[:1]
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for e in prof.key_averages():
+        us = e.self_device_time_total
+        if us:
+            found = kernels[e.key[:110]]
+            found[0], found[1] = found[0] + us, found[1] + e.count
+    runs = 2 * STEPS  # timed() warms up once; the first step of each reads the prompts
+    rows = [{"kernel": k, "us": us / runs, "calls": n / runs} for k, (us, n) in kernels.items()]
+    rows.sort(key=lambda r: -r["us"])
+    busy = sum(r["us"] for r in rows)
+    for r in rows[:22]:
+        print(f"   {r['us']:8.1f} us {r['calls']:7.2f} x  {r['kernel'][:100]}", flush=True)
+    print(
+        f"   batch {batch}: busy {busy:.0f} us a step, {seconds / STEPS * 1e6:.0f} us on the clock under the profiler",
+        flush=True,
+    )
+    return {"what": "step", "batch": batch, "busy_us": busy, "kernels": rows[:40]}
+
+
+def served(llm: Any, users: int, count: int) -> Row:
+    """The closed loop in vLLM's engine."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+
+    def send(asked: Asked) -> None:
+        draw = SamplingParams(temperature=0, max_tokens=asked.new, ignore_eos=True, detokenize=False,
+                              output_kind=RequestOutputKind.DELTA)  # fmt: skip
+        engine.add_request(str(asked.number), {"prompt_token_ids": asked.prompt}, draw)
+
+    def step() -> list[tuple[int, int, bool]]:
+        return [(int(o.request_id.split("-")[0]), len(o.outputs[0].token_ids), o.finished) for o in engine.step()]
+
+    row = closed_loop(users, count, requests(engine.model_config.get_vocab_size()), send, step)
+    engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return {"what": "users", **row}
+
+
+def one(args: argparse.Namespace) -> None:
+    """One engine: start, wait for the GPU, measure, write."""
+    full = args.full == "yes"
+    longest = max(LONGEST_PROMPT + LONGEST_NEW, vllm_speed.LONG[1]) + 8 if full else 512
+    batches = [int(b) for b in args.batches.split(",")]
+    more: dict[str, Any] = {
+        "max_num_seqs": max(batches),
+        "cudagraph_capture_sizes": [n for n in SIZES if n <= 2 * max(batches)],
+    }
+    if args.eager:
+        more = {"enforce_eager": True, "max_num_seqs": max(batches)}
+    llm, facts = vllm_speed.start(
+        args.folder,
+        max_model_len=longest,
+        kv_cache_memory_bytes=args.cache << 30,
+        gpu_memory_utilization=0.05,
+        attention_backend="FLASH_ATTN",
+        **more,
+    )
+    row = {"bits": args.bits, "kernels": args.kernels, **facts, "rows": []}
+    print(f"{args.bits}:{args.kernels} ready after {facts['start_s']:.0f} s; weights {facts['weights_gb']:.3f} GB", flush=True)
+
+    def add(found: Row) -> None:
+        row["rows"].append(found)
+        told = {k: round(v, 2) if isinstance(v, float) else v for k, v in found.items() if k not in ("kernels", "seconds")}
+        print(f"{args.bits}:{args.kernels} {told}", flush=True)
+        part = args.out.with_suffix(".part")
+        part.write_text(json.dumps(row))
+        part.replace(args.out)
+
+    (args.work / f"ready-{args.bits}-{args.kernels}").touch()
+    for name in args.ready.split(","):  # an engine that still compiles, or records graphs, would be in the others' times
+        while not (args.work / f"ready-{name}").exists():
+            time.sleep(0.05)
+    time.sleep(0 if full else 1)  # the full runs go first
+    with args.turn.open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        steps = [lambda b=b: vllm_speed.measure(llm, [b])[0] for b in batches]
+        if full:
+            steps += [lambda: vllm_speed.read_long(llm)] if not args.eager else []
+            served(llm, min(64, max(batches)), 64)  # prompts of all lengths: kernels for numbers of rows not met yet
+            steps += [lambda u=u, n=n: served(llm, u, n) for u, n in USERS.items() if u <= max(batches)]
+            steps += [lambda b=b: profiled(llm, b) for b in PROFILED if b <= max(batches)]
+        for take in steps:
+            try:
+                add(take())
+            except Exception as e:  # the others are still worth having
+                print(f"{args.bits}:{args.kernels} failed: {type(e).__name__}: {e}"[:300], flush=True)
+
+
+def main() -> None:
+    """Make the checkpoints, start the engines, write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--runs", default="4:export,4:lowq,8:export,8:lowq,2:lowq")
+    parser.add_argument("--full", default="4", help="bits whose runs measure everything, as 4,8")
+    parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--cache", type=int, default=14, help="GB of each engine's cache")
+    parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs: to try the script")
+    parser.add_argument("--out", type=Path)
+    for hidden in ("--folder", "--turn"):
+        parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
+    for hidden in ("--bits", "--kernels", "--ready"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.folder:
+        return one(args)
+    device = torch.cuda.get_device_name(0)
+    began = time.perf_counter()
+    full_bits = args.full.split(",")
+    runs = sorted((tuple(r.split(":")) for r in args.runs.split(",")), key=lambda r: r[0] not in full_bits)
+    for bits in sorted({bits for bits, _ in runs}):
+        make(args.work / bits, args.shape, int(bits), "cuda")
+        if (bits, "export") in runs:
+            export(args.work / bits, "compressed-tensors", args.work / f"{bits}-export")
+    torch.cuda.empty_cache()
+    print(f"checkpoints made in {time.perf_counter() - began:.0f} s", flush=True)
+    started = []
+    names = ["-".join(run) for run in runs]
+    for bits, kernels in runs:
+        folder, out = args.work / (bits if kernels == "lowq" else f"{bits}-export"), args.work / f"{bits}-{kernels}.json"
+        full, cache = ("yes", args.cache) if bits in full_bits else ("no", min(args.cache, 8))
+        given = {"folder": folder, "turn": args.work / "turn", "bits": bits, "kernels": kernels, "ready": ",".join(names)}
+        given |= {"out": out, "work": args.work, "full": full, "batches": args.batches, "cache": cache}
+        line = [sys.executable, __file__, *(str(word) for key, value in given.items() for word in (f"--{key}", value))]
+        line += ["--eager"] if args.eager else []
+        started.append((out, subprocess.Popen(line, env={**os.environ, "VLLM_USE_DEEP_GEMM": "0"})))
+    facts: Row = {"shape": args.shape, "device": device, "date": datetime.now(UTC).isoformat("T", "seconds")}
+    facts |= {p: version(p) for p in ("lowq", "torch", "transformers", "vllm")} | {"captured": SIZES, "side_by_side": len(runs)}
+    to = args.out or results_of(device) / f"vllm_{args.shape}.json"
+
+    def write() -> None:
+        found = [json.loads(o.read_text()) for o, _ in started if o.is_file()]
+        to.write_text(json.dumps({**facts, "runs": found}, indent=1) + "\n")
+
+    while any(process.poll() is None for _, process in started):
+        time.sleep(1)
+        for name, (_, process) in zip(names, started, strict=True):
+            if process.poll() is not None:  # one that failed to start keeps nobody waiting
+                (args.work / f"ready-{name}").touch()
+        write()
+    write()
+    print(f"wrote {to}")
+
+
+if __name__ == "__main__":
+    main()

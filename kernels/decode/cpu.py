@@ -1,0 +1,100 @@
+"""add_norm, gated and attend by own C++ (products/cpu/step.h), where `reference` makes a dozen small tensors of each.
+
+Of a token of a 1B model by 4 bits they were 8 of 45 ms. What step.h does not take (odd heads, other strides, no compiler)
+goes to `reference`, which says what each means.
+"""
+
+import ctypes
+
+import torch
+
+from lowq_kernels.decode import reference
+from lowq_kernels.decode.reference import Heads
+from lowq_kernels.products.cpu import native
+from lowq_kernels.products.cpu.native import DTYPES
+
+LANES = 16  # head dims are whole registers of any instruction set
+
+
+def _struct(name: str, **fields: str) -> type[ctypes.Structure]:
+    """A struct of args.h from the names of its fields, by type."""
+    kinds = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+    members = [(field, kinds[kind]) for kind, names in fields.items() for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": members})
+
+
+ADD_NORM, GATED, ATTEND = range(3)
+ARGS = (
+    _struct("Norm", p="x delta post weight y", i="M H dtype meta threads", f="eps"),
+    _struct("Gated", p="x y", i="M I dtype gelu threads"),
+    _struct(
+        "Attend",
+        p="qkv k v cos sin pos table q_norm k_norm y",
+        q="block head",
+        i="B HQ HKV D R BLOCK wide window dtype meta threads",
+        f="scale eps",
+    ),
+)
+
+
+def _run(what: int, dtype: torch.dtype, tensors: dict[str, torch.Tensor | None], **numbers: float) -> None:
+    pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
+    args = ARGS[what](**pointers, **numbers, dtype=DTYPES[dtype], threads=torch.get_num_threads())
+    native.library().lowq_cpu_step(native.isa()[0], what, DTYPES[dtype], ctypes.byref(args))  # type: ignore[union-attr]
+
+
+def _taken(*tensors: torch.Tensor | None) -> bool:
+    """Whether own code is here and takes these: closed up, in dtypes that it knows."""
+    return native.library() is not None and all(t is None or (t.is_contiguous() and t.dtype in DTYPES) for t in tensors)
+
+
+def add_norm(
+    x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, post: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `reference.add_norm`."""
+    odd = (delta is not None and delta.dtype != x.dtype) or (post is not None and post.dtype != weight.dtype)
+    if odd or not _taken(x, delta, weight, post):
+        return reference.add_norm(x, delta, weight, eps, post)
+    y = torch.empty_like(x)
+    tensors = {"x": x, "delta": delta, "post": post, "weight": weight, "y": y}
+    _run(ADD_NORM, x.dtype, tensors, M=x.shape[0], H=x.shape[1], meta=DTYPES[weight.dtype], eps=eps)
+    return y
+
+
+def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
+    """As `reference.gated`."""
+    if not _taken(gate_up):
+        return reference.gated(gate_up, act)
+    M, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(M, inner, dtype=gate_up.dtype)
+    _run(GATED, y.dtype, {"x": gate_up, "y": y}, M=M, I=inner, gelu=act == "gelu_tanh")
+    return y
+
+
+def attend(
+    qkv: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `reference.attend`."""
+    norms, dtype = (h.q_norm, h.k_norm), qkv.dtype
+    alike = all(t.dtype == dtype for t in (k_cache, v_cache, cos, sin)) and k_cache.stride() == v_cache.stride()
+    closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()
+    paged = table is None or (table.dtype == torch.int32 and table.stride(1) == 1)
+    one = (norms[0] is None) == (norms[1] is None) and (norms[0] is None or norms[0].dtype == norms[1].dtype)  # type: ignore[union-attr]
+    if not (alike and closed and paged and one) or h.D % LANES or not _taken(qkv, cos, sin, *norms):
+        return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
+    B = qkv.shape[0]
+    y = torch.empty(B, h.HQ * h.D, dtype=dtype)
+    tensors = {"qkv": qkv, "k": k_cache, "v": v_cache, "cos": cos, "sin": sin, "pos": pos, "table": table}
+    sizes = {"B": B, "HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "BLOCK": k_cache.shape[2], "window": h.window}
+    strides = {"block": k_cache.stride(0), "head": k_cache.stride(1), "wide": 0 if table is None else table.stride(0)}
+    meta = DTYPES[dtype if h.q_norm is None else h.q_norm.dtype]
+    norms_y = {"q_norm": h.q_norm, "k_norm": h.k_norm, "y": y}
+    _run(ATTEND, dtype, tensors | norms_y, **sizes, **strides, meta=meta, scale=h.scale, eps=h.eps)
+    return y

@@ -1,0 +1,134 @@
+"""grouped_experts: a mixture layer of any number of tokens; nothing waits for the device, so that a CUDA graph can hold it.
+
+    count, place    where each slot (token, expert) goes among rows sorted by expert, each expert's padded to whole tiles
+    gather          their x
+    two products    cuda/tile_wgmma, grouped; between them act(gate) * up
+    weigh           each token's slots, summed in fp32
+An expert's rows come in any order: a row's sums do not depend on its neighbours.
+"""
+
+# mypy: allow-untyped-defs
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from lowq_kernels.decode.elementwise import gated
+from lowq_kernels.gpu import capability
+from lowq_kernels.modules.stack import Stack
+from lowq_kernels.products.cuda import tile_wgmma_grouped
+from lowq_packers.layouts import PackedWeight
+
+BLOCK = 256  # slots or features of a program
+
+
+@triton.jit
+def _count_kernel(ids_ptr, counts_ptr, ranks_ptr, slots, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = at < slots
+    expert = tl.load(ids_ptr + at, mask=here, other=0)
+    tl.store(ranks_ptr + at, tl.atomic_add(counts_ptr + expert, 1, mask=here), mask=here)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr, counts_ptr, ranks_ptr, rows_ptr, tokens_ptr, experts_ptr, valid_ptr, slots, tiles,
+    E: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, EXPERTS)
+    whole = (tl.load(counts_ptr + e, mask=e < E, other=0) + ROWS - 1) // ROWS
+    ends = tl.cumsum(whole, 0)  # in tiles
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = at < slots
+    expert = tl.load(ids_ptr + at, mask=here, other=0).to(tl.int32)
+    before = tl.sum(tl.where(e[None, :] < expert[:, None], whole[None, :], 0), 1)
+    row = before * ROWS + tl.load(ranks_ptr + at, mask=here, other=0)
+    tl.store(rows_ptr + at, row, mask=here)
+    tl.store(tokens_ptr + row, at // TOP_K + 1, mask=here)
+    owner = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1)
+    tl.store(experts_ptr + at, tl.minimum(owner, E - 1), mask=at < tiles)
+    if tl.program_id(0) == 0:
+        tl.store(valid_ptr, tl.sum(whole, 0) * ROWS)
+
+
+@triton.jit
+def _gather_kernel(x_ptr, tokens_ptr, y_ptr, H, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens_ptr + row).to(tl.int64)
+    if token > 0:
+        for first in range(0, H, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            tl.store(y_ptr + row * H + at, tl.load(x_ptr + (token - 1) * H + at, mask=at < H), mask=at < H)
+
+
+@triton.jit
+def _weigh_kernel(y_ptr, rows_ptr, weights_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in range(TOP_K):
+        row = tl.load(rows_ptr + token * TOP_K + k).to(tl.int64)
+        weight = tl.load(weights_ptr + token * TOP_K + k)
+        total += weight * tl.load(y_ptr + row * H + at, mask=at < H, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * H + at, total.to(out_ptr.dtype.element_ty), mask=at < H)
+
+
+def place(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """ids (T, top_k) -> for tiles of `rows`: the row of each slot (T * top_k,), of each row the token + 1, or 0 (P,), the
+    expert of each tile (P / rows,), and how many rows there are (1,); all int32."""
+    slots = ids.numel()
+    tiles = min(slots, slots // rows + experts)
+    zeroed = torch.zeros(experts + tiles * rows, dtype=torch.int32, device=ids.device)
+    counts, tokens = zeroed[:experts], zeroed[experts:]
+    ranks, row = torch.empty(2, slots, dtype=torch.int32, device=ids.device)
+    of_tile = torch.empty(tiles, dtype=torch.int32, device=ids.device)
+    valid = torch.empty(1, dtype=torch.int32, device=ids.device)
+    _count_kernel[(math.ceil(slots / BLOCK),)](ids, counts, ranks, slots, BLOCK=BLOCK)
+    few = 64  # slots of a program that compares them with all experts
+    _place_kernel[(math.ceil(max(slots, tiles) / few),)](
+        ids, counts, ranks, row, tokens, of_tile, valid, slots, tiles,
+        E=experts, EXPERTS=triton.next_power_of_2(experts), TOP_K=ids.shape[1], ROWS=rows, BLOCK=few,
+    )  # fmt: skip
+    return row, tokens, of_tile, valid
+
+
+def why_not(up: Stack, down: Stack, device: torch.device) -> str | None:
+    """The reason that these experts are not taken, or None."""
+    if device.type != "cuda" or up.scheme is None or down.scheme is None:
+        return "takes packed experts on a GPU"
+    for s in (up, down):
+        assert s.scheme is not None
+        if why := tile_wgmma_grouped.why_not(s.scheme, s.K, s.layout, capability(device)):
+            return why
+    return None
+
+
+def _product(x: torch.Tensor, s: Stack, rows: int, of_tile: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    assert s.scheme is not None
+    assert s.scales is not None
+    zeros = None if s.zeros is None else s.zeros.flatten(0, 1)
+    p = PackedWeight(s.words.flatten(0, 1), s.scales.flatten(0, 1), zeros, s.scheme, s.N, s.K, s.layout)
+    return tile_wgmma_grouped.grouped(x, p, rows, of_tile, valid)
+
+
+def grouped_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str
+) -> torch.Tensor:
+    """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
+
+    act: "silu" or "gelu_tanh". The products and act(gate) * up are rounded to x's dtype, the sum once.
+    """
+    (M, H), (experts, top_k) = x.shape, (gate_up.words.shape[0], ids.shape[1])
+    y = torch.empty_like(x)
+    if M == 0:
+        return y
+    rows = tile_wgmma_grouped.block(M * top_k, experts)
+    row, tokens, of_tile, valid = place(ids.contiguous(), experts, rows)
+    sorted_x = torch.empty(tokens.shape[0], H, dtype=x.dtype, device=x.device)
+    _gather_kernel[(tokens.shape[0],)](x.contiguous(), tokens, sorted_x, H, BLOCK=min(1024, triton.next_power_of_2(H)))
+    h = gated(_product(sorted_x, gate_up, rows, of_tile, valid), act)
+    out = _product(h, down, rows, of_tile, valid)
+    _weigh_kernel[(M, math.ceil(H / BLOCK))](out, row, weights.float().contiguous(), y, H, TOP_K=top_k, BLOCK=BLOCK)
+    return y

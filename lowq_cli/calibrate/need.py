@@ -1,0 +1,95 @@
+"""What a calibration needs, and what it tells as it goes: known without importing what it works with."""
+
+import re
+from dataclasses import dataclass, field
+
+from lowq_cli import quantizers
+from lowq_cli.calibrate import texts
+from lowq_cli.plan.plan import Item, Plan
+
+# `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
+# story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
+UNSEEN = 8
+
+
+@dataclass(frozen=True)
+class LayerDone:
+    """One decoder layer is quantized. error: mean over its linears of ||W X' - W_q X'||^2 / ||W X'||^2, 0 where resumed.
+
+    notes: checkpoint name -> why it was not quantized as the recipe says. unscaled: modules whose inputs take no scale.
+    """
+
+    index: int
+    total: int
+    error: float
+    seconds: float
+    resumed: bool
+    notes: dict[str, str] = field(default_factory=dict)
+    unscaled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MatrixDone:
+    """One matrix of a layer is rounded, the `index`-th of `total`; the layer is not finished."""
+
+    name: str
+    index: int
+    total: int
+
+
+@dataclass(frozen=True)
+class PassDone:
+    """Scales and zeros of all layers were learnt together in one pass over the text. loss: KL divergence, nats a token."""
+
+    index: int
+    total: int
+    loss: float
+
+
+def is_calibrated(plan: Plan) -> bool:
+    """Whether a plan holds matrices whose method reads a text."""
+    return any(i.method and quantizers.needs_text(i.method) for i in plan.items)
+
+
+def identity(plan: Plan, text: texts.Text | None) -> str:
+    """A hash of the text and the number of tokens, for the name of the run; "" where nothing is calibrated."""
+    return f"{text.digest} {plan.recipe.calib_tokens}" if text else ""
+
+
+def working_bytes(plan: Plan) -> int:
+    """Bytes that calibrating takes on the device: a layer's weights twice, its moments, both streams, a slab being rounded."""
+    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
+    if not items:
+        return 0
+    layers: dict[str, int] = {}
+    for i in items:
+        number = re.search(r"\.(\d+)\.", i.name)
+        layers[number[1] if number else ""] = layers.get(number[1] if number else "", 0) + i.params
+    widest = max(i.shape[1] for i in items)
+    hidden = min(i.shape[1] for i in items)
+    inputs = 8 * texts.BATCH * texts.WINDOW * widest
+    copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
+    learns = any(quantizers.needs_learning(str(i.method)) for i in items)
+    tokens = plan.recipe.calib_tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.calib_tokens
+    streams = copies * tokens * hidden
+    if learns:
+        # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back; outputs
+        inputs += 8 * max(layers.values()) + texts.BATCH * texts.WINDOW * (16 * widest + 24 * hidden) + tokens * hidden
+    slab = min(quantizers.GPTQ_SLAB, max(i.params for i in items))
+    alone = 4 * (2 * max(layers.values()) + 5 * widest**2 + inputs + streams + 4 * slab)
+    distills = any(quantizers.needs_distilling(str(i.method)) for i in items)
+    return max(alone, _together(plan, items, layers, 4 * streams)) if distills else alone
+
+
+def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: int) -> int:
+    """Bytes that learning all layers together takes: codes, a byte each; of scales and zeros value, gradient, Adam's averages.
+
+    Besides, a layer's weights and their gradients, a batch's hidden states before every layer, the tables and some logits.
+    """
+    tables = [i for i in plan.items if i.kind in ("embedding", "head")]
+    rows, hidden = max((i.shape[0] for i in tables), default=0), min(i.shape[1] for i in items)
+    grids = sum(i.params * (1 + 2 * 16 / i.scheme.group_size) for i in items if i.scheme)
+    batch = texts.BATCH * texts.WINDOW * hidden * (len(layers) + 24)
+    return (
+        int(grids) + streams + 4 * (4 * max(layers.values()) + batch + sum(i.params for i in tables) + 6 * texts.WINDOW * rows)
+    )

@@ -1,0 +1,28 @@
+"""A packed matrix in files: the names of its tensors, and their shapes and dtypes for a scheme, a layout, N and K."""
+
+from lowq_cli.files.quant_config import Stored
+from lowq_packers.errors import SchemeError
+from lowq_packers.layouts import stored
+
+WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
+WORDS, COMPANIONS = ("I32",), ("F16", "BF16", "F32")  # dtypes of words; of scales and zeros
+Tensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # suffix -> its shape and the dtypes that it may have
+
+
+def tensors(how: Stored, N: int, K: int) -> Tensors:
+    """The tensors of an (N, K) matrix stored so. Raises SchemeError for an N or K that cannot be."""
+    form = stored(how.layout)
+    assert form.shapes
+    if N % form.row_step:
+        raise SchemeError(f"files hold {how.layout} only for multiples of {form.row_step} rows, not for {N}")
+    words, companion = form.shapes(how.scheme, N, K)
+    zeros: Tensors = {} if how.scheme.zero == "none" else {ZERO: (companion, COMPANIONS)}
+    return {WEIGHT: (words, WORDS), SCALE: (companion, COMPANIONS)} | zeros
+
+
+def rows(how: Stored, words: tuple[int, ...]) -> int:
+    """Rows of the matrix whose words are of this shape."""
+    form = stored(how.layout)
+    assert form.shapes
+    each = form.shapes(how.scheme, form.row_step, how.scheme.group_size)[0][0]
+    return words[0] * form.row_step // each if words else 0

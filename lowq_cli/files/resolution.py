@@ -1,0 +1,64 @@
+"""What may not decide which files are a model: fields that name others, links that lead away. Refused by name."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.files.safetensors_io import read_json
+from lowq_packers.errors import DamagedError, UnsupportedError
+
+REDIRECTS = {  # field of config.json -> what transformers would do with it
+    "transformers_weights": "names other weights",
+    "configuration_files": "names other configs",
+}
+COMPUTED_BY = ("attn_implementation", "experts_implementation")  # fields that may name a hub's code: "org/kernel:function"
+TOKENIZER = "tokenizer_config.json"
+
+
+def check_config(config: Mapping[str, Any], where: object) -> None:
+    """Raise UnsupportedError for fields that make other files, or code from elsewhere, of a config.json."""
+    waiting: list[Any] = [config]
+    while waiting:
+        table = waiting.pop()
+        for key, value in table.items() if isinstance(table, Mapping) else enumerate(table):
+            if isinstance(value, Mapping | list):
+                waiting.append(value)
+            if key in REDIRECTS and value is not None:
+                raise UnsupportedError(f"{where} has {key}, which {REDIRECTS[key]}; take it out")
+            if str(key).removesuffix("_internal").endswith(COMPUTED_BY) and _is_code(value):
+                raise UnsupportedError(f"{where} has {key}={value!r}, code of a hub, which lowq does not run; take it out")
+
+
+def _is_code(value: Any) -> bool:
+    named = value.values() if isinstance(value, Mapping) else [value]
+    return any(isinstance(v, str) and ("/" in v or ":" in v) for v in named)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise UnsupportedError where a folder's tokenizer_config.json names other tokenizer files."""
+    path = folder / TOKENIZER
+    if path.is_file() and read_json(path).get("fast_tokenizer_files") not in (None, ["tokenizer.json"]):
+        raise UnsupportedError(f"{path} has fast_tokenizer_files, which names other files; take it out")
+
+
+def is_own(path: Path) -> bool:
+    """Whether a companion is the folder's own: no link, or one to a file of its name, or within the folder or a hub cache."""
+    if not path.is_symlink():
+        return True
+    target, folder = path.resolve(), path.parent.resolve()
+    snapshot = folder.parent.name == "snapshots" and target.parent == folder.parent.parent / "blobs"
+    return snapshot or target.name == path.name or target.is_relative_to(folder)
+
+
+def opened(fd: int, path: Path) -> str:
+    """A name of the open file `fd` of `path` for others in this process; its own path where the system has no such names."""
+    return f"/proc/{os.getpid()}/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else str(path.resolve())
+
+
+def check_companions(found: list[Path]) -> list[Path]:
+    """The companions of a model. Raises DamagedError for one that is a link to a file of another name somewhere else."""
+    for path in found:
+        if not is_own(path):
+            raise DamagedError(f"{path} is a link to {path.resolve()}, outside the model's folder; copy it there if it belongs")
+    return found

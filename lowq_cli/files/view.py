@@ -1,0 +1,43 @@
+"""A model as other libraries are shown it: the files that were checked, and nothing else.
+
+Left to themselves they decide again: config.json may name other weights or another config, a pickle may be taken for a lone
+safetensors file, an adapter be put on.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lowq_cli.files.resolution import TOKENIZER, check_tokenizer
+from lowq_cli.files.safetensors_io import read_json
+from lowq_cli.files.source import CONFIG, INDEX, SINGLE, Source
+
+
+@contextmanager
+def only_its_files(source: Source) -> Iterator[Path]:
+    """A folder with a source's config, weights (the open files themselves) and companions, under the names that all know.
+
+    It is gone after the block. Raises NotFoundError where a file cannot be read, DamagedError, UnsupportedError.
+    """
+    assert source.folder is not None
+    check_tokenizer(source.folder)
+    with tempfile.TemporaryDirectory(prefix="lowq-") as made:
+        folder, n = Path(made), len(source.files)
+        numbered = enumerate(sorted(source.files), 1)
+        names = {f: SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors" for i, f in numbered}
+        for file, name in names.items():
+            if file.endswith(".safetensors"):
+                (folder / name).symlink_to(source.opened(file))
+        if n > 1:
+            index = {"metadata": {"total_size": source.nbytes}, "weight_map": {t: names[f] for t, f in source.where.items()}}
+            (folder / INDEX).write_text(json.dumps(index))
+        (folder / CONFIG).write_text(json.dumps({k: v for k, v in source.config.items() if k != "gguf"}))
+        for path in source.companions():
+            if path.name == TOKENIZER:
+                facts = {k: v for k, v in read_json(path).items() if not (k.endswith("_file") and isinstance(v, str))}
+                (folder / TOKENIZER).write_text(json.dumps(facts))
+            else:
+                (folder / path.name).symlink_to(path.resolve())
+        yield folder

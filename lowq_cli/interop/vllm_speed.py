@@ -1,0 +1,155 @@
+"""How fast vLLM serves a folder: one engine in a process of its own, which writes a JSON object of tokens per second.
+
+    python -m lowq_cli.interop.vllm_speed FOLDER OUT.json --batches 1,16,64
+
+Prompts are random token ids, answers greedy and of a fixed length, so that two engines do the same work. Times hold the reading
+of the prompts. The kernels are those that vLLM takes for the folder: its own for an export, lowq's for a checkpoint of ours.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lowq_cli import console
+from lowq_packers.errors import UnsupportedError
+
+BATCHES, PROMPT, NEW = (1, 16, 64, 256), 128, 256
+LONG = (8, 4400)  # prompts that are read at once, tokens of each
+REPEATS = 3
+ENGINE = {  # the environment of an engine: in this process, nothing fetched, nothing told
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def start(folder: Path | str, **more: Any) -> tuple[Any, dict[str, Any]]:
+    """A vLLM engine in this process, and what its start took: seconds, GB of weights as vLLM counts and as its tensors are."""
+    for key, value in ENGINE.items():
+        os.environ.setdefault(key, value)
+    began = time.perf_counter()
+    from vllm import LLM  # type: ignore[import-not-found]
+
+    imported = time.perf_counter()
+    llm = LLM(str(folder), skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **more)
+    ready = time.perf_counter()
+    (facts,) = llm.collective_rpc(_weights)
+    return llm, {"import_s": imported - began, "start_s": ready - imported, "vllm": version("vllm"), **facts}
+
+
+def _weights(worker: Any) -> dict[str, float]:
+    runner = worker.model_runner
+    model = getattr(runner, "model", None) or worker.get_model()
+    seen = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+    return {"weights_gb": sum(seen.values()) / 1e9, "loaded_gb": runner.model_memory_usage / 1e9}
+
+
+def prompts(llm: Any, count: int, tokens: int, rng: random.Random) -> list[dict[str, list[int]]]:
+    """Random token ids."""
+    last = llm.llm_engine.model_config.get_vocab_size() - 1
+    return [{"prompt_token_ids": [rng.randrange(3, last) for _ in range(tokens)]} for _ in range(count)]
+
+
+def timed(llm: Any, count: int, tokens: int, new: int, repeats: int = REPEATS) -> list[float]:
+    """Seconds of `count` prompts and their answers of `new` tokens, ascending; the first time, which warms up, left out."""
+    from vllm import SamplingParams  # type: ignore[import-not-found]
+
+    greedy, rng, seconds = (
+        SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False),
+        random.Random(0),
+        [],
+    )
+    for _ in range(repeats + 1):
+        asked = prompts(llm, count, tokens, rng)
+        began = time.perf_counter()
+        answers = llm.generate(asked, greedy, use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+        assert sum(len(a.outputs[0].token_ids) for a in answers) == count * new
+    return sorted(seconds[1:])
+
+
+def measure(llm: Any, batches: Sequence[int] = BATCHES, prompt: int = PROMPT, new: int = NEW) -> list[dict[str, Any]]:
+    """A row a batch: tokens per second of all its sequences, in the median of `REPEATS` times."""
+    rows = []
+    for batch in batches:
+        times = timed(llm, batch, prompt, new)
+        rows.append({"what": "decode", "batch": batch, "prompt": prompt, "new": new, "seconds": times})
+        rows[-1]["tokens_per_s"] = batch * new / statistics.median(times)
+    return rows
+
+
+def read_long(llm: Any, count: int = LONG[0], tokens: int = LONG[1]) -> dict[str, Any]:
+    """A row: tokens of long prompts read per second."""
+    times = timed(llm, count, tokens, 1, 2)
+    return {"what": "prefill", "batch": count, "prompt": tokens, "seconds": times, "tokens_per_s": count * tokens / times[0]}
+
+
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What this module writes for a folder, from a process of its own. Raises UnsupportedError where vLLM fails."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "rows.json")
+        line = [sys.executable, "-m", __name__, str(folder), str(out), *arguments]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        if done.returncode or not out.is_file():
+            why = next((text for text in reversed(done.stderr.splitlines()) if text.strip()), f"exit code {done.returncode}")
+            raise UnsupportedError(f"vLLM did not serve {folder}: {why.strip()}")
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def compare(model: str, batches: Sequence[int] = BATCHES, ranks: int = 1) -> list[dict[str, Any]]:
+    """A row a batch: tokens per second of a checkpoint with vLLM's own kernels, None where it has none, and with lowq's."""
+    from lowq_cli.interop.serving import NATIVE, prepare
+    from lowq_cli.state import user_path
+
+    if find_spec("vllm") is None:
+        raise UnsupportedError("vLLM is not installed beside lowq: pip install vllm (Linux with a GPU)")
+    arguments = ("--batches", ",".join(map(str, batches)), "--tp", str(ranks))
+    found: dict[str, dict[int, float]] = {}
+    for whose, native in (("vllm", False), (NATIVE, True)):
+        try:
+            folder = prepare(user_path(model), ranks, native)[0]
+        except UnsupportedError as e:
+            if native:
+                raise
+            console.warn(str(e))
+            continue
+        with console.status(
+            f"vLLM with {'lowq' if native else 'its own'} kernels: a minute to start, then {len(batches)} batches"
+        ):
+            found[whose] = {row["batch"]: row["tokens_per_s"] for row in run(folder, *arguments)["rows"]}
+    of_vllm = found.get("vllm", {})
+    return [{"batch": b, "vllm": of_vllm.get(b), "lowq": tps} for b, tps in found[NATIVE].items()]
+
+
+def main() -> None:
+    """Start, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--prompt", type=int, default=PROMPT)
+    parser.add_argument("--new", type=int, default=NEW)
+    parser.add_argument("--tp", type=int, default=1)
+    args = parser.parse_args()
+    batches = [int(b) for b in args.batches.split(",")]
+    length = args.prompt + args.new
+    llm, facts = start(args.folder, max_model_len=length, max_num_seqs=max(batches), tensor_parallel_size=args.tp)
+    args.out.write_text(json.dumps({**facts, "rows": measure(llm, batches, args.prompt, args.new)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""`quantize --max-kl 0.02` or `--max-ppl 1%`: the smallest checkpoint whose loss, measured, stays under a bound.
+
+Mixed widths (calibrate/mixed.py) give for every size the best allocation and the loss to expect of it. The loss that counts is
+measured: trials are quantized as the checkpoint will be, and judged on a held-out text beside the unquantized model; each
+corrects what is expected of the next. A few rounds end within NEAR of the bound, or at the smallest or largest widths. What was
+measured is kept in the user's cache, so a run that was killed goes on behind its last trial; the trial that wins becomes the
+checkpoint.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from math import exp, log, log1p
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.calibrate.mixed import Mixed, Spread
+from lowq_cli.console import size
+from lowq_cli.evaluate.perplexity import measure
+from lowq_cli.plan.planner import make_plan
+from lowq_cli.plan.recipe import Recipe
+from lowq_cli.run.own_text import Make
+from lowq_packers.atomic import write_whole
+from lowq_packers.errors import QualityError, UsageError
+from lowq_packers.home import cache_dir
+
+ROUNDS = 8
+NEAR, AIM = 0.9, 0.96  # parts of the bound: what is near enough, and what is aimed at
+TOKENS = 16384  # of the held-out text that are read
+LEAST = 1e-6  # nats: less than rounding in 16 bits
+Watch = Callable[[int, int, str], None]  # rounds done, of how many, what was found
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One checkpoint that was measured. bpw: of the weights that take part; kl: nats; ppl: percent above the model's."""
+
+    bpw: float
+    nbytes: int
+    expected: float
+    kl: float
+    ppl: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What was found. limit, measured, more, less: nats of KL divergence, or percent of perplexity.
+
+    binding: what kept the checkpoint from being smaller ("max_kl", "max_ppl") or kept it this small ("widths": the smallest
+    that were allowed are good enough). more, less: to be expected of one bit per weight more, and one less.
+    """
+
+    flag: str
+    limit: float
+    measured: float
+    binding: str
+    more: float | None
+    less: float | None
+    trials: tuple[Trial, ...]
+
+    @property
+    def unit(self) -> str:
+        """What follows its numbers."""
+        return " nats of KL divergence" if self.flag == "max_kl" else "% of perplexity"
+
+    @property
+    def told(self) -> str:
+        """A line of the plan."""
+        named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
+        why = f"{named} binds" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
+        known = [(way, loss) for way, loss in (("more", self.more), ("less", self.less)) if loss is not None]
+        others = [f"one bit per weight {way} about {loss:.3g}" for way, loss in known]
+        return f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+class Search:
+    """Finds the checkpoint. After `run`, `best` is the folder of it, if this process or the one before it made it.
+
+    Args:
+        model: as the person named it. spread: what bits may be spent on. asked: the recipe with the bound.
+        texts: the hash of what is calibrated on, and the words to judge on. make: quantizes the model by a recipe.
+    """
+
+    def __init__(
+        self, model: str, spread: Spread, asked: Recipe, texts: tuple[str, str], device: str, make: Make, watch: Watch
+    ) -> None:
+        self.model, self.spread, self.asked, self.device, self.make, self.watch = model, spread, asked, device, make, watch
+        self.flag = "max_kl" if asked.max_kl is not None else "max_ppl"
+        self.limit = asked.max_kl if asked.max_kl is not None else float(asked.max_ppl or 0)
+        calibrated, self.judge = texts
+        facts = [version("lowq"), spread.source.identity, spread.plain.to_json(), calibrated, self.judge, TOKENS]
+        facts.append(device.split(":")[0])
+        self.folder = cache_dir() / "bounds" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        self.known: dict[str, dict[str, float]] = {}
+        with suppress(OSError, ValueError):
+            self.known = json.loads((self.folder / "measured.json").read_bytes())
+        self.trials: dict[int, Trial] = {}  # bytes of the groups -> what was measured
+        self.best: Path | None = None
+        self.most = self._most()
+
+    def run(self) -> tuple[Recipe, Mixed, Bound]:
+        """The recipe, how it spends its bits, and what was measured.
+
+        Raises QualityError where nothing that is allowed meets the bound.
+        """
+        goal, low, high = log(AIM * self._nats(self.limit)), self.spread.least, self.most
+        at = self._within(exp(goal)) if not self.spread.why_not_nats else (low + high) // 2
+        for _ in range(ROUNDS):
+            trial = self._try(at)
+            loss = self._loss(trial)
+            if NEAR * self._nats(self.limit) <= loss <= self._nats(self.limit):
+                break
+            if loss <= self._nats(self.limit):
+                high = min(high, trial.nbytes)
+            else:
+                low = max(low, trial.nbytes + 1)
+            if low >= high:
+                break
+            at = self._next(goal, low, high)
+            if self._allocated(at)[1] in self.trials:  # nothing lies between
+                break
+        met = [t for t in self.trials.values() if self._loss(t) <= self._nats(self.limit)]
+        if not met:
+            last = self._try(high)
+            met = [last] if self._loss(last) <= self._nats(self.limit) else []
+        if not met:
+            raise QualityError(self._unmet())
+        found = min(met, key=lambda t: t.nbytes)
+        recipe, mixed = self.spread.at(found.nbytes)
+        self.best = self._folder(recipe)
+        binding = "widths" if found.nbytes == self.spread.least else self.flag
+        a_bit = self.spread.params // 8
+        more, less = (self._foretold(found.nbytes + d) for d in (a_bit, -a_bit))
+        return recipe, mixed, Bound(self.flag, self.limit, self._said(found), binding, more, less, tuple(self.trials.values()))
+
+    def _most(self) -> int:
+        """Bytes that the groups may take at most. Raises UsageError where --fit leaves too few."""
+        if self.asked.fit is None:
+            return self.spread.most
+        room = min(self.spread.most, self.spread.budget(self.asked.fit))
+        while room >= self.spread.least:
+            over = make_plan(self.spread.source, self.spread.at(room)[0]).nbytes - self.asked.fit
+            if over <= 0:
+                return room
+            room -= over  # headers vary by a few bytes with the numbers in them
+        least = self.asked.fit - room + self.spread.least
+        raise UsageError(f"--fit {size(self.asked.fit)} is too little: the smallest widths take {size(least)}")
+
+    def _nats(self, said: float) -> float:
+        """A loss as the search works with it: nats of KL divergence, or of perplexity's logarithm."""
+        return said if self.flag == "max_kl" else log1p(said / 100)
+
+    def _said(self, trial: Trial) -> float:
+        return trial.kl if self.flag == "max_kl" else trial.ppl
+
+    def _loss(self, trial: Trial) -> float:
+        return max(self._nats(max(self._said(trial), -99.0)), LEAST)
+
+    def _allocated(self, budget: int) -> tuple[float, int]:
+        """(expected error, bytes) of the best allocation."""
+        found = self.spread.at(budget)[1]
+        return max(found.error, LEAST), sum(s.nbytes for s in found.shares)
+
+    def _within(self, error: float) -> int:
+        """The fewest bytes whose expected error is at most `error`; as many as are allowed where none is."""
+        low, high = self.spread.least, self.most
+        while high - low > max(1, self.spread.params // 4096):  # 0.002 bits per weight
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._allocated(middle)[0] <= error else (middle, high)
+        return high
+
+    def _next(self, goal: float, low: int, high: int) -> int:
+        """Where the loss should come to the goal, by what was measured: between the nearest two, or as far from the nearest."""
+        seen = sorted((log(max(t.expected, LEAST)), log(self._loss(t))) for t in self.trials.values())
+        below, above = [s for s in seen if s[1] <= goal], [s for s in seen if s[1] > goal]
+        if below and above:
+            (x0, y0), (x1, y1) = below[-1], above[0]
+            x = x0 + (x1 - x0) * (goal - y0) / max(y1 - y0, 1e-9)
+        else:
+            x0, y0 = below[-1] if below else above[0]
+            x = x0 + goal - y0
+        at = min(max(self._within(exp(x)), low), high)
+        if self._allocated(at)[1] in self.trials:
+            at = (low + high) // 2
+        return at
+
+    def _foretold(self, budget: int) -> float | None:
+        """The loss to expect elsewhere, corrected by the nearest trial; None beyond what is allowed."""
+        if not self.spread.least <= budget <= self.spread.most:
+            return None
+        expected = self._allocated(budget)[0]
+        near = min(self.trials.values(), key=lambda t: abs(log(max(t.expected, LEAST)) - log(expected)))
+        nats = expected * self._loss(near) / max(near.expected, LEAST)
+        return nats if self.flag == "max_kl" else 100 * (exp(min(nats, 50.0)) - 1)
+
+    def _try(self, budget: int) -> Trial:
+        """Quantize and measure the best allocation, or take what was measured before."""
+        recipe, mixed = self.spread.at(budget)
+        nbytes = sum(s.nbytes for s in mixed.shares)
+        folder = self._folder(recipe)
+        if folder.name not in self.known:
+            self.make(recipe, folder)
+            report = measure(folder, self.judge, self.model, self.device, TOKENS)
+            self.known[folder.name] = {"kl": float(report.kl or 0.0), "ppl": float(report.ppl_increase_pct or 0.0)}
+            write_whole(self.folder / "measured.json", json.dumps(self.known).encode())
+        trial = Trial(mixed.bpw, nbytes, mixed.error, **self.known[folder.name])
+        self.trials[nbytes] = trial
+        self._drop(keep=self._smallest())
+        self.watch(len(self.trials), ROUNDS, f"{self._said(trial):.4g} at {mixed.bpw:.3f} bits per weight")
+        return trial
+
+    def _folder(self, recipe: Recipe) -> Path:
+        return self.folder / hashlib.sha256(json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
+
+    def _smallest(self) -> Path | None:
+        met = [t.nbytes for t in self.trials.values() if self._loss(t) <= self._nats(self.limit)]
+        return self._folder(self.spread.at(min(met))[0]) if met else None
+
+    def _drop(self, keep: Path | None) -> None:
+        for path in self.folder.iterdir():
+            if path.is_dir() and path != keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _unmet(self) -> str:
+        best = min(self.trials.values(), key=self._loss)
+        named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
+        what = f"{self._said(best):.4g} at {best.bpw:.3f} bits per weight, the most that "
+        if self.asked.fit is not None and self.most < self.spread.most:
+            return f"{named} is not met: it is {what}--fit {size(self.asked.fit)} leaves; allow more bytes or more loss"
+        return f"{named} is not met: it is {what}--widths {','.join(map(str, self.asked.widths))} allow; allow more loss"
+
+
+def adopt(trial: Path, out: Path) -> bool:
+    """Make the trial's folder the checkpoint; False where it must be quantized again: another disk, a folder that is there."""
+    if out.exists() or not trial.is_dir():
+        return False
+    try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        os.rename(trial, out)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,363 @@
+"""`--calib self`: the model writes the text that it is calibrated on, through the decoder, many texts side by side.
+
+A text begins with the model's beginning-of-text token, is drawn at temperature 1 and goes on to its end or to the length of
+a window. A chat model writes half of its tokens as conversations: opening turns of its own, and its answers to them. One
+round of texts is one file of the user's cache, named by the model, the device, the seed and its number, so that a run that
+was killed goes on behind it and a longer text begins with a shorter one. Self-calibration: arXiv:2410.17170; opening turns
+from the template alone: arXiv:2406.08464.
+"""
+
+import gc
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from lowq_cli import quantizers
+from lowq_cli.calibrate import texts
+from lowq_cli.calibrate.calibration import seconds as calibration_seconds
+from lowq_cli.calibrate.visits import Visits
+from lowq_cli.console import duration
+from lowq_cli.engine import ready
+from lowq_cli.engine.choose import choose
+from lowq_cli.engine.prompts import encode, stop_ids
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.atomic import writing
+from lowq_cli.files.source import Source, open_source
+from lowq_cli.interop.importer import runnable
+from lowq_cli.memory import available_memory
+from lowq_cli.plan.planner import make_plan
+from lowq_cli.plan.recipe import Recipe, make_recipe
+from lowq_cli.quantizers import FEW_TOKENS
+from lowq_cli.run.events import TextStep
+from lowq_packers.atomic import write_whole
+from lowq_packers.errors import DoesNotFitError, NotFoundError, UnsupportedError
+from lowq_packers.home import cache_dir
+
+SIDE = {"cpu": 32, "cuda": 128}  # texts side by side
+PLAIN, CHAT = "text", "chat"
+TURN = 64  # tokens of an opening turn, at most
+LOOK = 64  # steps after which it is asked whether all texts have ended
+FEW = 8  # tokens a text of a round must have on average: a model that ends its texts at once has nothing to say
+SMALL_OPS = 12  # of a layer, besides its products: norms, rotations, attention, sums
+SPARE, ROUNDS, MORE = 50_000, 4, 4  # number of the first round for experts, how many, and the part of a text they may add
+MARK = "XQZ7"  # stands for the user's words in a template
+COPIES = {8: 0.55, 4: 0.3}  # bits -> size of a quick copy beside the 16-bit model, its embedding and head left as they are
+Result = TypeVar("Result")
+Make = Callable[[Recipe, Path], None]  # quantizes the model by a recipe into a folder
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What will be written. bits: of the model that writes; tokens: asked for; seconds: about, 0 where all is kept."""
+
+    model: str
+    folder: Path  # of the cache
+    device: torch.device
+    bits: int
+    side: int
+    tokens: int
+    seed: int
+    seconds: float
+    held: int  # bytes of the model that writes
+    kept: int  # tokens that are there
+
+    @property
+    def told(self) -> str:
+        """A line of the plan."""
+        by = "" if self.bits == 16 else f" by a quick {self.bits}-bit copy"
+        when = f"about {duration(self.seconds)} to write" if self.seconds else "kept from before"
+        return f"calibrated on the model's own text, {self.tokens:,} tokens{by}, seed {self.seed}: {when}"
+
+
+def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> tuple[Recipe, Outlook | None, str]:
+    """The recipe with its text settled, what has to be written for it, and a line on that for the plan.
+
+    Where a calibrated method is given no text, it is the model's own unless that takes longer to write than to quantize by.
+    Raises as `outlook` for `--calib self`.
+    """
+    calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
+    if not calibrated or recipe.calib not in (None, texts.SELF) or source.folder is None:  # None: a dry run on headers
+        return recipe, None, ""
+    why = ""
+    try:
+        found = outlook(model, source, recipe, device)
+        if recipe.calib is None and not found.kept:
+            quantizing = calibration_seconds(make_plan(source, replace(recipe, bpw=None, size=None)), device)
+            if found.seconds > quantizing:
+                times = duration(found.seconds), duration(quantizing)
+                why = "its own would take about {} to write, quantizing {}; --calib self has it written".format(*times)
+    except (DoesNotFitError, NotFoundError) as e:
+        if recipe.calib == texts.SELF:
+            raise
+        why = str(e)
+    if why:
+        return replace(recipe, calib=texts.BUNDLED), None, f"calibrated on the bundled text: {why}"
+    return replace(recipe, calib=texts.SELF), found, found.told
+
+
+def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) -> Outlook:
+    """What writing the text of a recipe will take. Raises DoesNotFitError where no copy fits, NotFoundError: no home."""
+    side = _side(source, device)
+    bits = _bits(source, side, device)
+    facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
+    folder = cache_dir() / "own-text" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    kept = sum(len(r) for kind in (PLAIN, CHAT) for r in _kept_rounds(folder, kind))
+    left = max(0, recipe.calib_tokens - kept)
+    seconds = left / _rate(folder, source, side, device) if left else 0.0
+    held = int(source.nbytes * COPIES.get(bits, 1.0))
+    return Outlook(model, folder, device, bits, side, recipe.calib_tokens, recipe.calib_seed, seconds, held, kept)
+
+
+def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Generator[TextStep, None, texts.Text]:
+    """The text; what the cache lacks of it is written.
+
+    Args:
+        make: makes the copy that writes, where the model does not fit.
+        visits: of a mixture: the text is made longer for experts that it hardly visits.
+
+    Raises UnsupportedError for a model that ends its texts at once, and as `engine.ready.ready`.
+    """
+    author = _Author(plan, make)
+    try:
+        kinds = author.kinds()
+        asked = -(-plan.tokens // len(kinds))
+        parts, done = [], 0
+        for kind in kinds:
+            number = mine = 0
+            while mine < asked:
+                ids = yield from author.round(kind, number, done + mine)
+                parts.append(ids[: asked - mine])
+                number, mine = number + 1, mine + len(ids)
+            done += asked
+        ids = torch.cat(parts)[: plan.tokens]
+        if visits:
+            ids = torch.cat([ids, *(yield from author.more(ids, visits))])
+    finally:
+        author.close()
+    return texts.Text(texts.SELF, ids=ids)
+
+
+def whole(plan: Outlook, make: Make | None) -> texts.Text:
+    """What `write` returns, its steps left out."""
+    return _result(write(plan, make))
+
+
+class _Author:
+    """The model that writes, loaded when it has to write."""
+
+    def __init__(self, plan: Outlook, make: Make | None) -> None:
+        self.plan, self.make = plan, make
+        self.model: Any = None
+        self.threads = torch.get_num_threads()  # loading to decode sets them; calibrated bytes depend on them
+        self.spent, self.made = 0.0, 0
+        with open_source(runnable(plan.model)) as source:
+            self.tokenizer = ready.tokenizer(source)
+
+    def kinds(self) -> tuple[str, ...]:
+        """What it writes, in equal parts."""
+        return (PLAIN, CHAT) if _opening(self.tokenizer) else (PLAIN,)
+
+    def round(self, kind: str, number: int, before: int) -> Generator[TextStep, None, torch.Tensor]:
+        """One round of texts (T,): out of the cache, or written and set down there. before: tokens that are there."""
+        path = self.plan.folder / f"{kind}-{number:05d}.safetensors"
+        if (ids := _kept(path)) is not None:
+            return ids
+        if self.model is None:
+            yield TextStep(before, self.plan.tokens)
+            self._load()
+        began = time.monotonic()
+        start = [encode(self.tokenizer, "")[:1]] * self.plan.side
+        seed = 4 * (self.plan.seed * 1_000_000 + number) + (2 if kind == CHAT else 0)
+        if kind == CHAT:
+            opening = _opening(self.tokenizer)
+            assert opening
+            turns = [self._words(t) for t in self._draw([opening] * self.plan.side, seed, TURN)]
+            turns = [t for t in turns if t] or [""]
+            start = [self._asked(turns[i % len(turns)]) for i in range(self.plan.side)]
+            seed += 1
+        window = texts.window_of(self.model)
+        room = max(1, window - max(map(len, start)))
+        rows = yield from self._drawn(start, seed, room, before)
+        ids = torch.tensor([t for s, row in zip(start, rows, strict=True) for t in (*s, *row)], dtype=torch.int32)
+        if sum(map(len, rows)) < min(FEW, room) * len(rows):
+            raise UnsupportedError("the model ends its own texts at once; give a text with --calib, or --calib bundled")
+        _keep(path, ids)
+        with writing(path):
+            self.spent, self.made = self.spent + time.monotonic() - began, self.made + len(ids)
+            write_whole(self.plan.folder / "rate.json", json.dumps({"tokens_per_s": self.made / self.spent}).encode())
+        return ids
+
+    def more(self, ids: torch.Tensor, visits: Visits) -> Generator[TextStep, None, list[torch.Tensor]]:
+        """Windows for experts that fewer than FEW_TOKENS tokens visit: those of further rounds that do, a quarter at most."""
+        path = self.plan.folder / f"experts-{self.plan.tokens}.safetensors"
+        if (found := _kept(path)) is not None:
+            return [found]
+        seen = visits(ids.long()).sum(0)
+        most = len(ids) // visits.window // MORE // texts.BATCH * texts.BATCH
+        taken: list[torch.Tensor] = []
+        for number in range(SPARE, SPARE + ROUNDS):
+            if len(taken) >= most or bool((seen >= FEW_TOKENS).all()):
+                break
+            new = texts.windows((yield from self.round(PLAIN, number, self.plan.tokens)), visits.window)
+            for window, counts in zip(new, visits(new.long().flatten()), strict=True):
+                if len(taken) < most and bool(counts[seen < FEW_TOKENS].any()):
+                    taken.append(window)
+                    seen = seen + counts
+        taken = taken[: len(taken) // texts.BATCH * texts.BATCH]
+        added = torch.cat(taken) if taken else ids[:0]
+        _keep(path, added)
+        return [added]
+
+    def _draw(self, prompts: list[list[int]], seed: int, room: int) -> list[list[int]]:
+        return _result(self._drawn(prompts, seed, room, 0))
+
+    def _drawn(self, prompts: list[list[int]], seed: int, room: int, before: int) -> Generator[TextStep, None, list[list[int]]]:
+        """What follows each prompt, to its end (included) or `room` tokens."""
+        stops = stop_ids(self.model, self.tokenizer)
+        decoder = choose(self.model)
+        found = [decoder.start(prompts, Sampling(temperature=1.0, seed=seed), room).tolist()]
+        waiting: list[torch.Tensor] = []
+        ended = [t in stops for t in found[0]]
+        for n in range(1, room):
+            waiting.append(decoder.step().clone())
+            if len(waiting) == LOOK or n + 1 == room:
+                for tokens in torch.stack(waiting).tolist():
+                    found.append(tokens)
+                    ended = [e or t in stops for e, t in zip(ended, tokens, strict=True)]
+                waiting = []
+                yield TextStep(min(before + n * len(prompts), self.plan.tokens), self.plan.tokens)
+                if all(ended):
+                    break
+        rows = [list(r) for r in zip(*found, strict=True)]
+        return [r[: next((i for i, t in enumerate(r) if t in stops), len(r)) + 1] for r in rows]
+
+    def _words(self, turn: list[int]) -> str:
+        stops = stop_ids(self.model, self.tokenizer)
+        return self.tokenizer.decode([t for t in turn if t not in stops], skip_special_tokens=True).strip()
+
+    def _asked(self, turn: str) -> list[int]:
+        return encode(self.tokenizer, turn, chat=True)
+
+    def _load(self) -> None:
+        name = self.plan.model
+        if self.plan.bits < 16:
+            name = str(self.plan.folder / f"copy-{self.plan.bits}b")
+            assert self.make
+            self.make(make_recipe(bits=self.plan.bits, method="rtn", lm_head="keep"), Path(name))
+        self.model = ready.ready(name, str(self.plan.device))[0]
+
+    def close(self) -> None:
+        """Give back the memory, and the disk of a copy."""
+        if self.model is not None:
+            self.model = None
+            gc.collect()
+            if self.plan.device.type == "cuda":
+                torch.cuda.empty_cache()
+            torch.set_num_threads(self.threads)
+        for copy in self.plan.folder.glob("copy-*"):
+            shutil.rmtree(copy, ignore_errors=True)
+
+
+def _result(steps: Generator[TextStep, None, Result]) -> Result:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as e:
+            return e.value
+
+
+def _opening(tokenizer: Any) -> list[int] | None:
+    """The tokens of a conversation up to the user's first word; None without a template that says."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    before, mark, _ = tokenizer.decode(encode(tokenizer, MARK, chat=True)).partition(MARK)
+    return list(tokenizer(before, add_special_tokens=False)["input_ids"]) if mark and before else None
+
+
+def _kept_rounds(folder: Path, kind: str) -> Iterator[torch.Tensor]:
+    """The rounds of a kind that the cache holds whole, from the first on."""
+    number = 0
+    while (ids := _kept(folder / f"{kind}-{number:05d}.safetensors")) is not None:
+        yield ids
+        number += 1
+
+
+def _kept(path: Path) -> torch.Tensor | None:
+    """The tokens of one file; None if it is not there or no longer what was written."""
+    with suppress(SafetensorError, OSError, KeyError, TypeError), safe_open(path, framework="pt") as file:
+        ids = file.get_tensor("ids")
+        return ids if texts.Text("", ids=ids).digest == file.metadata()["digest"] else None
+    return None
+
+
+def _keep(path: Path, ids: torch.Tensor) -> None:
+    with writing(path):
+        write_whole(path, save({"ids": ids}, {"digest": texts.Text("", ids=ids).digest}))
+
+
+def _rate(folder: Path, source: Source, side: int, device: torch.device) -> float:
+    """Tokens a second: what this model had here the last time, else by one product and one sum that are timed now."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return float(json.loads((folder / "rate.json").read_bytes())["tokens_per_s"])
+    n = 2048 if device.type == "cpu" else 8192
+    dtype = torch.float32 if source.nbytes >= 4 * source.params else torch.bfloat16
+    W, x = torch.zeros(n, n, dtype=dtype, device=device), torch.zeros(side, n, dtype=dtype, device=device)
+    a_weight = _seconds(lambda: x @ W) / n**2
+    config = _text_config(source)
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 1)
+    return side / (source.params * a_weight + SMALL_OPS * layers * _seconds(lambda: x + x))
+
+
+def _seconds(f: Callable[[], torch.Tensor]) -> float:
+    """The least of three timings, the device waited for."""
+    f()[0, 0].item()
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        f()[0, 0].item()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _side(source: Source, device: torch.device) -> int:
+    """Texts side by side: fewer where their caches would take more than a quarter of a GPU."""
+    if device.type != "cuda":
+        return SIDE[device.type]
+    config = _text_config(source)
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 1
+    width = config.get("head_dim") or config.get("hidden_size", 4096) // (config.get("num_attention_heads") or 1)
+    a_text = 4 * int(config.get("num_hidden_layers") or 1) * heads * width * texts.WINDOW
+    total = torch.cuda.get_device_properties(device).total_memory
+    side = SIDE["cuda"]
+    while side > 8 and side * a_text > total // 4:
+        side //= 2
+    return side
+
+
+def _bits(source: Source, side: int, device: torch.device) -> int:
+    """Of the model that writes: 16, or as many as a copy may have. Raises DoesNotFitError."""
+    if device.type == "cuda":
+        room: float | None = torch.cuda.get_device_properties(device).total_memory * 0.65  # caches and products beside it
+    else:
+        room = available_memory()
+    if room is None or source.nbytes <= room:
+        return 16
+    for bits, share in COPIES.items() if device.type == "cuda" else ():
+        if source.nbytes * share <= room:
+            return bits
+    raise DoesNotFitError(f"{source.name} does not fit into the memory of {device}, so it cannot write a text of its own")
+
+
+def _text_config(source: Source) -> dict[str, Any]:
+    return source.config.get("text_config") or source.config

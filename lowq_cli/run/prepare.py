@@ -1,0 +1,150 @@
+"""A run before its first byte: the plan, where it goes, what it will take. From headers alone where only the plan is wanted."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowq_cli import quantizers
+from lowq_cli.calibrate.need import is_calibrated
+from lowq_cli.calibrate.texts import SELF, Text
+from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
+from lowq_cli.files.source import Source
+from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.plan.plan import Plan, default_out
+from lowq_cli.plan.planner import SHARD_SIZE, make_plan
+from lowq_cli.plan.recipe import Recipe
+from lowq_cli.run.budget import Budget, make_budget, with_text
+from lowq_cli.workers import worker_devices
+from lowq_packers.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.calibrate.mixed import Mixed
+    from lowq_cli.run.bound import Bound
+    from lowq_cli.run.own_text import Make, Outlook
+
+UNDECIDED = "calibrated on the model's own text if it is foreseen to be quickly written, else on the bundled one"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run before its first byte: what it will do, where, and what that takes. mixed: how a budget of bits was spent.
+
+    text: what is calibrated on; own: what has to be written first where that is the model's own; given: whether a person chose.
+    bound: what was measured for one; trial: the folder of the checkpoint that met it.
+    `pipeline.execute` does it.
+    """
+
+    plan: Plan
+    out: Path
+    devices: tuple[Device, ...]
+    budget: Budget
+    mixed: "Mixed | None"
+    source: Source
+    workers: tuple[Device, ...]
+    began: float
+    text: Text | None = None
+    own: "Outlook | None" = None
+    given: bool = True
+    bound: "Bound | None" = None
+    trial: Path | None = None
+
+
+@contextmanager
+def prepare(
+    model: str | os.PathLike[str],
+    recipe: Recipe,
+    out: str | os.PathLike[str] | None = None,
+    device: str = "auto",
+    shard_size: int = SHARD_SIZE,
+    headers_only: bool = False,
+    watch: Callable[..., None] | None = None,
+    make: "Make | None" = None,
+) -> Iterator[Prepared]:
+    """What quantizing `model` by `recipe` into `out` will do.
+
+    headers_only: to look at the plan; but for a budget of bits no weight is read or downloaded, nor torch imported.
+    device: one, or several as "cuda:0,cuda:1", which take a tensor each; the bytes are the same.
+    watch: how many layers of how many are measured for a budget of bits, or rounds for a bound and what they found.
+    make: quantizes the model by another recipe into a folder: trials for a bound, and the quick copy that writes a text where
+    the model does not fit. Raises LowqError.
+    """
+    began = time.monotonic()
+    devices: tuple[Device, ...] = name_devices(device) if headers_only else pick_devices(device)
+    budgeted = recipe.budgeted
+    with open_decoded(model, headers_only=headers_only and not budgeted) as raw:
+        source = raw
+        if recipe.rotate:
+            from lowq_cli.calibrate.rotation import rotated  # builds a model with transformers
+
+            source = rotated(raw)
+        folder = default_out(source, recipe) if out is None else Path(out)
+        found = text = own = met = trial = None
+        given, notes = recipe.calib is not None, []
+        if recipe.method != "auto" and quantizers.needs_text(recipe.method) and recipe.calib in (None, SELF):
+            if headers_only and not budgeted:
+                notes = [] if given else [UNDECIDED]
+            else:
+                from lowq_cli.run import own_text  # the decoder
+
+                recipe, own, *notes = own_text.decide(os.fspath(model), raw, recipe, pick_device(str(devices[0])))
+        if budgeted:
+            from lowq_cli.calibrate import mixed  # builds a model with transformers
+
+            if own:
+                from lowq_cli.run import own_text
+
+                text, own = own_text.whole(own, make), None
+            else:
+                text = Text.read(recipe.calib)
+            on = pick_device(str(devices[0]))
+            if recipe.bounded:
+                from lowq_cli.evaluate.perplexity import read_text
+                from lowq_cli.run import bound  # the judges
+
+                assert make
+                judge = read_text(recipe.judge)
+                spread = mixed.spread(source, recipe, text, on, watch)
+                said = watch or (lambda *_: None)
+                search = bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(on), make, said)
+                recipe, found, met = search.run()
+                trial = search.best
+            else:
+                recipe, found = mixed.resolve(source, recipe, text, on, watch)
+        plan = make_plan(source, recipe, shard_size)
+        plan = replace(plan, notes=(*plan.notes, *notes))
+        if not is_calibrated(plan):
+            text = own = None
+        elif text is None and not own and recipe.calib != SELF:
+            text = Text.read(recipe.calib)  # one that is missing or empty is told with the plan
+        independent = _independent(source, plan)
+        workers = worker_devices(devices, independent)
+        source.pinned = independent and devices[0].type == "cuda"  # slabs: a calibration reads whole tensors, too much to pin
+        if len(workers) < len(devices):
+            raise UsageError(
+                f"--device {device}: this run takes one tensor after another (the source is decoded while it is "
+                "read, or the method is calibrated); name one device"
+            )
+        written = _bytes_in(folder, plan)
+        budget = make_budget(plan, folder, devices[0], len(workers), written, source.held_bytes, timed=not headers_only)
+        yield Prepared(
+            plan, folder, devices, with_text(budget, own), found, source, workers, began, text, own, given, met, trial
+        )
+
+
+def _independent(source: Source, plan: Plan) -> bool:
+    """Whether tensors can be worked on side by side: other sources decode as they read, calibration goes layer by layer."""
+    return type(source) is Source and not is_calibrated(plan)
+
+
+def _bytes_in(folder: Path, plan: Plan) -> int:
+    """Disk that the plan's files already take in `folder`."""
+    found = 0
+    for shard in plan.shards:
+        for path in (folder / shard.name, folder / f"{shard.name}.partial"):
+            if path.is_file():
+                found += path.stat().st_blocks * 512
+    return found

@@ -1,0 +1,15 @@
+"""Which engine serves a model: the fastest that can, with the reason why the ones before it could not."""
+
+from typing import Any
+
+from lowq_cli.serving import continuous
+from lowq_cli.serving.request import Engine
+from lowq_cli.serving.sequential import SequentialEngine
+
+WAITING = 512  # requests in the queue
+
+
+def choose(model: Any, waiting: int = WAITING, **how: Any) -> Engine:
+    """The engine for this model on its device, not started yet; `how`: what ContinuousEngine takes besides."""
+    reason = continuous.why_not(model)
+    return SequentialEngine(model, waiting, reason) if reason else continuous.ContinuousEngine(model, waiting, **how)

@@ -1,0 +1,316 @@
+"""Continuous batching: requests join and leave between passes of the fused decoder's blocks, over a paged cache.
+
+One thread decides, launches and reads. It runs one pass ahead of what it has read, so that the device never waits for the host;
+the price is a row of one pass after a text ends. An error in it ends every open request with that error, and the engine takes
+no more.
+
+Greedy text of a request depends on who else is there through the kernels alone: a pass of another number of rows may take
+others, whose sums differ in their last bits. `deterministic` computes every step with the same number of rows, every piece of a
+prompt too, shares nothing, and so always takes the same kernels.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowq_cli.engine import blocks
+from lowq_cli.engine.choose import choose
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.serving.paged import make_cache
+from lowq_cli.serving.passes import BLOCK, Piece
+from lowq_cli.serving.pool import Pool
+from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check
+from lowq_cli.serving.schedule import Plan, Schedule, Text
+from lowq_cli.serving.special import LogProbs, Logs, Special, fetch, is_special
+from lowq_packers.errors import UnsupportedError, UsageError, one_line
+
+MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
+MOST_RUNNING = 1024
+AHEAD = 1  # passes that are launched before the oldest is read
+
+
+def why_not(model: Any) -> str | None:
+    """The reason this engine does not take a model, or None."""
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return "its weights are spread over processes"
+    return blocks.why_not(model)
+
+
+class Flight:
+    """A pass on its way, made before it is launched: who draws in it and in which rows; its size as `Pace.note` takes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.began = self._now(device)
+
+    def launched(self, drew: list[Text], token: torch.Tensor, logs: LogProbs | None, size: tuple[int, int]) -> "Flight":
+        """Itself, with what was launched."""
+        self.drew, self.logs, self.size = [(t, t.row) for t in drew], logs, size
+        self.tokens = fetch(token)
+        self.ended = self._now(token.device)
+        return self
+
+    def read(self) -> tuple[list[int], float]:
+        """The newest token of every row, and the pass's seconds; waits for this pass alone."""
+        if isinstance(self.ended, float) or isinstance(self.began, float):
+            return self.tokens.tolist(), self.ended - self.began  # type: ignore[operator]
+        self.ended.synchronize()
+        return self.tokens.tolist(), self.began.elapsed_time(self.ended) / 1e3
+
+    @staticmethod
+    def _now(device: torch.device) -> "torch.cuda.Event | float":
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class ContinuousEngine:
+    """Many requests side by side.
+
+    Args:
+        model: one that `why_not` has nothing against.
+        waiting: requests in the queue at most.
+        running: requests computed at once at most; None: as the device is good for.
+        cache_tokens: tokens whose keys and values are held at most; None: as memory allows.
+        deterministic: see above.
+    Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING.
+    """
+
+    name = "continuous batching"
+
+    def __init__(
+        self,
+        model: Any,
+        waiting: int,
+        running: int | None = None,
+        cache_tokens: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.reason = ""
+        decoder = choose(model)
+        assert isinstance(decoder, FusedDecoder)
+        self.device, self.vocabulary = decoder.device, decoder.blocks.head.out_features
+        most = running or MOST[self.device.type]
+        if not 1 <= most <= MOST_RUNNING:
+            raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
+        cache = make_cache(model, decoder, most, cache_tokens, deterministic)
+        self.passes, rows = cache.passes, cache.passes.rows
+        self.rows, self.special = rows, Special(rows, self.vocabulary, decoder.ops.choose_rows)
+        self.schedule = Schedule(Pool(cache.blocks, BLOCK), most, self.passes.bucket, deterministic)
+        self.limits = Limits(cache.longest, most, waiting, (cache.blocks - 1) * BLOCK, cache.bytes)
+        self._changed = threading.Condition()
+        self._incoming: list[Text] = []
+        self._cancelled: set[int] = set()
+        self._texts: dict[int, Text] = {}
+        self._number, self._closed, self._ending = 0, "the server has not started yet", False
+        self._flights: deque[Flight] = deque()
+        self._ahead = AHEAD if self.device.type == "cuda" else 0
+        self._prompt_tokens = self._new_tokens = self._steps = 0
+        self._busy_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
+        """Record the passes, then begin to compute. `done(n, of)` is told of each recording."""
+        if self.device.type == "cuda":
+            with torch.inference_mode():
+                self.rows.flush()
+                self.passes.record(done)
+                self.reason = self.passes.reason
+        self._sink, self._closed = sink, ""
+        self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its number."""
+        check(request, self.limits.longest, self.vocabulary)
+        with self._changed:
+            if self._closed:
+                raise UnsupportedError(self._closed)
+            if len(self._incoming) + len(self.schedule.waiting) >= self.limits.waiting:
+                raise Busy(f"{self.limits.waiting} requests wait already; try again later")
+            self._number += 1
+            text = self._texts[self._number] = Text(self._number, request)
+            self._incoming.append(text)
+            self._changed.notify()
+            return text.number
+
+    def cancel(self, number: int) -> None:
+        """End a request before its next token."""
+        with self._changed:
+            if number in self._texts:
+                self._cancelled.add(number)
+                self._changed.notify()
+
+    def stats(self) -> Stats:
+        """Where it stands now."""
+        s, pool = self.schedule, self.schedule.pool
+        return Stats(
+            running=len(s.active),
+            waiting=len(s.waiting) + len(self._incoming),
+            blocks_used=pool.blocks - 1 - pool.free,
+            blocks=pool.blocks - 1,
+            prompt_tokens=self._prompt_tokens,
+            new_tokens=self._new_tokens,
+            prefix_hits=s.prefix_hits,
+            preemptions=s.preemptions,
+            steps=self._steps,
+            busy_s=self._busy_s,
+        )
+
+    def stop(self, seconds: float) -> None:
+        """Finish what there is within `seconds`, cancel the rest."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            self._closed = self._closed or "the server is stopping"
+            while self._texts and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._cancelled |= set(self._texts)
+            self._ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+
+    def _work(self) -> None:
+        """The thread."""
+        try:
+            with torch.inference_mode():
+                while self._take():
+                    began = time.monotonic()
+                    self._turn()
+                    self._busy_s += time.monotonic() - began
+        except Exception as e:  # the engine's own: nobody's text can go on
+            message = f"the engine has stopped: {one_line(e)}"
+            with self._changed:
+                self._closed, numbers = message, list(self._texts)
+                self._texts.clear()
+                self._changed.notify_all()
+            self._sink([(n, Event(finish_reason="error", message=message)) for n in numbers])
+
+    def _take(self) -> bool:
+        """What came in since the last turn; waits where there is nothing to do. False at the end."""
+        with self._changed:
+            while not (self._incoming or self._cancelled or self._flights or self._texts):
+                if self._ending:
+                    return False
+                self._changed.wait()
+            incoming, self._incoming = self._incoming, []
+            cancelled, self._cancelled = self._cancelled, set()
+        self.schedule.waiting.extend(incoming)
+        self._prompt_tokens += sum(t.prompt for t in incoming)
+        events = []
+        for number in sorted(cancelled):
+            text = self._texts.get(number)
+            if text is not None and not text.done:
+                self._end(text)
+                events.append((number, Event(finish_reason="cancelled")))
+        if events:
+            self._sink(events)
+        return True
+
+    def _turn(self) -> None:
+        """One pass more, and what the one before it drew."""
+        if any(t.request.mask is not None for t in self.schedule.active):
+            self._land(0)  # a grammar has to know the last token
+        plan = self.schedule.plan(self._budget)
+        if plan is None:
+            self._land(0)
+            return
+        self._write(plan)
+        launched = bool(plan.steps or plan.pieces)
+        if launched:
+            self._flights.append(self._launch(plan))
+            self._steps += 1
+        for text in plan.finishing:
+            self.rows.set_table(text.row, text.blocks)  # not before: a step of this pass may have run in that row
+        self._land(self._ahead if launched else 0)
+
+    def _budget(self, high: int, waiting: int) -> int:
+        p, s = self.passes, self.schedule
+        soon = min(high + len(s.reading) + len(s.waiting), len(s.running)) if high else 0
+        return p.pace.budget(p.bucket(soon), p.riding(high), waiting)
+
+    def _write(self, plan: Plan) -> None:
+        """Send what the plan changes on the device."""
+        rows = self.rows
+        for source, target in plan.moves:
+            rows.move(source, target)
+            self.special.move(source, target)
+        for row in plan.freed:
+            rows.clear(row)
+        for text, slot in plan.placed:
+            self._place(text, slot)
+        for row, first, held in plan.tables:
+            rows.set_table(row, held, first)
+        for text in plan.finishing:
+            self._place(text, len(text.tokens) - 1)  # which the draw moves on
+            if is_special(text):
+                self.special.begin(text)
+        rows.flush()
+
+    def _place(self, text: Text, pos: int) -> None:
+        d = text.request.draw
+        self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not is_special(text))
+
+    def _launch(self, plan: Plan) -> Flight:
+        """The pass of a plan, and the draws that are apart from it."""
+        n, nobody, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.nobody, set(map(id, plan.finishing))
+        pieces, drawn = [], np.full(n, nobody, np.int32)
+        for text in plan.steps:
+            drawn[text.row] = nobody if is_special(text) else text.row
+        for text, row, first, end in plan.pieces:
+            target = -1
+            if end == len(text.tokens) and id(text) in ends:
+                target = nobody if is_special(text) else text.row
+            pieces.append(Piece(row, first, text.tokens[first:end], target))
+        flight = Flight(self.device)
+        logits = self.passes.run(n, pieces, drawn)
+        riding = self.passes.riding(n)
+        places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
+        special = [(i, t) for i, t in places if is_special(t)]
+        logs = self.special.draw(logits, special) if special and logits is not None else None
+        steps, rows = self.passes.size(n, pieces)
+        size = (steps if steps == rows or self.passes.padded else 0, rows)  # of any size on a CPU: as if none did
+        return flight.launched([*plan.steps, *plan.finishing], self.rows.token, logs, size)
+
+    def _land(self, most: int) -> None:
+        """Read passes until at most so many are on their way, and tell what they drew."""
+        while len(self._flights) > most:
+            flight, events = self._flights.popleft(), list[tuple[int, Event]]()
+            tokens, seconds = flight.read()
+            logs = flight.logs.read() if flight.logs is not None else {}
+            self.passes.pace.note(*flight.size, seconds)
+            for text, row in flight.drew:
+                if not text.done:
+                    events.append((text.number, self._event(text, tokens[row], logs)))
+            if events:
+                self._sink(events)
+
+    def _event(self, text: Text, token: int, logs: dict[int, Logs]) -> Event:
+        """What a token means for its text."""
+        if text.request.mask is not None and not text.failed:
+            try:
+                text.request.mask.accept(token)
+            except Exception as e:
+                text.failed = one_line(e)
+        if text.failed:
+            self._end(text)
+            return Event(finish_reason="error", message=text.failed)
+        finish = self.schedule.landed(text, token)
+        self._new_tokens += 1
+        logprob, top = logs.get(text.number, (None, ())) if logs else (None, ())
+        cached, text.told = (0 if text.told else text.cached), True
+        if finish:
+            self._end(text)
+        return Event(token, logprob, top, finish, cached=cached)
+
+    def _end(self, text: Text) -> None:
+        self.schedule.end(text)
+        with self._changed:
+            self._texts.pop(text.number, None)
+            self._changed.notify_all()

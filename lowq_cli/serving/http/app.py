@@ -1,0 +1,280 @@
+"""The server's paths: what each does with a request, and what every request passes first."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from secrets import randbits
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from lowq_cli.engine.prompts import encode
+from lowq_cli.serving.http import fields, grammar, refusal, tools
+from lowq_cli.serving.http.answers import Answer, Gone
+from lowq_cli.serving.http.conversation import prompt_ids
+from lowq_cli.serving.http.grammar import Grammars
+from lowq_cli.serving.http.guard import Guard
+from lowq_cli.serving.http.hub import Hub
+from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics, Roofline
+from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
+from lowq_cli.serving.http.text import Names, Writer
+from lowq_cli.serving.request import Done, Draw, Engine, Mask, Request
+from lowq_packers.errors import LowqError
+
+COMPLETION_TOKENS = 16  # of /v1/completions where the request names no number, as OpenAI has it
+LONG = 16384  # characters from which a text is encoded beside the event loop, not in it
+SHRINKS = 4  # times that normalizing may shorten a text, at most
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+@dataclass
+class Served:
+    """What is served, and within which bounds.
+
+    Args:
+        engine: not started yet. tokenizer, stop_ids: the model's. name: what clients call it.
+        api_key: what they must show, "" for nothing. hosts: names under which they may come, () for any.
+        body_bytes, body_s, answer_s: the longest body, the longest that reading it and answering may take.
+        log: told one line a request. failed: told an exception that is a bug of ours.
+        recording: told how far the engine's start is. roofline: what `Metrics` takes.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    name: str
+    stop_ids: frozenset[int]
+    api_key: str = ""
+    hosts: tuple[str, ...] = ()
+    body_bytes: int = 4 << 20
+    body_s: float = 30.0
+    answer_s: float = 3600.0
+    log: Callable[[str], None] = lambda line: None
+    failed: Callable[[Exception], None] = lambda e: None
+    recording: Done = lambda n, of: None
+    roofline: Roofline = lambda before, now: None
+    metrics: Metrics = field(init=False)
+    hub: Hub = field(init=False)
+    unstarted: Exception | None = field(default=None, init=False)  # why the engine did not start
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.engine, self.roofline)
+        self.hub = Hub(self.engine, self.metrics.first.observe, self.metrics.gap.observe)
+        self.names = Names(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.stop_ids, self.engine.vocabulary)
+        self.created = int(time.time())
+
+    @cached_property
+    def most_characters(self) -> int:
+        """A longer text cannot be short enough, whatever its tokens are."""
+        try:
+            longest = max(map(len, self.tokenizer.get_vocab()))
+        except (AttributeError, ValueError):
+            return 1 << 62
+        return SHRINKS * longest * self.engine.limits.longest
+
+
+def make_app(served: Served) -> ASGIApp:
+    """The ASGI application; its lifespan starts the engine."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            served.hub.start(served.recording)
+        except Exception as e:  # uvicorn would only end with a number
+            served.unstarted = e
+            raise
+        yield
+
+    endpoints = Endpoints(served)
+    routes = [
+        Route("/", endpoints.page),
+        Route("/health", endpoints.health),
+        Route("/metrics", endpoints.metrics),
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{name:path}", endpoints.model),
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.complete, methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {HTTPException: _no_such_path, Refusal: _refused}
+    return Guard(
+        Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), served.api_key, served.hosts, served.log
+    )
+
+
+async def _refused(_: HttpRequest, why: Exception) -> Response:
+    assert isinstance(why, Refusal)
+    return answer_json(why.body, why.status, why.headers)
+
+
+async def _no_such_path(request: HttpRequest, why: Exception) -> Response:
+    assert isinstance(why, HTTPException)
+    how = f"{request.method} {request.url.path}"
+    line = f"{how} is not served here" if why.status_code == 404 else f"{how}: {str(why.detail).lower()}"
+    return answer_json(Refusal(why.status_code, line).body, why.status_code, dict(why.headers or {}))
+
+
+class Endpoints:
+    """What each path does."""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+
+    async def page(self, _: HttpRequest) -> Response:
+        """The chat in the browser."""
+        html = resources.files("lowq_cli.serving.http").joinpath("page.html").read_bytes()
+        return Response(html, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def health(self, _: HttpRequest) -> Response:
+        """That it runs, and how much there is to do."""
+        s = self.served.engine.stats()
+        return answer_json({"status": "ok", "running": s.running, "waiting": s.waiting})
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        """For Prometheus."""
+        return Response(self.served.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def models(self, _: HttpRequest) -> Response:
+        """The one model."""
+        return answer_json({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: HttpRequest) -> Response:
+        """The one model, by its name."""
+        self._check_model(request.path_params["name"])
+        return answer_json(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        served = self.served
+        more = {"max_model_len": served.engine.limits.longest, "chat": bool(getattr(served.tokenizer, "chat_template", None))}
+        return {"id": served.name, "object": "model", "created": served.created, "owned_by": "lowq", **more}
+
+    def _check_model(self, name: str) -> None:
+        if name != self.served.name:
+            line = f"the model {fields.shown(name)} is not served here; this server has {fields.shown(self.served.name)}"
+            raise Refusal(404, line, param="model", code="model_not_found")
+
+    async def chat(self, request: HttpRequest) -> Response:
+        """/v1/chat/completions."""
+        return await self._answer(request, chat=True)
+
+    async def complete(self, request: HttpRequest) -> Response:
+        """/v1/completions."""
+        return await self._answer(request, chat=False)
+
+    async def _answer(self, request: HttpRequest, chat: bool) -> Response:
+        log = Log(self.served.metrics, self.served.log, "chat" if chat else "completion")
+        try:
+            answer = await self._begin(request, chat)
+            if answer.asked.get("stream"):
+                return EventStream(answer, log, self.served.answer_s, self.served.failed)
+            with following(answer.live, request.receive):
+                async with asyncio.timeout(self.served.answer_s):
+                    whole = await answer.whole()
+            log.answered(answer)
+            return answer_json(whole)
+        except Gone:
+            log.ended("gone", "client left", answer)
+            return Response(status_code=499)
+        except ClientDisconnect:
+            log.ended("gone", "client left before it had asked")
+            return Response(status_code=499)
+        except TimeoutError:
+            return log.refused(too_late(self.served.answer_s))
+        except LowqError as e:
+            return log.refused(refusal.of(e))
+        except Refusal as e:
+            return log.refused(e)
+        except Exception as e:
+            self.served.failed(e)
+            return log.refused(refusal.bug(e))
+
+    async def _begin(self, request: HttpRequest, chat: bool) -> Answer:
+        """Read a request and queue it. Raises Refusal, LowqError."""
+        served, limits = self.served, self.served.engine.limits
+        asked = fields.read(await self._body(request), chat)
+        self._check_model(asked.get("model", served.name))
+        offered = tools.read(asked) if chat else tools.Tools()
+        prompts = await self._prompts(asked, offered)
+        mask = await self._form(asked, offered)
+        n = len(prompts) * asked.n
+        if n > fields.MOST_CHOICES:
+            raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
+        where = "messages" if chat else "prompt"
+        for prompt in prompts:
+            if len(prompt) >= limits.longest:
+                line = f"the prompt has {len(prompt)} tokens and the context ends at {limits.longest}; shorten the prompt"
+                raise Refusal(400, line, param=where, code="context_length_exceeded")
+        stop_ids = frozenset() if asked.get("ignore_eos") else served.stop_ids
+        settings = {"seed": randbits(62), **asked.draw, "logprobs": asked.logprobs}
+        requests, writers, echoes = [], [], []
+        for i in range(n):
+            ids = tuple(prompts[i // asked.n])
+            room = limits.longest - len(ids)
+            most = min(asked.max_tokens or (room if chat else COMPLETION_TOKENS), room)
+            draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
+            requests.append(Request(ids, most, stop_ids, draw, mask and mask()))
+            writers.append(Writer(served.tokenizer, ids, asked.get("stop", ()), stop_ids, offered))
+            echoes.append(self._echo(asked, i // asked.n, ids))
+        live = served.hub.submit(requests)
+        return Answer(asked, live, writers, sum(map(len, prompts)), served.names, served.name, echoes)
+
+    def _echo(self, asked: fields.Asked, i: int, ids: tuple[int, ...]) -> str:
+        if not asked.get("echo"):
+            return ""
+        given = asked.get("prompt")[i]
+        return given if isinstance(given, str) else self.served.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    async def _body(self, request: HttpRequest) -> bytes:
+        """The body, as long and as slow as it may be; of one too long more is read, so that its sender comes to listen."""
+        most, found, length = self.served.body_bytes, bytearray(), 0
+        try:
+            async with asyncio.timeout(self.served.body_s):
+                async for piece in request.stream():
+                    length += len(piece)
+                    if length <= most:
+                        found += piece
+                    elif length > 8 * most:
+                        break
+        except TimeoutError:
+            raise Refusal(408, f"the body took longer than {self.served.body_s:.0f} s") from None
+        if length > most:
+            raise Refusal(413, f"the body is larger than {most >> 20} MiB")
+        return bytes(found)
+
+    async def _form(self, asked: fields.Asked, offered: tools.Tools) -> Callable[[], Mask] | None:
+        """What makes the masks under which an answer has the form asked for, if one was."""
+        if asked.get("response_format") is None and not offered.forced:
+            return None
+        template, grammars = str(getattr(self.served.tokenizer, "chat_template", "")), self.served.grammars
+
+        def work() -> Callable[[], Mask] | None:
+            return tools.form(offered, template, grammars) or grammar.form(asked, grammars)
+
+        return await asyncio.to_thread(work)  # a second for the first, milliseconds to seconds for large schemas
+
+    async def _prompts(self, asked: fields.Asked, offered: tools.Tools) -> list[list[int]]:
+        """Token ids of every prompt. Templates are rendered and long texts encoded in a thread: other answers go on."""
+        served = self.served
+        texts = [str(asked.get("messages"))] if asked.chat else [p for p in asked.get("prompt") if isinstance(p, str)]
+        characters = max(map(len, texts), default=0)
+        if characters > served.most_characters:
+            line = f"the prompt's {characters} characters are more than {served.engine.limits.longest} tokens; shorten it"
+            raise Refusal(400, line, param="messages" if asked.chat else "prompt", code="context_length_exceeded")
+
+        def work() -> list[list[int]]:
+            if asked.chat:
+                return [prompt_ids(served.tokenizer, asked, offered.given)]
+            return [encode(served.tokenizer, p) if isinstance(p, str) else p for p in asked.get("prompt")]
+
+        return await asyncio.to_thread(work) if asked.chat or sum(map(len, texts)) > LONG else work()

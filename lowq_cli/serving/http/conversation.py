@@ -1,0 +1,82 @@
+"""The messages of a chat as token ids: checked, brought into the form that templates expect, rendered by the model's own."""
+
+import json
+import re
+from typing import Any
+
+from lowq_cli.serving.http.fields import Asked, items, shown, table, text
+from lowq_cli.serving.http.refusal import Refusal, wrong
+from lowq_packers.errors import LowqError, one_line
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+OURS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "conversations")
+
+
+def prompt_ids(tokenizer: Any, asked: Asked, tools: list[dict[str, Any]]) -> list[int]:
+    """Token ids up to where the answer starts. Raises Refusal for messages that are none, or that the template refuses."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
+    found = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
+    more = _switches(str(template), asked.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in str(template) and asked.get("reasoning_effort"):
+        more["reasoning_effort"] = asked.get("reasoning_effort")
+    if tools:
+        if "tools" not in str(template):
+            raise wrong("tools", "this model's chat template has no place for them")
+        more["tools"] = tools
+    try:
+        ids = tokenizer.apply_chat_template(found, add_generation_prompt=True, tokenize=True, return_dict=False, **more)
+    except Exception as e:  # a program from strangers: it raises what it wants
+        why = one_line(e) if isinstance(e, LowqError) else f"the model's chat template refuses these messages: {one_line(e)}"
+        raise Refusal(400, why, param="messages") from None
+    return list(ids)
+
+
+def _switches(template: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What the request sets in the template, such as Qwen 3's enable_thinking; never what we set ourselves."""
+    for name, value in given.items():
+        if name in OURS or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise wrong("chat_template_kwargs", f"this model's chat template knows no switch {shown(name)}")
+        if not isinstance(value, str | bool | int | float):
+            raise wrong(f"chat_template_kwargs.{name}", f"must be a text, a number, true or false, not {shown(value)}")
+    return dict(given)
+
+
+def _message(name: str, given: Any) -> dict[str, Any]:
+    message = table(name, given)
+    role = message.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise wrong(f"{name}.role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+    found = {k: v for k, v in message.items() if k in ("name", "tool_call_id", "reasoning_content") and v is not None}
+    calls = message.get("tool_calls")
+    if calls is not None:
+        found["tool_calls"] = [_call(f"{name}.tool_calls[{i}]", c) for i, c in enumerate(items(f"{name}.tool_calls", calls))]
+    content = message.get("content")
+    if content is None and role != "assistant":
+        raise wrong(f"{name}.content", "is needed")
+    return {"role": ROLES[role], "content": "" if content is None else _content(f"{name}.content", content), **found}
+
+
+def _content(name: str, content: Any) -> str:
+    if not isinstance(content, list):
+        return text(name, content)
+    parts = []
+    for i, given in enumerate(content):
+        part = table(f"{name}[{i}]", given)
+        if part.get("type") not in ("text", "refusal"):
+            raise wrong(f"{name}[{i}].type", f"{shown(part.get('type'))} is not supported; this server takes text alone")
+        parts.append(text(f"{name}[{i}].{part['type']}", part.get(part["type"])))
+    return "".join(parts)
+
+
+def _call(name: str, given: Any) -> dict[str, Any]:
+    """A call that the model made earlier, its arguments as an object: that is what templates write out."""
+    function = table(f"{name}.function", table(name, given).get("function"))
+    arguments = function.get("arguments", "")
+    try:
+        arguments = json.loads(text(f"{name}.function.arguments", arguments) or "{}")
+    except ValueError:
+        raise wrong(f"{name}.function.arguments", "must be JSON, as a text") from None
+    named = {"name": text(f"{name}.function.name", function.get("name")), "arguments": arguments}
+    return {"id": given.get("id"), "type": "function", "function": named}

@@ -1,0 +1,224 @@
+"""What a body may say: each field of OpenAI's two endpoints with its check, and what unknown fields meet.
+
+As OpenAI does, a field that is not known is refused: one that is misspelt would silently do nothing. Fields of theirs that say
+nothing about the text (who asks, how it is billed or stored) are taken and do nothing; those that would change the text in a
+way that is not built are refused unless they hold their default. Extensions, under the names that vLLM and llama.cpp gave
+them: top_k, min_p, repetition_penalty, ignore_eos, chat_template_kwargs.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowq_cli.engine.prompts import check_characters
+from lowq_cli.serving.http.refusal import Refusal, wrong
+from lowq_packers.errors import UsageError
+
+Check = Callable[[str, Any], Any]  # (field, value) -> the value, or a Refusal
+MOST_STOPS = 16
+MOST_CHOICES = 128  # of one request: prompts times n
+
+
+def boolean(name: str, value: Any) -> bool:
+    """true or false."""
+    if not isinstance(value, bool):
+        raise wrong(name, f"must be true or false, not {shown(value)}")
+    return value
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number that 64 bits hold."""
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
+        raise wrong(name, f"must be a whole number, not {shown(value)}")
+    return value
+
+
+def positive(name: str, value: Any) -> int:
+    """1 or more."""
+    if whole(name, value) < 1:
+        raise wrong(name, f"must be at least 1, not {value}")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or abs(value) > 1e300 or not math.isfinite(value):
+        raise wrong(name, f"must be a number, not {shown(value)}")
+    return float(value)
+
+
+def text(name: str, value: Any) -> str:
+    """A text without half characters."""
+    if not isinstance(value, str):
+        raise wrong(name, f"must be a text, not {shown(value)}")
+    try:
+        check_characters(value)
+    except UsageError:
+        raise wrong(name, "holds half a surrogate pair, which is no character") from None
+    return value
+
+
+def table(name: str, value: Any) -> dict[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, dict):
+        raise wrong(name, f"must be an object, not {shown(value)}")
+    return value
+
+
+def items(name: str, value: Any) -> list[Any]:
+    """A JSON array with something in it."""
+    if not isinstance(value, list) or not value:
+        raise wrong(name, f"must be an array that is not empty, not {shown(value)}")
+    return value
+
+
+def stops(name: str, value: Any) -> tuple[str, ...]:
+    """One text or several that end an answer."""
+    found = tuple(text(name, v) for v in (value if isinstance(value, list) else [value]))
+    if len(found) > MOST_STOPS or "" in found:
+        raise wrong(name, f"must be up to {MOST_STOPS} texts, none of them empty")
+    return found
+
+
+def biases(name: str, value: Any) -> dict[int, float]:
+    """Token ids, as texts, and what is added to their logits."""
+    found = {}
+    for key, bias in table(name, value).items():
+        if not key.isdecimal() or len(key) > 9:
+            raise wrong(name, f"names tokens by their ids, not {shown(key)}")
+        found[int(key)] = number(name, bias)
+    return found
+
+
+def prompts(name: str, value: Any) -> list[str | list[int]]:
+    """A text, several, token ids, or several of those."""
+    if isinstance(value, str):
+        return [text(name, value)]
+    if all(isinstance(v, int) for v in items(name, value)):
+        return [[whole(name, v) for v in value]]
+    return [[whole(name, i) for i in items(name, v)] if isinstance(v, list) else text(name, v) for v in value]
+
+
+def stream_options(name: str, value: Any) -> bool:
+    """Whether usage follows the last chunk."""
+    known(name, table(name, value), {"include_usage", "include_obfuscation"})
+    return boolean(f"{name}.include_usage", value.get("include_usage") or False)
+
+
+def only(*values: Any) -> Check:
+    """A field that can be sent, but only with what it means when it is not."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in values:
+            raise wrong(name, f"{shown(value)} is not supported; leave it out")
+
+    return check
+
+
+def anything(name: str, value: Any) -> None:
+    """A field that changes nothing here."""
+
+
+SAMPLING: dict[str, Check] = {
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty"), number),
+    **{"top_k": whole, "seed": whole, "logit_bias": biases},
+}
+COMMON: dict[str, Check] = SAMPLING | {
+    **{"model": text, "max_tokens": positive, "n": positive, "stop": stops, "ignore_eos": boolean},
+    **{"stream": boolean, "stream_options": stream_options, "user": anything},
+}
+COMPLETION = COMMON | {"prompt": prompts, "logprobs": whole, "echo": boolean, "suffix": only(""), "best_of": positive}
+CHAT = COMMON | {
+    **{"messages": items, "max_completion_tokens": positive, "logprobs": boolean, "top_logprobs": whole},
+    **{"response_format": table, "tools": items, "tool_choice": lambda name, value: value, "parallel_tool_calls": boolean},
+    **{"chat_template_kwargs": table, "modalities": only(["text"]), "functions": only([]), "function_call": only("none")},
+    **{"reasoning_effort": text, "verbosity": only("medium")},
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), only()),
+    **dict.fromkeys(("store", "metadata", "service_tier", "safety_identifier"), anything),
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "moderation"), anything),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body that was read. draw: the settings of `Draw` that it names. logprobs: alternatives a token, None for none."""
+
+    chat: bool
+    given: Mapping[str, Any]
+    draw: dict[str, Any] = field(default_factory=dict)
+    logprobs: int | None = None
+    max_tokens: int | None = None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field's value, or the default where it is missing or null."""
+        return self.given.get(name, default)
+
+    @property
+    def n(self) -> int:
+        """Answers to each prompt."""
+        return self.get("n", 1)
+
+
+def read(raw: bytes, chat: bool) -> Asked:
+    """The body of a request to one of the two endpoints. Raises Refusal."""
+    body = _parsed(raw)
+    fields = CHAT if chat else COMPLETION
+    known("", body, set(fields))
+    given = {name: fields[name](name, value) for name, value in body.items() if value is not None}
+    needed = "messages" if chat else "prompt"
+    if needed not in given:
+        raise wrong(needed, "is needed")
+    draw = {name: given[name] for name in SAMPLING if name in given}
+    draw["top_k"] = max(0, draw.get("top_k", 0))  # -1 is "off" in vLLM's words
+    if "seed" in draw:
+        draw["seed"] &= (1 << 63) - 1
+    draw.setdefault("temperature", 1.0)
+    if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
+        raise wrong("best_of", "is not supported; leave it out")
+    asked = given.get("logprobs")
+    if chat:
+        asked = given.get("top_logprobs", 0) if asked else None
+        if given.get("top_logprobs") and asked is None:
+            raise wrong("top_logprobs", "needs logprobs: true")
+    if given.get("echo") and asked is not None:
+        raise wrong("echo", "with logprobs would need those of the prompt, which are not computed; leave one out")
+    return Asked(chat, given, draw, asked, given.get("max_completion_tokens", given.get("max_tokens")))
+
+
+def known(where: str, body: dict[str, Any], names: set[str]) -> None:
+    """Raise a Refusal for a field that is not one of `names`; where: the field that holds these, "" for the body itself."""
+    for name in body:
+        if name not in names:
+            near = difflib.get_close_matches(name[:64], names, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            full = f"{where}.{name}" if where else name
+            raise Refusal(400, f"unknown field {shown(full)}{meant}", param=full[:64], code="unknown_parameter")
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw.decode("utf-8"), parse_constant=_no_number)
+    except UnicodeDecodeError as e:
+        raise Refusal(400, f"the body is not UTF-8: byte {e.start} is {raw[e.start]:#04x}") from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as e:
+        raise Refusal(400, f"the body is not JSON: {' '.join(str(e).split())[:200]}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, f"the body must be a JSON object, not {shown(body)}")
+    return body
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number in JSON")
+
+
+def shown(value: Any) -> str:
+    """A value for an error's line: short, on one line."""
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "an array"
+    found = json.dumps(value)
+    return found if len(found) <= 60 else found[:60] + "..."

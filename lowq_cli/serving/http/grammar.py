@@ -1,0 +1,109 @@
+"""Answers in a form: JSON schemas and calls of tools as masks over the next token, by the llguidance library (an extra).
+
+A mask belongs to one request and is asked by the engine's thread. The library can give up in the midst of an answer, at a limit
+of its own: that is an error of the request, as half an object which "stop" follows would pass for a whole one.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import torch
+
+from lowq_cli.serving.http.fields import Asked, known, shown, table
+from lowq_cli.serving.http.refusal import Refusal, wrong
+from lowq_cli.serving.request import Mask
+from lowq_packers.errors import LowqError
+
+# as json.dumps writes it, which models have seen most; free blanks would let a small one write nothing else
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Grammar:
+    """The mask of one request."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self.matcher, self.ends = matcher, ends
+
+    def fill(self, words: torch.Tensor) -> None:
+        """The tokens that the grammar allows; at its end those that end a text. Raises LowqError where the library gave up."""
+        self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+        if self.matcher.is_error() or not (words.any() or self.matcher.is_accepting()):
+            why = (self.matcher.get_error() or "no token can follow").partition("<state>")[0]
+            raise LowqError(f"the answer cannot keep to its form: {' '.join(why.split())[:200]}; a simpler schema may do")
+        if not words.any():
+            words.zero_()
+            for token in self.ends:
+                words[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
+
+    def accept(self, token: int) -> None:
+        """A token was drawn."""
+        if token not in self.ends:
+            self.matcher.consume_token(token)
+
+
+class Grammars:
+    """Masks for a model.
+
+    Args:
+        tokenizer: the model's. stop_ids: tokens that end its texts. vocabulary: logits of a token.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: frozenset[int], vocabulary: int) -> None:
+        self.tokenizer, self.ends, self.vocabulary = tokenizer, sorted(stop_ids), vocabulary
+        self.lock = Lock()
+
+    @cached_property
+    def _library(self) -> tuple[Any, Any]:
+        """(llguidance's matcher, its view of this tokenizer). Raises Refusal where one of them cannot be had."""
+        try:
+            from llguidance import LLMatcher, LLTokenizer
+        except ModuleNotFoundError:
+            raise Refusal(400, "response_format and forced tool calls need a library: pip install 'lowq[grammar]'") from None
+        backend = getattr(self.tokenizer, "tokens", None) or getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None or not self.ends:
+            raise Refusal(400, "this model's tokenizer is not one that forms can be written with")
+        return LLMatcher, LLTokenizer(backend.to_str(), n_vocab=self.vocabulary, eos_token=self.ends)
+
+    def schema(self, schema: dict[str, Any], param: str) -> Callable[[], Mask]:
+        """What makes masks for a JSON schema. Raises Refusal for a schema that is none, or that the library does not know."""
+        with self.lock:
+            matcher = self._library[0]
+        try:
+            return self._grammar(matcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACED), param)
+        except ValueError as e:
+            raise wrong(param, " ".join(str(e).split())[:200]) from None
+
+    def lark(self, grammar: str, param: str) -> Callable[[], Mask]:
+        """The same for a grammar in Lark's form."""
+        with self.lock:
+            matcher = self._library[0]
+        return self._grammar(matcher.grammar_from_lark(grammar), param)
+
+    def _grammar(self, grammar: str, param: str) -> Callable[[], Mask]:
+        matcher, tokens = self._library
+        first = matcher(tokens, grammar, log_level=0)
+        if first.is_error():
+            raise wrong(param, " ".join(first.get_error().split())[:200])
+        return lambda: Grammar(first.deep_copy(), self.ends)
+
+
+def form(asked: Asked, grammars: Grammars) -> Callable[[], Mask] | None:
+    """What makes the masks that response_format asks for, or None. Raises Refusal."""
+    given = asked.get("response_format")
+    if given is None:
+        return None
+    kind = given.get("type")
+    known("response_format", given, {"type", "json_schema"})
+    if kind == "text":
+        return None
+    if asked.get("ignore_eos"):
+        raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
+    if kind == "json_object":
+        return grammars.schema({"type": "object"}, "response_format")
+    if kind != "json_schema":
+        raise wrong("response_format.type", f"must be text, json_object or json_schema, not {shown(kind)}")
+    name = "response_format.json_schema"
+    return grammars.schema(table(f"{name}.schema", table(name, given.get("json_schema")).get("schema")), f"{name}.schema")

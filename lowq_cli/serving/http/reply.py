@@ -1,0 +1,110 @@
+"""Sending an answer: whole or as it comes, watched for a client that leaves, with a line in the log."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lowq_cli.serving.http.answers import Answer, Gone, encoded
+from lowq_cli.serving.http.hub import Live
+from lowq_cli.serving.http.metrics import Metrics
+from lowq_cli.serving.http.refusal import Refusal, bug
+
+
+def answer_json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(encoded(value), status, headers, "application/json")
+
+
+class Log:
+    """One request's line, and its place in the counters."""
+
+    def __init__(self, metrics: Metrics, say: Callable[[str], None], what: str) -> None:
+        self.metrics, self.say, self.what, self.began = metrics, say, what, time.monotonic()
+
+    def answered(self, answer: Answer) -> None:
+        """It was answered in full."""
+        self.ended("ok", "+".join(sorted(set(answer.finish_reasons))), answer)
+
+    def refused(self, why: Refusal) -> Response:
+        """It was not; the response that says so."""
+        self.ended("refused" if why.status < 500 else "failed", f"{why.status} {why.message}")
+        return answer_json(why.body, why.status, why.headers)
+
+    def ended(self, outcome: str, how: str, answer: Answer | None = None) -> None:
+        """The line: what was asked, tokens in and out, seconds, speed, how it ended."""
+        seconds = time.monotonic() - self.began
+        self.metrics.requests.labels(outcome).inc()
+        self.metrics.whole.observe(seconds)
+        numbers = ""
+        if answer is not None:
+            usage, first = answer.usage(), answer.live.first
+            made, spent = usage["completion_tokens"], time.monotonic() - first if first else 0.0
+            speed = f", {made / spent:.0f}/s" if made > 1 and spent else ""
+            after = f", first after {first - answer.live.began:.2f} s" if first else ""
+            numbers = f"{usage['prompt_tokens']} + {made} tokens{after}{speed}, "
+        self.say(f"{time.strftime('%H:%M:%S')} {self.what}: {numbers}{seconds:.2f} s, {how}")
+
+
+class following:
+    """Inside, a client that goes away wakes whoever waits for its tokens; afterwards nothing of it is left in the engine."""
+
+    def __init__(self, live: Live, receive: Receive) -> None:
+        self.live, self.receive = live, receive
+
+    def __enter__(self) -> None:
+        self.task = asyncio.create_task(self._watch())
+
+    def __exit__(self, *_: object) -> None:
+        self.task.cancel()
+        self.live.close()
+
+    async def _watch(self) -> None:
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+        self.live.leave()
+
+
+class EventStream(Response):
+    """An answer as it comes."""
+
+    def __init__(self, answer: Answer, log: Log, seconds: float, failed: Callable[[Exception], None]) -> None:
+        super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, "text/event-stream")
+        del self.headers["content-length"]
+        self.answer, self.log_, self.seconds, self.failed = answer, log, seconds, failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; each chunk as soon as the client has taken the one before."""
+        answer, how = self.answer, "client left"
+        with following(answer.live, receive), suppress(Gone):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async with asyncio.timeout(self.seconds):
+                    async for chunk in answer.chunks():
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                how = ""
+            except TimeoutError:
+                how = await self._error(send, too_late(self.seconds))
+            except Gone:
+                raise
+            except Exception as e:
+                self.failed(e)
+                how = await self._error(send, bug(e))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if how or not all(answer.finish_reasons):
+            self.log_.ended("gone", how or "failed", answer)
+        else:
+            self.log_.answered(answer)
+
+    async def _error(self, send: Send, why: Refusal) -> str:
+        """The last event of an answer that could not be finished; its line."""
+        await send({"type": "http.response.body", "body": b"data: " + encoded(why.body) + b"\n\n", "more_body": True})
+        return why.message
+
+
+def too_late(seconds: float) -> Refusal:
+    """An answer that takes longer than any may."""
+    return Refusal(504, f"the answer took longer than {seconds:.0f} s", "timeout")

@@ -1,0 +1,113 @@
+"""The text of one answer, from its tokens: never half a character, never a stop string or what may become one."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from lowq_cli.engine.detokenize import UNFINISHED, Detokenizer
+from lowq_cli.engine.stopping import Stopper
+from lowq_cli.serving.http.tools import Reader, Tools
+from lowq_cli.serving.request import Event
+
+
+@dataclass
+class Piece:
+    """What a step adds to an answer: text, the tokens' log-probabilities if asked for, and how it ended, if it did.
+
+    logprobs: (token id, log-probability, alternatives) of each token. error: the engine's line, with finish_reason "error".
+    calls: of tools, as OpenAI's deltas have them.
+    """
+
+    text: str = ""
+    logprobs: list[tuple[int, float, tuple[tuple[int, float], ...]]] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Writer:
+    """Events of one answer in, pieces of text out.
+
+    Args:
+        tokenizer, prompt: the model's, and the ids that the answer goes on from.
+        stops: texts that end it; they are no part of it.
+        stop_ids: tokens that end it; they have no text.
+        tools: what it may call, read out of its text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: tuple[int, ...],
+        stops: tuple[str, ...],
+        stop_ids: frozenset[int],
+        tools: Tools | None = None,
+    ) -> None:
+        self.reader = Reader(tools) if tools and tools.given else None
+        self.detokenizer, self.stopper, self.stop_ids = Detokenizer(tokenizer, list(prompt)), Stopper(stops), stop_ids
+        self.tokens = self.cached = 0
+
+    def push(self, events: list[Event]) -> Piece:
+        """What these events add. With finish_reason "stop" nothing more is wanted, whether the engine has ended or not."""
+        self.cached += sum(e.cached for e in events)
+        last = events[-1].finish_reason
+        ids = [e.token for e in events if e.token is not None]
+        self.tokens += len(ids)
+        shown = ids[:-1] if last == "stop" and ids and ids[-1] in self.stop_ids else ids
+        text = self.detokenizer.extend(shown) if shown else ""
+        if last:
+            text += self.detokenizer.flush()
+        text, cut = self.stopper.push(text)
+        if last and not cut:
+            text += self.stopper.flush()
+        piece = Piece(text, finish_reason="stop" if cut else last, error=events[-1].message)
+        piece.logprobs = [(e.token, e.logprob, e.top) for e in events if e.token is not None and e.logprob is not None]
+        if self.reader is not None:
+            piece.text, piece.calls = self.reader.push(text, piece.finish_reason is not None)
+            if piece.finish_reason == "stop" and self.reader.calls:
+                piece.finish_reason = "tool_calls"
+        return piece
+
+
+class Names:
+    """The text and bytes of single tokens, for log-probabilities."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.of = lru_cache(1 << 16)(self._of)
+
+    def _decoded(self, *ids: int) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _of(self, token: int) -> tuple[str, list[int] | None]:
+        """(text, bytes) of a token; where it is no whole character, its bytes written out; None where they are not known."""
+        alone = self._decoded(token)
+        text = self._decoded(token, token).removeprefix(alone) or alone  # the first of a text loses its leading space in some
+        if UNFINISHED not in text:
+            return text, list(text.encode())
+        raw = self._bytes(token)
+        return ("".join(f"\\x{b:02x}" for b in raw) if raw else text), raw
+
+    def _bytes(self, token: int) -> list[int] | None:
+        backend = getattr(self.tokenizer, "tokens", None) or getattr(self.tokenizer, "backend_tokenizer", None)
+        try:
+            spelled = backend.id_to_token(token)  # type: ignore[union-attr]
+        except Exception as e:
+            del e
+            return None
+        if spelled is None:
+            return None
+        if spelled.startswith("<0x") and len(spelled) == 6:
+            return [int(spelled[3:5], 16)]
+        found = [BYTE_OF.get(c) for c in spelled]
+        return None if None in found else found  # type: ignore[return-value]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes bytes with: printable ones stand for themselves, the others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()

@@ -1,0 +1,103 @@
+"""Many texts from many prompts, each as soon as there is room for it: what `generate --prompts` runs on."""
+
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowq_cli.engine.detokenize import Detokenizer
+from lowq_cli.engine.prompts import context_limit, stop_ids
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.stopping import Stopper, check
+from lowq_cli.serving.continuous import MOST, MOST_RUNNING, ContinuousEngine
+from lowq_cli.serving.passes import BLOCK
+from lowq_cli.serving.request import Draw, Event, Request
+from lowq_packers.errors import LowqError
+
+SEEDS = 1 << 63
+
+
+@dataclass
+class Answer:
+    """One prompt's text; finish_reason as `engine.stream.Generation` has it."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+def answer_all(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[str] = (),
+    at_once: int | None = None,
+) -> Iterator[Answer]:
+    """The answers in the order of the prompts, the first while later ones are still computed.
+
+    Args:
+        model: one that `continuous.why_not` has nothing against.
+        prompts: token ids of each, at least one, short of the model's context.
+        sampling: of all; the seed of prompt i is its seed + i.
+        at_once: texts side by side; None: as many as the device is good for.
+    """
+    stops, limit, ends = check(stop), context_limit(model), stop_ids(model, tokenizer)
+    rooms = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(p)) for p in prompts]
+    if max_new_tokens == 0:
+        yield from (Answer(finish_reason="length") for _ in prompts)
+        return
+    running = min(at_once or MOST[model.device.type], len(prompts), MOST_RUNNING)
+    longest = sorted((len(p) + room + BLOCK for p, room in zip(prompts, rooms, strict=True)), reverse=True)
+    engine = ContinuousEngine(model, len(prompts), running, sum(longest[:running]))
+    events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
+    engine.start(events.put)
+    try:
+        writers = {}
+        for i, (prompt, room) in enumerate(zip(prompts, rooms, strict=True)):
+            s = sampling
+            draw = Draw(s.temperature, s.top_k, s.top_p, s.repetition_penalty, (s.seed + i) % SEEDS)
+            number = engine.submit(Request(tuple(prompt), room, ends, draw))
+            limited = "length" if room == max_new_tokens else "context"
+            writers[number] = _Writer(tokenizer, prompt, stops, ends, limited)
+        for writer in list(writers.values()):
+            while not writer.answer.finish_reason:
+                for n, event in events.get():
+                    if writers[n].take(event) and event.finish_reason is None:
+                        engine.cancel(n)
+            yield writer.answer
+    finally:
+        engine.stop(0)
+
+
+class _Writer:
+    """Makes a text of an answer's tokens."""
+
+    def __init__(
+        self, tokenizer: Any, prompt: list[int], stops: tuple[str, ...], stop_ids: frozenset[int], limited_by: str
+    ) -> None:
+        self.answer, self.limited_by, self.stop_ids = Answer(), limited_by, stop_ids
+        self.detokenizer, self.stopper = Detokenizer(tokenizer, prompt), Stopper(stops)
+
+    def take(self, event: Event) -> bool:
+        """Note an event; whether the text has ended with it. What comes after that is nothing any more."""
+        answer = self.answer
+        if answer.finish_reason:
+            return False
+        if event.finish_reason == "error":
+            raise LowqError(event.message)
+        if event.token is None:
+            return False
+        answer.tokens.append(event.token)
+        stopped = event.token in self.stop_ids
+        piece = "" if stopped else self.detokenizer.push(event.token)
+        if event.finish_reason:
+            piece += self.detokenizer.flush()
+        piece, cut = self.stopper.push(piece)
+        if event.finish_reason and not cut:
+            piece += self.stopper.flush()
+        answer.text += piece
+        if cut or event.finish_reason:
+            answer.finish_reason = "stop" if cut or stopped else self.limited_by
+        return bool(answer.finish_reason)

@@ -1,0 +1,89 @@
+"""The cache of an engine: as many blocks as there is room for beside the largest pass, which is run to see what it takes."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lowq_cli import memory
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.prompts import context_limit
+from lowq_cli.engine.warm import products
+from lowq_cli.serving.pace import Pace
+from lowq_cli.serving.passes import BLOCK, Passes
+from lowq_cli.serving.rows import Rows
+from lowq_cli.serving.schedule import READERS
+from lowq_kernels.dispatch.precompile import launch_all
+from lowq_packers.errors import DoesNotFitError
+
+NO_LIMIT = 32768  # tokens of a text whose model names no limit
+SHARE = {"cuda": 0.95, "cpu": 0.5}  # of the memory that is left
+BESIDE = 1 << 30  # bytes of a GPU: what recorded passes and libraries take besides
+LEAST = 2  # blocks, nobody's among them
+
+
+@dataclass(frozen=True)
+class Cache:
+    """`blocks` blocks, and the passes that use them; longest: tokens of a text; bytes: of all blocks."""
+
+    passes: Passes
+    blocks: int
+    longest: int
+    bytes: int
+
+
+@torch.inference_mode()
+def make_cache(model: Any, decoder: FusedDecoder, most: int, tokens: int | None, fixed: bool) -> Cache:
+    """A cache for `most` texts at once, of at most `tokens` tokens. Raises DoesNotFitError."""
+    device, layers = decoder.device, decoder.blocks.layers
+    longest = context_limit(model) or NO_LIMIT
+    block = sum(2 * layer.heads.HKV * BLOCK * layer.heads.D for layer in layers) * decoder.dtype.itemsize
+    wanted = min(tokens or most * longest, most * longest)
+    try:
+        pace, room = None, memory.available_memory()
+        if device.type == "cuda":
+            room, pace = _room(model, decoder, most, longest, fixed)
+        blocks = 1 + -(-wanted // BLOCK)
+        if room is not None:
+            blocks = min(blocks, int(room * SHARE[device.type]) // block)
+        if blocks < LEAST:
+            raise DoesNotFitError(f"{device} has no room for a cache; take fewer bits, or a device with more memory")
+        longest = min(longest, (blocks - 1) * BLOCK)
+        passes = _passes(decoder, most, longest, blocks, fixed)
+        passes.pace = pace or passes.pace
+        return Cache(passes, blocks, longest, blocks * block)
+    except torch.OutOfMemoryError as e:
+        raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
+
+
+def _passes(decoder: FusedDecoder, most: int, longest: int, blocks: int, fixed: bool) -> Passes:
+    width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to nobody's block
+    caches = []
+    for layer in decoder.blocks.layers:
+        heads, pair = layer.heads, []
+        for _ in range(2):
+            if decoder.device.type == "cuda":
+                pair.append(torch.empty(blocks, heads.HKV, BLOCK, heads.D, dtype=decoder.dtype, device=decoder.device))
+            else:  # blocks side by side in memory where they are so in number: attention then reads them as they are
+                pair.append(torch.empty(heads.HKV, blocks, BLOCK, heads.D, dtype=decoder.dtype).transpose(0, 1))
+            pair[-1][0].zero_()
+        caches.append((pair[0], pair[1]))
+    return Passes(decoder, Rows(most + READERS, width, decoder.device), most, caches, width * BLOCK, fixed)
+
+
+def _room(model: Any, decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> tuple[int, Pace]:
+    """Bytes that are left beside the largest pass, and how long passes take. Compiles the kernels of all passes on the way."""
+    trial = _passes(decoder, most, longest, 2, fixed)
+    trial.rows.flush()
+    rows = {M for _, M in trial.recorded()} | set(trial.totals)
+    steps = [partial(trial.forward, s, s, None, 0) for s in trial.sizes]
+    launch_all([*products(model, decoder, rows), *steps], lambda n, of: None)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for M in (t for t in trial.totals if t > trial.most_recorded):  # the others once they are recorded
+        trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M)
+    peak = torch.cuda.max_memory_allocated() - before
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + kept - peak - trial.graph_bytes() - BESIDE, trial.pace

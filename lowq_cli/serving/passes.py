@@ -1,0 +1,219 @@
+"""One pass of the model: a step of many texts and pieces of prompts, side by side in the same products.
+
+Rows of a pass: `b` texts that step, each with one token, then prompt tokens of several texts one after another. The products
+see them all as one matrix, so that prompt tokens ride along with a step whose time is that of reading the weights. On a GPU
+passes come in few sizes, filled up with what is nobody's, and those up to RECORDED rows are recorded as CUDA graphs at the
+start; on a CPU each is as large as it has to be.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from lowq_cli.engine.blocks import Layer, Mixture
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.hf.experts import FEW_TOKENS
+from lowq_cli.serving.pace import Pace
+from lowq_cli.serving.rows import Rows, upload
+from lowq_cli.serving.schedule import READERS, buckets
+from lowq_kernels import counters
+from lowq_kernels.decode.reference import Packed, tile_rows
+from lowq_packers.errors import one_line
+
+BLOCK = 64  # slots of the cache's blocks: what attention reads at once
+TOTALS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a pass with prompt tokens
+RECORDED = 1024  # rows up to which those are recorded: launching an 8B's kernels one by one takes 6 to 15 ms, 512 rows 10.5
+COUNTERS = 1 << 18  # of a recorded pass's kernels, at most: an 8B's largest products take a few thousand each
+RIDING = 8  # rows at least that step in such a pass; twice, four times as many
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens of a prompt: its row of the table, the slot of the first, the tokens, and the row that draws after them, or -1."""
+
+    row: int
+    first: int
+    tokens: Sequence[int]
+    target: int
+
+
+class Passes:
+    """The passes of a model over a paged cache.
+
+    Args:
+        decoder: whose blocks and kernels compute; it is not used for texts of its own.
+        rows: the texts' state. most: rows of it that step.
+        caches: (k, v) of every layer, (blocks, HKV, BLOCK, D). slots: positions that the tables reach.
+        fixed: one size of steps, one of prompts, and never both in a pass: the same kernels whoever else is there.
+    """
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        rows: Rows,
+        most: int,
+        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        slots: int,
+        fixed: bool = False,
+    ) -> None:
+        self.decoder, self.rows, self.most, self.caches, self.fixed = decoder, rows, most, caches, fixed
+        self.device, self.ops, self.blocks = decoder.device, decoder.ops, decoder.blocks
+        self.padded = self.device.type == "cuda" or fixed
+        self.rope = self.blocks.rope_tables(slots, self.device, decoder.dtype)
+        self.tile = tile_rows(self.blocks.layers[0].heads.D)
+        self.sizes = [most] if fixed else list(buckets(most))
+        self.totals = (512,) if fixed else TOTALS
+        # a mixture's experts are grouped by the host where tokens are many, which cannot be recorded
+        mixture = any(isinstance(layer.mlp, Mixture) for layer in self.blocks.layers)
+        self.most_recorded = min(RECORDED, FEW_TOKENS) if mixture else RECORDED
+        self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
+        self.reason = ""  # why passes are not recorded that should be
+        self.pace = Pace(self.totals)
+
+    def bucket(self, n: int) -> int:
+        """Rows that a step of n computes."""
+        return next(s for s in self.sizes if s >= n) if self.padded and n else n
+
+    def riding(self, n: int) -> int:
+        """Rows that a step of n has in a pass with prompt tokens."""
+        if not self.padded or not n:
+            return n
+        return min(max(RIDING, 1 << (n - 1).bit_length()), self.most)
+
+    def size(self, n: int, pieces: Sequence[Piece]) -> tuple[int, int]:
+        """Rows that step and all rows of a pass of the first n rows and these pieces."""
+        if not pieces:
+            return self.bucket(n), self.bucket(n)
+        b = self.riding(n)
+        M = b + sum(len(p.tokens) for p in pieces)
+        return b, next(t for t in self.totals if t >= M) if self.padded else M
+
+    def run(self, n: int, pieces: Sequence[Piece] = (), drawn: np.ndarray | None = None) -> torch.Tensor | None:
+        """Launch a pass of the first n rows, and pieces; logits, n rows padded and then one of each piece that draws.
+
+        drawn: (n,) of the first n rows, as `Rows.target`; asked for with pieces. The logits are good until the next pass. None
+        where there is nothing to draw for.
+        """
+        b, M = self.size(n, pieces)
+        if not pieces:
+            return self._go(b, M, None)
+        assert drawn is not None or not b
+        return self._go(b, M, *self._describe(b, M - b, pieces, drawn))
+
+    def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0) -> torch.Tensor | None:
+        recorded = self.captured.get((b, M))
+        if recorded is None:
+            return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles)
+        graph, place = recorded
+        if place is not None and chunk is not None:
+            place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
+        graph.replay()
+        return graph.logits
+
+    def _describe(self, b: int, C: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> tuple[np.ndarray, int]:
+        """A pass's prompt tokens as int32: ids, pos, rows (C each), tiles (n, 2), take and target (of each logits row); n."""
+        nobody, ends = self.rows.nobody, [p for p in pieces if p.target >= 0]
+        ids, pos, rows = np.zeros(C, np.int32), np.zeros(C, np.int32), np.full(C, nobody, np.int32)
+        last, tiles, first = [], list[tuple[int, int]](), 0
+        for p in pieces:
+            end = first + len(p.tokens)
+            ids[first:end], pos[first:end], rows[first:end] = p.tokens, np.arange(p.first, p.first + len(p.tokens)), p.row
+            tiles += [(t, min(t + self.tile, end)) for t in range(first, end, self.tile)]
+            if p.target >= 0:
+                last.append(b + end - 1)
+            first = end
+        of_steps = np.full(b, nobody, np.int32)
+        of_steps[: 0 if drawn is None else len(drawn)] = () if drawn is None else drawn
+        fill = READERS - len(ends) if self.padded else 0
+        if self.padded:
+            tiles += [(0, 0)] * (-(-C // self.tile) + READERS - len(tiles))
+        take = [*range(b), *last, *([0] * fill)]
+        target = [*of_steps, *(p.target for p in ends), *([nobody] * fill)]
+        of_tiles, of_logits = np.array(tiles, np.int32).reshape(-1), np.array([*take, *target], np.int32)
+        return np.concatenate([ids, pos, rows, of_tiles, of_logits]), len(tiles)
+
+    def forward(self, b: int, M: int, chunk: torch.Tensor | None, n: int) -> torch.Tensor | None:
+        """The work itself: from and into tensors at fixed addresses, `chunk` and its n tiles as `_describe` lays them out."""
+        r, C = self.rows, M - b
+        packed, tokens, take, target = None, r.token[:b], None, r.target[:b]
+        if chunk is not None:
+            ids, pos, rows, rest = chunk[:C], chunk[C : 2 * C], chunk[2 * C : 3 * C], chunk[3 * C :]
+            packed = Packed(r.table, rows, pos, rest[: 2 * n].view(n, 2))
+            half = (rest.shape[0] - 2 * n) // 2
+            take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
+            tokens = torch.cat([tokens, ids]) if b else ids
+        x = self.decoder.hidden(self.blocks.embed(tokens), partial(self._attend, b, packed))
+        if take is not None:
+            if not take.shape[0]:
+                return None
+            x = x.index_select(0, take)
+        logits = self.decoder.head(x).contiguous()
+        self.ops.choose_rows(logits, target, r.token, r.pos, r.seed, r.temperature)
+        return logits
+
+    def _attend(self, b: int, packed: Packed | None, qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
+        (k, v), turned, heads, parts = self.caches[i], self.rope[layer.rope], layer.heads, []
+        if b:
+            parts.append(self.ops.attend(qkv[:b], k, v, self.rows.pos[:b], *turned, heads, self.rows.table))
+        if packed is not None:
+            parts.append(self.ops.attend_packed(qkv[b:], k, v, packed, *turned, heads))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def graph_bytes(self) -> int:
+        """What the recorded passes' logits take, which stay where they are."""
+        head = self.blocks.head.out_features * self.decoder.dtype.itemsize
+        return sum((b if b == M else b + READERS) * head for b, M in self.recorded())
+
+    def recorded(self) -> Iterator[tuple[int, int]]:
+        """(rows that step, all rows) of every pass that is recorded, those that are needed first first."""
+        yield from ((s, s) for s in self.sizes)
+        riding = (0,) if self.fixed else sorted({self.riding(s) for s in (0, *self.sizes)})
+        yield from ((b, M) for M in self.totals for b in riding if b + READERS <= M <= self.most_recorded)
+
+    def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
+        """Record what `recorded` names, and measure it. Nothing may be on its way, and no row be anybody's.
+
+        Where one cannot be recorded, that and those after it are launched kernel by kernel, and `reason` says so.
+        """
+        pool, keys = None, list(self.recorded())
+        counters.reserve(len(keys) * COUNTERS, self.device)
+        for i, (b, M) in enumerate(keys):
+            chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
+            place = None if chunk is None else upload(chunk, self.device)
+            made: list[torch.Tensor | None] = []
+
+            def step(b: int = b, M: int = M, place: torch.Tensor | None = place, n: int = n) -> None:
+                made.append(self.forward(b, M, place, n))  # noqa: B023 (called before the next one is defined)
+
+            try:
+                found = capture(step, pool)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as e:  # slower, and as right
+                self.reason = f"passes of {M} rows and more are not recorded: {one_line(e)}"
+                return
+            pool = pool or found.graph.pool()
+            assert made[-1] is not None
+            found.logits = made[-1]
+            self.captured[b, M] = found, place
+            self.measure(b, M)
+            done(i + 1, len(keys))
+
+    def measure(self, b: int, M: int) -> None:
+        """Time a pass of nobody's, the second of two."""
+        chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
+        for _ in range(2):
+            self._wait()
+            began = time.perf_counter()
+            self._go(b, M, chunk, n)
+            self._wait()
+        self.pace.note(b, M, time.perf_counter() - began)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

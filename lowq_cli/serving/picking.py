@@ -1,0 +1,74 @@
+"""One request's next token from its logits, as its Draw says: the definition that a batched sampler is held against.
+
+Everything stays on the device: only a mask, which the host fills, and reading log-probabilities wait for it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from lowq_cli.engine.sampling import penalise, restrict
+from lowq_cli.serving.request import Draw, Mask
+from lowq_kernels.decode.reference import SMALLEST_RACE
+
+
+class Picker:
+    """Draws the tokens of one request.
+
+    Args:
+        draw, mask: the request's.
+        prompt: its tokens, which repetition_penalty knows of.
+        V: columns of the logits.
+    """
+
+    def __init__(self, draw: Draw, mask: Mask | None, prompt: Sequence[int], V: int, device: torch.device) -> None:
+        self.draw, self.mask, self.device = draw, mask, device
+        self.generator = torch.Generator(device).manual_seed(draw.seed) if not draw.greedy else None
+        self.counts = torch.zeros(V, dtype=torch.int32, device=device)  # of tokens generated so far
+        self.seen = torch.zeros(1, V, dtype=torch.bool, device=device)
+        self.seen[0, torch.tensor(prompt, device=device)] = True
+        self.bias = torch.zeros(V, device=device)
+        for token, bias in draw.logit_bias.items():
+            self.bias[token] = bias
+        self.words = torch.zeros(-(-V // 32), dtype=torch.int32)
+        self.bits = torch.arange(32, dtype=torch.int32)
+        self.raw: torch.Tensor | None = None
+
+    def pick(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token, (1,) int64 on the device, for logits (1, V) of any float dtype."""
+        d = self.draw
+        self.raw = logits = logits.float()
+        if d.logit_bias:
+            logits = logits + self.bias
+        if d.repetition_penalty != 1:
+            logits = penalise(logits, self.seen, d.repetition_penalty)
+        if d.presence_penalty or d.frequency_penalty:
+            logits = logits - d.presence_penalty * (self.counts > 0) - d.frequency_penalty * self.counts
+        if self.mask is not None:
+            logits = logits.masked_fill(~self._allowed(), float("-inf"))
+        if self.generator is None:
+            self.token = logits.argmax(-1)
+        else:
+            p = restrict(logits / d.temperature, d.top_k, d.top_p).softmax(-1)
+            p = p.masked_fill(p < d.min_p * p.amax(-1, keepdim=True), 0)
+            race = torch.empty_like(p).exponential_(generator=self.generator).clamp_(min=SMALLEST_RACE)
+            self.token = (p / race).argmax(-1)
+        self.counts[self.token] += 1
+        self.seen[0, self.token] = True
+        return self.token
+
+    def logprobs(self) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+        """(the last token's log-probability, the likeliest tokens and theirs); waits for the device."""
+        if self.draw.logprobs is None or self.raw is None:
+            return None, ()
+        logs = self.raw.log_softmax(-1)[0]
+        best = logs.topk(min(self.draw.logprobs, logs.numel()))
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return logs[self.token].item(), top
+
+    def _allowed(self) -> torch.Tensor:
+        assert self.mask is not None
+        self.words.zero_()
+        self.mask.fill(self.words)
+        bits = (self.words[:, None] >> self.bits) & 1
+        return bits.reshape(-1)[: self.counts.numel()].bool().to(self.device)

@@ -1,0 +1,188 @@
+"""What the server's two halves say to each other: requests and tokens. Texts, templates and HTTP are not the engine's.
+
+An engine computes in a thread of its own. Requests come in by `submit` from any thread; what happens to them goes out once a
+step, for all requests of that step together, through the one `sink` that `start` was given: a Python object per token is
+affordable at 64 sequences and 200 steps/s, a lock or a wake-up per token is not.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from lowq_cli.engine.sampling import Sampling
+from lowq_packers.errors import LowqError, UsageError
+
+MOST_LOGPROBS = 20  # alternatives a token, as OpenAI has it
+MOST_BIAS = 100.0
+
+
+class Busy(LowqError):
+    """The queue is full: try again later."""
+
+
+@dataclass(frozen=True)
+class Draw(Sampling):
+    """How a request's tokens are drawn: Sampling, and what else OpenAI's clients ask for.
+
+    The order: bias, penalties, temperature, top_k, top_p, min_p. min_p: least probability, as a share of the likeliest token's;
+    0 is off. presence_penalty and frequency_penalty, of tokens generated so far (repetition_penalty: of the prompt's too):
+    subtracted from the logit once, and once per occurrence. logit_bias: token id -> what is added to its logit. logprobs: how
+    many of the likeliest tokens each Event names, 0 for the drawn one alone; None for no log-probabilities. They are those of
+    the model, before bias, penalties and temperature.
+
+    Raises UsageError for a value out of range.
+    """
+
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p={self.min_p} must be from 0 (off) to 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise UsageError(f"{name}={getattr(self, name)} must be from -2 to 2")
+        if not all(-MOST_BIAS <= b <= MOST_BIAS for b in self.logit_bias.values()):
+            raise UsageError(f"logit_bias holds a value outside -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise UsageError(f"logprobs={self.logprobs} must be from 0 to {MOST_LOGPROBS}")
+
+
+class Mask(Protocol):
+    """Which tokens may come next, as a grammar says; one request's, called from the engine's thread."""
+
+    def fill(self, words: torch.Tensor) -> None:
+        """Set the bit of every token that may come next in `words`, (ceil(V / 32),) int32 on the CPU, lowest bit first."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """Note the token that was drawn."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to go on with.
+
+    Args:
+        prompt: token ids, at least one.
+        max_tokens: at least 1; with the prompt at most `Limits.longest`.
+        stop_ids: tokens that end the text; the one met is delivered, with finish_reason "stop".
+        draw: how tokens are drawn.
+        mask: what a grammar allows, or None.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    draw: Draw = Draw()
+    mask: Mask | None = None
+
+
+def check(request: Request, longest: int, vocabulary: int) -> None:
+    """Raise UsageError for a request that can never be answered: too long, or with tokens that the model has not."""
+    tokens = len(request.prompt)
+    if not tokens or request.max_tokens < 1:
+        raise UsageError(f"{tokens} prompt tokens and {request.max_tokens} new ones; both must be at least 1")
+    if tokens + request.max_tokens > longest:
+        raise UsageError(f"{tokens} prompt tokens and {request.max_tokens} new ones are more than the {longest} that fit")
+    if not all(0 <= t < vocabulary for t in (*request.prompt, *request.draw.logit_bias)):
+        raise UsageError(f"a token id is not from 0 to {vocabulary - 1}, which are those that the model has")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One token of a request, or its end, or both: the last event of a request has a finish_reason, and only the last.
+
+    finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled" or "error" (`message` says what, in
+    one line); with the last two there is no token. cached: in a request's first event, prompt tokens that were not computed.
+    """
+
+    token: int | None = None
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    finish_reason: str | None = None
+    message: str = ""
+    cached: int = 0
+
+
+Done = Callable[[int, int], None]
+Sink = Callable[[list[tuple[int, Event]]], None]  # (number, event) of one step, in order; must return at once
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine takes: known from its start on.
+
+    longest: tokens of a prompt and its answer. running, waiting: requests computed at once, and in the queue.
+    cache_tokens, cache_bytes: tokens whose keys and values all requests together may hold, and what that takes.
+    """
+
+    longest: int
+    running: int
+    waiting: int
+    cache_tokens: int
+    cache_bytes: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Where an engine stands (running, waiting, blocks in use and in all), and counters that only grow."""
+
+    running: int = 0
+    waiting: int = 0
+    blocks_used: int = 0
+    blocks: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefix_hits: int = 0  # prompt tokens that were found in the cache
+    preemptions: int = 0  # requests put back into the queue for want of blocks
+    steps: int = 0
+    busy_s: float = 0.0
+
+
+class Engine(Protocol):
+    """Computes the tokens of many requests.
+
+    name, reason: what it is, and why nothing faster was taken ("" if it is the fastest). limits: known before `start`.
+    """
+
+    name: str
+    reason: str
+    limits: Limits
+    vocabulary: int  # logits of a token
+
+    def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
+        """Begin to compute, in a thread of the engine's own; what happens to requests goes to `sink`, from that thread.
+
+        `done(n, of)` is told of each part of what takes seconds before: recording CUDA graphs.
+        """
+        ...
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its number. Its events may come before this returns.
+
+        Raises UsageError for one that can never be answered (too long, a token that the model has not), Busy for a full queue.
+        """
+        ...
+
+    def cancel(self, number: int) -> None:
+        """End a request before its next token; one that has ended, or is not known, is no error.
+
+        A request that had not ended gets one last event, "cancelled"; tokens that were on their way may come before it.
+        """
+        ...
+
+    def stats(self) -> Stats:
+        """Where it stands now; from any thread."""
+        ...
+
+    def stop(self, seconds: float) -> None:
+        """Take no more requests, finish those there are within `seconds`, cancel the rest, end the thread."""
+        ...

@@ -1,0 +1,82 @@
+"""What every text has on the device, a row each, in tensors that never move: recorded passes read them there.
+
+The host keeps a copy and sends what it changed, places and values in one transfer, before a pass: it never waits for it. What
+the device moves on by itself, a row's position and newest token, the host only sets.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy on the device that is made when the device comes to it; the host goes on."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
+
+
+class Rows:
+    """`count` rows and one more, which is nobody's: what only fills up a pass points there.
+
+    Attributes:
+        token (R,) int64, pos (R,) int32, seed (R,) int64, temperature (R,) fp32: as `choose_rows` takes them.
+        target (R,) int32: the row itself where a step draws for it, else nobody's.
+        table (R, width) int32: the blocks of its text; block 0 wherever it has none.
+    """
+
+    def __init__(self, count: int, width: int, device: torch.device) -> None:
+        R = count + 1
+        self.nobody, self.device = count, device
+        self._host = np.zeros(R * (5 + width), np.int32)  # seeds first: they are 64 bits wide
+        flat = torch.from_numpy(self._host)
+        self._flat = flat.to(device) if device.type == "cuda" else flat
+        ends = np.cumsum([2 * R, R, R, R, width * R])
+        parts, copies = (np.split(self._host, ends[:-1]), torch.tensor_split(self._flat, ends[:-1].tolist()))
+        self._seeds, self._temperatures = parts[0].view(np.int64), parts[1].view(np.float32)
+        self._pos, self._targets, self._table = parts[2], parts[3], parts[4].reshape(R, width)
+        self.seed, self.temperature = copies[0].view(torch.int64), copies[1].view(torch.float32)
+        self.pos, self.target, self.table = copies[2], copies[3], copies[4].view(R, width)
+        self.token = torch.zeros(R, dtype=torch.int64, device=device)
+        self._starts = [0, *ends[:-1].tolist()]
+        self._changed: list[np.ndarray] = []
+        self._targets[:] = count
+        self._note(3, 0, R)
+
+    def place(self, row: int, seed: int, temperature: float, pos: int, drawn: bool) -> None:
+        """A text's place and way of drawing; `drawn`: whether steps draw for it."""
+        self._seeds[row], self._temperatures[row], self._pos[row] = seed, temperature, pos
+        self._targets[row] = row if drawn else self.nobody
+        self._note(0, 2 * row, 2)
+        for part in (1, 2, 3):
+            self._note(part, row, 1)
+
+    def set_table(self, row: int, blocks: Sequence[int], first: int = 0) -> None:
+        """The blocks of a row from its `first` on."""
+        self._table[row, first : first + len(blocks)] = blocks
+        self._note(4, row * self._table.shape[1] + first, len(blocks))
+
+    def clear(self, row: int) -> None:
+        """Nobody's any more: what a pass still writes there goes to block 0."""
+        used = np.flatnonzero(self._table[row])
+        self._table[row] = 0
+        self._note(4, row * self._table.shape[1], int(used[-1]) + 1 if len(used) else 0)
+        self.place(row, 0, 0.0, 0, drawn=False)
+
+    def move(self, source: int, target: int) -> None:
+        """The newest token from one row to another; the rest is the caller's to place."""
+        self.token[target].copy_(self.token[source])
+
+    def flush(self) -> None:
+        """Send what has changed."""
+        if not self._changed:
+            return
+        places = np.unique(np.concatenate(self._changed))
+        self._changed.clear()
+        if self._flat.is_cuda:
+            both = upload(np.stack([places, self._host[places]]).astype(np.int32), self.device)
+            self._flat.index_copy_(0, both[0].long(), both[1])
+
+    def _note(self, part: int, first: int, n: int) -> None:
+        start = self._starts[part] + first
+        self._changed.append(np.arange(start, start + n))

@@ -1,0 +1,165 @@
+"""The engine for models that no other takes: one request after the other, on the decoder that `generate` uses."""
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from lowq_cli import memory
+from lowq_cli.engine.choose import choose
+from lowq_cli.engine.fused import shared
+from lowq_cli.engine.prompts import context_limit
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.serving.picking import Picker
+from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check
+from lowq_packers.errors import UnsupportedError, one_line
+
+FIRST_ROOM = 512  # tokens that a cache is made for beyond the prompt; an answer that outgrows it gets twice that, and so on
+NO_LIMIT = 32768  # tokens of a text whose model names no limit
+SHARE = 0.5  # of the free memory that one text's cache may take
+GREEDY = Sampling()
+
+
+class SequentialEngine:
+    """One request at a time; the others wait in the order in which they came."""
+
+    name = "one after another"
+
+    def __init__(self, model: Any, waiting: int, reason: str = "") -> None:
+        self.model, self.reason, self.decoder = model, reason, choose(model)
+        self.vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.limits = _limits(model, waiting)
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[int, Request]] = deque()
+        self._cancelled: set[int] = set()
+        self._running: int | None = None
+        self._number = 0
+        self._closed: str = "the server has not started yet"
+        self._stats = {"prompt_tokens": 0, "new_tokens": 0, "prefix_hits": 0, "steps": 0}
+        self._busy_s = 0.0
+        self._thread: threading.Thread | None = None
+
+    def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
+        """Begin to compute."""
+        self._sink, self._closed = sink, ""
+        self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its number."""
+        check(request, self.limits.longest, self.vocabulary)
+        with self._changed:
+            if self._closed:
+                raise UnsupportedError(self._closed)
+            if len(self._queue) >= self.limits.waiting:
+                raise Busy(f"{len(self._queue)} requests wait already; try again later")
+            self._number += 1
+            self._queue.append((self._number, request))
+            self._changed.notify()
+            return self._number
+
+    def cancel(self, number: int) -> None:
+        """End a request before its next token."""
+        with self._changed:
+            waiting = next((entry for entry in self._queue if entry[0] == number), None)
+            if waiting is not None:
+                self._queue.remove(waiting)
+                self._sink([(number, Event(finish_reason="cancelled"))])
+            elif number == self._running:
+                self._cancelled.add(number)
+
+    def stats(self) -> Stats:
+        """Where it stands now."""
+        return Stats(running=int(self._running is not None), waiting=len(self._queue), busy_s=self._busy_s, **self._stats)
+
+    def stop(self, seconds: float) -> None:
+        """Finish what there is within `seconds`, cancel the rest."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            self._closed = self._closed or "the server is stopping"
+            while (self._queue or self._running is not None) and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            left_over = [self._running, *(n for n, _ in self._queue)]
+        for number in left_over:
+            self.cancel(number or 0)
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+
+    def _work(self) -> None:
+        """The thread: requests until there are none and none may come."""
+        while True:
+            with self._changed:
+                while not self._queue and not self._closed:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                self._running, request = self._queue.popleft()
+            began = time.monotonic()
+            try:
+                self._answer(self._running, request)
+            except Exception as e:  # one request's: the others are answered all the same
+                self._sink([(self._running, Event(finish_reason="error", message=one_line(e)))])
+            self._busy_s += time.monotonic() - began
+            with self._changed:
+                self._cancelled.discard(self._running)
+                self._running = None
+                self._changed.notify_all()
+
+    @torch.inference_mode()
+    def _answer(self, number: int, request: Request) -> None:
+        """Compute one request, an event a token."""
+        prompt, draw, tokens, cached = list(request.prompt), request.draw, list[int](), self._known(request.prompt)
+        picker = None
+        if draw != Draw() or request.mask is not None:
+            picker = Picker(draw, request.mask, prompt, self.vocabulary, self.model.device)
+        self._stats["prompt_tokens"] += len(prompt)
+        self._stats["prefix_hits"] += cached
+        until, finish = 0, None
+        while finish is None:
+            if number in self._cancelled:
+                self._sink([(number, Event(finish_reason="cancelled"))])
+                break
+            if len(tokens) == until:
+                until = min(request.max_tokens, len(tokens) + max(FIRST_ROOM, len(tokens)))
+                token = self.decoder.start([prompt + tokens], GREEDY, until - len(tokens))
+            else:
+                token = self.decoder.step()
+            if picker is not None:
+                token = picker.pick(self.decoder.sampler.logits)
+                self.decoder.sampler.token.copy_(token)
+            tokens.append(int(token))
+            if request.mask is not None:
+                request.mask.accept(tokens[-1])
+            self._stats["new_tokens"] += 1
+            self._stats["steps"] += 1
+            if tokens[-1] in request.stop_ids:
+                finish = "stop"
+            elif len(tokens) == request.max_tokens:
+                finish = "length"
+            logprob, top = (None, ()) if picker is None else picker.logprobs()
+            self._sink([(number, Event(tokens[-1], logprob, top, finish, cached=cached))])
+            cached = 0
+        if tokens and hasattr(self.decoder, "held"):  # what the next prompt may go on from; without one it was not read
+            self.decoder.held = [(prompt + tokens)[:-1]]
+
+    def _known(self, prompt: tuple[int, ...]) -> int:
+        """Leading tokens of a prompt that the decoder's cache holds."""
+        held = getattr(self.decoder, "held", None)
+        return shared(held[0], list(prompt)) if held and len(held) == 1 else 0
+
+
+def _limits(model: Any, waiting: int) -> Limits:
+    """The longest text: as the model says, and as memory allows."""
+    config = vars(model.config.get_text_config())
+    longest = context_limit(model) or NO_LIMIT
+    queries = config.get("num_attention_heads") or 1
+    size = config.get("head_dim") or config.get("hidden_size", 0) // queries
+    each = 2 * config.get("num_hidden_layers", 0) * (config.get("num_key_value_heads") or queries) * size * model.dtype.itemsize
+    free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else memory.available_memory()
+    if each and free is not None:
+        longest = max(1, min(longest, int(SHARE * free) // each))
+    return Limits(longest, 1, waiting, longest, longest * each)

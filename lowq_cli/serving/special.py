@@ -1,0 +1,171 @@
+"""The rows of a pass whose requests ask for more than a temperature: drawn apart, so that all others pay nothing for it.
+
+The definition of each is `picking.Picker`; here a few rows are computed together, without waiting for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowq_cli.engine.sampling import penalise
+from lowq_cli.serving.request import MOST_LOGPROBS, Draw
+from lowq_cli.serving.rows import Rows, upload
+from lowq_cli.serving.schedule import Text
+from lowq_packers.errors import one_line
+
+BITS = 32  # of a word of a mask
+Logs = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
+
+
+def is_special(text: Text) -> bool:
+    """Whether a text is drawn for here."""
+    d = text.request.draw
+    plain = Draw(temperature=d.temperature, seed=d.seed)
+    if d.greedy:  # what restricts a draw changes no argmax
+        plain = Draw(seed=d.seed, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p)
+    return d != plain or text.request.mask is not None
+
+
+def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """`sampling.restrict` with settings (n, 1) by row, then min_p: scores (n, V) fp32 with what is outside at -inf."""
+    V = scores.shape[-1]
+    found = torch.sort(scores, dim=-1, descending=True).values
+    floor = found.gather(1, torch.where(top_k == 0, V, top_k).clamp(max=V) - 1)
+    kept = found.masked_fill(found < floor, float("-inf"))
+    p = kept.softmax(-1)
+    before = p.cumsum(-1) - p
+    least = kept.masked_fill((before >= top_p) | (p == 0), float("inf")).amin(-1, keepdim=True)
+    floor = torch.where(top_p < 1, least, floor)
+    scores = scores.masked_fill(scores < floor, float("-inf"))
+    return scores.masked_fill((scores - found[:, :1]).exp() < min_p, float("-inf"))
+
+
+class Special:
+    """What such rows keep on the device.
+
+    Args:
+        rows: the state of all rows. V: columns of the logits. choose_rows: the decode operation that draws.
+    """
+
+    def __init__(self, rows: Rows, V: int, choose_rows: Callable[..., None]) -> None:
+        self.rows, self.V, self.choose_rows, self.device = rows, V, choose_rows, rows.device
+        self.counts: torch.Tensor | None = None  # (R, V) int16, of tokens drawn; made for the first penalty
+        self.prompted: torch.Tensor | None = None  # (R, V) bool
+        self.bits = torch.arange(BITS, dtype=torch.int32, device=self.device)
+        self.biases: dict[int, torch.Tensor] = {}  # row -> (V,)
+
+    def begin(self, text: Text) -> None:
+        """A text got its row."""
+        d, row = text.request.draw, text.row
+        self.biases.pop(row, None)
+        if d.logit_bias:
+            bias = np.zeros(self.V, np.float32)
+            bias[list(d.logit_bias)] = list(d.logit_bias.values())
+            self.biases[row] = upload(bias, self.device)
+        if not _penalised(d):
+            return
+        if self.counts is None or self.prompted is None:
+            shape = (self.rows.nobody + 1, self.V)
+            self.counts = torch.zeros(shape, dtype=torch.int16, device=self.device)
+            self.prompted = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        prompted, counts = np.zeros(self.V, np.bool_), np.zeros(self.V, np.int16)
+        prompted[text.tokens[: text.prompt]] = True
+        np.add.at(counts, text.tokens[text.prompt :], 1)
+        self.prompted[row].copy_(upload(prompted, self.device))
+        self.counts[row].copy_(upload(counts, self.device))
+
+    def move(self, source: int, target: int) -> None:
+        """A row's text goes to another row, where a text that has ended may have left its bias."""
+        self.biases.pop(target, None)
+        if source in self.biases:
+            self.biases[target] = self.biases.pop(source)
+        for held in (self.counts, self.prompted):
+            if held is not None:
+                held[target].copy_(held[source])
+
+    def draw(self, logits: torch.Tensor, places: Sequence[tuple[int, Text]]) -> "LogProbs | None":
+        """Draw for texts whose logits are those rows of `logits`, into `rows`; the log-probabilities that they ask for."""
+        texts = [t for _, t in places]
+        draws = [t.request.draw for t in texts]
+        index = upload(np.array([[i for i, _ in places], [t.row for t in texts]], np.int64), self.device)
+        at, row = index[0], index[1]
+        raw = logits.index_select(0, at).float()
+        scores = self._penalised(self._biased(raw, texts), draws, row)
+        if any(t.request.mask is not None for t in texts):
+            scores = scores.masked_fill(~self._allowed(texts), float("-inf"))
+        restricted = np.array([[d.top_k, d.top_p, d.min_p, d.temperature or 1.0] for d in draws], np.float32)
+        if any(not d.greedy and (d.top_k or d.top_p < 1 or d.min_p) for d in draws):
+            s = upload(restricted, self.device)
+            scores = restrict_rows(scores / s[:, 3:], s[:, :1].long(), s[:, 1:2], s[:, 2:3]) * s[:, 3:]
+        r = self.rows
+        self.choose_rows(scores.contiguous(), row.to(torch.int32), r.token, r.pos, r.seed, r.temperature)
+        token = r.token.index_select(0, row)
+        if self.counts is not None and any(map(_penalised, draws)):
+            self.counts.index_put_((row, token), torch.ones_like(token, dtype=torch.int16), accumulate=True)
+        asked = [d.logprobs is not None for d in draws]
+        if not any(asked):
+            return None
+        logs = raw.log_softmax(-1)
+        best = logs.topk(min(MOST_LOGPROBS, self.V))
+        return LogProbs([t for t, a in zip(texts, asked, strict=True) if a], texts, logs.gather(1, token[:, None]), best)
+
+    def _biased(self, scores: torch.Tensor, texts: Sequence[Text]) -> torch.Tensor:
+        if not any(t.row in self.biases for t in texts):
+            return scores
+        nothing = torch.zeros(self.V, device=self.device)
+        return scores + torch.stack([self.biases.get(t.row, nothing) for t in texts])
+
+    def _penalised(self, scores: torch.Tensor, draws: Sequence[Draw], row: torch.Tensor) -> torch.Tensor:
+        if self.counts is None or self.prompted is None or not any(map(_penalised, draws)):
+            return scores
+        given = [[d.repetition_penalty, d.presence_penalty, d.frequency_penalty] for d in draws]
+        p, counts = upload(np.array(given, np.float32), self.device), self.counts.index_select(0, row)
+        seen = self.prompted.index_select(0, row) | (counts > 0)
+        scores = penalise(scores, seen, p[:, :1])  # type: ignore[arg-type]  # a column of them
+        return scores - p[:, 1:2] * (counts > 0) - p[:, 2:3] * counts
+
+    def _allowed(self, texts: Sequence[Text]) -> torch.Tensor:
+        """(n, V) bool, as the masks say; the host has seen every token before."""
+        words = torch.full((len(texts), -(-self.V // BITS)), -1, dtype=torch.int32)
+        for i, text in enumerate(texts):
+            if text.request.mask is not None:
+                words[i].zero_()
+                try:
+                    text.request.mask.fill(words[i])
+                except Exception as e:  # its own grammar's: the others are drawn for all the same
+                    text.failed = one_line(e)
+                    words[i].fill_(-1)
+        on_device = upload(words.numpy(), self.device)
+        return ((on_device[:, :, None] >> self.bits) & 1).flatten(1)[:, : self.V].bool()
+
+
+class LogProbs:
+    """Log-probabilities of some texts' newest tokens, on their way to the host."""
+
+    def __init__(self, asking: Sequence[Text], texts: Sequence[Text], chosen: torch.Tensor, best: Any) -> None:
+        self.texts, self.asking = texts, set(map(id, asking))
+        self._parts = [fetch(t) for t in (chosen, best.values, best.indices)]
+
+    def read(self) -> dict[int, Logs]:
+        """number -> (the token's, the likeliest tokens and theirs); once the pass has ended."""
+        chosen, values, indices = (p.tolist() for p in self._parts)
+        found = {}
+        for i, text in enumerate(self.texts):
+            if id(text) in self.asking:
+                n = text.request.draw.logprobs or 0
+                found[text.number] = chosen[i][0], tuple(zip(indices[i][:n], values[i][:n], strict=True))
+        return found
+
+
+def fetch(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, good once the device has come to it."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _penalised(d: Draw) -> bool:
+    return d.repetition_penalty != 1 or bool(d.presence_penalty or d.frequency_penalty)

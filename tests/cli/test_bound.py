@@ -1,0 +1,165 @@
+"""A bound on the loss: met from below and closely, measured on the checkpoint's own bytes, found again after a kill."""
+
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from folders import files
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from lowq_cli.calibrate import sensitivity
+from lowq_cli.calibrate.mixed import Mixed, Share
+from lowq_cli.evaluate import perplexity
+from lowq_cli.files.source import DEMO
+from lowq_cli.main import app
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import bound, pipeline
+from lowq_cli.run.events import Finished
+from lowq_cli.run.prepare import prepare
+from lowq_packers.errors import QualityError, UsageError
+from lowq_packers.scheme import Scheme
+
+TOKENS = 1024
+ASKED = {"max_kl": 0.05, "widths": (8, 4, 3, 2)}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Bounds kept in a folder of the test; few tokens."""
+    monkeypatch.setattr(bound, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(bound, "TOKENS", TOKENS)
+    monkeypatch.setattr(sensitivity, "TOKENS", 4096)
+    return tmp_path / "cache" / "bounds"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The first layer of the demo: trained, and quick."""
+    folder = tmp_path_factory.mktemp("model")
+    for path in DEMO.glob("tokenizer*"):
+        shutil.copy(path, folder)
+    (folder / "config.json").write_text(json.dumps(json.loads((DEMO / "config.json").read_text()) | {"num_hidden_layers": 1}))
+    tensors = load_file(DEMO / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if ".layers." not in n or ".layers.0." in n}, folder / "model.safetensors")
+    return folder
+
+
+def quantized(model, out, **asked):
+    """(bound, result) of a model quantized under a bound."""
+    recipe = make_recipe(**{**ASKED, **asked})
+    with prepare(model, recipe, out, "cpu", make=pipeline.maker(str(model), "cpu")) as prepared:
+        return prepared.bound, next(e.result for e in pipeline.execute(prepared) if isinstance(e, Finished))
+
+
+def test_the_bound_is_met_closely_and_the_checkpoint_says_the_same(model, cache, tmp_path):
+    found, result = quantized(model, tmp_path / "a")
+    assert 0.9 * 0.05 <= found.measured <= 0.05
+    assert found.binding == "max_kl"
+    assert not result.already_done
+    again = perplexity.measure(tmp_path / "a", perplexity.read_text(None), model, "cpu", TOKENS)
+    assert again.kl == pytest.approx(found.measured, rel=1e-6)
+    assert found.more < found.measured < found.less
+    report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
+    plain = make_recipe(**{k: v for k, v in report["recipe"].items() if k not in ("bits",)})  # the recipe alone makes it again
+    list(pipeline.run(model, plain, tmp_path / "b", "cpu"))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert [p.name for p in next(cache.iterdir()).iterdir()] == ["measured.json"]  # no trial is left
+    second, result = quantized(model, tmp_path / "a")
+    assert result.already_done
+    assert second == found
+
+
+def test_killed_while_a_trial_is_measured_it_is_not_made_again(model, cache, tmp_path, monkeypatch):
+    measured = []
+    real = bound.measure
+
+    def dying(*args):
+        measured.append(1)
+        if len(measured) == 1:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(bound, "measure", dying)
+    with pytest.raises(KeyboardInterrupt):
+        quantized(model, tmp_path / "a", max_kl=0.03)
+    assert not (tmp_path / "a").exists()
+    (trial,) = cache.glob("*/*/model.safetensors")
+    before = trial.stat().st_ino, trial.stat().st_mtime_ns
+    monkeypatch.setattr(bound.Search, "_drop", lambda *_, **__: None)
+    found, _ = quantized(model, tmp_path / "a", max_kl=0.03)
+    assert len(measured) == 1 + len(found.trials)
+    now = next(p for p in (trial, tmp_path / "a" / "model.safetensors") if p.exists()).stat()
+    assert (now.st_ino, now.st_mtime_ns) == before
+    assert 0.9 * 0.03 <= found.measured <= 0.03
+
+
+def test_bounds_that_cannot_be_met(model, cache, tmp_path):
+    with pytest.raises(QualityError, match=r"--max-kl 0.001 is not met: .* --widths 3,2 allow"):
+        quantized(model, tmp_path / "a", max_kl=0.001, widths=(3, 2), lm_head="keep")
+    with pytest.raises(UsageError, match=r"--fit 100.0 kB is too little: the smallest widths take"):
+        quantized(model, tmp_path / "a", fit=100_000)
+    assert not (tmp_path / "a").exists()
+
+
+class Curve:
+    """A spread whose expected error halves with every half bit; 1000 weights, sizes of whole bytes."""
+
+    params, why_not_nats = 8000, ""
+    least, most = 2000, 8000
+
+    def __init__(self):
+        self.source = SimpleNamespace(identity="x")
+        self.plain = make_recipe()
+
+    def at(self, budget):
+        share = Share("g", "mlp", 8000, budget, Scheme(4, 64), 2 * math.exp2(-2 * 8 * budget / 8000))
+        return make_recipe(bits=4, skip=[f"x{budget}"]), Mixed((share,), True, "")
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.1, 0.02, 0.003])
+@pytest.mark.parametrize("truth", [lambda e: 0.4 * e, lambda e: 3 * e, lambda e: e**1.4, lambda e: e**0.7 + 1e-4])
+@pytest.mark.parametrize("flag", ["max_kl", "max_ppl"])
+def test_the_search_lands_near_its_bound_however_wrong_the_estimate_is(limit, truth, flag, tmp_path, monkeypatch):
+    """Within five rounds, whether the estimate is off by a factor or by a power."""
+    curve = Curve()
+    monkeypatch.setattr(bound, "cache_dir", lambda: tmp_path)
+    made = {}
+
+    def make(recipe, folder):
+        folder.mkdir(parents=True)
+        made[folder] = truth(2 * math.exp2(-2 * 8 * int(recipe.skip[0][1:]) / 8000))
+
+    def measure(folder, *_):
+        return SimpleNamespace(kl=made[folder], ppl_increase_pct=100 * math.expm1(made[folder]))
+
+    monkeypatch.setattr(bound, "measure", measure)
+    asked = make_recipe(**{flag: limit if flag == "max_kl" else 100 * math.expm1(limit)})
+    _, _, found = bound.Search("m", curve, asked, ("", ""), "cpu", make, lambda *_: None).run()
+    if found.binding == flag:
+        assert 0.9 * found.limit < found.measured <= found.limit
+        assert len(found.trials) <= 5
+    else:
+        assert found.measured <= found.limit
+        assert truth(2 * math.exp2(-4)) <= limit
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--max-kl", "0.1", "--bpw", "3"], "--bpw and --max-kl are 2 budgets"),
+        (["--max-kl", "0.1", "--bits", "3"], "--max-kl chooses the bits"),
+        (["--max-kl", "-1"], "must be a positive number"),
+        (["--max-ppl", "much"], "is no percentage"),
+        (["--fit", "2GB"], "--fit goes with --max-kl or --max-ppl; alone it is --size"),
+        (["--max-ppl", "1%", "--judge", "none.txt"], "cannot read the text"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, why, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["quantize", "demo", *flags])
+    assert result.exit_code != 0
+    assert why in str(result.exception) + result.output
+    assert not list(tmp_path.iterdir())

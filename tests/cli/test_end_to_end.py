@@ -1,0 +1,89 @@
+"""Scales and zeros learnt by all layers together: nearer to the original's predictions, codes untouched, the same bytes."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lowq_cli.calibrate import end_to_end, learn
+from lowq_cli.calibrate.end_to_end import EndToEnd
+from lowq_cli.calibrate.need import LayerDone, PassDone
+from lowq_cli.files.source import open_source
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import pipeline
+
+
+@pytest.fixture(autouse=True)
+def small(small_calibration, monkeypatch):
+    monkeypatch.setattr(learn, "EPOCHS", 2)
+    monkeypatch.setattr(end_to_end, "RATE", 2e-2)
+    monkeypatch.setattr(end_to_end, "PASSES", 3)
+
+
+def recipe(text, bits=2, **more):
+    return make_recipe(bits=bits, group=16, method="distill", calib=text, **more)
+
+
+def weights(folder):
+    return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "phi3", "gpt2", "gemma3", "mixtral"])
+def test_predictions_come_nearer_and_codes_stay(family, family_checkpoints, text, tmp_path, monkeypatch):
+    seen = []
+    loss = EndToEnd._loss
+
+    def spy(self, *args):
+        seen.append(loss(self, *args))
+        return seen[-1]
+
+    monkeypatch.setattr(EndToEnd, "_loss", spy)
+    dense = family_checkpoints(family, schemes={}).dense
+    list(pipeline.run(dense, recipe(text), tmp_path / "together"))
+    before, after = seen
+    assert after < 0.97 * before
+    monkeypatch.setattr(end_to_end, "PASSES", 0)
+    list(pipeline.run(dense, recipe(text), tmp_path / "alone"))
+    together, alone = (load_file(tmp_path / n / "model.safetensors") for n in ("together", "alone"))
+    changed = {n for n, t in together.items() if not torch.equal(t, alone[n])}
+    assert changed
+    assert all(n.endswith((".weight_scale", ".weight_zero")) for n in changed)
+    if family == "mixtral":
+        assert not any(".experts." in n for n in changed)
+
+
+def test_the_loss_is_that_of_the_stored_bytes(family_checkpoints, text, tmp_path, monkeypatch):
+    """What the phase computes layer by layer is what transformers' model gives with the checkpoint's weights."""
+    from lowq_cli.hf.load import load_model
+
+    dense = family_checkpoints("llama", schemes={}).dense
+    seen, found = [], {}
+    loss, run = EndToEnd._loss, EndToEnd.run
+    monkeypatch.setattr(EndToEnd, "_loss", lambda self, *a: seen.append(loss(self, *a)) or seen[-1])
+    monkeypatch.setattr(EndToEnd, "run", lambda self, ids, *a: found.update(ids=ids) or run(self, ids, *a))
+    list(pipeline.run(dense, recipe(text, lm_head="keep"), tmp_path / "o"))
+    with open_source(dense) as a, open_source(tmp_path / "o") as b, torch.no_grad():
+        original, quantized = (load_model(source, "cpu", torch.float32) for source in (a, b))
+        p, q = (m(input_ids=found["ids"]).logits.log_softmax(-1) for m in (original, quantized))
+    assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(seen[1], rel=2e-2)
+
+
+def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(family_checkpoints, text, tmp_path):
+    dense = family_checkpoints("llama", schemes={}).dense
+    list(pipeline.run(dense, recipe(text), tmp_path / "first"))
+    for name, stop, left in (("a", LayerDone, 3), ("b", PassDone, 2)):
+        events = pipeline.run(dense, recipe(text), tmp_path / name)
+        while not isinstance(next(events), stop):
+            pass
+        events.close()
+        passes = [e for e in pipeline.run(dense, recipe(text), tmp_path / name) if isinstance(e, PassDone)]
+        assert len(passes) == left
+        assert weights(tmp_path / name) == weights(tmp_path / "first")
+
+
+def test_what_is_no_better_is_not_taken(family_checkpoints, text, tmp_path, monkeypatch):
+    dense = family_checkpoints("llama", schemes={}).dense
+    for name, rate, passes in (("wild", 5.0, 2), ("none", 0.0, 0)):
+        monkeypatch.setattr(end_to_end, "RATE", rate)
+        monkeypatch.setattr(end_to_end, "PASSES", passes)
+        list(pipeline.run(dense, recipe(text), tmp_path / name))
+    assert weights(tmp_path / "wild") == weights(tmp_path / "none")

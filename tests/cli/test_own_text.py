@@ -1,0 +1,259 @@
+"""The text that a model writes itself: the same for a seed, kept, gone on with after a kill, in conversations too."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Bytes
+from folders import files
+from typer.testing import CliRunner
+
+from lowq_cli.calibrate.visits import Visits
+from lowq_cli.files.source import open_source
+from lowq_cli.main import app
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import own_text, pipeline
+from lowq_cli.run.events import TextStep
+from lowq_cli.run.prepare import prepare
+from lowq_packers.errors import DoesNotFitError, UnsupportedError, UsageError
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("small_calibration", "cache")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache that holds nothing, and few texts side by side."""
+    monkeypatch.setattr(own_text, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(own_text, "SIDE", {"cpu": 64})
+    return tmp_path / "cache" / "own-text"
+
+
+def recipe(**more):
+    return make_recipe(**({"bits": 3, "group": 16, "method": "gptq", "calib": "self", "calib_tokens": 4096} | more))
+
+
+def written(model, **more):
+    """(text, steps) of a recipe."""
+    with open_source(model) as source:
+        outlook = own_text.outlook(str(model), source, recipe(**more), CPU)
+    steps = []
+
+    generator = own_text.write(outlook, None)
+    while True:
+        try:
+            steps.append(next(generator))
+        except StopIteration as e:
+            return e.value, steps
+
+
+def test_it_is_the_same_for_a_seed_and_another_for_another(family_checkpoints, cache):
+    dense = family_checkpoints("llama").dense
+    text, steps = written(dense)
+    assert text.ids.shape == (4096,)
+    assert text.ids[0] == 1  # the beginning of a text
+    assert [s.total for s in steps if isinstance(s, TextStep)]
+    again, none = written(dense)
+    assert again.digest == text.digest
+    assert not none  # kept
+    for path in cache.rglob("*.safetensors"):
+        path.unlink()
+    assert written(dense)[0].digest == text.digest
+    other, _ = written(dense, calib_seed=1)
+    assert (other.ids != text.ids).float().mean() > 0.5
+
+
+def test_rows_of_a_round_differ_and_a_longer_text_begins_with_a_shorter_one(family_checkpoints):
+    dense = family_checkpoints("llama").dense
+    short, _ = written(dense)
+    long, _ = written(dense, calib_tokens=8192)
+    assert torch.equal(long.ids[:4096], short.ids)
+    starts = (long.ids == 1).nonzero().flatten()
+    heads = {tuple(long.ids[i : i + 6].tolist()) for i in starts}
+    assert len(heads) > 0.9 * len(starts)
+
+
+def test_a_damaged_or_torn_file_is_written_again(family_checkpoints, cache):
+    dense = family_checkpoints("llama").dense
+    text, _ = written(dense)
+    first = sorted(cache.rglob("text-*.safetensors"))[0]
+    raw = bytearray(first.read_bytes())
+    raw[-3] ^= 1
+    for content in (bytes(raw), bytes(raw)[:100], b""):
+        first.write_bytes(content)
+        assert written(dense)[0].digest == text.digest
+
+
+def test_texts_end_where_the_model_ends_them(family_checkpoints):
+    text, _ = written(family_checkpoints("llama").dense)
+    ends, starts = (text.ids == 2).nonzero().flatten()[:-1] + 1, (text.ids == 1).nonzero().flatten()
+    assert len(ends) > 5
+    assert set(ends.tolist()) <= set(starts.tolist())
+
+
+def test_a_chat_model_writes_half_as_conversations(family_checkpoints, cache, monkeypatch):
+    class Chat(Bytes):
+        chat_template = "{{ messages }}"
+
+    monkeypatch.setattr("lowq_cli.hf.tokenizer.load_tokenizer", lambda source: Chat())
+    monkeypatch.setattr(own_text, "MARK", "@@")
+    monkeypatch.setattr(own_text, "TURN", 8)
+    text, _ = written(family_checkpoints("llama").dense)
+    plain, chat = text.ids[:2048], text.ids[2048:]
+    assert plain[0] == 1
+    assert chat[0] == 3  # the template's beginning
+    assert 4 in chat[:12]  # where an answer begins
+    assert {p.name[:4] for p in cache.rglob("*.safetensors")} == {"text", "chat"}
+
+
+def test_a_checkpoint_is_the_same_again_and_its_report_says_what_it_read(family_checkpoints, cache, tmp_path):
+    dense = family_checkpoints("llama").dense
+    list(pipeline.run(dense, recipe(), tmp_path / "a"))
+    for path in cache.rglob("*.safetensors"):
+        path.unlink()
+    list(pipeline.run(dense, recipe(), tmp_path / "b"))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
+    assert report["recipe"]["calib"] == "self"
+    assert report["calibration"] == {"text": "self", "hash": written(dense)[0].digest, "tokens": 4096, "seed": 0}
+    assert list(pipeline.run(dense, recipe(), tmp_path / "a"))[-1].result.already_done
+    with pytest.raises(UsageError, match="another lowq run"):
+        list(pipeline.run(dense, recipe(calib_seed=1), tmp_path / "a"))
+
+
+def test_without_a_text_it_is_the_default_where_it_is_quick(family_checkpoints, tmp_path, monkeypatch):
+    dense = family_checkpoints("llama").dense
+    asked = recipe(calib=None)
+    for rate, quick in ((1e9, True), (1e-3, False)):
+        monkeypatch.setattr(own_text, "_rate", lambda *_, r=rate: r)
+        with prepare(dense, asked, tmp_path / "o", device="cpu") as prepared:
+            assert prepared.plan.recipe.calib == ("self" if quick else "bundled")
+            assert prepared.out == tmp_path / "o"
+            note = prepared.plan.notes[-1]
+            assert ("own text, 4,096 tokens" if quick else "calibrated on the bundled text: its own would take") in note
+    written(dense)
+    with prepare(dense, asked, tmp_path / "o", device="cpu") as prepared:  # it is there, however slow it was
+        assert prepared.plan.notes[-1].endswith("kept from before")
+
+
+def test_a_model_that_says_nothing_is_told_so_and_by_default_reads_ours(family_checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_text, "stop_ids", lambda *_: frozenset(range(160)))
+    dense = family_checkpoints("llama").dense
+    with pytest.raises(UnsupportedError, match="ends its own texts at once"):
+        list(pipeline.run(dense, recipe(), tmp_path / "a"))
+    monkeypatch.setattr(own_text, "_rate", lambda *_: 1e9)
+    list(pipeline.run(dense, recipe(calib=None), tmp_path / "b"))
+    assert json.loads((tmp_path / "b" / "lowq_report.json").read_text())["calibration"]["text"] == "bundled"
+
+
+def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, cache, monkeypatch):
+    dense = family_checkpoints("llama").dense
+    with open_source(dense) as source:
+        monkeypatch.setattr(own_text, "available_memory", lambda: source.nbytes - 1)
+        with pytest.raises(DoesNotFitError, match="cannot write a text"):
+            own_text.outlook(str(dense), source, recipe(), CPU)
+        monkeypatch.setattr(own_text, "_bits", lambda *_: 8)
+        outlook = own_text.outlook(str(dense), source, recipe(), CPU)
+    made = []
+
+    def make(recipe, folder):
+        made.append(recipe.bits)
+        pipeline.maker(str(dense), "cpu")(recipe, folder)
+
+    text = own_text.whole(outlook, make)
+    assert made == [8]
+    assert len(text.ids) == 4096
+    assert not list(cache.rglob("copy-*"))
+
+
+def test_for_a_budget_of_bits_the_text_is_there_before_it_is_measured(family_checkpoints, tmp_path):
+    more = {"bits": None, "bpw": 7.5}
+    with prepare(family_checkpoints("llama").dense, recipe(**more), tmp_path / "o", device="cpu") as prepared:
+        assert prepared.text.name == "self"
+        assert prepared.mixed.in_nats
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_that_are_hardly_visited_get_more_text(family, family_checkpoints, tmp_path, monkeypatch):
+    dense = family_checkpoints(family).dense
+    with open_source(dense) as source:
+        visits = Visits(source, CPU)
+        assert visits(torch.arange(4, 132)).sum() == 2 * 2 * 128  # layers, experts a token
+        outlook = own_text.outlook(str(dense), source, recipe(), CPU)
+
+    def text():
+        return own_text._result(own_text.write(outlook, None, visits)).ids
+
+    monkeypatch.setattr(own_text, "FEW_TOKENS", 0)
+    plain = text()
+    seen = visits(plain.long()).sum(0)
+    for path in outlook.folder.glob("experts-*"):
+        path.unlink()
+    monkeypatch.setattr(own_text, "FEW_TOKENS", int(seen.min()) + 100)
+    longer = text()
+    assert torch.equal(longer[:4096], plain)
+    added = len(longer) - len(plain)
+    assert 0 < added <= 1024
+    assert added % 64 == 0
+    assert visits(longer.long()).sum(0).min() >= seen.min() + 20
+    assert torch.equal(text(), longer)  # kept
+    list(pipeline.run(dense, recipe(), tmp_path / "o"))
+    assert json.loads((tmp_path / "o" / "lowq_report.json").read_text())["calibration"]["tokens"] == len(longer)
+
+
+KILLED = """
+import os, pathlib, signal, sys
+sys.path.insert(0, {tests!r})
+from conftest import Bytes
+from lowq_cli.calibrate import texts
+import lowq_cli.hf.tokenizer
+from lowq_cli.run import own_text, pipeline
+from lowq_cli.plan.recipe import make_recipe
+texts.WINDOW, texts.BATCH, own_text.SIDE = 32, 2, {{"cpu": 64}}
+lowq_cli.hf.tokenizer.load_tokenizer = lambda source: Bytes()
+own_text.cache_dir = lambda: pathlib.Path({cache!r})
+replace, left = os.replace, [3]
+def dying(*a):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*a)
+os.replace = dying
+made = make_recipe(bits=3, group=16, method="gptq", calib="self", calib_tokens=4096)
+list(pipeline.run({model!r}, made, {out!r}))
+"""
+
+
+def test_killed_while_it_writes_it_goes_on_with_the_same_bytes(family_checkpoints, cache, tmp_path):
+    dense = family_checkpoints("llama").dense
+    script = KILLED.format(tests=str(Path(__file__).parent), model=str(dense), out=str(tmp_path / "a"), cache=str(cache.parent))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (tmp_path / "a").exists()  # nothing half-written where the checkpoint will be
+    kept = {p: p.stat().st_mtime_ns for p in cache.rglob("text-*.safetensors")}
+    assert len(kept) == 1
+    list(pipeline.run(dense, recipe(), tmp_path / "a"))
+    assert all(p.stat().st_mtime_ns == t for p, t in kept.items())
+    for path in cache.rglob("*.safetensors"):
+        path.unlink()
+    list(pipeline.run(dense, recipe(), tmp_path / "b"))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_the_command_shows_the_writing(family_checkpoints, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--bits", "3", "--group", "16", "--method", "gptq", "--calib", "self", "--calib-tokens", "4096", "--out", "o"]
+    result = CliRunner().invoke(app, ["quantize", str(family_checkpoints("llama").dense), *flags])
+    assert result.exit_code == 0, result.output
+    assert "calibrated on the model's own text, 4,096 tokens, seed 0: about" in " ".join(result.output.split())
+    assert "of its own text" in result.output
+
+
+def test_threads_are_as_before(family_checkpoints):
+    before = torch.get_num_threads()
+    written(family_checkpoints("llama").dense)
+    assert torch.get_num_threads() == before

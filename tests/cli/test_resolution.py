@@ -1,0 +1,174 @@
+"""What is checked is what is loaded: files that a folder smuggles in are refused or not seen; hostile sizes end at once."""
+
+import json
+import os
+import shutil
+import time
+
+import pytest
+import torch
+from folders import write_tokenizer
+from safetensors.torch import load_file, save_file
+
+import lowq
+from lowq_cli.engine.prompts import encode
+from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.files.safetensors_io import parse_header, read_json
+from lowq_cli.files.source import open_source
+from lowq_cli.hf import chat_template
+from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path, family_checkpoints):
+    folder = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "model")
+    write_tokenizer(folder)
+    return folder
+
+
+def config(folder, **changes):
+    old = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(old | changes))
+
+
+def zeroed(folder, name):
+    found = load_file(folder / WEIGHTS)
+    save_file({n: torch.zeros_like(t) for n, t in found.items()}, folder / name, metadata={"format": "pt"})
+
+
+def test_weights_that_config_names_are_refused(model):
+    zeroed(model, "other.safetensors")
+    config(model, transformers_weights="other.safetensors")
+    with pytest.raises(UnsupportedError, match="transformers_weights"):
+        lowq.load(model, "cpu")
+
+
+def test_a_config_that_config_names_is_refused(model):
+    shutil.copy(model / "config.json", model / "config.5.0.0.json")
+    config(model, configuration_files=["config.5.0.0.json"])
+    with pytest.raises(UnsupportedError, match="configuration_files"):
+        open_source(model)
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation_internal", "experts_implementation"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_kernel_of_the_hub_is_refused(model, field, nested):
+    config(model, **({"text_config": {field: "org/kernel:fn"}} if nested else {field: "org/kernel:fn"}))
+    with pytest.raises(UnsupportedError, match=f"{field}='org/kernel:fn'"):
+        open_source(model)
+
+
+@pytest.mark.parametrize("stray", ["pickle", "shard", "adapter"])
+def test_files_that_transformers_would_rather_take_are_not_seen(model, stray):
+    expected = load_file(model / WEIGHTS)["model.norm.weight"]
+    if stray == "pickle":
+        (model / WEIGHTS).rename(model / "weights.safetensors")
+        torch.save({"model.norm.weight": torch.zeros(64)}, model / "pytorch_model.bin")
+    elif stray == "shard":
+        zeroed(model, "shard-00000-model-00001-of-00001.safetensors")
+    else:
+        (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/nowhere"}))
+    loaded, tokenizer = lowq.load(model, "cpu")
+    assert torch.equal(loaded.model.norm.weight, expected)
+    assert tokenizer("w5")["input_ids"] == [5]
+    assert loaded.name_or_path == tokenizer.name_or_path == str(model)
+
+
+def test_tokenizer_files_elsewhere_are_not_read(model):
+    facts = read_json(model / "tokenizer_config.json")
+    (model / "tokenizer_config.json").write_text(
+        json.dumps(facts | {"tokenizer_file": "/etc/hostname", "vocab_file": "/etc/x"})
+    )
+    assert lowq.load(model, "cpu")[1]("w5")["input_ids"] == [5]
+    (model / "tokenizer_config.json").write_text(json.dumps(facts | {"fast_tokenizer_files": ["tokenizer.1.0.0.json"]}))
+    with pytest.raises(UnsupportedError, match="fast_tokenizer_files"):
+        lowq.load(model, "cpu")
+
+
+def test_companions_that_link_elsewhere_are_refused(model):
+    (model.parent / "elsewhere").mkdir()
+    (model.parent / "elsewhere" / "LICENSE").write_text("free")
+    (model / "LICENSE").symlink_to(model.parent / "elsewhere" / "LICENSE")  # as `ln -s elsewhere/* .` makes
+    assert model / "LICENSE" in open_source(model).companions()
+    (model / "NOTICE").symlink_to("/etc/passwd")
+    with pytest.raises(DamagedError, match=r"NOTICE is a link to /etc/passwd"):
+        open_source(model).companions()
+
+
+def test_only_regular_files_are_read(model):
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    assert not is_checkpoint(model)
+    with pytest.raises(DamagedError, match="no regular file"):
+        read_json(model / "config.json")
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(DamagedError, match="no regular file"):
+        read_json(model / "config.json")
+    (sparse := model / "sparse.json").touch()
+    os.truncate(sparse, 1 << 40)
+    with pytest.raises(DamagedError, match="has 1099511627776 bytes"):
+        read_json(sparse)
+
+
+@pytest.mark.parametrize("number", ["10000000000", "999999999", "9" * 900, "9" * 5000])
+def test_a_layer_of_any_number_is_refused_at_once(family_checkpoints, tmp_path, number):
+    folder = shutil.copytree(family_checkpoints("llama").packed, tmp_path / "m")
+    found = load_file(folder / WEIGHTS)
+    save_file({**found, f"model.layers.{number}.x": torch.zeros(1)}, folder / WEIGHTS)
+    began = time.monotonic()
+    with pytest.raises(DamagedError):
+        open_checkpoint(folder)
+    assert time.monotonic() - began < 5
+
+
+def test_a_key_given_twice_among_many_is_found_at_once():
+    names = [f't{i}": {{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(60_000)]
+    began = time.monotonic()
+    with pytest.raises(DamagedError, match="'t59999' is there twice"):
+        parse_header(('{"' + ', "'.join([*names, names[-1]]) + "}").encode(), 0, 0, "file")
+    assert time.monotonic() - began < 5
+
+
+def test_half_a_character_is_refused(model):
+    (model / "config.json").write_text('{"model_type": "\\ud800"}')
+    with pytest.raises(DamagedError, match="surrogates"):
+        read_json(model / "config.json")
+    (model / "config.json").write_text('{"model_type": "\\ud83d\\ude00"}')
+    assert read_json(model / "config.json") == {"model_type": "\U0001f600"}
+
+
+@pytest.mark.parametrize("field", [{"intermediate_size": 30_000_000}, {"num_hidden_layers": 4096}])
+def test_sizes_that_the_files_cannot_hold_are_refused_before_memory_is_asked_for(model, field):
+    config(model, **field)
+    with pytest.raises(DamagedError, match=r"config\.json"):
+        lowq.load(model, "cpu")
+
+
+class Words:
+    """A tokenizer that is nothing but its template."""
+
+    def __init__(self, template):
+        self.chat_template = template
+
+    def apply_chat_template(self, messages, **_):
+        return [len(chat_template.render(self.chat_template, messages, True, {}))]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'A' * 3000000000 }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('only users speak') }}",
+        "{% if %}",
+        "{{ messages[7].content.x.y }}",
+    ],
+)
+def test_a_chat_template_spends_what_it_is_given(template):
+    with pytest.raises(LowqError, match="the model's chat template"):
+        encode(Words(template), "hello", chat=True)
+    assert encode(Words("{{ messages[0].content }}"), "hello", chat=True) == [5], "and the next one is rendered"

@@ -1,0 +1,94 @@
+"""Some seconds of what `python -m tests.fuzz` does for as long as one likes, and every input that it ever found."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bend as bending
+import judge as judging
+import kills
+from campaign import FOUND, Ground
+
+BEND_SECONDS, KILL_SECONDS = 8, 12
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    before = {name: os.environ.get(name) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME")}
+    yield Ground(tmp_path_factory.mktemp("fuzz") / "ground")
+    for name, value in before.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def test_a_bent_file_is_refused_in_a_line_or_read_as_its_own_reader_reads_it(ground):
+    began, seed, accepted = time.monotonic(), 0, 0
+    while time.monotonic() - began < BEND_SECONDS:
+        name, what, verdict = ground.bends(seed)
+        assert not verdict.fault, f"seed {seed}, {name}: {what}"
+        seed, accepted = seed + 1, accepted + verdict.accepted
+    assert 0 < accepted < seed
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+@given(which=st.integers(0, 9), draws=st.randoms(use_true_random=False))
+def test_so_is_what_hypothesis_bends(ground, which, draws):
+    """As above; what fails is made small."""
+    valid = ground.valid[which]
+    what = bending.bend(valid.model, ground.bent, draws)
+    model = ground.bent if valid.model.is_dir() else ground.bent / valid.model.name
+    verdict = judging.judge(valid, model, what)
+    assert not verdict.fault, f"{valid.format}: {what}"
+
+
+@pytest.mark.parametrize(("seed", "name"), json.loads(FOUND.read_text()) if FOUND.is_file() else [])
+def test_what_was_found_once_stays_mended(ground, seed, name):
+    found, what, verdict = ground.bends(seed)
+    assert found == name, "the formats are others now: find it again"
+    assert not verdict.fault, what
+
+
+def test_a_fault_is_seen(ground, monkeypatch):
+    """The judge sees an internal error, other weights, and what takes long."""
+    valid = next(v for v in ground.valid if v.format == "gptq")
+
+    def verdict(kind="config"):
+        return judging.judge(valid, valid.model, {"kind": kind, "place": ["x"]})
+
+    assert verdict() == judging.Verdict(True, "", pytest.approx(0, abs=5))
+    real = judging.weights
+    monkeypatch.setattr(judging, "weights", lambda model: {n: t + 1 for n, t in real(model).items()})
+    assert "has other weights" in verdict().fault
+    monkeypatch.setattr(judging, "weights", lambda model: {}["x"])
+    assert "internal error: KeyError" in verdict().fault
+    monkeypatch.setattr(judging, "weights", lambda model: time.sleep(0.3) or {})
+    monkeypatch.setattr(judging, "SECONDS", 0.2)
+    assert "took 0.3 s" in verdict().fault
+
+
+def test_a_stopped_command_leaves_the_same_bytes_and_nothing_else(ground):
+    ground.prepare_kills()
+    began, seed = time.monotonic(), 0
+    while time.monotonic() - began < KILL_SECONDS:
+        name, how, said = ground.kills(seed)
+        assert not said, f"seed {seed}: {name}, {how}: {said}"
+        seed += 1
+    wanted, _ = ground.wanted["one file"]
+    assert kills.differences(wanted, {**wanted, ".x": b""}, "it") == "it: left .x"
+    assert kills.differences(wanted, {}, "it").startswith("it: lost")
+
+
+def test_it_runs_as_a_module(tmp_path):
+    """Although the checkout holds a folder `kernels`, which transformers would take for another package."""
+    root = Path(__file__).parents[2]
+    numbers = ["--minutes", "5", "--bends", "5", "--kills", "0"]
+    line = [sys.executable, "-m", "tests.fuzz", *numbers, "--out", str(tmp_path / "long.json")]
+    subprocess.run(line, cwd=root, check=True, capture_output=True)
+    assert sum(row["bent"] for row in json.loads((tmp_path / "long.json").read_text())["bends"].values()) == 5

@@ -1,0 +1,84 @@
+"""Valid model files of every format, tiny, each with the weights that it stands for; and what its own reader makes of it."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
+from lowq_cli.interop.exporter import export
+from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.run.pipeline import quantize
+from lowq_packers.formats import FORMATS
+
+SIZES = {
+    **{"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
+}
+SCHEMES = {"awq": "int", "compressed-tensors": "int", "gptq": "none", "gguf": "none", "hqq": "float"}  # the others: none
+
+
+@dataclass(frozen=True)
+class Valid:
+    """A folder, or a GGUF file in one, and the weights that it stands for."""
+
+    format: str
+    model: Path
+    weights: dict[str, torch.Tensor]
+
+
+def dense(folder: Path) -> Path:
+    """A random Llama of one layer, with a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).half()
+    model.save_pretrained(folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+def weights(model: Path) -> dict[str, torch.Tensor]:
+    """Every tensor that lowq reads of a model, dense."""
+    if is_checkpoint(model):
+        with (found := open_checkpoint(model)).source:
+            read = {t.name: found.read_matrix(t).dequantize() for t in found.tensors if t.scheme}
+            return read | {t.name.removesuffix(".weight"): found.read_plain(t).float() for t in found.tensors if not t.scheme}
+    with open_decoded(model) as source:
+        return {n.removesuffix(".weight"): source.read(n).reshape(h.shape).float() for n, h in source.headers.items()}
+
+
+def gguf_weights(path: Path) -> dict[str, torch.Tensor] | None:
+    """What the gguf package reads of a file, under its own names; None where it refuses."""
+    from gguf import GGUFReader, dequantize
+
+    try:
+        found = GGUFReader(path)
+        return {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()).float() for t in found.tensors}
+    except Exception:
+        return None
+
+
+def all_valid(folder: Path) -> list[Valid]:
+    """One of each format: dense, lowq's own, fp8, and all that lowq writes."""
+    made = {"dense": dense(folder / "dense")}
+    made["lowq"], made["fp8"] = folder / "lowq", folder / "fp8"
+    quantize(made["dense"], made["lowq"], bits=4, group=32, method="rtn", lm_head="keep")
+    quantize(made["dense"], made["fp8"], format="fp8")
+    for name in sorted(f.name for f in FORMATS.values() if f.export):
+        zero = SCHEMES.get(name, "none")
+        packed = folder / f"packed-{zero}"
+        if not packed.exists():
+            quantize(made["dense"], packed, bits=4, group=32, method="rtn", zero=zero, lm_head="keep")
+        made[name] = folder / name / ("model.gguf" if name == "gguf" else "")
+        made[name].parent.mkdir(exist_ok=True)
+        export(packed, name, made[name])
+    shutil.rmtree(folder / "packed-none")
+    return [Valid(name, path, weights(path)) for name, path in made.items()]

@@ -1,0 +1,91 @@
+"""What lies between a layer's products on a CPU: decode/cpu.py's C++ against decode/reference.py."""
+
+import pytest
+import torch
+
+from lowq_kernels.decode import cpu, reference
+from lowq_kernels.decode.reference import Heads
+from lowq_kernels.products.cpu import native
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not in use: {native.why_not()}")
+TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}  # relative Frobenius error
+SETS = [i for i, (_, here) in enumerate(native.sets()) if here]
+HEADS = [(8, 2, 64, 64, 0, False), (6, 6, 80, 40, 0, True), (10, 2, 128, 128, 20, False), (4, 4, 16, 16, 7, True)]
+
+
+@pytest.fixture(params=SETS, ids=lambda i: native.sets()[i][0])
+def isa(request, monkeypatch):
+    monkeypatch.setattr(native, "isa", lambda: (request.param, ""))
+
+
+def draw(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(y, ref, dtype):
+    return float((y.double() - ref.double()).norm()) <= TOLERANCE[dtype] * float(ref.double().norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("M", "H"), [(1, 256), (3, 72), (17, 513)])
+def test_norms_and_gates(isa, monkeypatch, dtype, M, H):
+    x, delta = (draw(M, H, dtype=dtype, seed=i) for i in (0, 1))
+    weight, post = (draw(H, dtype=dtype, seed=i) for i in (2, 3))
+    pair = draw(M, 2 * H, dtype=dtype) * 4
+    cases = [(None, None), (delta, None), (delta, post)]
+    wanted = [(a := x.clone(), reference.add_norm(a, d, weight, 1e-5, p)) for d, p in cases]
+    gates = [reference.gated(pair, act) for act in ("silu", "gelu_tanh")]
+    for name in ("add_norm", "gated"):
+        monkeypatch.setattr(reference, name, None)
+    for (d, p), (stream, ref) in zip(cases, wanted, strict=True):
+        a = x.clone()
+        assert close(cpu.add_norm(a, d, weight, 1e-5, p), ref, dtype)
+        assert close(a, stream, dtype)
+    for act, ref in zip(("silu", "gelu_tanh"), gates, strict=True):
+        assert close(cpu.gated(pair, act), ref, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("HQ", "HKV", "D", "R", "window", "normed"), HEADS)
+@pytest.mark.parametrize("paged", [False, True])
+def test_attention_of_a_step(isa, monkeypatch, dtype, HQ, HKV, D, R, window, normed, paged):
+    norms = [draw(D, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
+    heads = Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms)
+    qkv, pos = draw(3, (HQ + 2 * HKV) * D, dtype=dtype), torch.tensor([5, 63, 0], dtype=torch.int32)
+    cos, sin = draw(64, R, dtype=dtype, seed=3), draw(64, R, dtype=dtype, seed=4)
+    shape = (HKV, 20, 16, D) if paged else (3, HKV, 64, D)
+    caches = [draw(*shape, dtype=dtype, seed=i) for i in (5, 6)]
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:12].int().reshape(3, 4) if paged else None
+    given = [[c.clone().transpose(0, 1) if paged else c.clone() for c in caches] for _ in range(3)]
+    ref = reference.attend(qkv, *given[0], pos, cos, sin, heads, table)
+    monkeypatch.setattr(reference, "attend", None)
+    y = cpu.attend(qkv, *given[1], pos, cos, sin, heads, table)
+    assert close(y, ref, dtype)
+    assert close(given[1][0], given[0][0], dtype)
+    assert torch.equal(given[1][1], given[0][1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(cpu.attend(qkv, *given[2], pos, cos, sin, heads, table), y)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(isa, bad):
+    x = torch.full((1, 32), bad)
+    assert not cpu.add_norm(x, None, torch.ones(32), 1e-5).isfinite().any()
+    gate = torch.cat([torch.tensor([[bad, -100.0, 100.0, -1e30]]), torch.ones(1, 4)], 1)
+    y = cpu.gated(gate, "silu")
+    assert torch.equal(y.isnan() | y.isinf(), torch.tensor([[True, False, False, False]]))
+    assert y[0, 1:].tolist() == [0, 100, 0]
+
+
+def test_what_own_code_does_not_take_goes_to_the_definition():
+    heads, dtype = Heads(2, 2, 24, 1.0), torch.float32  # 24 is no whole register
+    qkv, cache = draw(1, 6 * 24, dtype=dtype), [torch.zeros(1, 2, 4, 24) for _ in range(2)]
+    turned = [draw(4, 24, dtype=dtype) for _ in range(2)]
+    y = cpu.attend(qkv, *cache, torch.zeros(1, dtype=torch.int32), *turned, heads)
+    assert torch.equal(y, qkv[:, 4 * 24 :])
+    wide = draw(2, 64, dtype=dtype)[:, ::2]
+    assert torch.equal(cpu.gated(wide, "silu"), reference.gated(wide, "silu"))

@@ -1,0 +1,58 @@
+"""Tiny models of random weights, and a client that asks an engine for their texts."""
+
+import queue
+from types import SimpleNamespace
+
+import torch
+
+from lowq_cli.serving.choose import choose
+from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.request import Draw, Request
+
+SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+TOKENIZER = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
+
+
+def build(kind, **settings):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(kind, **SMALL, max_position_embeddings=512, **settings)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for path, p in model.named_parameters():
+        p.data *= 4 if p.dim() > 1 and "embed" not in path else 1
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class Client:
+    """An engine and what it says."""
+
+    def __init__(self, model, **how):
+        self.engine = choose(model, how.pop("waiting", 500), **how)
+        assert isinstance(self.engine, ContinuousEngine)
+        self.events = queue.Queue()
+        self.heard = {}
+        self.engine.start(lambda batch: [self.events.put(e) for e in batch])
+
+    def ask(self, prompt, n=12, **kw):
+        return self.engine.submit(Request(tuple(prompt), n, frozenset(kw.pop("stop", ())), Draw(**kw)))
+
+    def hear(self, until=lambda heard: False):
+        """Take events until those of all known requests have ended, or `until` says so."""
+        number, event = self.events.get(timeout=60)
+        self.heard.setdefault(number, []).append(event)
+
+    def follow(self, *numbers):
+        while not all(n in self.heard and self.heard[n][-1].finish_reason for n in numbers):
+            self.hear()
+        return [self.heard[n] for n in numbers]
+
+    def tokens(self, *numbers):
+        return [[e.token for e in events if e.token is not None] for events in self.follow(*numbers)]
+
+
+def prompts(*lengths, seed=3):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 320, (n,), generator=g).tolist() for n in lengths]

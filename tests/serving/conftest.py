@@ -1,0 +1,104 @@
+"""`lowq serve` as a process, on the bundled model with a chat template beside it, on a free port."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lowq_cli.files.source import DEMO
+
+LOWQ = Path(sys.executable).with_name("lowq")
+TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% endif %}
+{% for m in messages %}
+{{ m.role }}: {{ m.content }}
+{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}assistant:{% if shout %} LOUD{% endif %}{% endif %}"""
+
+
+@dataclass
+class Server:
+    """A process of `lowq serve`: where it is, and what it has said on stderr."""
+
+    process: subprocess.Popen
+    said: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def wait_ready(self, seconds=120):
+        until = time.monotonic() + seconds
+        while not self.url:
+            assert time.monotonic() < until, "".join(self.said)
+            assert self.process.poll() is None, "".join(self.said)
+            time.sleep(0.02)
+            found = [re.search(r"listening on (http://\S+)", line) for line in self.said]
+            self.url = next((m[1] for m in found if m), "")
+        return self
+
+    def read(self):
+        for line in self.process.stderr:
+            self.said.append(line)
+
+    def post(self, path, body, **how):
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(f"{self.url}/v1/{path}", content=raw, timeout=120, **how)
+
+    def stats(self):
+        return httpx.get(f"{self.url}/health", timeout=30).json()
+
+    def idle(self, seconds=10):
+        """Wait until nothing runs and nothing waits."""
+        until = time.monotonic() + seconds
+        while (s := self.stats())["running"] or s["waiting"]:
+            assert time.monotonic() < until, s
+            time.sleep(0.01)
+
+    def stop(self, number=signal.SIGTERM, seconds=30):
+        self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+def begin(folder, *flags, ready=True):
+    line = [LOWQ, "serve", folder, "--port", "0", "--device", "cpu", *flags]
+    server = Server(subprocess.Popen(list(map(str, line)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    threading.Thread(target=server.read, daemon=True).start()
+    return server.wait_ready() if ready else server
+
+
+@pytest.fixture(scope="session")
+def talk(tmp_path_factory):
+    """A folder: the bundled model, and a template to chat with it."""
+    folder = tmp_path_factory.mktemp("models") / "talk"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.txt", "__pycache__"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(talk):
+    found = begin(talk)
+    yield found
+    assert not [line for line in found.said if "internal error" in line]
+    found.process.kill()
+
+
+@pytest.fixture
+def start(talk):
+    """Start another server with flags of its own; all are ended."""
+    made = []
+
+    def one(*flags, **how):
+        made.append(begin(talk, *flags, **how))
+        return made[-1]
+
+    yield one
+    for s in made:
+        s.process.kill()

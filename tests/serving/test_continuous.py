@@ -1,0 +1,177 @@
+"""Many requests side by side: each answered as if it were alone."""
+
+import pytest
+from asking import TOKENIZER, Client, build, prompts
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.choose import choose as choose_decoder
+from lowq_cli.serving.request import Busy
+from lowq_packers.errors import UnsupportedError, UsageError
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def windowed():
+    return build("gemma3_text", sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+
+
+@pytest.fixture
+def client(model, request):
+    made = []
+
+    def make(of=model, **how):
+        made.append(Client(of, **how))
+        return made[-1]
+
+    yield make
+    for c in made:
+        c.engine.stop(0)
+
+
+def alone(model, prompt, n=12):
+    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=choose_decoder(model))
+    list(g)
+    return g.tokens[0]
+
+
+LENGTHS = (3, 130, 64, 65, 1, 200, 17, 63, 128, 40)
+
+
+@pytest.mark.parametrize("kind", ["model", "windowed"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_each_answer_is_the_one_of_the_prompt_alone(kind, deterministic, client, request):
+    model = request.getfixturevalue(kind)
+    asked = prompts(*LENGTHS)
+    c = client(model, running=4, deterministic=deterministic)
+    wanted = [alone(model, p, 5 + i) for i, p in enumerate(asked)]
+    numbers = [c.ask(p, 5 + i) for i, p in enumerate(asked)]
+    assert c.tokens(*numbers) == wanted
+    assert {e.finish_reason for n in numbers for e in c.heard[n][:-1]} == {None}
+    assert {c.heard[n][-1].finish_reason for n in numbers} == {"length"}
+    s = c.engine.stats()
+    assert (s.running, s.waiting, s.blocks_used) == (0, 0, 0)
+    assert s.prompt_tokens == sum(LENGTHS)
+    assert s.new_tokens == sum(map(len, wanted))
+
+
+@pytest.mark.parametrize("tokens", [192, 320])
+def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens):
+    """Texts give back their blocks and are computed again."""
+    asked = prompts(*(30 + 7 * i for i in range(8)), seed=5)
+    c = client(running=6, cache_tokens=tokens)
+    wanted = [alone(model, p, 90) for p in asked]
+    assert c.tokens(*[c.ask(p, 90) for p in asked]) == wanted
+    assert c.engine.stats().preemptions > 0
+    assert c.engine.stats().blocks_used == 0
+
+
+def test_equal_beginnings_are_computed_once(model, client):
+    common, other, third = prompts(150, 20, 9)
+    c = client()
+    first, second = [*common, *other], [*common, *third]
+    assert c.tokens(c.ask(first)) == [alone(model, first)]
+    n, m = c.ask(second), c.ask(first)
+    assert c.tokens(n, m) == [alone(model, second), alone(model, first)]
+    assert c.heard[1][0].cached == 0
+    assert (c.heard[n][0].cached, c.heard[m][0].cached) == (128, 128)  # whole blocks
+    assert [e.cached for e in c.heard[n][1:]] == [0] * 11
+    assert c.engine.stats().prefix_hits == 256
+    chat = [*first, *c.tokens(m)[0], *third]  # a conversation that goes on finds what was said
+    k = c.ask(chat)
+    assert c.tokens(k) == [alone(model, chat)]
+    assert c.heard[k][0].cached == 128
+    whole = prompts(128)[0]  # the last token is always computed, for its logits
+    assert c.tokens(c.ask(whole)) == c.tokens(c.ask(whole)) == [alone(model, whole)]
+
+
+def test_stop_ids_end_a_text(model, client):
+    prompt = prompts(20)[0]
+    wanted = alone(model, prompt, 30)
+    stop = wanted[9]
+    c = client()
+    n, m = c.ask(prompt, 30, stop=[stop, 5]), c.ask(prompt, 1)
+    cut = wanted[: wanted.index(stop) + 1]
+    assert c.tokens(n, m) == [cut, wanted[:1]]
+    assert [c.heard[i][-1].finish_reason for i in (n, m)] == ["stop", "length"]
+
+
+def test_cancelled_requests_end_and_the_others_do_not_notice(model, client):
+    asked = prompts(*(20 + i for i in range(9)))
+    wanted = [alone(model, p, 60) for p in asked]
+    c = client(running=4)
+    numbers = [c.ask(p, 60) for p in asked]
+    for n in numbers[1::3]:  # some run, some wait
+        c.engine.cancel(n)
+    c.engine.cancel(999)
+    while len(c.heard.get(numbers[0], ())) < 5:
+        c.hear()
+    c.engine.cancel(numbers[3])
+    for i, (events, want) in enumerate(zip(c.follow(*numbers), wanted, strict=True)):
+        got = [e.token for e in events if e.token is not None]
+        assert events[-1].finish_reason == ("cancelled" if i in (1, 3, 4, 7) else "length")
+        assert got == want[: len(got)]
+        assert i in (1, 3, 4, 7) or len(got) == 60
+    c.engine.cancel(numbers[0])  # over already
+    again = c.ask(asked[0], 60)
+    assert c.tokens(again) == [wanted[0]]
+    assert c.events.empty()
+
+
+def test_what_a_seed_draws_does_not_depend_on_the_others(model, client):
+    prompt, *others = prompts(40, 9, 100, 33)
+    how = {"temperature": 1.0, "seed": 12345}
+    alone_drawn = Client(model)
+    wanted = alone_drawn.tokens(alone_drawn.ask(prompt, 20, **how))
+    c = client(running=4)
+    busy = [c.ask(p, 25, temperature=0.7, seed=i) for i, p in enumerate(others)]
+    n, other_seed = c.ask(prompt, 20, **how), c.ask(prompt, 20, temperature=1.0, seed=12346)
+    assert c.tokens(n) == wanted
+    assert c.tokens(other_seed) != wanted
+    assert len({tuple(t) for t in c.tokens(*busy)}) == 3
+    small = client(running=4, cache_tokens=128)  # nor on being put back
+    texts = [small.ask(p, 40, **how) for p in (prompt, others[0], others[2])]
+    small.follow(*texts)
+    assert small.tokens(texts[0])[0][:20] == wanted[0]
+    alone_drawn.engine.stop(0)
+
+
+def test_what_cannot_be_answered_is_told_and_a_full_queue_is_busy(model, client):
+    c = client(running=1, waiting=1, cache_tokens=256)
+    assert c.engine.limits.longest == 256
+    for prompt, n in (([], 5), ([3], 0), ([3] * 200, 57), ([320], 5), ([-1], 5)):
+        with pytest.raises(UsageError):
+            c.ask(prompt, n)
+    with pytest.raises(UsageError):
+        c.ask([3], 5, logit_bias={320: 1.0})
+    with pytest.raises(UsageError, match="5000 requests side by side"):
+        client(running=5000)
+    with pytest.raises(Busy, match="1 requests wait already"):
+        [c.ask([3], 250) for _ in range(9)]
+    c.engine.stop(0)
+    with pytest.raises(UnsupportedError, match="stopping"):
+        c.ask([3], 5)
+    assert {events[-1].finish_reason for events in c.follow(1)} <= {"cancelled", "length"}
+
+
+def test_an_error_ends_all_requests_and_is_told(model, client, monkeypatch):
+    c = client()
+    monkeypatch.setattr(c.engine.passes, "forward", lambda *a: (_ for _ in ()).throw(RuntimeError("the device\nis gone")))
+    n, m = c.ask([3], 5), c.ask([4], 5)
+    for events in c.follow(n, m):
+        assert events[-1].finish_reason == "error"
+        assert "the device" in events[-1].message
+        assert "\n" not in events[-1].message
+    with pytest.raises(UnsupportedError, match="the device"):
+        c.ask([3], 5)
+
+
+def test_stop_lets_what_runs_finish(model, client):
+    c = client(running=2)
+    prompt = prompts(10)[0]
+    numbers = [c.ask(prompt, 20) for _ in range(5)]
+    c.engine.stop(60)
+    assert c.tokens(*numbers) == [alone(model, prompt, 20)] * 5

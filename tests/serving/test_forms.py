@@ -1,0 +1,171 @@
+"""Answers in a form and calls of tools, by OpenAI's client; and calls read out of text as models write it."""
+
+import json
+
+import pytest
+
+from lowq_cli.serving.http.tools import Reader, Tools
+
+openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a town",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "town": {"type": "string", "maxLength": 12},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["town", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
+SAID = [{"role": "user", "content": "What will the weather be?"}]
+
+
+@pytest.fixture
+def make(server):
+    pytest.importorskip("llguidance", reason="forms need the extra lowq[grammar]")
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    how = {"model": "talk", "messages": SAID, "max_tokens": 200, "seed": 5}
+    return lambda **more: client.chat.completions.create(**how | more)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_an_answer_follows_its_schema(make, temperature):
+    form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
+    for choice in make(response_format=form, temperature=temperature, n=4).choices:
+        assert choice.finish_reason == "stop"
+        pet = json.loads(choice.message.content)
+        assert list(pet) == ["name", "age", "kind", "tags"]
+        assert pet["name"][0].isupper()
+        assert 3 <= len(pet["name"]) <= 9
+        assert 0 <= pet["age"] <= 120
+        assert pet["kind"] in ("cat", "dog")
+        assert 2 <= len(pet["tags"]) <= 3
+        assert all(isinstance(t, bool) for t in pet["tags"])
+
+
+MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}, "additionalProperties": False}
+
+
+@pytest.mark.parametrize("schema", [MANY, {"$ref": "#"}], ids=["2000 properties", "itself"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+def test_a_form_that_the_library_gives_up_is_an_error_and_no_stop(make, schema, streamed):
+    form = {"type": "json_schema", "json_schema": {"name": "much", "schema": schema}}
+    with pytest.raises(openai.APIError, match="cannot keep to its form"):
+        list(make(response_format=form, stream=streamed))
+    assert make(max_tokens=2).choices[0].finish_reason == "length"  # the others are answered
+
+
+def test_any_json_object_and_plain_text(make):
+    whole = make(response_format={"type": "json_object"}, temperature=0, max_tokens=12).choices[0].message.content
+    assert whole.startswith("{")
+    plain = make(temperature=0, max_tokens=12).choices[0].message.content
+    assert make(response_format={"type": "text"}, temperature=0, max_tokens=12).choices[0].message.content == plain != whole
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=["any", "named"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+def test_a_forced_call_has_its_arguments(make, choice, streamed):
+    tools = [WEATHER, TIME] if choice == "required" else [TIME, WEATHER]
+    how = {"tools": tools, "tool_choice": choice, "temperature": 1.0}
+    if streamed:
+        chunks = [c.choices[0] for c in make(**how, stream=True)]
+        call = next(c.delta.tool_calls for c in chunks if c.delta.tool_calls)[0]
+        reason = chunks[-1].finish_reason
+        assert not "".join(c.delta.content or "" for c in chunks).strip()
+    else:
+        found = make(**how).choices[0]
+        (call,), reason = found.message.tool_calls, found.finish_reason
+        assert found.message.content is None
+    assert reason == "tool_calls"
+    assert call.id.startswith("call_")
+    assert call.function.name == "weather" or choice == "required"
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "weather":
+        assert set(arguments) == {"town", "days"}
+        assert 1 <= arguments["days"] <= 9
+
+
+def test_what_a_tool_said_goes_back_to_the_model(make):
+    call = make(tools=[WEATHER], tool_choice="required").choices[0].message
+    answered = [
+        *SAID,
+        call.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "rain"},
+    ]
+    found = make(messages=answered, tools=[WEATHER], max_tokens=4)
+    assert found.usage.prompt_tokens > 60  # the tools, the call and what came of it are in the prompt
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        ({"response_format": {"type": "xml"}}, "must be text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema: must be an object"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}}, "json_schema.schema: "),
+        ({"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}}, "leave one out"),
+        ({"tool_choice": "required"}, "tool_choice: must be"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "is none of the tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "up to 64 letters"),
+    ],
+    ids=lambda v: v[:12] if isinstance(v, str) else "",
+)
+def test_forms_that_are_none_are_refused(make, more, line):
+    with pytest.raises(openai.BadRequestError, match=line):
+        make(**more)
+
+
+CALL = '{"name": "weather", "arguments": {"town": "Ulm"}}'
+TEXTS = [
+    ("Just text, a < b and <tool> too.", "Just text, a < b and <tool> too.", 0),
+    (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", 1),
+    (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", 2),
+    (f"<tool_call>{CALL}", "", 1),
+    ("<tool_call>not a call</tool_call> so", "<tool_call>not a call</tool_call> so", 0),
+    ("<tool_call>unfinished", "<tool_call>unfinished", 0),
+    ("ends in <tool_ca", "ends in <tool_ca", 0),
+    (CALL, "", 1),
+    (CALL.replace("arguments", "parameters"), "", 1),
+    (f"[{CALL}, {CALL}]", "", 2),
+    ('{"name": "nobody", "arguments": {}}', '{"name": "nobody", "arguments": {}}', 0),
+    ('{"just": "JSON"}', '{"just": "JSON"}', 0),
+    ("{ not JSON", "{ not JSON", 0),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("text", "said", "calls"), TEXTS, ids=range(len(TEXTS)))
+def test_calls_are_read_out_of_text(text, said, calls, size):
+    reader, shown, found = Reader(Tools([WEATHER, TIME], "auto")), "", []
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for i, piece in enumerate(pieces):
+        more, new = reader.push(piece, i + 1 == len(pieces))
+        shown, found = shown + more, found + new
+    assert (shown, len(found)) == (said, calls)
+    assert [c["index"] for c in found] == list(range(calls))
+    assert all(c["function"] == {"name": "weather", "arguments": '{"town": "Ulm"}'} for c in found)
+
+
+def test_only_the_first_call_where_several_are_not_wanted():
+    reader = Reader(Tools([WEATHER], "auto", several=False))
+    assert len(reader.push(f"[{CALL}, {CALL}]", True)[1]) == 1

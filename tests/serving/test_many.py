@@ -1,0 +1,48 @@
+"""Many texts from many prompts: the texts of `stream`, one prompt after the other."""
+
+import pytest
+from asking import TOKENIZER, build, prompts
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.serving.many import answer_all
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+def alone(model, asked, **how):
+    made = []
+    for p in asked:
+        g = stream(model, TOKENIZER, p, **how)
+        list(g)
+        made.append((g.texts[0], g.tokens[0], g.finish_reasons[0]))
+    return made
+
+
+def together(model, asked, n, sampling=None, **how):
+    return [(a.text, a.tokens, a.finish_reason) for a in answer_all(model, TOKENIZER, asked, n, sampling or Sampling(), **how)]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, None])
+def test_texts_and_reasons_are_those_of_each_alone(model, at_once):
+    asked = prompts(3, 70, 505, 20, 64)  # the context ends at 512
+    wanted = alone(model, asked, max_new_tokens=30)
+    assert [reason for _, _, reason in wanted] == ["length", "length", "context", "length", "length"]
+    assert together(model, asked, 30, at_once=at_once) == wanted
+    stop = [wanted[0][0][4:6], wanted[3][0][9:10]]
+    cut = alone(model, asked, max_new_tokens=30, stop=stop)
+    assert "stop" in [reason for _, _, reason in cut]
+    assert together(model, asked, 30, stop=stop, at_once=at_once) == cut
+
+
+def test_no_tokens_and_seeds(model):
+    asked = prompts(9, 9, 9)
+    assert together(model, asked, 0) == [("", [], "length")] * 3
+    how = Sampling(temperature=1.0, seed=5)
+    drawn = together(model, [asked[0]] * 3, 12, how)
+    assert len({tuple(tokens) for _, tokens, _ in drawn}) == 3
+    assert together(model, [asked[0]] * 3, 12, how, at_once=1) == drawn
+    assert together(model, [asked[0]] * 2, 12, Sampling(temperature=1.0, seed=6)) == drawn[1:]

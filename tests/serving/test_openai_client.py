@@ -1,0 +1,257 @@
+"""OpenAI's own package, curl and raw sockets against a running `lowq serve`."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.ready import ready
+
+openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
+
+PROMPT = "Once upon a time"
+SAID = [{"role": "system", "content": "Tell stories."}, {"role": "user", "content": PROMPT}]
+RENDERED = "system: Tell stories.\nuser: Once upon a time\nassistant:"
+
+
+@pytest.fixture(scope="module")
+def alone(talk):
+    """The greedy text that `lowq generate` makes of a prompt."""
+    model, tokenizer = ready(talk, "cpu")
+
+    def one(prompt, tokens):
+        g = stream(model, tokenizer, prompt, max_new_tokens=tokens)
+        list(g)
+        return g.text
+
+    return one
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def test_models(client):
+    found = client.models.list().data
+    assert [m.id for m in found] == ["talk"]
+    assert client.models.retrieve("talk").owned_by == "lowq"
+    with pytest.raises(openai.NotFoundError, match='"gpt-4" is not served here; this server has "talk"'):
+        client.models.retrieve("gpt-4")
+
+
+def test_a_completion_is_the_text_of_generate(client, alone):
+    found = client.completions.create(model="talk", prompt=PROMPT, temperature=0)
+    assert found.choices[0].text == alone(PROMPT, 16)
+    assert found.choices[0].finish_reason == "length"
+    u = found.usage
+    assert (u.prompt_tokens, u.completion_tokens, u.total_tokens) == (5, 16, 21)
+
+
+def test_a_chat_is_the_text_of_its_template(client, alone):
+    found = client.chat.completions.create(model="talk", messages=SAID, temperature=0, max_completion_tokens=12)
+    assert found.choices[0].message.content == alone(RENDERED, 12)
+    assert found.choices[0].message.role == "assistant"
+    parts = [SAID[0], {"role": "user", "content": [{"type": "text", "text": "Once upon "}, {"type": "text", "text": "a time"}]}]
+    again = client.chat.completions.create(model="talk", messages=parts, temperature=0, max_tokens=12)
+    assert again.choices[0].message.content == found.choices[0].message.content
+
+
+def test_a_switch_of_the_template_is_passed_on(client, alone):
+    how = {"model": "talk", "messages": SAID, "temperature": 0, "max_tokens": 8}
+    found = client.chat.completions.create(**how, extra_body={"chat_template_kwargs": {"shout": True}})
+    assert found.choices[0].message.content == alone(RENDERED + " LOUD", 8)
+    for wrong in ({"whisper": True}, {"messages": []}, {"chat_template": "x"}):
+        with pytest.raises(openai.BadRequestError, match="knows no switch"):
+            client.chat.completions.create(**how, extra_body={"chat_template_kwargs": wrong})
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])
+def test_a_stream_is_the_whole_answer_in_pieces(client, chat):
+    """And several answers at once stay apart; usage comes last, when asked for."""
+    how = {"model": "talk", "temperature": 1.0, "seed": 7, "max_tokens": 14, "n": 3}
+    make = client.chat.completions.create if chat else client.completions.create
+    how |= {"messages": SAID} if chat else {"prompt": PROMPT}
+    whole = make(**how)
+    texts, reasons, usage = ["", "", ""], [None] * 3, None
+    for chunk in make(**how, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for c in chunk.choices:
+            texts[c.index] += (c.delta.content or "") if chat else c.text
+            reasons[c.index] = c.finish_reason or reasons[c.index]
+    assert texts == [c.message.content if chat else c.text for c in whole.choices]
+    assert len(set(texts)) == 3
+    assert reasons == [c.finish_reason for c in whole.choices] == ["length"] * 3
+    assert usage.completion_tokens == whole.usage.completion_tokens == 42
+
+
+def test_many_at_once_by_the_async_client(server, alone):
+    prompts = [f"{PROMPT} there were {n}" for n in ("two", "three", "four", "five")]
+
+    async def one(client, prompt, streamed):
+        how = {"model": "talk", "prompt": prompt, "temperature": 0, "max_tokens": 10}
+        if not streamed:
+            return (await client.completions.create(**how)).choices[0].text
+        return "".join([c.choices[0].text async for c in await client.completions.create(**how, stream=True)])
+
+    async def all_():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(one(client, p, s) for p in prompts for s in (False, True)))
+
+    assert asyncio.run(all_()) == [alone(p, 10) for p in prompts for _ in range(2)]
+
+
+def test_several_prompts_and_token_ids(client, alone):
+    prompts = [PROMPT, "The old man"]
+    found = client.completions.create(model="talk", prompt=prompts, temperature=0, max_tokens=6)
+    assert [c.text for c in found.choices] == [alone(p, 6) for p in prompts]
+    ids = client.completions.create(model="talk", prompt=[5, 6, 7], temperature=0, max_tokens=6, echo=True)
+    assert ids.choices[0].text.endswith(alone([5, 6, 7], 6))
+    assert ids.usage.prompt_tokens == 3
+
+
+def test_stop_strings_are_no_part_of_the_text(client, alone):
+    whole = alone(PROMPT, 16)
+    stop = whole[20:24]
+    how = {"model": "talk", "prompt": PROMPT, "temperature": 0, "max_tokens": 16, "stop": [stop, "zebra"]}
+    found = client.completions.create(**how).choices[0]
+    assert (found.text, found.finish_reason) == (whole[: whole.index(stop)], "stop")
+    pieces = [c.choices[0] for c in client.completions.create(**how, stream=True)]
+    assert "".join(p.text for p in pieces) == found.text
+    assert pieces[-1].finish_reason == "stop"
+
+
+def test_logprobs_of_both_endpoints(client):
+    found = client.completions.create(model="talk", prompt=PROMPT, temperature=0, max_tokens=5, logprobs=2).choices[0]
+    logs = found.logprobs
+    assert "".join(logs.tokens) == found.text
+    assert [found.text[o:][: len(t)] for o, t in zip(logs.text_offset, logs.tokens, strict=True)] == logs.tokens
+    assert all(max(t.values()) == p for t, p in zip(logs.top_logprobs, logs.token_logprobs, strict=True))
+    how = {"model": "talk", "messages": SAID, "temperature": 0, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
+    chat = client.chat.completions.create(**how).choices[0]
+    assert "".join(t.token for t in chat.logprobs.content) == chat.message.content
+    assert bytes(b for t in chat.logprobs.content for b in t.bytes).decode() == chat.message.content
+    assert [len(t.top_logprobs) for t in chat.logprobs.content] == [3] * 5
+    streamed = [c.choices[0] for c in client.chat.completions.create(**how, stream=True)]
+    assert [t for c in streamed if c.logprobs for t in c.logprobs.content] == chat.logprobs.content
+
+
+def test_settings_change_the_text(client):
+    how = {"model": "talk", "prompt": "The cat and the cat and the cat and", "temperature": 0, "max_tokens": 12}
+    plain = client.completions.create(**how)
+    first = client.completions.create(**how, logprobs=0).choices[0].logprobs.tokens[0]
+    ids = client.completions.create(**how, extra_body={"top_k": 1}, seed=3)
+    assert ids.choices[0].text == plain.choices[0].text
+    penal = client.completions.create(**how, frequency_penalty=2.0, presence_penalty=2.0)
+    assert penal.choices[0].text != plain.choices[0].text
+    bias = client.completions.create(**how, logit_bias={"264": 100})
+    assert len(set(bias.choices[0].text.split())) == 1
+    assert not bias.choices[0].text.startswith(first)
+    drawn = [client.completions.create(**how | {"temperature": 1.5}, seed=s).choices[0].text for s in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+WRONG = [
+    ({"max_token": 3}, 'unknown field "max_token"; did you mean max_tokens?'),
+    ({"temperature": "hot"}, 'temperature: must be a number, not "hot"'),
+    ({"temperature": -1}, "temperature=-1.0 must be 0"),
+    ({"top_p": 2}, "top_p=2.0 must be above 0"),
+    ({"n": 0}, "n: must be at least 1"),
+    ({"n": 999}, "999 answers were asked for"),
+    ({"n": True}, "n: must be a whole number, not true"),
+    ({"stop": [""]}, "none of them empty"),
+    ({"logit_bias": {"x": 1}}, 'names tokens by their ids, not "x"'),
+    ({"logit_bias": {"99999": 1}}, "a token id is not from 0 to 8191"),
+    ({"prompt": [1, 99999]}, "a token id is not from 0 to 8191"),
+    ({"prompt": []}, "prompt: must be an array that is not empty"),
+    ({"prompt": {}}, "prompt: must be an array"),
+    ({"prompt": [[1], "x", 3]}, "prompt: must be a text, not 3"),
+    ({"prompt": "\ud800"}, "half a surrogate pair"),
+    ({"prompt": "word " * 2000}, "tokens and the context ends at 1024"),
+    ({"prompt": "word " * 200000}, "are more than 1024 tokens"),
+    ({"logprobs": 99}, "logprobs=99 must be from 0 to 20"),
+    ({"suffix": "."}, "suffix: "),
+    ({"stream_options": {"include_usag": True}}, "stream_options.include_usag"),
+    ({"model": "gpt-4\ud800"}, "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), WRONG, ids=lambda v: v[:20] if isinstance(v, str) else "")
+def test_what_is_wrong_is_said_in_openais_shape(server, change, line):
+    found = server.post("completions", {"prompt": PROMPT} | change)
+    assert found.status_code == 400, found.text
+    error = found.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert line in error["message"]
+    assert error["param"] in (None, "prompt", *change, "stream_options.include_usag")
+
+
+WRONG_CHAT = [
+    ({"messages": "hi"}, "messages: must be an array"),
+    ({"messages": ["hi"]}, "messages[0]: must be an object"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role: must be one of"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content: is needed"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "takes text alone"),
+    ({"top_logprobs": 2}, "needs logprobs: true"),
+    ({"functions": [{}]}, "functions: "),
+    ({}, "messages: is needed"),
+]
+
+
+@pytest.mark.parametrize(("body", "line"), WRONG_CHAT, ids=lambda v: v[:20] if isinstance(v, str) else "")
+def test_messages_that_are_none(server, body, line):
+    found = server.post("chat/completions", body)
+    assert found.status_code == 400
+    assert line in found.json()["error"]["message"] or "messages" not in body
+
+
+RAW = [
+    (b"", 400, "not JSON"),
+    (b"{", 400, "not JSON"),
+    (b"[]", 400, "must be a JSON object"),
+    (b'{"prompt": "\xff"}', 400, "not UTF-8: byte 12 is 0xff"),
+    (b'{"prompt": "x", "temperature": NaN}', 400, "NaN is no number"),
+    (b'{"prompt": "x", "temperature": 1e999}', 400, "must be a number"),
+    (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400, "not JSON"),
+    (b'{"prompt": ' + b"[" * 100000, 400, "nested too deeply"),
+    (b'{"prompt": "' + b"x" * (10 << 20) + b'"}', 413, "larger than 4 MiB"),
+]
+
+
+@pytest.mark.parametrize(("raw", "status", "line"), RAW, ids=lambda v: str(v)[:20])
+def test_bodies_that_are_none(server, raw, status, line):
+    found = server.post("completions", raw)
+    assert (found.status_code, line in found.json()["error"]["message"]) == (status, True), found.text
+
+
+def test_paths_and_methods_that_are_not_served(server):
+    import httpx
+
+    for method, path, status in [("GET", "/v1/embeddings", 404), ("GET", "/v1/completions", 405), ("POST", "/", 405)]:
+        found = httpx.request(method, server.url + path)
+        assert found.status_code == status
+        assert path in found.json()["error"]["message"]
+
+
+def test_curl_as_it_is_printed(server):
+    """The line that the server says to try."""
+    if not shutil.which("curl"):
+        pytest.skip("there is no curl here")
+    line = next(s for s in server.said if s.startswith("try: ")).removeprefix("try: ")
+    done = subprocess.run(["sh", "-c", line.strip() + " -s"], capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_the_metrics_count_what_was_done(server):
+    import httpx
+
+    server.post("completions", {"prompt": PROMPT, "max_tokens": 3})
+    page = httpx.get(f"{server.url}/metrics").text
+    rows = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    assert float(rows["lowq_generation_tokens_total"]) >= 3
+    assert float(rows['lowq_requests_total{outcome="ok"}']) >= 1
+    assert float(rows["lowq_time_to_first_token_seconds_count"]) >= 1

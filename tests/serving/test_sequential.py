@@ -1,0 +1,246 @@
+"""The engine that answers one request after the other: the texts of `generate`, whatever else is asked for in between."""
+
+import queue
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowq_cli.engine import stream
+from lowq_cli.engine.ready import ready
+from lowq_cli.serving.choose import choose
+from lowq_cli.serving.picking import Picker
+from lowq_cli.serving.request import Busy, Draw, Request
+from lowq_cli.serving.sequential import SequentialEngine
+from lowq_packers.errors import UnsupportedError, UsageError
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return ready("demo", "cpu")
+
+
+@pytest.fixture
+def engine(demo):
+    found = SequentialEngine(demo[0], waiting=4)
+    events = queue.Queue()
+    found.start(lambda batch: [events.put(e) for e in batch])
+    found.events = events
+    yield found
+    found.stop(0)
+
+
+def prompt(demo, text="Once upon a time"):
+    return tuple(demo[1](text)["input_ids"])
+
+
+def follow(engine, *numbers):
+    """The events of requests, until all have ended."""
+    found = {n: [] for n in numbers}
+    open_ = set(numbers)
+    while open_:
+        number, event = engine.events.get(timeout=60)
+        found[number].append(event)
+        if event.finish_reason:
+            open_.discard(number)
+    return [found[n] for n in numbers]
+
+
+def tokens(events):
+    return [e.token for e in events if e.token is not None]
+
+
+def test_the_tokens_are_those_of_generate(demo, engine):
+    model, tokenizer = demo
+    texts = ["Once upon a time", "The old man", "Once upon a time there was"]
+    wanted = []
+    for t in texts:
+        g = stream(model, tokenizer, t, max_new_tokens=12)
+        list(g)
+        wanted.append(g.tokens[0])
+    numbers = [engine.submit(Request(prompt(demo, t), 12)) for t in texts]
+    found = follow(engine, *numbers)
+    assert [tokens(e) for e in found] == wanted
+    assert [e[-1].finish_reason for e in found] == ["length"] * 3
+    s = engine.stats()
+    assert (s.running, s.waiting, s.new_tokens, s.prompt_tokens) == (0, 0, 36, sum(len(prompt(demo, t)) for t in texts))
+
+
+def test_a_stop_id_ends_a_text_and_is_delivered(demo, engine):
+    events = follow(engine, engine.submit(Request(prompt(demo), 12)))[0]
+    third = tokens(events)[2]
+    ended = follow(engine, engine.submit(Request(prompt(demo), 12, frozenset([third]))))[0]
+    assert tokens(ended) == tokens(events)[: tokens(events).index(third) + 1]
+    assert ended[-1].finish_reason == "stop"
+
+
+def test_cancelled_requests_end_at_once_and_the_next_is_answered(demo, engine):
+    long, waiting, last = (engine.submit(Request(prompt(demo), n)) for n in (900, 900, 3))
+    while engine.events.get(timeout=60)[0] != long:
+        pass
+    engine.cancel(waiting)
+    engine.cancel(long)
+    engine.cancel(12345)
+    first, second, third = follow(engine, long, waiting, last)
+    assert first[-1].finish_reason == second[-1].finish_reason == "cancelled"
+    assert len(first) < 100
+    assert not tokens(second)
+    assert len(tokens(third)) == 3
+
+
+def test_the_same_seed_draws_the_same_text_and_another_another(demo, engine):
+    draws = [Draw(temperature=1.0, seed=s) for s in (1, 1, 2)]
+    found = [tokens(e) for e in follow(engine, *(engine.submit(Request(prompt(demo), 16, draw=d)) for d in draws))]
+    assert found[0] == found[1] != found[2]
+
+
+def test_logprobs_are_those_of_the_model_and_do_not_change_the_text(demo, engine):
+    plain = tokens(follow(engine, engine.submit(Request(prompt(demo), 6)))[0])
+    events = follow(engine, engine.submit(Request(prompt(demo), 6, draw=Draw(logprobs=3))))[0]
+    assert tokens(events) == plain
+    ids = torch.tensor([[*prompt(demo), *plain]])
+    logs = demo[0]._lowq_decoder.logits(ids)[0].float().log_softmax(-1)
+    for i, e in enumerate(events):
+        row = logs[len(prompt(demo)) - 1 + i]
+        assert e.logprob == pytest.approx(row[e.token].item(), abs=0.02)
+        assert len(e.top) == 3
+        assert e.top[0][0] == e.token  # greedy
+
+
+class Only:
+    """A grammar that allows some tokens in turn."""
+
+    def __init__(self, *allowed):
+        self.allowed, self.accepted = allowed, []
+
+    def fill(self, words):
+        token = self.allowed[len(self.accepted)]
+        words[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
+
+    def accept(self, token):
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_mask_decides_what_may_come(demo, engine, temperature):
+    wanted = (31, 4095, 64, 8191)
+    mask = Only(*wanted)
+    events = follow(engine, engine.submit(Request(prompt(demo), 4, draw=Draw(temperature), mask=mask)))[0]
+    assert tuple(tokens(events)) == wanted == tuple(mask.accepted)
+
+
+def test_a_request_that_fails_does_not_take_others_with_it(demo, engine):
+    bad, good = engine.submit(Request(prompt(demo), 4, mask=Only(7))), engine.submit(Request(prompt(demo), 2))
+    first, second = follow(engine, bad, good)
+    assert tokens(first) == [7]
+    assert (first[-1].finish_reason, first[-1].message) == ("error", "tuple index out of range")
+    assert len(tokens(second)) == 2
+
+
+def test_what_can_never_be_answered_is_refused(demo, engine):
+    for request, why in [
+        (Request((), 3), "at least 1"),
+        (Request((5,), 0), "at least 1"),
+        (Request((5,) * 1000, 25), "more than the 1024"),
+        (Request((8192,), 1), "token id"),
+        (Request((5,), 1, draw=Draw(logit_bias={-1: 1.0})), "token id"),
+    ]:
+        with pytest.raises(UsageError, match=why):
+            engine.submit(request)
+    numbers = [engine.submit(Request((5,), 900)) for _ in range(4)]
+    with pytest.raises(Busy, match="wait already"):
+        [engine.submit(Request((5,), 900)) for _ in range(3)]
+    for n in numbers:
+        engine.cancel(n)
+
+
+def test_one_that_never_started_stops(demo):
+    SequentialEngine(demo[0], waiting=4).stop(1)
+
+
+def test_stop_finishes_what_there_is_and_refuses_more(demo):
+    engine, events = SequentialEngine(demo[0], waiting=4), []
+    engine.start(events.extend)
+    numbers = [engine.submit(Request(prompt(demo), 5)) for _ in range(3)]
+    engine.stop(30)
+    assert [n for n, e in events if e.finish_reason == "length"] == numbers
+    with pytest.raises(UnsupportedError, match="stopping"):
+        engine.submit(Request((5,), 1))
+
+
+PICKED = [
+    (Draw(), 3),
+    (Draw(logit_bias={0: 10.0}), 0),
+    (Draw(presence_penalty=2.0), 2),  # 3 came before
+    (Draw(repetition_penalty=2.0), 2),
+    (Draw(temperature=1.0, top_k=1), 3),
+    (Draw(temperature=1.0, top_p=0.1), 3),
+    (Draw(temperature=1.0, min_p=0.9), 3),
+]
+
+
+@pytest.mark.parametrize(("draw", "token"), PICKED)
+def test_each_setting_does_what_it_says(draw, token):
+    p = Picker(draw, None, [3], 5, torch.device("cpu"))
+    p.counts[3] = 1
+    assert p.pick(torch.tensor([[0.0, 1.0, 3.0, 4.0, -9.0]])).tolist() == [token]
+
+
+def test_draws_follow_the_probabilities():
+    """Also those that a penalty by count and a temperature make; 20,000 draws are within 1.5% of them."""
+    logits, n = torch.tensor([[0.0, 1.0, 2.0, 0.5]]), 20000
+    p = Picker(Draw(temperature=2.0, seed=3, frequency_penalty=0.25), None, [0], 4, torch.device("cpu"))
+    counts = torch.tensor([3, 0, 2, 0], dtype=torch.int32)
+    wanted = ((logits[0] - 0.25 * counts) / 2).softmax(-1)
+    drawn = torch.zeros(4)
+    for _ in range(n):
+        p.counts.copy_(counts)
+        drawn[p.pick(logits)] += 1
+    assert (drawn / n - wanted).abs().max() < 0.015
+
+
+def test_settings_out_of_range_are_refused():
+    for wrong in ({"min_p": 1.5}, {"presence_penalty": 3.0}, {"logit_bias": {1: 200.0}}, {"logprobs": 21}, {"temperature": -1}):
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            replace(Draw(), **wrong)
+
+
+@pytest.mark.parametrize("room", [512, 4], ids=["fits", "outgrows its cache"])
+def test_a_family_without_fused_layers_is_served_one_after_another(room, monkeypatch):
+    """In fp32, where reading a text again as a prompt gives the same tokens."""
+    monkeypatch.setattr("lowq_cli.serving.sequential.FIRST_ROOM", room)
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=1, eos_token_id=2)
+    model = GPT2LMHeadModel(config).eval()
+    found = choose(model)
+    assert isinstance(found, SequentialEngine)
+    assert "gpt2" in found.reason
+    assert found.limits.longest == 64
+    found.events = queue.Queue()
+    found.start(lambda batch: [found.events.put(e) for e in batch])
+    try:
+        prompts = [(5, 6, 7), (8, 9, 10, 11), (12,)]
+        wanted = [model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in prompts]
+        draws = [Draw(), Draw(logprobs=2), Draw(temperature=1.0, top_k=1)]  # three ways to the likeliest token
+        numbers = [found.submit(Request(p, 20, frozenset([2]), d)) for p, d in zip(prompts, draws, strict=True)]
+        assert [tokens(e) for e in follow(found, *numbers)] == wanted
+    finally:
+        found.stop(0)
+
+
+def test_a_text_that_is_cancelled_before_its_first_token_leaves_nothing_to_go_on_from(demo, engine, monkeypatch):
+    wanted = tokens(follow(engine, engine.submit(Request(prompt(demo), 12)))[0])
+    follow(engine, engine.submit(Request(prompt(demo, "The old man and his dog went"), 12)))
+    known = engine._known
+
+    def cancelled_meanwhile(ids):
+        engine.cancel(engine._running)
+        return known(ids)
+
+    with monkeypatch.context() as m:
+        m.setattr(engine, "_known", cancelled_meanwhile)
+        assert [e.finish_reason for e in follow(engine, engine.submit(Request(prompt(demo), 12)))[0]] == ["cancelled"]
+    events = follow(engine, engine.submit(Request(prompt(demo), 12)))[0]
+    assert tokens(events) == wanted

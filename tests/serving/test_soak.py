@@ -1,0 +1,27 @@
+"""A short soak: hundreds of requests, a third broken off, a tenth malformed; every answer is that of its prompt alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_soak.py"
+
+
+def soak(*args):
+    line = [sys.executable, "-P", SCRIPT, "demo", "--device", "cpu", *map(str, args)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert done.stdout, done.stderr
+    row = json.loads(done.stdout)
+    assert done.returncode == 0, row
+    return row
+
+
+def test_nothing_is_lost_or_mixed_up():
+    """With a cache for six of the longest texts, so that requests wait for blocks and are computed again."""
+    row = soak("--requests", 200, "--users", 12, "--seed", 3, "--tokens", 10, "--args=--deterministic --cache-tokens 1024")
+    assert row["counts"]["all"] == 200
+    assert row["counts"]["equal"] > 90
+    assert {"json 400", "types 400", "large 413", "long 400", "utf8 400", "half", "slow 200"} <= set(row["counts"])
+    assert row["internal_errors"] == row["wrong"] == row["failed"] == 0
+    assert row["rss_mb"]["end"] - row["rss_mb"]["after_a_quarter"] < 40
