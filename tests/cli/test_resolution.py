@@ -118,18 +118,18 @@ def test_a_layer_of_any_number_is_refused_at_once(family_checkpoints, tmp_path, 
     folder = shutil.copytree(family_checkpoints("llama").packed, tmp_path / "m")
     found = load_file(folder / WEIGHTS)
     save_file({**found, f"model.layers.{number}.x": torch.zeros(1)}, folder / WEIGHTS)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(DamagedError):
         open_checkpoint(folder)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_a_key_given_twice_among_many_is_found_at_once():
     names = [f't{i}": {{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(60_000)]
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(DamagedError, match="'t59999' is there twice"):
         parse_header(('{"' + ', "'.join([*names, names[-1]]) + "}").encode(), 0, 0, "file")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_half_a_character_is_refused(model):

@@ -54,7 +54,14 @@ class Server:
     def stats(self):
         return httpx.get(f"{self.url}/health", timeout=30).json()
 
-    def idle(self, seconds=10):
+    def said_last(self, text, seconds=30):
+        """Wait until the last line on stderr holds `text`."""
+        until = time.monotonic() + seconds
+        while not (self.said and text in self.said[-1]):
+            assert time.monotonic() < until, "".join(self.said)
+            time.sleep(0.01)
+
+    def idle(self, seconds=30):
         """Wait until nothing runs and nothing waits."""
         until = time.monotonic() + seconds
         while (s := self.stats())["running"] or s["waiting"]:

@@ -49,7 +49,7 @@ def test_a_conversation(page, server):
     assert page.run("document.querySelector('#go').textContent") == "Stop"
     page.click("#go")
     page.wait(f"{LAST}.querySelector('small').textContent.endsWith('stopped')")
-    server.idle(seconds=5)
+    server.idle()
 
     page.click("#new")
     assert page.run("document.querySelectorAll('.turn').length") == 0

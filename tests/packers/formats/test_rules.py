@@ -41,10 +41,10 @@ def test_so_do_random_ones(pattern, name):
 
 @pytest.mark.parametrize("pattern", SLOW)
 def test_none_takes_long(pattern):
-    began = time.monotonic()
+    began = time.process_time()
     with contextlib.suppress(LowqError):
         Rules([(pattern, True)]).first("a" * 500 + "!")
-    assert time.monotonic() - began < 6
+    assert time.process_time() - began < 6
 
 
 @pytest.mark.parametrize("pattern", [r"(a)\1", "(?<=a)b", "(?i)A", "(?i:A)", "(", "a" * 3000, "(?P<n>a)(?P=n)", "a++", "(?>a)"])
