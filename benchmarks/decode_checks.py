@@ -40,7 +40,7 @@ def tokens(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from lowq_cli.engine import stream
-    from lowq_cli.engine.choose import choose
+    from lowq_cli.engine.decoders import decoder_of
     from lowq_cli.quantizers import rtn
     from lowq_kernels.modules.linear import QuantLinear
     from lowq_packers.layouts import unpack
@@ -59,7 +59,7 @@ def tokens(args: argparse.Namespace) -> None:
     truth = copy.deepcopy(dense).float()
     rows = []
     for prompt in PROMPTS:
-        g = stream(packed, tokenizer, prompt, max_new_tokens=args.new, decoder=choose(packed))
+        g = stream(packed, tokenizer, prompt, max_new_tokens=args.new, decoder=decoder_of(packed))
         list(g)
         new, start = g.tokens[0], g.prompts[0]
         ids = torch.tensor([start], device=args.device)
@@ -153,7 +153,7 @@ def _ttft(model: Any, tokenizer: Any, batch: int, length: int) -> tuple[float, f
 
 def imports() -> None:
     """What loading and decoding import."""
-    import lowq_cli.engine.choose
+    import lowq_cli.engine.decoders
     import lowq_cli.engine.light
     from lowq_kernels.dispatch import registry
 

@@ -28,9 +28,9 @@ from serve_load import LONGEST_NEW, LONGEST_PROMPT, SEED, Asked, closed_loop, re
 from vllm_speed import USERS, make
 
 from lowq_cli.engine import stream
-from lowq_cli.engine.choose import choose as choose_decoder
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.ready import ready
-from lowq_cli.serving.choose import choose
+from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Event, Request
 
 PARTS = ("start", "same", "load", "deterministic", "prompts")
@@ -44,7 +44,7 @@ class Engine:
 
     def __init__(self, model: Any, **how: Any) -> None:
         began = time.perf_counter()
-        self.engine: Any = choose(model, 2 * LINES, **how)
+        self.engine: Any = engine_of(model, 2 * LINES, **how)
         self.made_s = time.perf_counter() - began
         self.events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
         self.engine.start(self.events.put)
@@ -104,7 +104,7 @@ def same(engine: Engine, model: Any, tokenizer: Any, asked: list[Asked]) -> Row:
     """How much of each text is as if it had been asked alone: of the engine itself, and of the decoder."""
     together = engine.answers(asked)
     alone = [engine.answers([a])[0] for a in asked]
-    decoder, by_decoder = choose_decoder(model), []
+    decoder, by_decoder = decoder_of(model), []
     for a in asked:
         g = stream(model, tokenizer, a.prompt, max_new_tokens=a.new, decoder=decoder)
         list(g)
@@ -142,7 +142,7 @@ def prompts(engine: Engine, model: Any, tokenizer: Any, vocabulary: int, lines: 
     assert sum(map(len, answers)) == tokens
     row = {"lines": lines, "new_tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
     if static:
-        decoder = choose_decoder(model)
+        decoder = decoder_of(model)
         began, part = time.perf_counter(), asked[: lines // 4]
         for i in range(0, len(part), 64):
             some = part[i : i + 64]

@@ -18,7 +18,7 @@ from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
 def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
     """One module for the products of `names` side by side; those modules become views into it."""
     parts: list[Any] = [getattr(parent, name) for name in names]
-    if isinstance(parts[0], Part):  # joined before, by an earlier decoder of this model
+    if isinstance(parts[0], JoinedRows):  # joined before, by an earlier decoder of this model
         return parts[0].whole
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
         return dense(_shared(parts, "weight"), None if parts[0].bias is None else _shared(parts, "bias"))
@@ -27,7 +27,7 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
         whole.set_act(parts[0].act)
         at = 0
         for name, p in zip(names, parts, strict=True):
-            setattr(parent, name, Part(whole, at, at + p.out_features))
+            setattr(parent, name, JoinedRows(whole, at, at + p.out_features))
             at += p.out_features
         return whole
     if all(type(p) is Fp8Linear for p in parts) and _fit(parts):
@@ -96,7 +96,7 @@ def _side_by_side(parts: list[QuantLinear]) -> str:
     return layout.name if fits else DISK
 
 
-class Part(nn.Module):
+class JoinedRows(nn.Module):
     """Rows begin .. end of a joined layer, in the place of the layer that held them.
 
     It computes the whole and cuts, so it is right but not fast; the decoder does not go through it.

@@ -75,12 +75,12 @@ class Calibration:
     """
 
     def __init__(self, source: Source, plan: Plan, text: texts.Text, folder: Path, run_hash: str, device: torch.device) -> None:
-        from lowq_cli.hf.blocks import Blocks
+        from lowq_cli.hf.layers import DecoderLayers
         from lowq_cli.hf.tokenizer import load_tokenizer
 
         self.device, self.source, self.text, self.recipe = device, source, text, plan.recipe
         self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
-        self.blocks = Blocks(source, device)
+        self.blocks = DecoderLayers(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
         tokenizer = load_tokenizer(source)
         window = texts.window_for(self.blocks.model)
@@ -158,7 +158,7 @@ class Calibration:
     def _quantize(
         self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path
     ) -> Generator[MatrixDone, None, float]:
-        """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `Blocks.kept`."""
+        """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `DecoderLayers.kept`."""
         results: dict[str, torch.Tensor] = {}
         notes: dict[str, str] = {}
         unscaled: list[str] = []

@@ -22,7 +22,7 @@ from lowq_cli.calibrate.learn import WARM, repeatable, stored, weights_of
 from lowq_cli.calibrate.need import PassDone
 from lowq_cli.calibrate.walk import Hidden
 from lowq_cli.files.atomic import writing
-from lowq_cli.hf.blocks import Blocks
+from lowq_cli.hf.layers import DecoderLayers
 from lowq_cli.plan.plan import Item
 from lowq_packers.atomic import write_whole
 from lowq_packers.qtensor import QuantizedTensor
@@ -74,7 +74,9 @@ class EndToEnd:
         files: checkpoint name -> file that holds what the layer's own phase found.
     """
 
-    def __init__(self, blocks: Blocks, items: dict[str, Item], dtypes: dict[str, torch.dtype], files: dict[str, Path]) -> None:
+    def __init__(
+        self, blocks: DecoderLayers, items: dict[str, Item], dtypes: dict[str, torch.dtype], files: dict[str, Path]
+    ) -> None:
         self.blocks, self.files, self.dtypes, device = blocks, files, dtypes, blocks.device
         self.layers: list[SimpleNamespace] = []
         self.grids: dict[str, Grid] = {}
@@ -100,7 +102,7 @@ class EndToEnd:
 
         Args:
             ids: (n, T) token ids; start: the first layer's inputs in the quantized model, a batch each.
-            wanted: the last layer's outputs in the original. others: see `Blocks.start`.
+            wanted: the last layer's outputs in the original. others: see `DecoderLayers.start`.
             folder: where the passes done are kept, so that a killed run goes on behind them.
         """
         leaves = [t for g in self.grids.values() for t in g.leaves]
@@ -126,7 +128,7 @@ class EndToEnd:
     def _forward(self, number: int, x: torch.Tensor, others: Any) -> torch.Tensor:
         """One quantized layer's output."""
         layer = self.layers[number]
-        layer.module.forward = layer.forward  # `Blocks.tail` puts another there
+        layer.module.forward = layer.forward  # `DecoderLayers.tail` puts another there
         weights = {n: p for n, p in layer.quantized.items() if not p.is_meta} | weights_of(layer, layer.grids)
         out = functional_call(layer.module, weights, (x, *others[0]), others[1])
         return out[0] if isinstance(out, tuple) else out

@@ -1,7 +1,7 @@
 """Activation-aware scales: inputs that are large get a finer step, by moving a factor from what makes them into the weights.
 
 For each input s = mean|x| ** ratio; the ratio is searched, per group of linears that share the input, for the least error of
-their outputs. Source: AWQ (arXiv:2306.00978). Every fold is proved on the layer itself before it is used: the layer's output
+their outputs. Source: AWQ (arXiv:2306.00978). Every mapping is proved on the layer itself before it is used: the layer's output
 with random scales must be what it was.
 """
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from lowq_cli.calibrate.walk import Hidden, Layer
-from lowq_cli.hf.folds import Fold, find
+from lowq_cli.hf.scale_mappings import ScaleMapping, find
 from lowq_cli.quantizers import rtn
 from lowq_packers.scheme import Scheme
 
 RATIOS = 20  # 0, 1/20, ...: AWQ's own grid
 ROWS = 512  # of a weight that the search looks at
-EXACT = 1e-4  # relative change of a layer's output up to which a fold counts: exact ones measured 4e-7 at most, wrong ones 0.12
+EXACT = 1e-4  # relative change of a layer's output up to which a mapping counts: exact ones had 4e-7 at most, wrong ones 0.12
 
 
 @dataclass
@@ -48,18 +48,19 @@ def scale(
     exact: dict[str, bool] = {}
     window = behind[0][:1]  # proves as much as 8, which took a CPU a fifth of a layer's time (1B shape, 316 -> 250 s)
     with layer.one_window(len(behind[0])):
-        folds, done.missing = find(layer.module, layer.spots, lambda: layer.run(window, layer.original))
-        for fold in folds:
-            if fold.label not in exact:
-                exact[fold.label] = _is_exact(layer, fold, window, dtypes)
+        mappings, done.missing = find(layer.module, layer.spots, lambda: layer.run(window, layer.original))
+        for mapping in mappings:
+            if mapping.label not in exact:
+                exact[mapping.label] = _is_exact(layer, mapping, window, dtypes)
     done.missing += [label.partition(" -> ")[2] for label, good in exact.items() if not good]
-    folds = sorted((f for f in folds if exact[f.label]), key=lambda f: bool(f.norm))  # rows before columns, as `repeat` does
-    for fold, x in _inputs(layer, folds, behind):
-        if fold.expert is not None and x.tokens < few_tokens:
+    usable = (m for m in mappings if exact[m.label])
+    mappings = sorted(usable, key=lambda m: bool(m.norm))  # rows before columns, as `repeat` does
+    for mapping, x in _inputs(layer, mappings, behind):
+        if mapping.expert is not None and x.tokens < few_tokens:
             continue
-        s = _search(layer, fold, x, schemes)
+        s = _search(layer, mapping, x, schemes)
         if s is not None:
-            _apply(layer, fold, s, dtypes, done)
+            _apply(layer, mapping, s, dtypes, done)
     layer.quantized = dict(layer.original)
     return done
 
@@ -92,9 +93,9 @@ class _Inputs:
         self.tokens += x.shape[0]
 
 
-def _inputs(layer: Layer, folds: list[Fold], behind: Hidden) -> Iterator[tuple[Fold, _Inputs]]:
-    """(fold, its inputs) for each: one pass over the text for the plain linears, then expert by expert."""
-    plain = [f for f in folds if f.expert is None]
+def _inputs(layer: Layer, mappings: list[ScaleMapping], behind: Hidden) -> Iterator[tuple[ScaleMapping, _Inputs]]:
+    """(mapping, its inputs) for each: one pass over the text for the plain linears, then expert by expert."""
+    plain = [m for m in mappings if m.expert is None]
     found: dict[str, _Inputs] = {}
 
     def hook(label: str) -> Callable[..., None]:
@@ -113,7 +114,7 @@ def _inputs(layer: Layer, folds: list[Fold], behind: Hidden) -> Iterator[tuple[F
         for h in hooks:
             h.remove()
     yield from ((f, found[f.label]) for f in plain)
-    experts = {f.after[0]: f for f in folds if f.expert is not None}
+    experts = {m.after[0]: m for m in mappings if m.expert is not None}
     for module in dict.fromkeys(layer.spots[n].module for n in experts):
         for name, x in layer.inner(module, behind):
             if name in experts:
@@ -122,18 +123,18 @@ def _inputs(layer: Layer, folds: list[Fold], behind: Hidden) -> Iterator[tuple[F
                 yield experts[name], inputs
 
 
-def _search(layer: Layer, fold: Fold, x: _Inputs, schemes: Mapping[str, Scheme]) -> torch.Tensor | None:
+def _search(layer: Layer, mapping: ScaleMapping, x: _Inputs, schemes: Mapping[str, Scheme]) -> torch.Tensor | None:
     """The scales (K,) with the least error; None where no scale is best.
 
     The error of each linear counts relative to its output's size, and weights are rounded to the nearest: base model, 3 bits
     g64, WikiText-2: see benchmarks/notes/accuracy.md.
     """
     mean = (x.size / max(x.tokens, 1)).clamp(min=1e-8)
-    if fold.heads:
-        kv, times, size = fold.heads
+    if mapping.heads:
+        kv, times, size = mapping.heads
         mean = mean.reshape(kv, times, size).mean(1, keepdim=True).expand(kv, times, size).reshape(-1)
     weights = []
-    for name in fold.after:
+    for name in mapping.after:
         W = layer.matrix(name, layer.original)
         W = W[:: -(-W.shape[0] // ROWS)].contiguous()
         weights.append((W, schemes[name], float(((W @ x.second) * W).sum())))
@@ -150,42 +151,44 @@ def _search(layer: Layer, fold: Fold, x: _Inputs, schemes: Mapping[str, Scheme])
     return best
 
 
-def _apply(layer: Layer, fold: Fold, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled) -> None:
-    """Move the factors s (K,) of the inputs into the weights of `fold.after`, out of what makes the inputs."""
-    if fold.norm:
-        s = _divide_norm(layer, fold, s, dtypes, done)
+def _apply(layer: Layer, mapping: ScaleMapping, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled) -> None:
+    """Move the factors s (K,) of the inputs into the weights of `mapping.after`, out of what makes the inputs."""
+    if mapping.norm:
+        s = _divide_norm(layer, mapping, s, dtypes, done)
     else:
         divisor = s
-        if fold.heads:
-            kv, times, size = fold.heads
+        if mapping.heads:
+            kv, times, size = mapping.heads
             divisor = s.reshape(kv, times, size)[:, 0].reshape(-1)
         at = 0
-        for name, first, last in fold.before:
+        for name, first, last in mapping.before:
             rows = torch.ones(layer.matrix(name, layer.original).shape[0], device=s.device)
             rows[first:last] = 1 / divisor[at : at + last - first]
             at += last - first
             layer.scale(name, rows=rows)
             done.rows[name] = rows * done.rows.get(name, 1.0)
-        if fold.bias:
-            _divide_bias(layer, fold.bias, fold.bias_rows, divisor, dtypes, done)
-    for name in fold.after:
+        if mapping.bias:
+            _divide_bias(layer, mapping.bias, mapping.bias_rows, divisor, dtypes, done)
+    for name in mapping.after:
         layer.scale(name, columns=s)
         done.columns[name] = s * done.columns.get(name, 1.0)
 
 
-def _divide_norm(layer: Layer, fold: Fold, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled) -> torch.Tensor:
+def _divide_norm(
+    layer: Layer, mapping: ScaleMapping, s: torch.Tensor, dtypes: Mapping[str, torch.dtype], done: Scaled
+) -> torch.Tensor:
     """Divide a norm by s; the factors that this took, which differ from s by the rounding of the stored weight."""
-    path = f"{fold.norm}.weight"
-    old = layer.parameter(path) + fold.offset
-    new = (old / s - fold.offset).to(dtypes[path]).float()
-    taken = old / (new + fold.offset)
+    path = f"{mapping.norm}.weight"
+    old = layer.parameter(path) + mapping.offset
+    new = (old / s - mapping.offset).to(dtypes[path]).float()
+    taken = old / (new + mapping.offset)
     taken = torch.where((taken / s - 1).abs() < 1e-6, s, taken)  # nothing was rounded away
     usable = torch.isfinite(taken) & (taken > s / 2) & (taken < s * 2)
     taken = torch.where(usable, taken, 1.0)
-    new = torch.where(usable, new, old - fold.offset)
+    new = torch.where(usable, new, old - mapping.offset)
     layer.replace(path, new)
     done.kept[path] = new
-    if (bias := f"{fold.norm}.bias") in dtypes:
+    if (bias := f"{mapping.norm}.bias") in dtypes:
         _divide_bias(layer, bias, (0, len(s)), taken, dtypes, done)
     return taken
 
@@ -199,20 +202,20 @@ def _divide_bias(
     layer.replace(path, done.kept[path])
 
 
-def _is_exact(layer: Layer, fold: Fold, hidden: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> bool:
+def _is_exact(layer: Layer, mapping: ScaleMapping, hidden: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> bool:
     """Whether the layer's output stays what it is under random scales. Powers of two, so that taking them back is exact."""
     exactly = dict.fromkeys(dtypes, torch.float32)
     before = layer.run(hidden, layer.original)
-    K = layer.matrix(fold.after[0], layer.original).shape[1]
+    K = layer.matrix(mapping.after[0], layer.original).shape[1]
     g = torch.Generator().manual_seed(0)
     s = 2.0 ** torch.randint(-2, 3, (K,), generator=g).float()
-    if fold.heads:
-        kv, times, size = fold.heads
+    if mapping.heads:
+        kv, times, size = mapping.heads
         s = s.reshape(kv, times, size)[:, :1].expand(kv, times, size).reshape(-1)
     s = s.to(hidden.device)
     done = Scaled()
     held = {path: layer.parameter(path) for path in dtypes}
-    _apply(layer, fold, s, exactly, done)
+    _apply(layer, mapping, s, exactly, done)
     after = layer.run(hidden, layer.original)
     for name, rows in done.rows.items():
         layer.scale(name, rows=1 / rows)

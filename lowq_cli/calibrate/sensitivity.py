@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from lowq_cli.files.source import Source
-from lowq_cli.hf.blocks import Blocks, Spot, run
 from lowq_cli.hf.embedding import embed_scale
+from lowq_cli.hf.layers import DecoderLayers, Spot, run
 from lowq_cli.plan.planner import Candidate
 from lowq_cli.plan.recipe import NOT_CALIBRATED
 from lowq_cli.plan.rows import read_rows
@@ -78,7 +78,7 @@ class Sensitivities:
         calibrated: bool = False,
     ) -> None:
         self.source, self.schemes, self.rounded, self.device, self.calibrated = source, schemes, rounded, device, calibrated
-        self.blocks = Blocks(source, device)
+        self.blocks = DecoderLayers(source, device)
         self.candidates = {c.name: c for c in candidates}
 
     def measure(self, ids: torch.Tensor, batch: int, watch: Watch | None = None) -> Errors:

@@ -5,14 +5,14 @@ import torch
 from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.walk import Layer
 from lowq_cli.files.source import Source
-from lowq_cli.hf.blocks import Blocks
+from lowq_cli.hf.layers import DecoderLayers
 
 
 class Visits:
-    """Counts the visits of a model's experts. window: tokens that are read together. Raises UnsupportedError as `Blocks`."""
+    """Counts the visits of a model's experts. window: tokens that are read together. Raises as `DecoderLayers`."""
 
     def __init__(self, source: Source, device: torch.device) -> None:
-        self.blocks = Blocks(source, device)
+        self.blocks = DecoderLayers(source, device)
         self.window = texts.window_for(self.blocks.model)
 
     @torch.no_grad()

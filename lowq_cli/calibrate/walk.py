@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_cli.hf.blocks import Others, Spot, run
 from lowq_cli.hf.experts import STACKS
+from lowq_cli.hf.layers import Others, Spot, run
 from lowq_cli.quantizers.gptq import Moments
 
 Weights = Mapping[str, torch.Tensor]  # parameter's name in the layer -> its values

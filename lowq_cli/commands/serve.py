@@ -113,7 +113,7 @@ def _serve(
     with console.status(f"loading {model}"):
         from lowq_cli.engine.prompts import stop_ids
         from lowq_cli.engine.ready import ready
-        from lowq_cli.serving import choose
+        from lowq_cli.serving import engines
         from lowq_cli.serving.http import run
         from lowq_cli.serving.http.app import Served
         from lowq_cli.serving.http.metrics import roofline
@@ -121,7 +121,7 @@ def _serve(
         bound = run.listen(host, port)
         loaded, tokenizer = ready(model, device, console.warn)
         share = roofline(loaded)  # before the cache takes the memory that a measurement needs
-        engine = choose.choose(loaded, **how)
+        engine = engines.engine_of(loaded, **how)
     served = Served(
         engine, tokenizer, name or _name(model), stop_ids(loaded, tokenizer), api_key, run.names(bound),
         log=console.say, failed=_failed, roofline=share,

@@ -39,7 +39,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 @dataclass(frozen=True)
-class Plan:
+class Contents:
     """What is read: parent module and leaves -> the matrices side by side, and the vectors by name."""
 
     config: Config
@@ -56,12 +56,12 @@ class Plan:
 class LightModel(nn.Module):
     """What commands and decoders ask of a model: config, device, dtype, blocks, embeddings, logits of whole texts."""
 
-    def __init__(self, plan: Plan, tensors: "_FileTensors", embed: nn.Module, head: nn.Module, stops: Any) -> None:
+    def __init__(self, contents: Contents, tensors: "_FileTensors", embed: nn.Module, head: nn.Module, stops: Any) -> None:
         super().__init__()
-        self.config, self.dtype = plan.config, plan.dtype
+        self.config, self.dtype = contents.config, contents.dtype
         self.generation_config = SimpleNamespace(eos_token_id=stops)
         self.embed, self.vectors = embed, nn.ParameterList(tensors.vectors.values())
-        self.blocks = Blocks(plan.config, plan.family, tensors, embed, head)
+        self.blocks = Blocks(contents.config, contents.family, tensors, embed, head)
         self.linears = self.blocks.linears
 
     @property
@@ -79,9 +79,9 @@ class LightModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> SimpleNamespace:
         """`logits` (B, T, V) of whole texts (B, T), as transformers' models give them."""
-        from lowq_cli.engine.choose import choose
+        from lowq_cli.engine.decoders import decoder_of
 
-        decoder: Any = choose(self)  # the fused one: a model like this has no other
+        decoder: Any = decoder_of(self)  # the fused one: a model like this has no other
         return SimpleNamespace(logits=decoder.logits(input_ids))
 
 
@@ -100,14 +100,14 @@ def read(source: Source, device: torch.device) -> LightModel:
 
     Raises NotPlain where it has to go by way of transformers, DoesNotFitError where the device's memory ends.
     """
-    plan = make_plan(source, device)
+    contents = contents_of(source, device)
     try:
-        return _read(source, plan, device)
+        return _read(source, contents, device)
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{source.name} does not fit into the memory of {device}; use fewer bits, or --device cpu") from e
 
 
-def make_plan(source: Source, device: torch.device) -> Plan:
+def contents_of(source: Source, device: torch.device) -> Contents:
     """What to read, every header checked. Raises NotPlain."""
     quantization = source.config.get("quantization_config")
     if source.folder is None or (quantization is not None and quantization.get("quant_method") != METHOD):
@@ -141,9 +141,9 @@ def make_plan(source: Source, device: torch.device) -> Plan:
     table = stored_as(Matrix(EMBED, config.vocab_size, config.hidden_size))
     head = None if config.tie_word_embeddings else stored_as(Matrix(HEAD, config.vocab_size, config.hidden_size))
     act = "none" if quantization is None else quantization.get("activations", "none")
-    plan = Plan(config, family, dtype, act, linears, experts, vectors, table, head)
-    _check(plan, source.headers)
-    return plan
+    contents = Contents(config, family, dtype, act, linears, experts, vectors, table, head)
+    _check(contents, source.headers)
+    return contents
 
 
 def _check_mixture(config: Config, family: Family) -> None:
@@ -167,22 +167,26 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
     return DTYPES[named]
 
 
-def _check(plan: Plan, headers: Mapping[str, TensorHeader]) -> None:
-    """Raise NotPlain unless the headers are those of the plan, no more and no fewer."""
-    wanted: Tensors = {n + WEIGHT: ((size,), FLOATS) for n, size in plan.vectors.items()}
-    singles = [plan.embed, *([plan.head] if plan.head else []), *(router for router, _ in plan.experts.values())]
-    stacks = [row for _, stacks in plan.experts.values() for row in stacks.values()]
+def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
+    """Raise NotPlain unless the headers are those of `contents`, no more and no fewer."""
+    wanted: Tensors = {n + WEIGHT: ((size,), FLOATS) for n, size in contents.vectors.items()}
+    singles = [
+        contents.embed,
+        *([contents.head] if contents.head else []),
+        *(router for router, _ in contents.experts.values()),
+    ]
+    stacks = [row for _, stacks in contents.experts.values() for row in stacks.values()]
     if any(len({m.how for m in row}) > 1 or (row[0].how is not None and row[0].how.layout != DISK) for row in stacks):
         raise NotPlain("experts of a layer that are not packed alike")
-    if any(all(row[0].how is None for row in stacks.values()) for _, stacks in plan.experts.values()):
+    if any(all(row[0].how is None for row in stacks.values()) for _, stacks in contents.experts.values()):
         raise NotPlain("experts that are not packed")
-    for m in [*(m for row in (*plan.linears.values(), *stacks) for m in row), *singles]:
+    for m in [*(m for row in (*contents.linears.values(), *stacks) for m in row), *singles]:
         if m.bias:
             wanted[m.stem + BIAS] = (m.N,), FLOATS
         if m.how is None:
             wanted[m.stem + WEIGHT] = (m.N, m.K), FLOATS
             continue
-        if m is plan.embed and m.how.layout != DISK:
+        if m is contents.embed and m.how.layout != DISK:
             raise NotPlain(f"{m.stem} in layout {m.how.layout}")
         try:
             wanted |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
@@ -196,7 +200,7 @@ def _check(plan: Plan, headers: Mapping[str, TensorHeader]) -> None:
 
 
 class _FileTensors:
-    """The layers of a plan, read."""
+    """The layers of some `Contents`, read."""
 
     def __init__(
         self, linears: dict[Place, nn.Module], routed: Mapping[str, tuple[str, QuantExperts]], vectors: dict[str, nn.Parameter]
@@ -216,21 +220,23 @@ class _FileTensors:
         return self.vector(router), experts
 
 
-def _read(source: Source, plan: Plan, device: torch.device) -> LightModel:
+def _read(source: Source, contents: Contents, device: torch.device) -> LightModel:
     """Read in threads: the files' bytes, then each weight into its layout."""
     with Reader(source, device) as reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
-        embed = pool.submit(_embedding, plan, reader)
-        head = pool.submit(_linear, [plan.head], plan.dtype, reader) if plan.head else None
-        futures = {key: pool.submit(_linear, row, plan.dtype, reader, plan.act) for key, row in plan.linears.items()}
-        mixtures = {mlp: pool.submit(_experts, rows, plan.dtype, reader) for mlp, (_, rows) in plan.experts.items()}
-        names = [*plan.vectors, *(router.stem for router, _ in plan.experts.values())]
-        vectors = {n: nn.Parameter(reader.read(n + WEIGHT, plan.dtype), requires_grad=False) for n in names}
+        embed = pool.submit(_embedding, contents, reader)
+        head = pool.submit(_linear, [contents.head], contents.dtype, reader) if contents.head else None
+        futures = {
+            key: pool.submit(_linear, row, contents.dtype, reader, contents.act) for key, row in contents.linears.items()
+        }
+        mixtures = {mlp: pool.submit(_experts, rows, contents.dtype, reader) for mlp, (_, rows) in contents.experts.items()}
+        names = [*contents.vectors, *(router.stem for router, _ in contents.experts.values())]
+        vectors = {n: nn.Parameter(reader.read(n + WEIGHT, contents.dtype), requires_grad=False) for n in names}
         table = embed.result()
-        top = head.result() if head else _tied(table, plan)
+        top = head.result() if head else _tied(table, contents)
         linears = {key: f.result() for key, f in futures.items()}
-        routed = {mlp: (plan.experts[mlp][0].stem, f.result()) for mlp, f in mixtures.items()}
+        routed = {mlp: (contents.experts[mlp][0].stem, f.result()) for mlp, f in mixtures.items()}
         reader.check()
-    return LightModel(plan, _FileTensors(linears, routed, vectors), table, top, _stops(source, plan.config)).eval()
+    return LightModel(contents, _FileTensors(linears, routed, vectors), table, top, _stops(source, contents.config)).eval()
 
 
 def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "none") -> nn.Module:
@@ -291,31 +297,31 @@ def _experts(rows: Mapping[str, list[Matrix]], dtype: torch.dtype, reader: Reade
     return experts.prepare(dtype)
 
 
-def _embedding(plan: Plan, reader: Reader) -> nn.Embedding | QuantEmbedding:
+def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedding:
     """The token embedding."""
-    m = plan.embed
-    kind = ScaledEmbedding if plan.family.scaled_embedding else nn.Embedding
-    rows = reader.join([m.stem + WEIGHT], plan.dtype) if m.how is None else torch.empty(m.N, m.K, device="meta")
+    m = contents.embed
+    kind = ScaledEmbedding if contents.family.scaled_embedding else nn.Embedding
+    rows = reader.join([m.stem + WEIGHT], contents.dtype) if m.how is None else torch.empty(m.N, m.K, device="meta")
     table = kind(m.N, m.K, _weight=rows).requires_grad_(False)
     if isinstance(table, ScaledEmbedding):
-        table.scalar_embed_scale = plan.config.hidden_size**0.5
+        table.scalar_embed_scale = contents.config.hidden_size**0.5
     if m.how is None:
         return table
-    packed = _packed([m], plan.dtype, reader)
-    found = QuantEmbedding(table, m.how.scheme, plan.dtype)
+    packed = _packed([m], contents.dtype, reader)
+    found = QuantEmbedding(table, m.how.scheme, contents.dtype)
     found.weight = nn.Parameter(packed.words, requires_grad=False)
     found.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
     found.weight_zero = None if packed.zeros is None else nn.Parameter(packed.zeros, requires_grad=False)
     return found
 
 
-def _tied(table: nn.Embedding | QuantEmbedding, plan: Plan) -> nn.Module:
+def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents) -> nn.Module:
     """The head that shares the embedding's weight."""
-    m = plan.embed
+    m = contents.embed
     if isinstance(table, QuantEmbedding):
-        tied = TiedHead(m.N, m.K, table.scheme, False, plan.dtype, "meta")
+        tied = TiedHead(m.N, m.K, table.scheme, False, contents.dtype, "meta")
         tied.share(table)
-        return tied.prepare(plan.dtype)
+        return tied.prepare(contents.dtype)
     return dense(table.weight.detach(), None)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from lowq_cli.engine import timeline as lines
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.engine.timeline import Part
+from lowq_cli.engine.timeline import StepPart
 from lowq_packers.errors import UsageError
 
 STEPS = 8  # profiled, after as many to warm up
@@ -21,7 +21,7 @@ QUIET = "99"  # the profiler's library tells of its starts and stops on stderr u
 
 def profile_steps(
     decoder: Any, prompts: list[list[int]], sampling: Sampling, timeline: Path, products: Sequence[str] = ()
-) -> list[Part]:
+) -> list[StepPart]:
     """What a step consists of; the last row is the whole of it. The timeline is written to `timeline`.
 
     Reads the prompts again and decodes a few tokens. On a GPU the rows are a step's work in its order, as `timeline.parts`
@@ -46,11 +46,11 @@ def profile_steps(
     _write(found, timeline)
     if on_gpu:
         rows = lines.parts(lines.spans(timeline), STEPS, products)
-        return [*rows, Part(WHOLE, sum(r.us for r in rows), 1.0)]
+        return [*rows, StepPart(WHOLE, sum(r.us for r in rows), 1.0)]
     averages = [e for e in found.key_averages() if e.self_cpu_time_total > 0]
-    rows = [Part(e.key, e.self_cpu_time_total / STEPS, e.count / STEPS) for e in averages]
-    rows.append(Part(BETWEEN, max(0.0, wall_us - sum(r.us for r in rows)), 0.0))
-    return [*sorted(rows, key=lambda r: -r.us), Part(WHOLE, wall_us, 1.0)]
+    rows = [StepPart(e.key, e.self_cpu_time_total / STEPS, e.count / STEPS) for e in averages]
+    rows.append(StepPart(BETWEEN, max(0.0, wall_us - sum(r.us for r in rows)), 0.0))
+    return [*sorted(rows, key=lambda r: -r.us), StepPart(WHOLE, wall_us, 1.0)]
 
 
 def _write(found: Any, timeline: Path) -> None:

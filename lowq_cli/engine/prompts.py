@@ -34,7 +34,7 @@ def stream(
         chat: put the text into the model's chat template as the user's message.
         batch: continue each prompt this many times, side by side.
         stop: a text, or several, that end a sequence where they come up; they are no part of it.
-        decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.choose`).
+        decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.decoders`).
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -56,9 +56,9 @@ def stream(
     limit = check_length(model, longest)
     room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
     if decoder is None:
-        from lowq_cli.engine.choose import choose  # the decoders take a second to import
+        from lowq_cli.engine.decoders import decoder_of  # the decoders take a second to import
 
-        decoder = choose(model)
+        decoder = decoder_of(model)
     limited_by = "length" if room == max_new_tokens else "context"
     how: dict[str, Any] = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
     if model.device.type == "cuda":

@@ -26,7 +26,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """What one kind of work adds to a step: microseconds, in how many launches."""
 
     what: str
@@ -41,7 +41,7 @@ def spans(timeline: Path) -> list[Span]:
     return sorted(found, key=lambda s: s.start)
 
 
-def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> list[Part]:
+def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> list[StepPart]:
     """What a step consists of, in the order of its first launches, idle time last. Parts add up to the time of a step.
 
     Args:
@@ -64,7 +64,7 @@ def parts(found: Sequence[Span], steps: int, products: Sequence[str] = ()) -> li
         us[name] += max(0.0, s.end - max(over, s.start))
         calls[name] += 1
         over = max(over, s.end)
-    return [Part(name, t / steps, calls.get(name, 0) / steps) for name, t in us.items()]
+    return [StepPart(name, t / steps, calls.get(name, 0) / steps) for name, t in us.items()]
 
 
 def roles(names: Sequence[str], products: Sequence[str]) -> list[str] | None:

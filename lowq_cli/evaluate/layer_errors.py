@@ -58,7 +58,7 @@ def layer_errors(model: str | Path, against: str | Path, text: str, device: str 
 
 def _hidden(model: Any, cut: torch.Tensor) -> list[torch.Tensor]:
     """Each decoder layer's output (windows, T, K), in fp32 on the CPU."""
-    from lowq_cli.hf.blocks import find_layers
+    from lowq_cli.hf.layers import find_layers
 
     found: dict[int, list[torch.Tensor]] = {}
 

@@ -24,7 +24,7 @@ def name_of(t: torch.Tensor) -> str:
     return NAMES[str(t.dtype).removeprefix("torch.")]
 
 
-class ShardWriter:
+class SafetensorsWriter:
     """Safetensors files of at most SHARD bytes, written as they fill and numbered at the end.
 
     Those that an interrupted run left in the folder count: `done` are the tensors in them. Leaving the block waits for the
@@ -43,7 +43,7 @@ class ShardWriter:
             self.total += sum(h.nbytes for h in held.values())
         self.done = frozenset(name for _, names in self.files for name in names)
 
-    def __enter__(self) -> ShardWriter:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -21,7 +21,7 @@ from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
 from lowq_cli.hf.structure import check_complete, check_shape
-from lowq_kernels.modules.joined import Part
+from lowq_kernels.modules.joined import JoinedRows
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
 from lowq_packers.layouts import DISK
@@ -256,7 +256,7 @@ def saved_config(model: PreTrainedModel) -> dict[str, Any]:
         if isinstance(module, QuantExperts):
             for stack, scheme in module.schemes.items():
                 schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.{stack}", module.shapes[stack][:2]), scheme)
-        elif isinstance(module, QuantLinear | QuantEmbedding | Part) and not isinstance(module, TiedHead):
+        elif isinstance(module, QuantLinear | QuantEmbedding | JoinedRows) and not isinstance(module, TiedHead):
             shape = (module.weight.shape[0],) if isinstance(module, QuantEmbedding) else (module.out_features,)
             schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
     found = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}

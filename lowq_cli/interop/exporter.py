@@ -22,7 +22,7 @@ from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.sharding import fusion_problems, shard_problems
-from lowq_cli.files.shards import ShardWriter, name_of, to_json
+from lowq_cli.files.shards import SafetensorsWriter, name_of, to_json
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
@@ -234,7 +234,10 @@ def _write(found: Checkpoint, fmt: Format, folder: Path, rounding: bool, progres
             return t, _stacked(parts) if name != t.name else parts[0]
         return t, {} if t.scheme or t.name in shards.done else {t.name: found.read_plain(t)}
 
-    with ShardWriter(folder, export.library) as shards, in_order(found.tensors, made, _workers(found), ahead=1) as results:
+    with (
+        SafetensorsWriter(folder, export.library) as shards,
+        in_order(found.tensors, made, _workers(found), ahead=1) as results,
+    ):
         plain = {t.name for t in found.tensors if not t.scheme}  # a bias that is done says nothing of its matrix
         finished = {name.rpartition(".")[0] for name in shards.done - plain}
         for t, tensors in results:

@@ -29,7 +29,7 @@ from lowq_cli.calibrate.calibration import seconds as calibration_seconds
 from lowq_cli.calibrate.visits import Visits
 from lowq_cli.console import duration
 from lowq_cli.engine import ready
-from lowq_cli.engine.choose import choose
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.atomic import writing
@@ -225,7 +225,7 @@ class _Author:
     def _drawn(self, prompts: list[list[int]], seed: int, room: int, before: int) -> Generator[TextStep, None, list[list[int]]]:
         """What follows each prompt, to its end (included) or `room` tokens."""
         stops = stop_ids(self.model, self.tokenizer)
-        decoder = choose(self.model)
+        decoder = decoder_of(self.model)
         found = [decoder.start(prompts, Sampling(temperature=1.0, seed=seed), room).tolist()]
         waiting: list[torch.Tensor] = []
         ended = [t in stops for t in found[0]]

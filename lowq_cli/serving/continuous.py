@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from lowq_cli.engine import blocks
-from lowq_cli.engine.choose import choose
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.serving.paged import make_cache
 from lowq_cli.serving.passes import BLOCK, Piece
 from lowq_cli.serving.pool import Pool
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check
-from lowq_cli.serving.schedule import Plan, Schedule, Text
+from lowq_cli.serving.schedule import PassPlan, Schedule, Text
 from lowq_cli.serving.special import LogProbs, Logs, Special, fetch, is_special
 from lowq_packers.errors import UnsupportedError, UsageError, one_line
 
@@ -93,7 +93,7 @@ class ContinuousEngine:
         deterministic: bool = False,
     ) -> None:
         self.reason = ""
-        decoder = choose(model)
+        decoder = decoder_of(model)
         assert isinstance(decoder, FusedDecoder)
         self.device, self.vocabulary = decoder.device, decoder.blocks.head.out_features
         most = running or MOST[self.device.type]
@@ -235,7 +235,7 @@ class ContinuousEngine:
         soon = min(high + len(s.reading) + len(s.waiting), len(s.running)) if high else 0
         return p.pace.budget(p.bucket(soon), p.riding(high), waiting)
 
-    def _write(self, plan: Plan) -> None:
+    def _write(self, plan: PassPlan) -> None:
         """Send what the plan changes on the device."""
         rows = self.rows
         for source, target in plan.moves:
@@ -257,7 +257,7 @@ class ContinuousEngine:
         d = text.request.draw
         self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not is_special(text))
 
-    def _launch(self, plan: Plan) -> Flight:
+    def _launch(self, plan: PassPlan) -> Flight:
         """The pass of a plan, and the draws that are apart from it."""
         n, nobody, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.nobody, set(map(id, plan.finishing))
         pieces, drawn = [], np.full(n, nobody, np.int32)

@@ -46,7 +46,7 @@ class Text:
 
 
 @dataclass
-class Plan:
+class PassPlan:
     """A pass: texts that step, pieces of prompts (text, row of its table, first token, end), texts that are through with them.
 
     Before it, in this order: moves (from, to), one after the other; freed, rows that are nobody's now; placed, texts that were
@@ -94,7 +94,7 @@ class Schedule:
         """One more than the last row that runs."""
         return max((row + 1 for row, t in enumerate(self.running) if t is not None), default=0)
 
-    def plan(self, budget: Callable[[int, int], int]) -> Plan | None:
+    def plan(self, budget: Callable[[int, int], int]) -> PassPlan | None:
         """The next pass, perhaps an empty one; None where what is on its way has to be seen first.
 
         budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
@@ -104,7 +104,7 @@ class Schedule:
             # one that was put back meanwhile has no row; of another all that it may get may be on its way
             if text.row >= 0 and text.room > 0 and not self._grow(text):
                 return None
-        plan = Plan(steps=[t for t in self.running if t is not None and t.room > 0])
+        plan = PassPlan(steps=[t for t in self.running if t is not None and t.room > 0])
         self._admit()
         waiting = sum(len(t.tokens) - t.computed for t in self.reading)
         for text in self.active:
@@ -207,7 +207,7 @@ class Schedule:
             text.row = self._readers.pop()
             self.reading.append(text)
 
-    def _read(self, plan: Plan, budget: int) -> None:
+    def _read(self, plan: PassPlan, budget: int) -> None:
         """Pieces of the prompts that came first; those that are through get a row of their own."""
         for text in self.reading[: 1 if self.fixed else None]:  # cut up as it would be alone
             if budget <= 0:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowq_cli import memory
-from lowq_cli.engine.choose import choose
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.fused import shared
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
@@ -28,7 +28,7 @@ class SequentialEngine:
     name = "one after another"
 
     def __init__(self, model: Any, waiting: int, reason: str = "") -> None:
-        self.model, self.reason, self.decoder = model, reason, choose(model)
+        self.model, self.reason, self.decoder = model, reason, decoder_of(model)
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.limits = _limits(model, waiting)
         self._changed = threading.Condition()

@@ -10,7 +10,7 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate import calibration, texts
 from lowq_cli.calibrate.walk import Layer
 from lowq_cli.files.source import open_source
-from lowq_cli.hf.blocks import Blocks, run
+from lowq_cli.hf.layers import DecoderLayers, run
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import gptq, lsq
 from lowq_cli.quantizers.gptq import Moments
@@ -106,7 +106,7 @@ def test_layer_by_layer_gives_the_model_output(family, family_checkpoints):
     folder = family_checkpoints(family, schemes={}).dense
     ids = torch.arange(96).reshape(3, 32)
     with open_source(folder) as source, torch.no_grad():
-        blocks = Blocks(source, torch.device("cpu"))
+        blocks = DecoderLayers(source, torch.device("cpu"))
         hidden, others = blocks.start(ids, 3)
         for i in range(len(blocks)):
             with blocks.layer(i) as layer:
@@ -196,7 +196,7 @@ def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoi
     experts.register_forward_pre_hook(lambda m, args: calls.append(args))
     with torch.no_grad(), open_source(folder) as source:
         model(input_ids=ids)
-        blocks = Blocks(source, torch.device("cpu"))
+        blocks = DecoderLayers(source, torch.device("cpu"))
         hidden, others = blocks.start(ids, 2)
         spots = {n: s for n, s in blocks.linears(0).items() if s.cut.expert is not None}
         assert len(spots) == 4 * 3

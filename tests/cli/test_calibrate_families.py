@@ -8,7 +8,7 @@ import torch
 
 from lowq_cli.calibrate import mixed, texts
 from lowq_cli.files.source import open_source
-from lowq_cli.hf.blocks import Blocks, run
+from lowq_cli.hf.layers import DecoderLayers, run
 from lowq_cli.hf.skeleton import build
 from lowq_cli.hf.structure import roles
 from lowq_cli.plan.planner import make_plan
@@ -69,7 +69,7 @@ def test_layers_run_one_by_one_give_the_models_logits(family, dense, request):
     folder = dense(family)
     ids = torch.randint(160, (4, 24), generator=torch.Generator().manual_seed(1))
     with open_source(folder) as source:
-        blocks = Blocks(source, CPU)
+        blocks = DecoderLayers(source, CPU)
         hidden, others = blocks.start(ids, 2)
         for number in range(len(blocks)):
             with torch.no_grad(), blocks.layer(number) as layer:

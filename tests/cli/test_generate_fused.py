@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowq_cli.engine import blocks, explain, stream
-from lowq_cli.engine.choose import choose
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
@@ -173,10 +173,10 @@ def test_a_model_may_change_its_dtype_between_two_texts():
             q = rtn.quantize(lin.weight.data, Scheme(4, 32))
             model.set_submodule(path, QuantLinear.from_quantized(q, dtype=torch.float32, layout="rowstream"))
     other = copy.deepcopy(model).half()
-    wanted = tokens(other, choose(other))
-    tokens(model, choose(model))
-    assert tokens(model.half(), choose(model)) == wanted
-    assert choose(model).blocks.layers[0].qkv.weight_scale.dtype == torch.float16
+    wanted = tokens(other, decoder_of(other))
+    tokens(model, decoder_of(model))
+    assert tokens(model.half(), decoder_of(model)) == wanted
+    assert decoder_of(model).blocks.layers[0].qkv.weight_scale.dtype == torch.float16
 
 
 MIXTURES = {
@@ -263,10 +263,10 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = build("llama")
-    assert isinstance(choose(model), FusedDecoder)
-    assert choose(model) is choose(model)
+    assert isinstance(decoder_of(model), FusedDecoder)
+    assert decoder_of(model) is decoder_of(model)
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2))
-    decoder = choose(gpt2)
+    decoder = decoder_of(gpt2)
     assert isinstance(decoder, PlainDecoder)
     assert "gpt2" in decoder.reason
     longrope = build("llama")

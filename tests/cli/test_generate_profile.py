@@ -6,7 +6,7 @@ import pytest
 
 from lowq_cli.engine import explain, timeline
 from lowq_cli.engine.fused import FusedDecoder
-from lowq_cli.engine.timeline import IDLE, Part, Span
+from lowq_cli.engine.timeline import IDLE, Span, StepPart
 
 PRODUCTS = ["layers.*.qkv", "layers.*.o", "layers.*.gate_up", "layers.*.down", "head"]
 LAYER = ["void attend<0, 128>(...)", "tile_mma<4, 2>", "tile_mma<4, 5>", "tile_mma<4, 2>"]  # o and down are one instance
@@ -50,11 +50,17 @@ def test_overlap_is_counted_once_and_the_parts_are_the_step(tmp_path):
     found = timeline.spans(file)
     assert found[:2] == [Span("a", 0, 4), Span("b", 3, 9)]
     parts = timeline.parts(found, 3)
-    assert parts == [Part("a", 4, 1), Part("b", 5, 1), Part("c", 0, 1), Part("d", 1, 1), Part(IDLE, 8 + 2, 0)]
+    assert parts == [
+        StepPart("a", 4, 1),
+        StepPart("b", 5, 1),
+        StepPart("c", 0, 1),
+        StepPart("d", 1, 1),
+        StepPart(IDLE, 8 + 2, 0),
+    ]
     assert sum(p.us for p in parts) == 20  # from a step's end to the next one's
     uneven = timeline.parts([*found, Span("copy", 60, 61)], 3)  # steps that differ are taken together
     assert [(p.what, p.calls) for p in uneven] == [("a", 1), ("b", 1), ("c", 1), ("d", 1), ("copy", 1 / 3), (IDLE, 0)]
-    assert timeline.parts([], 3) == [Part(IDLE, 0, 0)]
+    assert timeline.parts([], 3) == [StepPart(IDLE, 0, 0)]
 
 
 def test_bytes_by_layer_are_those_of_a_step():

@@ -102,10 +102,10 @@ def test_a_mixture_whose_config_leaves_out_how_it_routes_goes_by_way_of_transfor
     schemes = SAME | {"expert": SAME["mlp"]}
     folder = write_packed(write_dense(tmp_path / "dense", "qwen3-moe", "bfloat16"), tmp_path / "made", schemes).packed
     with open_source(folder) as source:
-        light.make_plan(source, CPU)
+        light.contents_of(source, CPU)
         del source.config[field]
         with pytest.raises(NotPlain):
-            light.make_plan(source, CPU)
+            light.contents_of(source, CPU)
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -187,7 +187,7 @@ def test_what_is_not_whole_goes_by_way_of_transformers(tmp_path, change, why):
     folder = write_dense(tmp_path / "m", "llama")
     _rewritten(folder, change)
     with open_source(folder) as source, pytest.raises(NotPlain, match=why):
-        light.make_plan(source, CPU)
+        light.contents_of(source, CPU)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_attention_of_another_kind_is_the_one_of_transformers(tmp_path, family, 
     (folder / "config.json").write_text(json.dumps(config))
     with open_source(folder) as source:
         with pytest.raises(NotPlain):
-            light.make_plan(source, CPU)
+            light.contents_of(source, CPU)
         model = load_model(source, CPU)
     assert why in str(blocks.why_not(model))
     assert type(model) is type(AutoModelForCausalLM.from_pretrained(folder))
@@ -232,7 +232,7 @@ def test_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
 @pytest.mark.parametrize("family", ["mixtral", "gpt2"])
 def test_other_families_go_by_way_of_transformers(tmp_path, family):
     with open_source(write_dense(tmp_path / "m", family)) as source, pytest.raises(NotPlain):
-        light.make_plan(source, CPU)
+        light.contents_of(source, CPU)
 
 
 def test_generate_imports_no_transformers(tmp_path):

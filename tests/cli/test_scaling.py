@@ -1,4 +1,4 @@
-"""Activation-aware scales: folds are found and proved for each family, and change nothing but the weights' sizes."""
+"""Activation-aware scales: mappings are found and proved for each family, and change nothing but the weights' sizes."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ from lowq_cli.calibrate import calibration, scaling
 from lowq_cli.calibrate.walk import Layer
 from lowq_cli.files.source import open_source
 from lowq_cli.hf import register
-from lowq_cli.hf.blocks import Blocks
-from lowq_cli.hf.folds import find
+from lowq_cli.hf.layers import DecoderLayers
+from lowq_cli.hf.scale_mappings import find
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import awq, lsq
 from lowq_cli.quantizers.gptq import Moments
@@ -46,7 +46,7 @@ class Walked:
 
     def __init__(self, folder):
         with open_source(folder) as source, torch.no_grad():
-            self.blocks = Blocks(source, torch.device("cpu"))
+            self.blocks = DecoderLayers(source, torch.device("cpu"))
             ids = torch.arange(128).reshape(4, 32)
             self.hidden, others = self.blocks.start(ids, 2)
             self.spots = self.blocks.linears(1)
@@ -65,8 +65,8 @@ def test_scaling_leaves_the_layer_the_same_function(family, family_checkpoints):
     found, _ = find(layer.module, walked.spots, lambda: layer.run(walked.hidden[0], layer.original))
     assert sorted(dict.fromkeys(f.label for f in found)) == sorted(FOLDS[family])
     untouched = {n: layer.matrix(n, layer.original).clone() for n in walked.spots}
-    for fold in found:
-        assert scaling._is_exact(layer, fold, walked.hidden[0], walked.dtypes)
+    for mapping in found:
+        assert scaling._is_exact(layer, mapping, walked.hidden[0], walked.dtypes)
     for n, W in untouched.items():  # the proof takes its scales back, bit for bit
         assert torch.equal(layer.matrix(n, layer.original), W)
     done = scaling.scale(layer, walked.hidden, dict.fromkeys(walked.spots, Scheme(2, 16)), walked.dtypes, 8)
@@ -82,7 +82,7 @@ def test_scaling_leaves_the_layer_the_same_function(family, family_checkpoints):
 
 
 @torch.no_grad()
-def test_a_fold_that_is_not_exact_is_left_out(family_checkpoints):
+def test_a_mapping_that_is_not_exact_is_left_out(family_checkpoints):
     walked = Walked(family_checkpoints("llama").dense)
     layer = walked.layer
     found, _ = find(layer.module, walked.spots, lambda: layer.run(walked.hidden[0], layer.original))

@@ -42,7 +42,7 @@ def mma_instances(bits):
                 cut = tile_mma.plan(call, config)
                 one_group = 0 if group == 4096 else group
                 arch = ARCHS[(i + bits) % 3]
-                facts = (bits, dtype, one_group, zero != "none", config, cut.MT, cut.copies, gpu.HOPPER.sms)
+                facts = (bits, dtype, one_group, zero != "none", config, cut.M_TILES, cut.copies, gpu.HOPPER.sms)
                 yield tile_mma.expression(*facts), arch
                 break
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from lowq_cli.serving.choose import choose
 from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Draw, Request
 
 SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -30,7 +30,7 @@ class Client:
     """An engine and what it says."""
 
     def __init__(self, model, **how):
-        self.engine = choose(model, how.pop("waiting", 500), **how)
+        self.engine = engine_of(model, how.pop("waiting", 500), **how)
         assert isinstance(self.engine, ContinuousEngine)
         self.events = queue.Queue()
         self.heard = {}

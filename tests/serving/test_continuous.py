@@ -4,7 +4,7 @@ import pytest
 from asking import TOKENIZER, Client, build, prompts
 
 from lowq_cli.engine import stream
-from lowq_cli.engine.choose import choose as choose_decoder
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.serving.request import Busy
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -33,7 +33,7 @@ def client(model, request):
 
 
 def alone(model, prompt, n=12):
-    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=choose_decoder(model))
+    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=decoder_of(model))
     list(g)
     return g.tokens[0]
 

@@ -11,7 +11,7 @@ from lowq_cli.serving.request import Stats
 
 def test_the_share_of_the_memorys_speed(monkeypatch):
     """40 steps of 3 sequences in half a second, each of which reads 1 MB and 10 kB a sequence, of 100 MB/s."""
-    monkeypatch.setattr(metrics, "choose", lambda model: None)
+    monkeypatch.setattr(metrics, "decoder_of", lambda model: None)
     monkeypatch.setattr(explain, "bytes_per_token", lambda model, decoder, batch=1: 1_000_000 + 10_000 * batch)
     monkeypatch.setattr(explain, "memory_speed", lambda device, n: (100e6, ""))
     share = metrics.roofline(SimpleNamespace(device=None))
@@ -23,7 +23,7 @@ def test_the_share_of_the_memorys_speed(monkeypatch):
 
 
 def test_no_share_where_memory_is_not_the_limit(monkeypatch):
-    monkeypatch.setattr(metrics, "choose", lambda model: None)
+    monkeypatch.setattr(metrics, "decoder_of", lambda model: None)
     monkeypatch.setattr(explain, "bytes_per_token", lambda model, decoder, batch=1: 1)
     monkeypatch.setattr(explain, "memory_speed", lambda device, n: (None, "stays in the cache"))
     share = metrics.roofline(SimpleNamespace(device=None))

@@ -115,11 +115,11 @@ def shadow(engine):
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_comes_and_goes_each_answer_is_its_own(model, seed, monkeypatch):
     rng = random.Random(seed)
-    monkeypatch.setattr("asking.choose", lambda *a, **kw: made(*a, **kw))
-    from lowq_cli.serving.choose import choose
+    monkeypatch.setattr("asking.engine_of", lambda *a, **kw: made(*a, **kw))
+    from lowq_cli.serving.engines import engine_of
 
     def made(*a, **kw):
-        engine = choose(*a, **kw)
+        engine = engine_of(*a, **kw)
         shadow(engine)
         return engine
 

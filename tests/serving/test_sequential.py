@@ -8,7 +8,7 @@ import torch
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.ready import ready
-from lowq_cli.serving.choose import choose
+from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.picking import Picker
 from lowq_cli.serving.request import Busy, Draw, Request
 from lowq_cli.serving.sequential import SequentialEngine
@@ -214,7 +214,7 @@ def test_a_family_without_fused_layers_is_served_one_after_another(room, monkeyp
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=1, eos_token_id=2)
     model = GPT2LMHeadModel(config).eval()
-    found = choose(model)
+    found = engine_of(model)
     assert isinstance(found, SequentialEngine)
     assert "gpt2" in found.reason
     assert found.limits.longest == 64

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowq_cli import main
-from lowq_cli.serving import choose
+from lowq_cli.serving import engines
 from lowq_cli.serving.continuous import ContinuousEngine
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
@@ -88,11 +88,11 @@ def test_a_full_queue_says_when_to_come_again(server, monkeypatch):
     raw = json.dumps(LONG | {"n": 100}).encode()
     held = []
     try:
-        for _ in range(choose.WAITING // 100):
+        for _ in range(engines.WAITING // 100):
             held.append(socket.create_connection((host, int(port))))
             held[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
         until = time.monotonic() + 30
-        while (s := server.stats())["waiting"] + s["running"] < choose.WAITING // 100 * 100:
+        while (s := server.stats())["waiting"] + s["running"] < engines.WAITING // 100 * 100:
             assert time.monotonic() < until, s
             time.sleep(0.01)
         before = server.stats()["waiting"]

@@ -9,8 +9,8 @@
 // FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it (code
 //         - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a constant
 //         A fragment yields what they add and sum(x): fewer instructions where ROW_TILES is large, more registers. bf16 has no
-//         such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, MT one or two rows of x
-//         (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
+//         such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, M_TILES one or two rows
+//         of x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
@@ -46,8 +46,8 @@ __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32
     if constexpr (BITS == 3) load8_once(w[4], w[5], at + 128 - 2 * lane);
 }
 
-template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int ROW_TILES, int BLOCK_K, int STEPS_IN_FLIGHT, int MT,
-          int X_COPIES, int BLOCKS_PER_SM, int LATE, int FOLD = 0>
+template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int ROW_TILES, int BLOCK_K, int STEPS_IN_FLIGHT,
+          int M_TILES, int X_COPIES, int BLOCKS_PER_SM, int LATE, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
@@ -57,16 +57,16 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int CHUNKS = BLOCK_K / L::CHUNK, FRAGS = BLOCK_K / 16;
     constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
-    using D = Int8Planes<BITS, T, FORM == INT8_PLANES ? GROUP : 0, FORM == INT8_PLANES ? MT : 1, BLOCK_K>;
+    using D = Int8Planes<BITS, T, FORM == INT8_PLANES ? GROUP : 0, FORM == INT8_PLANES ? M_TILES : 1, BLOCK_K>;
     constexpr int GROUPS = GROUP == 0 || GROUP % BLOCK_K == 0 ? 1 : BLOCK_K / gcd(GROUP, BLOCK_K);  // that a step meets
     constexpr int METAS = FORM == INT8_PLANES ? D::ROUNDS : GROUPS;  // scales of a lane, a step and a tile
     constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;  // flushes that share a group
     constexpr bool STRIDES = FORM != INT8_PLANES && GROUP && BLOCK_K % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
     constexpr int X_ROW = BLOCK_K * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
-    constexpr int SUMS = FORM == INT8_PLANES ? 2 : 4, MS = FORM == INT8_PLANES ? 1 : MT;  // INT8_PLANES: rows of x are lanes
+    constexpr int SUMS = FORM == INT8_PLANES ? 2 : 4, MS = FORM == INT8_PLANES ? 1 : M_TILES;  // planes: rows of x are lanes
     constexpr int E = ROW_TILES * MS * SUMS * 32;  // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
-    __shared__ float factor[MT * 8];
+    __shared__ float factor[M_TILES * 8];
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
 
@@ -172,9 +172,9 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         for (int i = 0; i < C::PLACES; i++) minus[i] = read4(shared_address(constant + i));
         one = read4(shared_address(constant + C::PLACES));
     }
-    u32 x_at[MT];  // ldmatrix: this lane's row
+    u32 x_at[M_TILES];  // ldmatrix: this lane's row
 #pragma unroll
-    for (int m = 0; m < MT; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
+    for (int m = 0; m < M_TILES; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
     const D planes(FORM == INT8_PLANES, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
     previous_grid_wait();
     constexpr int OUT = FOLD & GATED ? ROW_TILES * 8 : ROW_TILES * 16;
@@ -231,13 +231,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                     minus_zero[t][0] = twice<0x1010>(both), minus_zero[t][1] = twice<0x3232>(both);
                 }
             }
-            float sum[ROW_TILES][MT][4], sums[MT][4];  // sums: 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)
-            u32 b[MT][4];
+            float sum[ROW_TILES][M_TILES][4];
+            float sums[M_TILES][4];  // 0, 1: -sum(magic * x) of the lane's two columns; 2, 3: sum(x)
+            u32 b[M_TILES][4];
 #pragma unroll
             for (int f = 0; f < FG; f++) {
                 const int at = i * FG + f, half = at % 2 * 2, place = C::p(at % L::FRAGS);
 #pragma unroll
-                for (int m = 0; m < MT; m++) {
+                for (int m = 0; m < M_TILES; m++) {
                     if (f == 0 || half == 0) load_matrix4(b[m], x_at[m] + u * SLOT + (at >> 1) * 64);
                     if constexpr (FORM != EXACT) {
                         const u32 a[4] = {minus[place / C::FIELD], one, minus[place / C::FIELD], one};
@@ -252,7 +253,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
                     for (int j = 0; j < (FORM == EXACT ? 4 : 0); j++) a[j] = fma2<T>(a[j], Half<T>::power(14 - place), minus_zero[t][j % 2]);
 #pragma unroll
-                    for (int m = 0; m < MT; m++) {
+                    for (int m = 0; m < M_TILES; m++) {
                         float(&d)[4] = sum[t][m];
                         if (f == 0) mma<T>(d, a, b[m][half], b[m][half + 1], 0.f, 0.f, 0.f, 0.f);
                         else mma<T>(d, a, b[m][half], b[m][half + 1], d[0], d[1], d[2], d[3]);
@@ -265,7 +266,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 float2 z = make_float2(mid<BITS>(), mid<BITS>());
                 if (ZEROS && FORM != EXACT) z = to_floats<T>(zero[u][t][i / PER]);
 #pragma unroll
-                for (int m = 0; m < MT; m++)
+                for (int m = 0; m < M_TILES; m++)
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float v = sum[t][m][j];
@@ -334,7 +335,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             }
         } else {
             const u32 at_lane = (c % 8 * 4 + row % 8 / 2) ^ (c / 8 % 2 + (ROW_TILES > 1 ? c / 16 : row) % 2 * 2), i = c % 16 / 8 * 2 + row % 2;
-            const float* from = sums_at + ((c / 16 * MT + row / 8) * 4 + i) * 32 + at_lane;
+            const float* from = sums_at + ((c / 16 * M_TILES + row / 8) * 4 + i) * 32 + at_lane;
 #pragma unroll
             for (int k = 0; k < WARPS; k++) v += from[k * E];
         }

@@ -2,7 +2,7 @@
 
 A config: WARPS of a block share K; ROW_TILES of 16 rows of W a block; BLOCK_K, k that a warp takes at once; STEPS_IN_FLIGHT of
 these; BLOCKS_PER_SM, which caps the registers; INT8_PLANES 1: codes and x as bytes, for a row or two (split_int8.cuh).
-MT, tiles of 8 rows of x (with INT8_PLANES: rows), follows from M.
+M_TILES, tiles of 8 rows of x (with INT8_PLANES: rows), follows from M.
 """
 
 import ctypes
@@ -48,7 +48,7 @@ _numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its k
 PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
 NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
 GATED = SILU | GELU_TANH
-MOST_ROWS = 32  # of x a block: MT = 4
+MOST_ROWS = 32  # of x a block: M_TILES = 4
 MOST_PLANES_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
 
 
@@ -57,24 +57,26 @@ def form(dtype: torch.dtype, config: Config) -> str:
     return "INT8_PLANES" if config["INT8_PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
-def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, MT: int, copies: int) -> int:
+def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, tiles: int, copies: int) -> int:
     """Registers that an instance needs, fitted to where ptxas (sm_80 to sm_90a) begins to spill."""
     bits, group = scheme.bits, scheme.group_size
     groups = 1 if group % config["BLOCK_K"] == 0 or group == K else config["BLOCK_K"] // math.gcd(config["BLOCK_K"], group)
     words = bits * config["BLOCK_K"] // 64
     if config["INT8_PLANES"]:
-        rounds = math.ceil(config["BLOCK_K"] * MT / (4 * span(scheme, K)))
+        rounds = math.ceil(config["BLOCK_K"] * tiles / (4 * span(scheme, K)))
         fields = config["BLOCK_K"] // 16 if bits == 3 else 0  # of four bits, of the step that is computed
         return 40 + config["ROW_TILES"] * (config["STEPS_IN_FLIGHT"] * (words + 2 * rounds) + fields + 8)
     nt, row = config["ROW_TILES"], group == K  # a row is one group
     loads = config["STEPS_IN_FLIGHT"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
-    extra = 2 * nt * config["STEPS_IN_FLIGHT"] + 4 * nt * MT if groups > 1 else 6 * nt * config["BLOCK_K"] // 128 if row else 0
+    extra = (
+        2 * nt * config["STEPS_IN_FLIGHT"] + 4 * nt * tiles if groups > 1 else 6 * nt * config["BLOCK_K"] // 128 if row else 0
+    )
     extra += (11 * nt if bits == 3 else 0) + (4 if nt == 4 else 0)
     if (config["BLOCK_K"], config["STEPS_IN_FLIGHT"], nt) == (128, 2, 1) and groups > 1 and form(dtype, config) == "EXACT":
         extra -= 18  # ptxas needs no more where it is told to
     if form(dtype, config) == "MAGIC":
-        extra += 12 + 4 * (MT - 1) + ((62 if row else 38) if bits <= 2 else 0)
-    return 28 + loads + 10 * nt * MT + 12 * (MT - 1) + 2 * math.ceil(copies * 64 / config["BLOCK_K"]) + extra
+        extra += 12 + 4 * (tiles - 1) + ((62 if row else 38) if bits <= 2 else 0)
+    return 28 + loads + 10 * nt * tiles + 12 * (tiles - 1) + 2 * math.ceil(copies * 64 / config["BLOCK_K"]) + extra
 
 
 def span(scheme: Scheme, K: int) -> int:
@@ -83,18 +85,18 @@ def span(scheme: Scheme, K: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a call is cut: MT tiles of 8 rows (INT8_PLANES: rows), `rows` of x a block, copies of x a lane and step, grid, shared
+class Tiling:
+    """How a call is cut: M_TILES of 8 rows (INT8_PLANES: rows), `rows` of x a block, copies of x a lane and step, grid, shared
     memory bytes."""
 
-    MT: int
+    M_TILES: int
     rows: int
     copies: int
     grid: tuple[int, int]
     smem: int
 
 
-def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
+def plan(call: Call, config: Config, fold: int = 0) -> Tiling | None:
     """Blocks of at most 32 rows share M evenly; more blocks where their shared memory would not fit."""
     warps, nt = config["WARPS"], config["ROW_TILES"]
     at_once = 256 // config["BLOCK_K"]  # rows of x that one copy of a warp takes
@@ -105,27 +107,27 @@ def plan(call: Call, config: Config, fold: int = 0) -> Plan | None:
         buffer = config["BLOCK_K"] // 32 * 288 + (spans + 2) // 2 * 16 + rows * config["BLOCK_K"] * 2
         smem = warps * max(buffer, nt * 256) + call.M * squares
         fits = smem <= gpu.of(call.capability).smem_block - 1024
-        return Plan(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
+        return Tiling(rows, call.M, 1, (padded_rows(call.N) // (16 * nt), 1), smem) if fits else None
     for blocks in range(math.ceil(call.M / MOST_ROWS), call.M + 1):
         rows = math.ceil(call.M / blocks)
-        MT = math.ceil(rows / 8)
-        copies = 8 * MT // at_once if MT > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
+        M_TILES = math.ceil(rows / 8)
+        copies = 8 * M_TILES // at_once if M_TILES > 1 else 1 << (math.ceil(rows / at_once) - 1).bit_length()
         ring = config["STEPS_IN_FLIGHT"] * copies * at_once * (2 * config["BLOCK_K"] + 16)
-        smem = warps * max(ring, nt * MT * 512) + rows * squares
+        smem = warps * max(ring, nt * M_TILES * 512) + rows * squares
         if smem <= gpu.of(call.capability).smem_block - 1024:
-            return Plan(MT, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
+            return Tiling(M_TILES, rows, copies, (padded_rows(call.N) // (16 * nt), math.ceil(call.M / rows)), smem)
         if rows == 1:
             return None
     return None
 
 
 def expression(
-    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, MT: int, copies: int, sms: int, fold: int = 0
+    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, M_TILES: int, copies: int, sms: int, fold: int = 0
 ) -> str:
     """The template instance of tile_mma.cu for a GPU of so many SMs; group 0: one group."""
     flags = f"{'true' if zeros else 'false'}, {form(dtype, config)}"
     warps, nt, step, unroll, blocks, _ = _numbers(config)
-    tail = f"{warps}, {nt}, {step}, {unroll}, {MT}, {copies}, {blocks}, {2 * sms}"
+    tail = f"{warps}, {nt}, {step}, {unroll}, {M_TILES}, {copies}, {blocks}, {2 * sms}"
     tail += f", {fold}" if fold else ""
     return f"tile_mma<{bits}, {TYPES[dtype]}, {group}, {flags}, {tail}>"
 
@@ -150,7 +152,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     if cut is None:
         return "too much shared memory"
     cap = min(255, 65536 // (32 * config["WARPS"] * config["BLOCKS_PER_SM"]) // 8 * 8)
-    if registers(call.scheme, call.K, call.dtype, config, cut.MT, cut.copies) > cap:
+    if registers(call.scheme, call.K, call.dtype, config, cut.M_TILES, cut.copies) > cap:
         return "too many registers"
     return None
 
@@ -180,14 +182,14 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 @cache
 def _prepared(
     M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, fold: int, *config: int
-) -> tuple[Kernel, Plan]:
+) -> tuple[Kernel, Tiling]:
     """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
     named = config_of(*config)
     scheme, on = Scheme(bits, group, zero), gpu.here(device)
     cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", on.capability), named, fold)
     assert cut is not None  # config_refuse has asked
     one_group = 0 if scheme.groups(K) == 1 else group
-    instance = expression(bits, dtype, one_group, zero != "none", named, cut.MT, cut.copies, on.sms, fold)
+    instance = expression(bits, dtype, one_group, zero != "none", named, cut.M_TILES, cut.copies, on.sms, fold)
     return _kernel(instance, device, named["WARPS"]), cut
 
 

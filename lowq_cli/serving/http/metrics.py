@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from lowq_cli.engine import explain
-from lowq_cli.engine.choose import choose
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.serving.request import Engine, Stats
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -70,7 +70,7 @@ def roofline(model: Any) -> Roofline:
     Prompts are read in the same seconds and not counted as bytes, so a server that reads long ones shows a lower share. Where
     memory's speed is not known on this machine, it is measured now (under a second).
     """
-    decoder = choose(model)
+    decoder = decoder_of(model)
     speed = explain.memory_speed(model.device, explain.bytes_per_token(model, decoder))[0]
 
     def share(before: Stats, now: Stats) -> float | None:

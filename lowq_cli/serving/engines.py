@@ -9,7 +9,7 @@ from lowq_cli.serving.sequential import SequentialEngine
 WAITING = 512  # requests in the queue
 
 
-def choose(model: Any, waiting: int = WAITING, **how: Any) -> Engine:
+def engine_of(model: Any, waiting: int = WAITING, **how: Any) -> Engine:
     """The engine for this model on its device, not started yet; `how`: what ContinuousEngine takes besides."""
     reason = continuous.why_not(model)
     return SequentialEngine(model, waiting, reason) if reason else continuous.ContinuousEngine(model, waiting, **how)

@@ -43,7 +43,7 @@ class _Tensor:
     cut: Cut | None = None
 
 
-class Blocks:
+class DecoderLayers:
     """The decoder layers of a source's model, in fp32 on a device; weights are read when a layer is entered.
 
     Raises UnsupportedError for a model whose layers are not a plain list, or hold weights that transformers rearranges while

@@ -1,7 +1,7 @@
 """Where a scale on a linear's inputs can be taken out of what makes those inputs: the norm before it, v for o, up for down.
 
-Found by the flow of data and the names that transformers uses for all families, and never believed: `Fold` is only a proposal,
-which the caller proves by running the layer with a random scale (see scaling.py).
+Found by the flow of data and the names that transformers uses for all families, and never believed: a `ScaleMapping` is a
+proposal, which the caller proves by running the layer with a random scale (see scaling.py).
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_cli.hf.blocks import Spot
+from lowq_cli.hf.layers import Spot
 
 
 @dataclass(frozen=True)
-class Fold:
+class ScaleMapping:
     """`after`: checkpoint names of matrices whose columns are multiplied by s (K,); the outputs of `before` are divided by it.
 
     label: what it joins, alike for all experts of a mixture.
@@ -36,8 +36,8 @@ class Fold:
     expert: int | None = None
 
 
-def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) -> tuple[list[Fold], list[str]]:
-    """The folds that a decoder layer may have for the matrices in `spots`, and the inputs that have none.
+def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) -> tuple[list[ScaleMapping], list[str]]:
+    """The mappings that a decoder layer may have for the matrices in `spots`, and the inputs that have none.
 
     run: runs the layer once on some text, with its weights in place.
     """
@@ -45,14 +45,14 @@ def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) ->
     for name, spot in spots.items():
         by_module.setdefault(spot.module, []).append(name)
     norms, inputs = _flow(layer, list(by_module), run)
-    folds, missing = [], []
+    mappings, missing = [], []
     seen: set[str] = set()
     for module, names in by_module.items():
         if module in seen:
             continue
         if any(spots[n].cut.expert is not None for n in names):
             experts = _experts(module, names, spots)
-            folds += experts
+            mappings += experts
             missing.append(f"{module}.gate_up_proj")
             missing += [] if experts else [f"{module}.down_proj"]
             continue
@@ -61,14 +61,14 @@ def find(layer: nn.Module, spots: dict[str, Spot], run: Callable[[], object]) ->
             together = sorted(m for m in by_module if inputs.get(m) == inputs[module])
             seen.update(together)
             after = tuple(n for m in together for n in by_module[m])
-            folds.append(Fold(f"{norm} -> {', '.join(together)}", after, norm, _offset(layer, norm)))
+            mappings.append(ScaleMapping(f"{norm} -> {', '.join(together)}", after, norm, _offset(layer, norm)))
             continue
         found = _linear(layer, module, by_module, spots)
         if found:
-            folds.append(found)
+            mappings.append(found)
         else:
             missing.append(module)
-    return folds, missing
+    return mappings, missing
 
 
 def _flow(layer: nn.Module, modules: list[str], run: Callable[[], object]) -> tuple[dict[int, str], dict[str, int]]:
@@ -119,7 +119,7 @@ def _offset(layer: nn.Module, norm: str) -> float:
         module.weight.data = weight
 
 
-def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spots: dict[str, Spot]) -> Fold | None:
+def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spots: dict[str, Spot]) -> ScaleMapping | None:
     """o behind v, or down behind up: a linear of the same parent, or the last rows of a fused one."""
     parent, _, leaf = module.rpartition(".")
     sources = {"o_proj": ("v_proj", "qkv_proj"), "down_proj": ("up_proj", "gate_up_proj")}.get(leaf, ())
@@ -146,12 +146,12 @@ def _linear(layer: nn.Module, module: str, by_module: dict[str, list[str]], spot
     bias = f"{source}.bias" if linear.bias is not None else ""
     before = ((by_module[source][0], N - rows, N),)
     label = f"{source} -> {module}"
-    return Fold(label, tuple(by_module[module]), before=before, bias=bias, bias_rows=(N - rows, N), heads=heads)
+    return ScaleMapping(label, tuple(by_module[module]), before=before, bias=bias, bias_rows=(N - rows, N), heads=heads)
 
 
-def _experts(module: str, names: list[str], spots: dict[str, Spot]) -> list[Fold]:
+def _experts(module: str, names: list[str], spots: dict[str, Spot]) -> list[ScaleMapping]:
     """up -> down inside each expert."""
-    folds = []
+    mappings = []
     for expert in sorted({e for n in names if (e := spots[n].cut.expert) is not None}):
         mine = [n for n in names if spots[n].cut.expert == expert]
         down = [n for n in mine if spots[n].leaf == "down_proj"]
@@ -161,5 +161,5 @@ def _experts(module: str, names: list[str], spots: dict[str, Spot]) -> list[Fold
         if len(down) != 1 or not ups or sum(last - first for _, first, last in ups) != end:
             continue
         before = tuple((n, max(half, first) - first, last - first) for n, first, last in ups if last > half)
-        folds.append(Fold(f"{module}.up -> {module}.down", tuple(down), before=before, expert=expert))
-    return folds
+        mappings.append(ScaleMapping(f"{module}.up -> {module}.down", tuple(down), before=before, expert=expert))
+    return mappings

@@ -11,7 +11,7 @@ from lowq_cli.engine.unfused import UnfusedDecoder
 KEPT = "_lowq_decoder"
 
 
-def choose(model: Any) -> Decoder:
+def decoder_of(model: Any) -> Decoder:
     """The decoder for this model on its device, in its dtype; kept with the model, and with it its cache and its graphs."""
     kept = getattr(model, KEPT, None)
     if kept is None or (kept.device, getattr(kept, "dtype", model.dtype)) != (model.device, model.dtype):
