@@ -21,19 +21,9 @@ GATE_BLOCK = 1024
 
 @triton.jit
 def _add_norm_kernel(
-    x_ptr,
-    delta_ptr,
-    post_ptr,
-    weight_ptr,
-    y_ptr,
-    H,
-    eps,
-    HAS_DELTA: tl.constexpr,
-    HAS_POST: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
-):
+    x_ptr, delta_ptr, post_ptr, weight_ptr, y_ptr, H, eps,
+    HAS_DELTA: tl.constexpr, HAS_POST: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
     offs = tl.arange(0, BLOCK_H)
     mask = offs < H
     row = tl.program_id(0).to(tl.int64) * H + offs
@@ -64,19 +54,9 @@ def add_norm(
     y = torch.empty_like(x)
     BLOCK_H = triton.next_power_of_2(H)
     _add_norm_kernel[(M,)](
-        x,
-        delta,
-        post,
-        weight,
-        y,
-        H,
-        eps,
-        HAS_DELTA=delta is not None,
-        HAS_POST=post is not None,
-        BLOCK_H=BLOCK_H,
-        num_warps=min(16, max(1, BLOCK_H // 256)),
-        **pdl(x),
-    )
+        x, delta, post, weight, y, H, eps, HAS_DELTA=delta is not None, HAS_POST=post is not None, BLOCK_H=BLOCK_H,
+        num_warps=min(16, max(1, BLOCK_H // 256)), **pdl(x),
+    )  # fmt: skip
     return y
 
 

@@ -78,25 +78,11 @@ def _launch(
     n = parts(s.K, bits, down_of)
     instance = expression(s.scheme, s.K, TYPES[x.dtype], zeros is not None, mode)
     serialize = launch.enabled and gpu.here(x.device.index).dependent_launch
-    _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(
-        math.ceil(y.shape[1] / 16),
-        y.shape[0],
-        _smem(s.K, bits, down_of),
-        s.words.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        ids.data_ptr(),
-        0 if weights is None else weights.data_ptr(),
-        x.data_ptr(),
-        y.data_ptr(),
-        y.shape[1],
-        s.K,
-        chunks(s.K, bits),
-        scales.shape[2],
-        s.words.shape[1],
-        top_k,
-        n,
-    )
+    grid = (math.ceil(y.shape[1] / 16), y.shape[0], _smem(s.K, bits, down_of))
+    of_W = (s.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    pointers = (*of_W, ids.data_ptr(), 0 if weights is None else weights.data_ptr(), x.data_ptr(), y.data_ptr())
+    sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[2], s.words.shape[1], top_k, n)
+    _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(*grid, *pointers, *sizes)
 
 
 @register("cuda/experts", op="experts", devices=("cuda",), min_capability=gpu.LEAST, refuse=_refuse)

@@ -22,43 +22,19 @@ from lowq_kernels.decode.attend_triton import LOG2E, _head
 from lowq_kernels.decode.reference import Heads, Packed
 
 CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
-WIDE = {
-    "BLOCK_M": reference.TILE // 2,
-    "BLOCK_N": 32,
-    "num_warps": 8,
-    "num_stages": 2,
-}  # for heads past 128 dims: tiles twice as large
+# for heads past 128 dims, whose tiles are twice as large
+WIDE = {"BLOCK_M": reference.TILE // 2, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
 HEADS_AT_ONCE = 8
 SIZES = ["T", "start", "S", "WIDTH", "window"]
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _place_kernel(
-    qkv_ptr,
-    k_ptr,
-    v_ptr,
-    rows_ptr,
-    pos_ptr,
-    table_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    q_ptr,
-    T,
-    start,
-    S,
-    WIDTH,
-    eps,
-    HQ: tl.constexpr,
-    HKV: tl.constexpr,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    qkv_ptr, k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr,
+    T, start, S, WIDTH, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     b, t = row // T, row % T
     place = start + t
@@ -94,27 +70,9 @@ def _place_kernel(
 
 @triton.jit
 def _block(
-    q,
-    k_head,
-    v_head,
-    table,
-    S,
-    n0,
-    offs_n,
-    offs_d,
-    rows,
-    end,
-    window,
-    scale,
-    acc,
-    top,
-    total,
-    page,
-    BLOCK_N: tl.constexpr,
-    D: tl.constexpr,
-    EDGE: tl.constexpr,
-    PAGE: tl.constexpr,
-):
+    q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page,
+    BLOCK_N: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
     """One block of keys. EDGE: some rows do not see all of it."""
     slots = n0 + offs_n
     if PAGE:  # blocks of keys lie in one block of the cache each; S: slots of all its key heads
@@ -147,27 +105,10 @@ def _block(
 
 @triton.jit(do_not_specialize=SIZES)
 def _attend_prompt_kernel(
-    k_ptr,
-    v_ptr,
-    rows_ptr,
-    pos_ptr,
-    table_ptr,
-    tiles_ptr,
-    y_ptr,
-    T,
-    start,
-    S,
-    WIDTH,
-    window,
-    scale,
-    HQ: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, y_ptr, T, start, S, WIDTH, window, scale,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
-):
+):  # fmt: skip
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     b, h = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     if PAGE:  # tokens `first` to T of all of them, the first of which stands at slot start + first
@@ -197,75 +138,17 @@ def _attend_prompt_kernel(
     page = 0
     if PAGE:
         page = tl.load(table + begin // PAGE)
-    for n0 in range(begin, whole, BLOCK_N):
-        acc, top, total, page = _block(
-            q,
-            k_head,
-            v_head,
-            table,
-            S,
-            n0,
-            offs_n,
-            offs_d,
-            rows,
-            end,
-            window,
-            scale,
-            acc,
-            top,
-            total,
-            page,
-            BLOCK_N,
-            D,
-            True,
-            PAGE,
-        )
-    for n0 in range(whole, own, BLOCK_N):
-        acc, top, total, page = _block(
-            q,
-            k_head,
-            v_head,
-            table,
-            S,
-            n0,
-            offs_n,
-            offs_d,
-            rows,
-            end,
-            window,
-            scale,
-            acc,
-            top,
-            total,
-            page,
-            BLOCK_N,
-            D,
-            False,
-            PAGE,
-        )
-    for n0 in range(own, end, BLOCK_N):
-        acc, top, total, page = _block(
-            q,
-            k_head,
-            v_head,
-            table,
-            S,
-            n0,
-            offs_n,
-            offs_d,
-            rows,
-            end,
-            window,
-            scale,
-            acc,
-            top,
-            total,
-            page,
-            BLOCK_N,
-            D,
-            True,
-            PAGE,
-        )
+    for part in tl.static_range(3):  # the slots that windows leave, those that every row sees, the rows' own
+        low, high = begin, whole
+        if part == 1:
+            low, high = whole, own
+        elif part == 2:
+            low, high = own, end
+        for n0 in range(low, high, BLOCK_N):
+            acc, top, total, page = _block(
+                q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page,
+                BLOCK_N, D, EDGE=part != 1, PAGE=PAGE,
+            )  # fmt: skip
     tl.store(at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
 
 

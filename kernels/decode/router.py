@@ -26,24 +26,10 @@ BLOCK_H = 2048
 
 @triton.jit
 def _route_kernel(
-    x_ptr,
-    router_ptr,
-    logits_ptr,
-    count_ptr,
-    ids_ptr,
-    weights_ptr,
-    H,
-    E,
-    TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    ROUND: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ALL_E: tl.constexpr,
-    PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
-):
+    x_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, weights_ptr, H, E,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROUND: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr, ALL_E: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     experts, offs_h = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_H)
     dtype = x_ptr.dtype.element_ty
@@ -107,22 +93,8 @@ def route(
     weights = torch.empty(M, top_k, dtype=torch.float32, device=x.device)
     BLOCK_E = 2 if E >= 64 else 1
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
-        x,
-        router,
-        logits,
-        count,
-        ids,
-        weights,
-        H,
-        E,
-        TOP_K=top_k,
-        NORMALISE=normalise,
-        ROUND=rounded,
-        BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_E=BLOCK_E,
-        BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)),
-        ALL_E=ALL_E,
-        num_warps=4,
-        **pdl(x),
-    )
+        x, router, logits, count, ids, weights, H, E, TOP_K=top_k, NORMALISE=normalise, ROUND=rounded,
+        BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E, BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E,
+        num_warps=4, **pdl(x),
+    )  # fmt: skip
     return ids, weights

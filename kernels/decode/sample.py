@@ -33,22 +33,9 @@ def _gumbel(seed, ids, at, sequence):
 
 @triton.jit
 def _best_kernel(
-    logits_ptr,
-    rows_ptr,
-    temperature_ptr,
-    pos_ptr,
-    seed_ptr,
-    best_ptr,
-    where_ptr,
-    V,
-    inverse_temperature,
-    advance,
-    DRAW: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
-):
+    logits_ptr, rows_ptr, temperature_ptr, pos_ptr, seed_ptr, best_ptr, where_ptr, V, inverse_temperature, advance,
+    DRAW: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
     b, block = tl.program_id(0), tl.program_id(1)
     offs = block * BLOCK_V + tl.arange(0, BLOCK_V)
     if TRIGGER:
@@ -70,19 +57,9 @@ def _best_kernel(
 
 @triton.jit
 def _choose_kernel(
-    best_ptr,
-    where_ptr,
-    rows_ptr,
-    token_ptr,
-    pos_ptr,
-    V,
-    blocks,
-    advance,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
-):
+    best_ptr, where_ptr, rows_ptr, token_ptr, pos_ptr, V, blocks, advance,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
     offs = tl.arange(0, BLOCKS)
     if TRIGGER:

@@ -59,21 +59,10 @@ def _launch(
     scales, zeros, bias = scales_zeros_bias(p, bias, T)
     instance = expression(p.scheme.bits, TYPES[T], group_argument(p), zeros is not None, SUM, W)
     M, K = x.shape
-    _kernel(instance, x.device.index, W)(
-        math.ceil(p.N / W),
-        M,
-        _padded(K, p.scheme.bits) * x.element_size(),
-        p.words.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        x.data_ptr(),
-        y.data_ptr(),
-        p.N,
-        K,
-        p.words.shape[1],
-        scales.shape[1],
-    )
+    grid = (math.ceil(p.N / W), M, _padded(K, p.scheme.bits) * x.element_size())
+    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    pointers = (*of_W, 0 if bias is None else bias.data_ptr(), x.data_ptr(), y.data_ptr())
+    _kernel(instance, x.device.index, W)(*grid, *pointers, p.N, K, p.words.shape[1], scales.shape[1])
 
 
 @register(

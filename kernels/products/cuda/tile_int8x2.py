@@ -143,25 +143,14 @@ def tile_int8x2(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, con
     planes, units = int8_planes(x, bits)
     tiles, spans = 4 * config["WARPGROUPS_N"], config["SPANS"] * config["WARPGROUPS_K"]
     stride = 2 * units.shape[1]
-    kernel(
-        min(math.ceil(T / tiles), gpu.here(x.device.index).sms * config["BLOCKS_PER_SM"]),
-        1,
-        smem,
+    maps = (
         tensor_map(planes.data_ptr(), 1, planes.shape[1], 2 * M, planes.shape[1], (SPAN, 2 * M), True),
         tensor_map(units.data_ptr(), 4, stride, units.shape[0], stride * 4, (stride, spans), False),
         *weight_maps(p, scales, zeros, group, spans * SPAN, tiles),
-        x.data_ptr(),
-        p.words.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        M,
-        p.N,
-        x.shape[1],
-        math.ceil(p.K / (spans * SPAN)),
-        T,
-        p.words.shape[1] // WORDS[bits],
-        G,
     )
+    sizes = (M, p.N, x.shape[1], math.ceil(p.K / (spans * SPAN)), T, p.words.shape[1] // WORDS[bits], G)
+    blocks = min(math.ceil(T / tiles), gpu.here(x.device.index).sms * config["BLOCKS_PER_SM"])
+    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    pointers = (x.data_ptr(), *of_W, 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    kernel(blocks, 1, smem, *maps, *pointers, *sizes)
     return y

@@ -237,21 +237,8 @@ def launch(
     s = p.scheme
     facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)
     kernel, cut = _prepared(*facts, *_numbers(config))
-    kernel(
-        *cut.grid,
-        cut.smem,
-        p.words.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        x.data_ptr(),
-        y.data_ptr(),
-        M,
-        p.N,
-        x.shape[1],
-        chunks(p.K, s.bits),
-        scales.shape[1],
-        cut.rows,
-        folded,
-    )
+    sizes = (M, p.N, x.shape[1], chunks(p.K, s.bits), scales.shape[1], cut.rows)
+    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    pointers = (*of_W, 0 if bias is None else bias.data_ptr(), x.data_ptr(), y.data_ptr())
+    kernel(*cut.grid, cut.smem, *pointers, *sizes, folded)
     return y

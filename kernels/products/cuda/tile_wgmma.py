@@ -282,22 +282,10 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     if whole < call_tiles:
         partials = torch.empty(blocks * 64 * config["WARPGROUPS_N"] * config["BLOCK_M"], dtype=torch.float32, device=x.device)
         flags = counters(blocks * config["WARPGROUPS_N"] * config["WARPGROUPS_K"], x.device)
-    kernel(
-        blocks,
-        1,
-        smem,
-        tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, rows), True),
-        *weight_maps(p, scales, zeros, group, CHUNK[bits] * chunks_of_step(bits, group, config), tiles),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        M,
-        rows,
-        loaded_bytes(bits, group, zeros is not None, config, rows),
-        p.N,
-        steps,
-        whole,
-        0 if partials is None else partials.data_ptr(),
-        0 if flags is None else flags.data_ptr(),
-        *UNGROUPED,
-    )
+    step_k = CHUNK[bits] * chunks_of_step(bits, group, config)
+    maps = (tensor_map(x.data_ptr(), 2, K, M, K * 2, (64, rows), True), *weight_maps(p, scales, zeros, group, step_k, tiles))
+    sizes = (M, rows, loaded_bytes(bits, group, zeros is not None, config, rows), p.N, steps, whole)
+    shared = (0 if partials is None else partials.data_ptr(), 0 if flags is None else flags.data_ptr())
+    pointers = (0 if bias is None else bias.data_ptr(), y.data_ptr())
+    kernel(blocks, 1, smem, *maps, *pointers, *sizes, *shared, *UNGROUPED)
     return y

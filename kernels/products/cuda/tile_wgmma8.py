@@ -124,24 +124,14 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     all_tiles = math.ceil(T / tiles) * math.ceil(M / nb)
     split = config["SPLIT_K"]
     blocks = all_tiles * split if split > 1 else min(all_tiles, gpu.here(device.index).sms)
-    kernel(
-        blocks,
-        1,
-        smem,
+    maps = (
         tensor_map(x8.data_ptr(), 1, x8.shape[1], M, x8.shape[1], (BLOCK_K, nb), True),
         tensor_map(sums.data_ptr(), 2, columns, M, sums.shape[1] * 2, (64, nb), True),
         *weight_maps(p, scales, None, group, BLOCK_K, tiles)[:2],
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        x_scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        M,
-        p.N,
-        steps,
-        T,
-        G,
     )
+    of_W = (scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    pointers = (*of_W, x_scales.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    kernel(blocks, 1, smem, *maps, *pointers, M, p.N, steps, T, G)
     return y
 
 

@@ -52,24 +52,11 @@ def grouped(x: torch.Tensor, p: PackedWeight, rows: int, experts: torch.Tensor, 
     kernel, smem = prepared(bits, T, group, zeros is not None, tuple(config.values()), x.device.index, grouped=True)
     tiles, u = 4 * config["WARPGROUPS_N"], chunks_of_step(bits, group, config)
     all_tiles = math.ceil(padded_rows(p.N) / (ROWS * tiles)) * (P // rows)
-    kernel(
-        min(all_tiles, gpu.here(x.device.index).sms * config["BLOCKS_PER_SM"]),
-        1,
-        smem,
-        driver.tensor_map(x.data_ptr(), 2, p.K, P, p.K * 2, (64, rows), True),
-        *weight_maps(p, scales, zeros, group, CHUNK[bits] * u, tiles),
-        0,
-        y.data_ptr(),
-        P,
-        rows,
-        loaded_bytes(bits, group, zeros is not None, config, rows),
-        p.N,
-        math.ceil(p.K / (CHUNK[bits] * u)),
-        all_tiles,
-        0,
-        0,
-        experts.data_ptr(),
-        valid.data_ptr(),
-        padded_rows(p.N) // ROWS,
-    )
+    x_map = driver.tensor_map(x.data_ptr(), 2, p.K, P, p.K * 2, (64, rows), True)
+    maps = (x_map, *weight_maps(p, scales, zeros, group, CHUNK[bits] * u, tiles))
+    loaded, steps = loaded_bytes(bits, group, zeros is not None, config, rows), math.ceil(p.K / (CHUNK[bits] * u))
+    sizes, shared = (P, rows, loaded, p.N, steps, all_tiles), (0, 0)  # no tile is
+    of_experts = (experts.data_ptr(), valid.data_ptr(), padded_rows(p.N) // ROWS)
+    blocks = min(all_tiles, gpu.here(x.device.index).sms * config["BLOCKS_PER_SM"])
+    kernel(blocks, 1, smem, *maps, 0, y.data_ptr(), *sizes, *shared, *of_experts)
     return y
