@@ -1,13 +1,16 @@
-"""One file per verb: a function of the file's name. Nothing heavy is imported at a file's top."""
+"""One file per verb: a function of the file's name. Nothing heavy is imported at a file's top.
+
+Here are the options that several verbs have, and what they do with a line's values.
+"""
 
 import os
 import sys
 from secrets import randbelow
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from lowq_cli import ranks
+from lowq_cli import completion, ranks
 
 EXIT_INTERRUPTED = 130  # of a command that Ctrl-C ended
 
@@ -27,6 +30,20 @@ Threads = Annotated[
         min=1, metavar="N", callback=_compute_with, help="CPU threads.  [default: the cores, or a container's share of them]"
     ),
 ]
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)]
+TopP = Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")]
+TopK = Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")]
+JudgeText = Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")]
+JudgeTokens = Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")]
+
+
+def checkpoint_argument(help: str) -> Any:
+    """A checkpoint, by default the last one written; `help` says what it may be."""
+    return typer.Argument(metavar="CKPT", help=f"{help} Default: the last one written.", autocompletion=completion.checkpoints)
 
 
 def seed_or_random(given: int | None) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import console, drawing
-from lowq_cli.commands import Threads
+from lowq_cli.commands import AsJson, Device, Threads, checkpoint_argument
 
 if TYPE_CHECKING:
     from lowq_cli.tuning.benching import Row
@@ -21,9 +21,7 @@ BATCHES = "1,2,4,8,16,32,64,128,256"
 
 
 def bench(
-    checkpoint: Annotated[
-        str | None, typer.Argument(metavar="CKPT", help="Checkpoint folder. Default: the one written last.")
-    ] = None,
+    checkpoint: Annotated[str | None, checkpoint_argument("Checkpoint folder.")] = None,
     shape: Annotated[
         list[str] | None, typer.Option(metavar="NxK", help="A shape instead of a checkpoint's; repeatable.")
     ] = None,
@@ -32,13 +30,13 @@ def bench(
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
     kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or each.  [default: as dispatch]")] = None,
     op: Annotated[str, typer.Option(help="product, fp8_product, attend or experts; the last three with --shape.")] = "product",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     threads: Threads = None,
     vllm: Annotated[
         bool, typer.Option("--vllm", help="Whole models in vLLM instead: --batch sequences of 128 tokens and 256 new.")
     ] = False,
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw speed-up against M and the roofline.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time products by shape and batch: us, GB/s, TFLOP/s, share of the measured roofline, ratio to the dense product."""
     from lowq_cli import state

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import completion, console, typing_in
-from lowq_cli.commands import Threads, seed_or_random, unescaped
+from lowq_cli import console, typing_in
+from lowq_cli.commands import Device, Seed, Threads, TopK, TopP, checkpoint_argument, seed_or_random, unescaped
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,20 +73,15 @@ class Settings:
 
 
 def chat(
-    checkpoint: Annotated[
-        str | None,
-        typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.", autocompletion=completion.checkpoints),
-    ] = None,
+    checkpoint: Annotated[str | None, checkpoint_argument("Folder or hub id.")] = None,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 0.95,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")] = 0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="The same seed answers the same way.  [default: another every time]")
-    ] = None,
+    top_p: TopP = 0.95,
+    top_k: TopK = 0,
+    seed: Seed = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before this text; repeatable.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    device: Device = "auto",
     threads: Threads = None,
 ) -> None:
     """Talk to a checkpoint, turn by turn."""

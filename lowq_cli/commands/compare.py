@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import console, drawing
+from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens
 
 if TYPE_CHECKING:
     from lowq_cli.evaluate.comparison import Compared
@@ -20,12 +21,12 @@ def compare(
         list[str],
         typer.Argument(metavar="MODEL", help="Two or more models; the first is what the others are held against."),
     ],
-    text: Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
+    text: JudgeText = None,
+    max_tokens: JudgeTokens = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for the speed.")] = 64,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     plot: Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw perplexity against size.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare models by size, quality and speed: bits per weight, perplexity, KL divergence, agreement, tokens/s."""
     from lowq_cli.files.source import check_there

@@ -1,11 +1,12 @@
 """lowq doctor: what this machine has, what works on it, and what to install where something is missing."""
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from lowq_cli import console
+from lowq_cli.commands import AsJson
 
 if TYPE_CHECKING:
     from lowq_cli.checkup import Check
@@ -16,7 +17,7 @@ EXAMPLES = """Examples:
 MANY = 3  # kernels that are not for this machine for the same reason, from which they share a row
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Check torch, GPU and kernel libraries: every kernel on a small product."""
     from lowq_cli.checkup import checkup
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import console
-from lowq_cli.commands import Threads
+from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens, Threads, checkpoint_argument
 
 if TYPE_CHECKING:
     from lowq_cli.evaluate.layer_errors import LayerError
@@ -20,23 +20,21 @@ BAR = "#"
 
 
 def eval(
-    ckpt: Annotated[
-        str | None, typer.Argument(metavar="CKPT", help="Checkpoint, model folder or hub id. Default: the last one written.")
-    ] = None,
-    text: Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a bundled sample of novels (56 kB).")] = None,
+    ckpt: Annotated[str | None, checkpoint_argument("Checkpoint, model folder or hub id.")] = None,
+    text: JudgeText = None,
     against: Annotated[str | None, typer.Option(help="Model to compare with, usually the original.")] = None,
     max_ppl_increase: Annotated[
         float | None, typer.Option(min=0, help="Exit 6 if perplexity is more than this many percent above --against.")
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")] = None,
+    max_tokens: JudgeTokens = None,
     layers: Annotated[bool, typer.Option("--layers", help="With --against: also the error of every decoder layer.")] = False,
     act: Annotated[
         str | None,
         typer.Option(help="Activations: none, int8, fp8, or all to compare them.  [default: as the checkpoint says]"),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     threads: Threads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement."""
     from lowq_cli import state

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import completion, console
+from lowq_cli.commands import AsJson, checkpoint_argument
 from lowq_packers.formats import EXPORTED
 
 if TYPE_CHECKING:
@@ -19,14 +20,7 @@ EXAMPLES = """Examples:
 
 
 def export(
-    ckpt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CKPT",
-            help="Checkpoint folder, also another tool's. Default: the last one written.",
-            autocompletion=completion.checkpoints,
-        ),
-    ] = None,
+    ckpt: Annotated[str | None, checkpoint_argument("Checkpoint folder, also another tool's.")] = None,
     to: Annotated[
         str | None,
         typer.Option(
@@ -41,7 +35,7 @@ def export(
     rounding: Annotated[
         bool, typer.Option("--round", help="mlx, gguf: round -zero * scale to 16 bits where it is not exact.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint for vLLM, transformers, llama.cpp or MLX: bit for bit the same weights, or refused."""
     from lowq_cli import state

@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import completion, console
-from lowq_cli.commands import EXIT_INTERRUPTED, Threads, seed_or_random, unescaped
+from lowq_cli import console
+from lowq_cli.commands import (
+    EXIT_INTERRUPTED,
+    Device,
+    Seed,
+    Threads,
+    TopK,
+    TopP,
+    checkpoint_argument,
+    seed_or_random,
+    unescaped,
+)
 from lowq_packers.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -30,10 +40,7 @@ NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
 def generate(
-    checkpoint: Annotated[
-        str | None,
-        typer.Argument(metavar="CKPT", help="Folder or hub id; default: the last one.", autocompletion=completion.checkpoints),
-    ] = None,
+    checkpoint: Annotated[str | None, checkpoint_argument("Folder or hub id.")] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to go on from; - reads it from stdin.")] = None,
     prompts: Annotated[
         str | None,
@@ -44,12 +51,10 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message (chat template).")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Stop after this many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; 1 draws as the model says.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw among the likeliest tokens that hold this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Draw among this many likeliest tokens; 0: all.")] = 0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="The same seed draws the same text.  [default: another every time]")
-    ] = None,
+    seed: Seed = None,
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help=r"End the text before this one (\n: a newline); repeatable.")
     ] = None,
@@ -59,7 +64,7 @@ def generate(
             min=1, max=4096, help="Texts side by side: of --prompts, or copies of the prompt.  [default: 1; of --prompts, many]"
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    device: Device = "auto",
     threads: Threads = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
     profile: Annotated[

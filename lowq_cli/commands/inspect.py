@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from lowq_cli import console
+from lowq_cli.commands import AsJson
 
 EXAMPLES = """Examples:
   lowq inspect
@@ -21,7 +22,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="A line for every tensor.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read every weight: is it, bit for bit, what lowq wrote?")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Read every weight and fail where anything is odd.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds and who can serve it: format, bits per weight, size, schemes, errors; from headers."""
     from lowq_cli import state

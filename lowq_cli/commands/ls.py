@@ -1,17 +1,14 @@
 """lowq ls: what lowq has written on this disk."""
 
-from typing import Annotated
-
-import typer
-
 from lowq_cli import console
+from lowq_cli.commands import AsJson
 
 EXAMPLES = """Examples:
   lowq ls
   lowq ls --json"""
 
 
-def ls(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
+def ls(as_json: AsJson = False) -> None:
     """List what lowq wrote on this disk: checkpoints, and the imports, exports and runs in its cache."""
     from lowq_cli import holdings
 

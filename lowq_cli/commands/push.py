@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from lowq_cli import console
+from lowq_cli.commands import AsJson
 
 EXAMPLES = """Examples:
   lowq push me/my-model-4bit --dry-run
@@ -20,7 +21,7 @@ def push(
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files, and send nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Upload a checkpoint with a model card: recipe, size, measured perplexity change, how to load it."""
     from lowq_cli import state

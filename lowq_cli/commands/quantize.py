@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console, drawing, quantizers, recipes
+from lowq_cli.commands import AsJson
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def quantize(
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan from the headers alone and stop.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing what is in the folder.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
     given = dict(locals())  # flags of the recipe have its fields' names

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lowq_cli import completion, console, recipes
+from lowq_cli.commands import Device
 
 EXAMPLES = """Examples:
   lowq run demo 'Once upon a time'
@@ -31,7 +32,7 @@ def run(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing streamed.")] = False,
 ) -> None:
     """Answer a text with a model; the first time it is quantized into the cache, and without a text there is a conversation."""

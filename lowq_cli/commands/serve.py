@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console
+from lowq_cli.commands import Device, checkpoint_argument
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -27,14 +28,7 @@ ENGINES = ("auto", "own", "vllm")
 
 
 def serve(
-    ckpt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="CKPT",
-            help="Checkpoint, model folder or hub id. Default: the last one written.",
-            autocompletion=completion.checkpoints,
-        ),
-    ] = None,
+    ckpt: Annotated[str | None, checkpoint_argument("Checkpoint, model folder or hub id.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     engine: Annotated[
@@ -48,7 +42,7 @@ def serve(
         str, typer.Option("--api-key", envvar="LOWQ_API_KEY", show_envvar=True, help="What clients must show as their key.")
     ] = "",
     name: Annotated[str | None, typer.Option(help="The model's name for clients.  [default: its folder's]")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)] = "auto",
+    device: Device = "auto",
     max_batch: Annotated[
         int | None,
         typer.Option("--max-batch", min=1, help="Requests computed side by side.  [default: as the device is good for]"),

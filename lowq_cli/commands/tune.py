@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import console
-from lowq_cli.commands import EXIT_INTERRUPTED
+from lowq_cli.commands import EXIT_INTERRUPTED, AsJson, Device, checkpoint_argument
 
 if TYPE_CHECKING:
     from lowq_cli.tuning.tuner import Steps
@@ -21,16 +21,14 @@ EXAMPLES = """Examples:
 
 
 def tune(
-    checkpoint: Annotated[
-        str | None, typer.Argument(metavar="CKPT", help="Checkpoint folder. Default: the one written last.")
-    ] = None,
+    checkpoint: Annotated[str | None, checkpoint_argument("Checkpoint folder.")] = None,
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows per product: sequences decoded at once.")] = (
         "1,2,4,8,16,32,64"
     ),
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="Stop after this long, with what is known.")] = 75.0,
     exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Time configs that the model rules out, too.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Time all kernels on this checkpoint's shapes; the winners go into its lowq_tune.json. Ctrl-C keeps those found."""
     from lowq_cli import state
