@@ -18,6 +18,7 @@ from lowq_cli.engine.blocks import Layer, Mixture, Mlp, blocks_of
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.plain import CHUNK
 from lowq_cli.engine.sampling import Sampler, Sampling
+from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import FoldedProducts, ops
 from lowq_kernels.products.cpu import dense
 
@@ -53,7 +54,9 @@ class FusedDecoder:
         return self.blocks.linears
 
     @torch.inference_mode()
-    def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+    def start(
+        self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         """Read the prompts side by side; the first new token of each, (B,) int64 on the device.
 
         What all of them share with `held` is in the cache already and not read again.
@@ -65,7 +68,7 @@ class FusedDecoder:
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
         lengths = torch.tensor([len(p) for p in prompts])
         self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
-        x = self._prompt(ids.to(self.device), lengths.to(self.device), known)
+        x = self._prompt(ids.to(self.device), lengths.to(self.device), known, between)
         self.held = [list(p) for p in prompts]
         self.sampler.choose(self.head(x), advance=0)
         self.run = self._graph() if self.graphs and room > 1 else None
@@ -108,7 +111,7 @@ class FusedDecoder:
         self.sampler = Sampler(self.ops.choose, batch, self.blocks.head.out_features, self.device)
         self.token, self.pos = self.sampler.token, self.sampler.pos
 
-    def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor, known: int) -> torch.Tensor:
+    def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor, known: int, between: Callable[[], None]) -> torch.Tensor:
         """Fill the cache from prompts (B, T), right-padded, from token `known` on; the last normed hidden states, (B, H).
 
         What padding writes into the cache lies past the sequence's position and is overwritten before it is read.
@@ -116,6 +119,7 @@ class FusedDecoder:
         B, T = ids.shape
         last = torch.empty(B, self.blocks.norm.weight.shape[0], dtype=self.dtype, device=self.device)
         for some, tokens in passes(B, known, T):
+            between()
             piece = ids[some, tokens]
             b, t = piece.shape
             x = self.blocks.embed(piece).reshape(b * t, -1)

@@ -6,15 +6,29 @@ cache is called with the whole text each time.
 """
 
 import inspect
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowq_cli.engine.sampling import Sampler, Sampling
+from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import ops
 
 CHUNK = 2048  # prompt tokens per forward, of all sequences together: bounds the memory of activations
 CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
+
+
+
+def piece(model: Any, batch: int) -> int:
+    """Prompt tokens of each of `batch` texts per forward; on a CPU, where they take long, fewer: between two a reading can end.
+
+    All of them where transformers calls the family stateful: Mamba, Jamba, RecurrentGemma and others drop their state, or a part
+    of it, between two forwards of more than a token (FalconMamba: logits off by 18%).
+    """
+    most = sys.maxsize if getattr(model, "_is_stateful", False) else CHUNK
+    return max(1, (most if model.device.type == "cuda" else most // 4) // batch)
 
 
 class PlainDecoder:
@@ -34,7 +48,9 @@ class PlainDecoder:
         self.accepts = set(inspect.signature(model.forward).parameters)
 
     @torch.inference_mode()
-    def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+    def start(
+        self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         """Read the prompts (left-padded to one length); the first new token of each, (B,) int64 on the device."""
         longest = max(map(len, prompts))
         padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
@@ -48,8 +64,9 @@ class PlainDecoder:
         self.all_ids = ids = padded.to(self.device)
         self.cache: Any = None
         self.cache_name: str | None = None
-        step = max(1, CHUNK // len(prompts))
+        step = piece(self.model, len(prompts))
         for i in range(0, longest, step):
+            between()
             logits = self._forward(ids[:, i : i + step], i)
             if self.cache is None and self.cache_name is None:  # no cache: the one forward below must see everything
                 logits = self._forward(ids, 0)

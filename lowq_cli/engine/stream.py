@@ -16,6 +16,10 @@ from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stopping import Stopper
 
 
+def nothing() -> None:
+    """What is done between pieces of prompts where nothing is to be done."""
+
+
 class Decoder(Protocol):
     """Reads prompts, then gives the next token of every sequence, on the device.
 
@@ -27,8 +31,13 @@ class Decoder(Protocol):
     ahead: bool
     sampler: Sampler  # from `start` on
 
-    def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
-        """Read the prompts; at most `room` tokens will be asked for. The first new tokens, (B,)."""
+    def start(
+        self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
+    ) -> torch.Tensor:
+        """Read the prompts; at most `room` tokens will be asked for. The first new tokens, (B,).
+
+        between: called before each piece of the prompts; what it raises ends the reading, and nothing is held of them.
+        """
         ...
 
     def step(self) -> torch.Tensor:

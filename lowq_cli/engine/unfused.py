@@ -6,13 +6,15 @@ plain decoder, with the reason.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
-from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.plain import PlainDecoder, piece
 from lowq_cli.engine.sampling import Sampler, Sampling
+from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import ops
 
 CHECKED_STEPS = 2
@@ -40,12 +42,14 @@ class UnfusedDecoder:
         self.failed = ""
 
     @torch.inference_mode()
-    def start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+    def start(
+        self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
+    ) -> torch.Tensor:
         """Read the prompts; the first new token of each, (B,) int64 on the device."""
         fallback = self._cannot(prompts)
         if not fallback:
             try:
-                return self._start(prompts, sampling, room)
+                return self._start(prompts, sampling, room, between)
             except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as e:
                 if isinstance(e, torch.OutOfMemoryError):
                     raise
@@ -53,7 +57,7 @@ class UnfusedDecoder:
                 self.failed = fallback
         self.plain = PlainDecoder(self.model, f"{self.why}; {fallback}" if self.why else fallback)
         self.name, self.reason = self.plain.name, self.plain.reason
-        first = self.plain.start(prompts, sampling, room)
+        first = self.plain.start(prompts, sampling, room, between)
         self.sampler = self.plain.sampler
         return first
 
@@ -64,14 +68,19 @@ class UnfusedDecoder:
             return "its cache is not one of keys and values"
         return "prompts of different lengths" if len({len(p) for p in prompts}) > 1 else ""
 
-    def _start(self, prompts: list[list[int]], sampling: Sampling, room: int) -> torch.Tensor:
+    def _start(
+        self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None]
+    ) -> torch.Tensor:
         from lowq_cli.hf.cache import static_cache
 
         ids = torch.tensor(prompts)
         B, T = ids.shape
         self.plain, self.name, self.reason = None, "unfused", self.why
         self.cache = static_cache(self.model, bucket(T + room))
-        logits = self._forward(ids.to(self.device), torch.arange(T, device=self.device).expand(B, T))
+        step, there, position = piece(self.model, B), ids.to(self.device), torch.arange(T, device=self.device).expand(B, T)
+        for i in range(0, T, step):
+            between()
+            logits = self._forward(there[:, i : i + step], position[:, i : i + step])
         self.logits = logits.clone()
         self.sampler = Sampler(self.ops.choose, B, logits.shape[1], self.device)
         self.token, self.pos = self.sampler.token, self.sampler.pos

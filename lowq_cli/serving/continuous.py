@@ -24,7 +24,7 @@ from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.serving.paged import make_cache
 from lowq_cli.serving.passes import BLOCK, Piece
 from lowq_cli.serving.pool import Pool
-from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check
+from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
 from lowq_cli.serving.schedule import PassPlan, Schedule, Text
 from lowq_cli.serving.special import LogProbs, Logs, Special, fetch, is_special
 from lowq_packers.errors import UnsupportedError, UsageError, one_line
@@ -297,10 +297,10 @@ class ContinuousEngine:
             try:
                 text.request.mask.accept(token)
             except Exception as e:
-                text.failed = one_line(e)
+                text.failed = e
         if text.failed:
             self._end(text)
-            return Event(finish_reason="error", message=text.failed)
+            return failed(text.failed)
         finish = self.schedule.landed(text, token)
         self._new_tokens += 1
         logprob, top = logs.get(text.number, (None, ())) if logs else (None, ())

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from lowq_cli.engine.sampling import Sampling
-from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.errors import LowqError, UsageError, one_line
 
 MOST_LOGPROBS = 20  # alternatives a token, as OpenAI has it
 MOST_BIAS = 100.0
@@ -100,8 +100,8 @@ def check(request: Request, longest: int, vocabulary: int) -> None:
 class Event:
     """One token of a request, or its end, or both: the last event of a request has a finish_reason, and only the last.
 
-    finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled" or "error" (`message` says what, in
-    one line); with the last two there is no token. cached: in a request's first event, prompt tokens that were not computed.
+    finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled", "refused" (its own mask cannot go
+    on) or "error", with what is wrong in one line, `message`; with the last three there is no token. cached: in a request's first event, prompt tokens that were not computed.
     """
 
     token: int | None = None
@@ -110,6 +110,11 @@ class Event:
     finish_reason: str | None = None
     message: str = ""
     cached: int = 0
+
+
+def failed(why: Exception) -> Event:
+    """The end of a request that cannot go on."""
+    return Event(finish_reason="refused" if isinstance(why, UsageError) else "error", message=one_line(why))
 
 
 Done = Callable[[int, int], None]

@@ -37,7 +37,7 @@ class Text:
         self.computed = self.ahead = self.named = self.sent = 0
         self.name, self.row, self.cached = START, -1, -1
         self.told = self.done = False
-        self.failed = ""
+        self.failed: Exception | None = None
 
     @property
     def room(self) -> int:

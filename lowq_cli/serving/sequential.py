@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,17 @@ from lowq_cli.engine.fused import shared
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.picking import Picker
-from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check
-from lowq_packers.errors import UnsupportedError, one_line
+from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, failed
+from lowq_packers.errors import UnsupportedError
 
 FIRST_ROOM = 512  # tokens that a cache is made for beyond the prompt; an answer that outgrows it gets twice that, and so on
 NO_LIMIT = 32768  # tokens of a text whose model names no limit
 SHARE = 0.5  # of the free memory that one text's cache may take
 GREEDY = Sampling()
+
+
+class _Cancelled(Exception):  # no error: nobody is left to tell
+    """The request that is computed is not wanted any more."""
 
 
 class SequentialEngine:
@@ -101,8 +106,10 @@ class SequentialEngine:
             began = time.monotonic()
             try:
                 self._answer(self._running, request)
+            except _Cancelled:
+                self._sink([(self._running, Event(finish_reason="cancelled"))])
             except Exception as e:  # one request's: the others are answered all the same
-                self._sink([(self._running, Event(finish_reason="error", message=one_line(e)))])
+                self._sink([(self._running, failed(e))])
             self._busy_s += time.monotonic() - began
             with self._changed:
                 self._cancelled.discard(self._running)
@@ -119,32 +126,37 @@ class SequentialEngine:
         self._stats["prompt_tokens"] += len(prompt)
         self._stats["prefix_hits"] += cached
         until, finish = 0, None
-        while finish is None:
-            if number in self._cancelled:
-                self._sink([(number, Event(finish_reason="cancelled"))])
-                break
-            if len(tokens) == until:
-                until = min(request.max_tokens, len(tokens) + max(FIRST_ROOM, len(tokens)))
-                token = self.decoder.start([prompt + tokens], GREEDY, until - len(tokens))
-            else:
-                token = self.decoder.step()
-            if picker is not None:
-                token = picker.pick(self.decoder.sampler.logits)
-                self.decoder.sampler.token.copy_(token)
-            tokens.append(int(token))
-            if request.mask is not None:
-                request.mask.accept(tokens[-1])
-            self._stats["new_tokens"] += 1
-            self._stats["steps"] += 1
-            if tokens[-1] in request.stop_ids:
-                finish = "stop"
-            elif len(tokens) == request.max_tokens:
-                finish = "length"
-            logprob, top = (None, ()) if picker is None else picker.logprobs()
-            self._sink([(number, Event(tokens[-1], logprob, top, finish, cached=cached))])
-            cached = 0
-        if tokens and hasattr(self.decoder, "held"):  # what the next prompt may go on from; without one it was not read
-            self.decoder.held = [(prompt + tokens)[:-1]]
+        try:
+            while finish is None:
+                self._go_on(number)
+                if len(tokens) == until:
+                    until = min(request.max_tokens, len(tokens) + max(FIRST_ROOM, len(tokens)))
+                    token = self.decoder.start([prompt + tokens], GREEDY, until - len(tokens), partial(self._go_on, number))
+                else:
+                    token = self.decoder.step()
+                if picker is not None:
+                    token = picker.pick(self.decoder.sampler.logits)
+                    self.decoder.sampler.token.copy_(token)
+                tokens.append(int(token))
+                if request.mask is not None:
+                    request.mask.accept(tokens[-1])
+                self._stats["new_tokens"] += 1
+                self._stats["steps"] += 1
+                if tokens[-1] in request.stop_ids:
+                    finish = "stop"
+                elif len(tokens) == request.max_tokens:
+                    finish = "length"
+                logprob, top = (None, ()) if picker is None else picker.logprobs()
+                self._sink([(number, Event(tokens[-1], logprob, top, finish, cached=cached))])
+                cached = 0
+        finally:
+            if tokens and getattr(self.decoder, "held", None):  # what the next prompt may go on from, if that was read
+                self.decoder.held = [(prompt + tokens)[:-1]]
+
+    def _go_on(self, number: int) -> None:
+        """Raise _Cancelled if nobody wants the rest."""
+        if number in self._cancelled:
+            raise _Cancelled
 
     def _known(self, prompt: tuple[int, ...]) -> int:
         """Leading tokens of a prompt that the decoder's cache holds."""

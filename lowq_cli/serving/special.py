@@ -13,7 +13,6 @@ from lowq_cli.engine.sampling import penalise
 from lowq_cli.serving.request import MOST_LOGPROBS, Draw
 from lowq_cli.serving.rows import Rows, upload
 from lowq_cli.serving.schedule import Text
-from lowq_packers.errors import one_line
 
 BITS = 32  # of a word of a mask
 Logs = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
@@ -135,7 +134,7 @@ class Special:
                 try:
                     text.request.mask.fill(words[i])
                 except Exception as e:  # its own grammar's: the others are drawn for all the same
-                    text.failed = one_line(e)
+                    text.failed = e
                     words[i].fill_(-1)
         on_device = upload(words.numpy(), self.device)
         return ((on_device[:, :, None] >> self.bits) & 1).flatten(1)[:, : self.V].bool()

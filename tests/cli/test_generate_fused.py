@@ -275,7 +275,9 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
-def test_the_unfused_decoder_gives_the_same_tokens(family):
+@pytest.mark.parametrize("chunk", [2048, 16], ids=["whole prompts", "in pieces"])
+def test_the_unfused_decoder_gives_the_same_tokens(family, chunk, monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.plain.CHUNK", chunk)
     model = build(family)
     decoder = UnfusedDecoder(model)
     g = stream(model, TOKENIZER, [prompts()[0]], max_new_tokens=14, decoder=decoder)

@@ -12,6 +12,7 @@ from lowq_cli.engine.bandwidth import last_level_cache, measured
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.ready import threads
+from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
@@ -253,3 +254,17 @@ def test_threads_that_are_asked_for_stand_over_the_containers_share(tmp_path, mo
         assert threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_families_with_a_state_read_their_prompts_whole(monkeypatch):
+    """FalconMamba's forward in transformers drops a part of its state between two pieces of a prompt."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("falcon_mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    whole = model(input_ids=torch.arange(5, 42)[None]).logits[0, -1]
+    monkeypatch.setattr("lowq_cli.engine.plain.CHUNK", 8)
+    decoder = PlainDecoder(model)
+    decoder.start([list(range(5, 42))], Sampling(), 2)
+    torch.testing.assert_close(decoder.sampler.logits[0], whole)

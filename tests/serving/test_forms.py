@@ -67,12 +67,26 @@ def test_an_answer_follows_its_schema(make, temperature):
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}, "additionalProperties": False}
 
 
+LATE = {"type": "object", "properties": {"a": {"const": "once upon a time there was a king"}, "b": MANY}, "required": ["a", "b"]}
+
+
 @pytest.mark.parametrize("schema", [MANY, {"$ref": "#"}], ids=["2000 properties", "itself"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
-def test_a_form_that_the_library_gives_up_is_an_error_and_no_stop(make, schema, streamed):
+def test_a_form_that_no_answer_can_begin_is_refused_before_anything_runs(make, server, schema, streamed):
     form = {"type": "json_schema", "json_schema": {"name": "much", "schema": schema}}
-    with pytest.raises(openai.APIError, match="cannot keep to its form"):
+    with pytest.raises(openai.BadRequestError, match="cannot keep to its form") as refused:
+        make(response_format=form, stream=streamed)
+    assert (refused.value.status_code, refused.value.param) == (400, "response_format.json_schema.schema")
+    assert not server.stats()["running"]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+def test_a_form_that_the_library_gives_up_midway_is_an_error_and_no_stop(make, streamed):
+    form = {"type": "json_schema", "json_schema": {"name": "much", "schema": LATE}}
+    with pytest.raises(openai.APIError, match="cannot keep to its form") as refused:
         list(make(response_format=form, stream=streamed))
+    assert refused.value.type == "invalid_request_error"  # asked again it would fail again: a server's error would be
+    assert streamed or refused.value.status_code == 400
     assert make(max_tokens=2).choices[0].finish_reason == "length"  # the others are answered
 
 
@@ -123,6 +137,8 @@ def test_what_a_tool_said_goes_back_to_the_model(make):
         ({"response_format": {"type": "xml"}}, "must be text, json_object or json_schema"),
         ({"response_format": {"type": "json_schema"}}, "json_schema: must be an object"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}}, "json_schema.schema: "),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}}, "does not exist"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "(["}}}}, "regex parse error"),
         ({"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}}, "leave one out"),
         ({"tool_choice": "required"}, "tool_choice: must be"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "is none of the tools"),

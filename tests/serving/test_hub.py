@@ -209,3 +209,19 @@ def test_bytes_that_are_no_text_come_out_in_the_end(tokenizer):
     first = writer.push([Event(i) for i in ids]).text
     assert first == ""
     assert set(writer.push([Event(None, finish_reason="cancelled")]).text) == {"\ufffd"}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+def test_an_answer_ends_at_the_token_that_completed_a_stop_however_many_came_with_it(tokenizer, at_once):
+    ids = tokenizer("Once upon a time there was a king who had a daughter")["input_ids"]
+    steps = [Event(t, logprob=-1.0, finish_reason="length" if i + 1 == len(ids) else None) for i, t in enumerate(ids)]
+    writer, pieces = Writer(tokenizer, (5,), (" there was",), frozenset()), []
+    for i in range(0, len(steps), at_once):
+        pieces.append(writer.push(steps[i : i + at_once]))
+        if pieces[-1].finish_reason:
+            break
+    needed = next(n for n in range(len(ids)) if " there was" in tokenizer.decode(ids[:n]))
+    assert 2 < needed < len(ids)
+    assert "".join(p.text for p in pieces).strip() == "Once upon a time"
+    assert writer.tokens == sum(len(p.logprobs) for p in pieces) == needed
+    assert pieces[-1].finish_reason == "stop"

@@ -12,6 +12,7 @@ from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Names, Piece, Writer
 
 DONE = b"data: [DONE]\n\n"
+UNANSWERED = {"error": (500, "server_error"), "refused": (400, "invalid_request_error"), "cancelled": (503, "server_error")}
 
 
 def encoded(value: object) -> bytes:
@@ -112,9 +113,9 @@ class Answer:
                 if index not in left:
                     continue
                 piece = self.writers[index].push(events)
-                if piece.finish_reason in ("error", "cancelled"):
-                    line = piece.error or "the server is stopping"
-                    raise Refusal(500 if piece.error else 503, line, "server_error")
+                if piece.finish_reason in UNANSWERED:
+                    status, kind = UNANSWERED[piece.finish_reason]
+                    raise Refusal(status, piece.error or "the server is stopping", kind)
                 if piece.finish_reason:
                     self.finish_reasons[index] = piece.finish_reason
                     self.live.cancel(index)

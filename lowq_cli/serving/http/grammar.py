@@ -1,7 +1,8 @@
 """Answers in a form: JSON schemas and calls of tools as masks over the next token, by the llguidance library (an extra).
 
-A mask belongs to one request and is asked by the engine's thread. The library can give up in the midst of an answer, at a limit
-of its own: that is an error of the request, as half an object which "stop" follows would pass for a whole one.
+A mask belongs to one request and is asked by the engine's thread. A form is tried before it is queued, for some tokens; the
+library can still give up in the midst of an answer, at a limit of its own (it keeps a step under 20 ms, for all others wait for
+it). That is an error of the request, as half an object which "stop" follows would pass for a whole one.
 """
 
 import json
@@ -15,8 +16,10 @@ import torch
 from lowq_cli.serving.http.fields import Asked, known, shown, table
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_cli.serving.request import Mask
-from lowq_packers.errors import LowqError
+from lowq_packers.errors import UsageError
 
+NO_TOKEN = "no token can follow"
+TRIED = 8  # tokens: a schema of 2,000 properties fails at the second, one that is itself at the first
 # as json.dumps writes it, which models have seen most; free blanks would let a small one write nothing else
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -28,11 +31,11 @@ class Grammar:
         self.matcher, self.ends = matcher, ends
 
     def fill(self, words: torch.Tensor) -> None:
-        """The tokens that the grammar allows; at its end those that end a text. Raises LowqError where the library gave up."""
+        """The tokens that the grammar allows; at its end those that end a text. Raises UsageError where the library gave up."""
         self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
         if self.matcher.is_error() or not (words.any() or self.matcher.is_accepting()):
-            why = (self.matcher.get_error() or "no token can follow").partition("<state>")[0]
-            raise LowqError(f"the answer cannot keep to its form: {' '.join(why.split())[:200]}; a simpler schema may do")
+            why = (self.matcher.get_error() or NO_TOKEN).partition("<state>")[0].replace("NoExtensionBias", NO_TOKEN)
+            raise UsageError(f"the answer cannot keep to its form: {' '.join(why.split())[:200]}; a simpler schema may do")
         if not words.any():
             words.zero_()
             for token in self.ends:
@@ -87,7 +90,23 @@ class Grammars:
         first = matcher(tokens, grammar, log_level=0)
         if first.is_error():
             raise wrong(param, " ".join(first.get_error().split())[:200])
+        try:
+            self._try(Grammar(first.deep_copy(), self.ends))
+        except UsageError as e:
+            raise wrong(param, str(e)) from None
         return lambda: Grammar(first.deep_copy(), self.ends)
+
+    def _try(self, grammar: Grammar) -> None:
+        """Write a few tokens, always the first that may come. Raises UsageError where none may."""
+        words = torch.zeros(-(-self.vocabulary // 32), dtype=torch.int32)
+        for _ in range(TRIED):
+            grammar.fill(words)
+            word = int(words.nonzero()[0])
+            bits = int(words[word])
+            token = 32 * word + (bits & -bits).bit_length() - 1
+            if token in self.ends:
+                return
+            grammar.accept(token)
 
 
 def form(asked: Asked, grammars: Grammars) -> Callable[[], Mask] | None:

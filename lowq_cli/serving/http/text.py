@@ -49,24 +49,33 @@ class Writer:
 
     def push(self, events: list[Event]) -> Piece:
         """What these events add. With finish_reason "stop" nothing more is wanted, whether the engine has ended or not."""
-        self.cached += sum(e.cached for e in events)
-        last = events[-1].finish_reason
-        ids = [e.token for e in events if e.token is not None]
-        self.tokens += len(ids)
-        shown = ids[:-1] if last == "stop" and ids and ids[-1] in self.stop_ids else ids
-        text = self.detokenizer.extend(shown) if shown else ""
-        if last:
-            text += self.detokenizer.flush()
-        text, cut = self.stopper.push(text)
-        if last and not cut:
-            text += self.stopper.flush()
-        piece = Piece(text, finish_reason="stop" if cut else last, error=events[-1].message)
-        piece.logprobs = [(e.token, e.logprob, e.top) for e in events if e.token is not None and e.logprob is not None]
+        text, cut, taken = "", False, list[Event]()
+        # a token at a time where texts end it: what came along with the one that completed a stop is no part of the answer
+        for some in [[e] for e in events] if self.stopper.stops else [events]:
+            piece, cut = self._text(some)
+            text, taken = text + piece, taken + some
+            if cut:
+                break
+        self.cached += sum(e.cached for e in taken)
+        self.tokens += sum(e.token is not None for e in taken)
+        piece = Piece(text, finish_reason="stop" if cut else taken[-1].finish_reason, error=taken[-1].message)
+        piece.logprobs = [(e.token, e.logprob, e.top) for e in taken if e.token is not None and e.logprob is not None]
         if self.reader is not None:
             piece.text, piece.calls = self.reader.push(text, piece.finish_reason is not None)
             if piece.finish_reason == "stop" and self.reader.calls:
                 piece.finish_reason = "tool_calls"
         return piece
+
+    def _text(self, events: list[Event]) -> tuple[str, bool]:
+        """What these events add to the text, and whether a stop has ended it."""
+        last = events[-1].finish_reason
+        ids = [e.token for e in events if e.token is not None]
+        shown = ids[:-1] if last == "stop" and ids and ids[-1] in self.stop_ids else ids
+        text = self.detokenizer.extend(shown) if shown else ""
+        if last:
+            text += self.detokenizer.flush()
+        text, cut = self.stopper.push(text)
+        return text if cut or not last else text + self.stopper.flush(), cut
 
 
 class Names:
