@@ -24,8 +24,8 @@ CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-s
 def piece(model: Any, batch: int) -> int:
     """Prompt tokens of each of `batch` texts per forward; on a CPU, where they take long, fewer: between two a reading can end.
 
-    All of them where transformers calls the family stateful: Mamba, Jamba, RecurrentGemma and others drop their state, or a part
-    of it, between two forwards of more than a token (FalconMamba: logits off by 18%).
+    All of them where transformers calls the family stateful: Mamba, Jamba, RecurrentGemma and others drop their state, or a
+    part of it, between two forwards of more than a token (FalconMamba: logits off by 18%).
     """
     most = sys.maxsize if getattr(model, "_is_stateful", False) else CHUNK
     return max(1, (most if model.device.type == "cuda" else most // 4) // batch)

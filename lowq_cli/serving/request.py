@@ -101,7 +101,8 @@ class Event:
     """One token of a request, or its end, or both: the last event of a request has a finish_reason, and only the last.
 
     finish_reason: "stop" (a stop id, or the mask's end), "length" (max_tokens), "cancelled", "refused" (its own mask cannot go
-    on) or "error", with what is wrong in one line, `message`; with the last three there is no token. cached: in a request's first event, prompt tokens that were not computed.
+    on) or "error", with what is wrong in one line, `message`; with the last three there is no token. cached: in a request's
+    first event, prompt tokens that were not computed.
     """
 
     token: int | None = None

@@ -67,7 +67,8 @@ def test_an_answer_follows_its_schema(make, temperature):
 MANY = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}, "additionalProperties": False}
 
 
-LATE = {"type": "object", "properties": {"a": {"const": "once upon a time there was a king"}, "b": MANY}, "required": ["a", "b"]}
+FIRST = {"const": "once upon a time there was a king"}
+LATE = {"type": "object", "properties": {"a": FIRST, "b": MANY}, "required": ["a", "b"]}
 
 
 @pytest.mark.parametrize("schema", [MANY, {"$ref": "#"}], ids=["2000 properties", "itself"])
