@@ -20,7 +20,6 @@ CHUNK = 2048  # prompt tokens per forward, of all sequences together: bounds the
 CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
 
 
-
 def piece(model: Any, batch: int) -> int:
     """Prompt tokens of each of `batch` texts per forward; on a CPU, where they take long, fewer: between two a reading can end.
 

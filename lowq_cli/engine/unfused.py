@@ -68,9 +68,7 @@ class UnfusedDecoder:
             return "its cache is not one of keys and values"
         return "prompts of different lengths" if len({len(p) for p in prompts}) > 1 else ""
 
-    def _start(
-        self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None]
-    ) -> torch.Tensor:
+    def _start(self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None]) -> torch.Tensor:
         from lowq_cli.hf.cache import static_cache
 
         ids = torch.tensor(prompts)
