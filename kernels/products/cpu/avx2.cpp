@@ -3,11 +3,13 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "args.h"
+
 namespace {
 struct Isa {
     using I = __m256i;
     using F = __m256;
-    static constexpr int LANES = 8, MOST = 2, OFFSET = 128;
+    static constexpr int LANES = 8, OFFSET = 128, TOGETHER = 2;
     static constexpr int wide(int) { return 2; }
     static constexpr bool ANY_BYTE = false;  // of codes in `dot`: else those below 128, two of which do not overflow
     static I load(const void* p) { return _mm256_loadu_si256((const I*)p); }
@@ -32,6 +34,7 @@ struct Isa {
     }
     template <int BITS>
     static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
+    static bool bf16_dense(const Args&) { return false; }
     static F zero() { return _mm256_setzero_ps(); }
     static F all(float f) { return _mm256_set1_ps(f); }
     static F to_float(I v) { return _mm256_cvtepi32_ps(v); }

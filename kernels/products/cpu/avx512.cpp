@@ -2,15 +2,18 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "args.h"
+
+bool dense_bf16(const Args&);
+
 namespace {
 typedef int32_t __attribute__((may_alias, aligned(4))) Quad;
 
 struct Isa {
     using I = __m512i;
     using F = __m512;
-    static constexpr int LANES = 16, MOST = 8, OFFSET = 0;
-    // Registers of rows at once: two where 16 sums fit; fewer rows of x wait for the memory, which likes one stream.
-    static constexpr int wide(int sums) { return sums == 8 ? 2 : 1; }
+    static constexpr int LANES = 16, OFFSET = 0, TOGETHER = 8;
+    static constexpr int wide(int) { return 1; }  // registers of rows at once: the memory likes one stream
     static constexpr bool ANY_BYTE = true;  // of codes in `dot`
     static I load(const void* p) { return _mm512_loadu_si512(p); }
     static I none() { return _mm512_setzero_si512(); }
@@ -39,6 +42,7 @@ struct Isa {
         __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const Quad*)x));
         return sum;
     }
+    static bool bf16_dense(const Args& a) { return dense_bf16(a); }
     static F zero() { return _mm512_setzero_ps(); }
     static F all(float f) { return _mm512_set1_ps(f); }
     static F to_float(I v) { return _mm512_cvtepi32_ps(v); }

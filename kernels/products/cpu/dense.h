@@ -1,4 +1,4 @@
-// One row of x against a 16-bit matrix (N, K), row by row, in fp32: an output head that was not quantized.
+// Few rows of x against a 16-bit matrix (N, K), in fp32: an output head that was not quantized. And values to and from fp32.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -34,31 +34,77 @@ inline void write(void* p, int dtype, size_t i, float f) {
     }
 }
 
-// One row of the weight with x: four sums a lane, always added in the same order.
-inline float dot_row(const Args& a, const float* x, size_t at) {
-    constexpr int L = Isa::LANES, SUMS = 4;
-    Isa::F sum[SUMS];
-    for (int u = 0; u < SUMS; u++) sum[u] = Isa::zero();
-    int k = 0;
-    for (; k + SUMS * L <= a.K; k += SUMS * L)
-        for (int u = 0; u < SUMS; u++)
-            sum[u] = Isa::plus_product(sum[u], Isa::meta(a.words, a.meta, at + k + u * L), Isa::meta(x, FP32, k + u * L));
-    alignas(64) float lanes[SUMS][L];
-    for (int u = 0; u < SUMS; u++) Isa::store(lanes[u], sum[u]);
-    float total = 0;
-    for (int u = 0; u < SUMS; u++)
-        for (int i = 0; i < L; i++) total += lanes[u][i];
-    for (; k < a.K; k++) total += read(a.words, a.meta, at + k) * x[k];
-    return total;
+// n values from `at` on, to and from fp32: loops that the compiler makes vectors of, the dtype known outside of them.
+template <int T>
+inline void widen(float* to, const void* from, size_t at, int n) {
+    for (int i = 0; i < n; i++) to[i] = read(from, T, at + i);
 }
 
-inline void dense(const Args& a) {
-    float* x = (float*)malloc(sizeof(float) * a.K);
-    for (size_t i = 0; i < (size_t)a.K; i++) x[i] = read(a.x, a.dtype, i);
-#pragma omp parallel for schedule(dynamic, 64) num_threads(a.threads)
-    for (int n = 0; n < a.N; n++)
-        write(a.y, a.dtype, n, dot_row(a, x, (size_t)n * a.K) + (a.bias ? read(a.bias, a.meta, n) : 0.f));
-    free(x);
+template <int T>
+inline void round_to(void* to, size_t at, const float* from, int n) {
+    for (int i = 0; i < n; i++) write(to, T, at + i, from[i]);
+}
+
+inline void widen(float* to, const void* from, int dtype, size_t at, int n) {
+    dtype == BF16 ? widen<BF16>(to, from, at, n) : dtype == FP16 ? widen<FP16>(to, from, at, n) : widen<FP32>(to, from, at, n);
+}
+
+inline void narrow(void* to, int dtype, size_t at, const float* from, int n) {
+    dtype == BF16 ? round_to<BF16>(to, at, from, n) : dtype == FP16 ? round_to<FP16>(to, at, from, n) : round_to<FP32>(to, at, from, n);
+}
+
+// NB rows of the 16-bit weight with MB rows of x, both along k: a sum each, in the order of k, so that a row of y has the same
+// bits in any company. `Way` says what a step of STEP k is, for operands as it wants them.
+template <class Way, int NB, int MB>
+inline void dot_rows(const Args& a, const typename Way::X* x, int n, int m) {
+    typename Way::F sum[NB][MB];
+#pragma GCC unroll 4
+    for (int i = 0; i < NB; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < MB; j++) sum[i][j] = Way::zero();
+    const uint16_t* row = (const uint16_t*)a.words + (size_t)n * a.K;
+    const typename Way::X* at = x + (size_t)m * a.K;
+    int k = 0;
+    for (; k + Way::STEP <= a.K; k += Way::STEP) {
+        typename Way::W w[NB];
+#pragma GCC unroll 4
+        for (int i = 0; i < NB; i++) {
+            w[i] = Way::weights(row + (size_t)i * a.K + k);
+            if (m == 0) __builtin_prefetch(row + (size_t)(i + NB) * a.K + k);
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < MB; j++)
+#pragma GCC unroll 4
+            for (int i = 0; i < NB; i++) sum[i][j] = Way::dot(sum[i][j], w[i], at + (size_t)j * a.K + k);
+    }
+    for (int i = 0; i < NB; i++)
+        for (int j = 0; j < MB; j++) {
+            float total = Way::total(sum[i][j]);
+            for (int rest = k; rest < a.K; rest++)
+                total += read(row, a.meta, (size_t)i * a.K + rest) * Way::value(at[(size_t)j * a.K + rest]);
+            total += a.bias ? read(a.bias, a.meta, n + i) : 0.f;
+            write(a.y, a.dtype, (size_t)(m + j) * a.N + n + i, total);
+        }
+}
+
+template <class Way, int NB>
+inline void dot_block(const Args& a, const typename Way::X* x, int n) {  // NB rows of the weight stay in the cache
+    int m = 0;
+    for (; m + 4 <= a.M; m += 4) dot_rows<Way, NB, 4>(a, x, n, m);
+    if (a.M - m >= 2) dot_rows<Way, NB, 2>(a, x, n, m), m += 2;
+    if (a.M > m) dot_rows<Way, NB, 1>(a, x, n, m);
+}
+
+template <class Way>
+inline void dense_rows(const Args& a, const typename Way::X* x) {
+    constexpr int PART = 64;
+    const int parts = (a.N + PART - 1) / PART;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads)
+    for (int part = 0; part < parts; part++) {
+        int n = part * PART, end = n + PART < a.N ? n + PART : a.N;
+        for (; n + Way::NB <= end; n += Way::NB) dot_block<Way, Way::NB>(a, x, n);
+        for (; n < end; n++) dot_block<Way, 1>(a, x, n);
+    }
 }
 
 }  // namespace

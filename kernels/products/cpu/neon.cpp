@@ -2,12 +2,14 @@
 #include <arm_neon.h>
 #include <stddef.h>
 
+#include "args.h"
+
 namespace {
 struct Isa {
     using I = int32x4_t;
     using F = float32x4_t;
-    static constexpr int LANES = 4, MOST = 8, OFFSET = 128;
-    static constexpr int wide(int sums) { return sums > 8 ? 1 : sums > 4 ? 2 : 4; }
+    static constexpr int LANES = 4, OFFSET = 128, TOGETHER = 4;
+    static constexpr int wide(int) { return 4; }
     static constexpr bool ANY_BYTE = false;  // of codes in `dot`, which are signed
     static I load(const void* p) { return vld1q_s32((const int32_t*)p); }
     static I none() { return vdupq_n_s32(0); }
@@ -25,6 +27,7 @@ struct Isa {
     }
     template <int BITS>
     static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
+    static bool bf16_dense(const Args&) { return false; }
     static F zero() { return vdupq_n_f32(0); }
     static F all(float f) { return vdupq_n_f32(f); }
     static F to_float(I v) { return vcvtq_f32_s32(v); }

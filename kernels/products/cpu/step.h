@@ -27,20 +27,6 @@ inline float exponential(float x) {
     return x < -87.f ? 0 : x > 88.f ? INFINITY : x != x ? x : p * scale;
 }
 
-template <int T>
-inline void widen(float* to, const void* from, size_t at, int n) {
-    for (int i = 0; i < n; i++) to[i] = read(from, T, at + i);
-}
-
-template <int T>
-inline void round_to(void* to, size_t at, const float* from, int n) {
-    for (int i = 0; i < n; i++) write(to, T, at + i, from[i]);
-}
-
-inline void widen_meta(float* to, const void* from, int meta, int n) {
-    for (int i = 0; i < n; i++) to[i] = read(from, meta, i);
-}
-
 // x / sqrt(mean(x^2) + eps) * weight
 inline void norm(float* x, const float* weight, int n, float eps) {
     constexpr int SUMS = 32;
@@ -59,8 +45,8 @@ void add_norm(const Norm& a) {
     const int H = a.H;
     float* memory = (float*)malloc(sizeof(float) * H * (2 + 2 * (size_t)a.threads));
     float *weight = memory, *post = memory + H;
-    widen_meta(weight, a.weight, a.meta, H);
-    if (a.post) widen_meta(post, a.post, a.meta, H);
+    widen(weight, a.weight, a.meta, 0, H);
+    if (a.post) widen(post, a.post, a.meta, 0, H);
 #pragma omp parallel num_threads(a.threads) if (a.M > 1)
     {
 #ifdef _OPENMP
@@ -118,7 +104,7 @@ template <int T>
 inline void turn(const Attend& a, float* x, float* by, void* rounded, int at, const void* weight) {
     const int half = a.R / 2;
     if (weight) {
-        widen_meta(by, weight, a.meta, a.D);
+        widen(by, weight, a.meta, 0, a.D);
         norm(x, by, a.D, a.eps);
     }
     for (int i = 0; i < half; i++) {

@@ -1,0 +1,91 @@
+// Activations as integers of D digits of 8 bits, in blocks of 32 to 128 k that share a scale, in the order in which words
+// hold their codes.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "args.h"
+#include "dense.h"
+
+namespace {
+
+constexpr int ROWS = 16;   // of a tile: neighbouring words belong to neighbouring rows
+constexpr int CHUNK = 32;  // k of `bits` words a row; always 8 quads
+constexpr int QUADS = 8;   // of 4 codes in the 4 bytes of a lane
+constexpr int MOST = 16;   // rows of x multiplied together: their digits, 64 KB of K = 2048, stay in the second-level cache
+
+typedef int8_t Bytes __attribute__((vector_size(CHUNK)));
+
+// Byte j of the shuffled chunk is byte b of quad q, and that is code k of the chunk: what `codes` below makes of the words.
+constexpr int code_of(int bits, int j) {
+    int plane = bits == 3 ? 2 : bits, per_word = 32 / plane, per_byte = 8 / plane;
+    int q = j / 4, b = j % 4, word = q / per_byte, i = q % per_byte;
+    return per_word * word + per_byte * b + i;
+}
+
+template <int BITS, size_t... J>
+inline Bytes in_quads(Bytes v, std::index_sequence<J...>) {
+    return __builtin_shufflevector(v, v, code_of(BITS, J)...);
+}
+
+// Activations of MB rows as kernels read them: quads[chunk][m][d][q] of 4 digits; scale and sum[block][m].
+struct Rounded {
+    int8_t* quads;
+    float *scale, *sum;
+    int MB;
+};
+
+// One block of one row. Two digits: x ~ scale * (128 h + l), scale a power of two, |128 h + l| < 2^14, so that a bf16 or
+// fp16 within 2^-6 or 2^-3 of the block's largest is exact and any other is off by at most 2^-14 of that.
+// One digit: x ~ scale * h, the row's scale = max / 127 as `activations.int8_rows` has it. Anything infinite or no number
+// makes the whole block so.
+template <int BITS, int D>
+inline void round_block(const Args& a, int row, int block, int m, const Rounded& out) {
+    const int n = a.block, k0 = block * n;
+    alignas(64) float x[128];
+    alignas(64) int8_t digit[D][128];
+    int have = a.K - k0 < n ? a.K - k0 : n;
+    widen(x, a.x, a.dtype, (size_t)row * a.K + k0, have);
+    for (int i = have; i < n; i++) x[i] = 0;
+    uint32_t top = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t u;
+        memcpy(&u, &x[i], 4);
+        u &= 0x7fffffff;
+        top = u > top ? u : top;
+    }
+    float amax, scale = 0, inverse = 0;
+    memcpy(&amax, &top, 4);
+    if (top >= 0x7f800000) {
+        scale = NAN;
+    } else if (amax > 1e-30f && D == 2) {
+        uint32_t e = (top & 0x7f800000), s = e - (13u << 23), r = (254u << 23) - s;
+        memcpy(&scale, &s, 4);
+        memcpy(&inverse, &r, 4);
+    } else if (D == 1) {
+        scale = a.most[row] / 127, inverse = 127 / a.most[row];
+    }
+    const float most = D == 2 ? 16383.f : 127.f;
+    int total = 0;
+    for (int i = 0; i < n; i++) {
+        float f = x[i] * inverse;
+        f = f > most ? most : f < -most ? -most : f;
+        int v = top < 0x7f800000 ? (int)__builtin_rintf(f) : 0;
+        total += v;
+        if (D == 2) digit[0][i] = (int8_t)(v / 128), digit[D - 1][i] = (int8_t)(v % 128);
+        else digit[0][i] = (int8_t)v;
+    }
+    for (int c = 0; c < n / CHUNK; c++)
+        for (int d = 0; d < D; d++) {
+            Bytes v;
+            memcpy(&v, digit[d] + c * CHUNK, CHUNK);
+            v = in_quads<BITS>(v, std::make_index_sequence<CHUNK>());
+            memcpy(out.quads + (((size_t)(k0 / CHUNK + c) * out.MB + m) * D + d) * CHUNK, &v, CHUNK);
+        }
+    out.scale[block * out.MB + m] = scale;
+    out.sum[block * out.MB + m] = (float)total;
+}
+
+}  // namespace
