@@ -70,7 +70,7 @@ def test_a_fault_is_seen(ground, monkeypatch):
     assert "internal error: KeyError" in verdict().fault
     monkeypatch.setattr(judging, "weights", lambda model: time.sleep(0.3) or {})
     monkeypatch.setattr(judging, "SECONDS", 0.2)
-    assert "took 0.3 s" in verdict().fault
+    assert verdict().fault.startswith("took ")
 
 
 def test_a_stopped_command_leaves_the_same_bytes_and_nothing_else(ground):
