@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lowq_packers import tables
 from lowq_packers.errors import SchemeError
 from lowq_packers.lazy import torch
-from lowq_packers.scheme import Scheme, ZeroKind
+from lowq_packers.scheme import ScaleKind, Scheme, ZeroKind
 
 LOST = 2.0**-6  # of a tensor's norm: bf16 rounds by 2**-9
 
 
-def plausible(companion: torch.Tensor, zeros_of: Scheme | None = None) -> torch.Tensor:
-    """Whether scales, or zeros of a scheme, are what a quantizer writes: a bool () on their device.
+def plausible(t: torch.Tensor, s: Scheme, role: str) -> torch.Tensor:
+    """Whether a scheme's scales, zeros or table (`role`: "scale", "zero", "table") are what a quantizer writes: a bool () on
+    their device.
 
-    That is finite; of the zero kind "int" also whole codes.
+    That is finite; of the zero kind "int" also whole codes; bytes that are scales; factors above 0.
     """
-    good = companion.isfinite().all()
-    if zeros_of is not None and zeros_of.zero == "int":
-        good = good & ((companion == companion.round()) & (companion >= 0) & (companion < zeros_of.levels)).all()
+    if role == "table":
+        return tables.good_companion(s, t)
+    if role == "scale" and s.scale != "float":
+        return tables.good_scales(t, s.scale)
+    good = t.isfinite().all()
+    if role == "zero" and s.zero == "int":
+        good = good & ((t == t.round()) & (t >= 0) & (t < s.levels)).all()
     return good
 
 
@@ -41,16 +47,33 @@ def check_fits(what: str, dtype: torch.dtype, *tensors: torch.Tensor | None) -> 
         raise SchemeError(f"{what}: its scales do not fit {narrow}; use {then}")
 
 
+def dequantized(
+    s: Scheme, W_q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, table: torch.Tensor | None
+) -> torch.Tensor:
+    """The definition: what a QuantizedTensor of these stands for, fp32 (N, K)."""
+    wide = tables.wide(s, scales, table).unsqueeze(-1)
+    values = tables.look_up(W_q, tables.values(s, table, W_q.device)) if s.table else W_q.float()
+    groups = values.reshape(W_q.shape[0], -1, s.group_size)
+    if s.table:
+        return (groups * wide).reshape(W_q.shape)
+    zero = s.mid if zeros is None else zeros.float().unsqueeze(-1)
+    return ((groups - zero) * wide).reshape(W_q.shape)
+
+
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A quantized (N, K) weight, w[n, k] = (W_q[n, k] - zeros[n, k // group_size]) * scales[n, k // group_size].
 
+    Of a table scheme it is values[W_q[n, k]] * (scales[n, k // group_size] * factor): see tables.py.
+
     Args:
         W_q: (N, K) uint8 codes, 0 .. 2**bits - 1.
-        scales: (N, K // group_size) fp16, bf16 or fp32, in weight units.
+        scales: (N, K // group_size) fp16, bf16 or fp32, in weight units; uint8 where the scheme's are of 8 bits.
         zeros: (N, K // group_size) in code units, any float dtype; None means the constant `scheme.mid`.
         bits, group_size: the scheme; group_size = K is per channel.
         zero: "float" or "int"; by default "float" where zeros are given and "none" where not.
+        table: fp32 (T, 2**bits), a fitted table, or (T, 1), the factor of e4m3 scales; None for other schemes.
+        table_kind, scale: the scheme's `table` and `scale`.
     Raises:
         SchemeError: shapes, dtypes or codes that do not fit the scheme.
     """
@@ -61,12 +84,15 @@ class QuantizedTensor:
     bits: int
     group_size: int
     zero: ZeroKind | None = None
+    table: torch.Tensor | None = None
+    table_kind: str = ""
+    scale: ScaleKind = "float"
     scheme: Scheme = field(init=False)
 
     def __post_init__(self) -> None:
         kind: ZeroKind = self.zero or ("none" if self.zeros is None else "float")
         object.__setattr__(self, "zero", kind)
-        object.__setattr__(self, "scheme", Scheme(self.bits, self.group_size, kind))
+        object.__setattr__(self, "scheme", Scheme(self.bits, self.group_size, kind, self.table_kind, self.scale))
         if self.W_q.dim() != 2 or self.W_q.dtype != torch.uint8:
             raise SchemeError(f"W_q must be (N, K) uint8, got {tuple(self.W_q.shape)} {self.W_q.dtype}")
         N, K = self.W_q.shape
@@ -74,8 +100,11 @@ class QuantizedTensor:
         if (self.zeros is None) != (kind == "none"):
             raise SchemeError(f'zero="{kind}" and zeros={"None" if self.zeros is None else "a tensor"} contradict each other')
         for name, t in (("scales", self.scales), ("zeros", self.zeros)):
-            if t is not None and (tuple(t.shape) != expected or not t.is_floating_point()):
-                raise SchemeError(f"{name} must be {expected} float for W_q {(N, K)}, got {tuple(t.shape)} {t.dtype}")
+            right = t is None or (t.is_floating_point() if self.scale == "float" else t.dtype == torch.uint8)
+            if t is not None and (tuple(t.shape) != expected or not right):
+                wanted = "float" if self.scale == "float" else "uint8"
+                raise SchemeError(f"{name} must be {expected} {wanted} for W_q {(N, K)}, got {tuple(t.shape)} {t.dtype}")
+        tables.check_shape(self.scheme, self.table, N)
         if self.bits < 8 and self.W_q.numel() and int(self.W_q.max()) >= self.scheme.levels:
             raise SchemeError(f"W_q holds code {int(self.W_q.max())}; {self.bits} bits end at {self.scheme.levels - 1}")
 
@@ -86,12 +115,40 @@ class QuantizedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The (N, K) weight these codes stand for, computed in fp32 and rounded once to `dtype` (None: not)."""
-        N, K = self.shape
-        q = self.W_q.float().reshape(N, -1, self.group_size)
-        zeros = self.scheme.mid if self.zeros is None else self.zeros.float().unsqueeze(-1)
-        return ((q - zeros) * self.scales.float().unsqueeze(-1)).reshape(N, K).to(dtype or torch.float32)
+        return dequantized(self.scheme, self.W_q, self.scales, self.zeros, self.table).to(dtype or torch.float32)
+
+    @property
+    def wide_scales(self) -> torch.Tensor:
+        """(N, K // group_size) fp32: the scales with what multiplies them."""
+        return tables.wide(self.scheme, self.scales, self.table)
+
+    @classmethod
+    def of(
+        cls,
+        s: Scheme,
+        W_q: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        table: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """The tensor of a scheme."""
+        return cls(W_q, scales, zeros, s.bits, s.group_size, s.zero, table, s.table, s.scale)
+
+    def rows(self, first: int, last: int) -> QuantizedTensor:
+        """Rows first .. last - 1: views."""
+        (N, _), part = self.shape, slice(first, last)
+        zeros = None if self.zeros is None else self.zeros[part]
+        table = tables.rows_of(self.table, N, first, min(last, N))
+        return QuantizedTensor.of(self.scheme, self.W_q[part], self.scales[part], zeros, table)
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same tensor on another device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return QuantizedTensor(self.W_q.to(device), self.scales.to(device), zeros, self.bits, self.group_size, self.zero)
+        zeros, table = (None if t is None else t.to(device) for t in (self.zeros, self.table))
+        return QuantizedTensor.of(self.scheme, self.W_q.to(device), self.scales.to(device), zeros, table)
+
+    def held(self, dtype: torch.dtype) -> QuantizedTensor:
+        """The same with its scales and zeros in another float dtype; scales of 8 bits and tables stay."""
+        scales = self.scales.to(dtype) if self.scale == "float" else self.scales
+        return QuantizedTensor.of(
+            self.scheme, self.W_q, scales, None if self.zeros is None else self.zeros.to(dtype), self.table
+        )

@@ -1,5 +1,7 @@
 """Scheme: how one weight is quantized. The only place that lists the bit-widths and says which group sizes are legal."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,6 +12,9 @@ BITS = (8, 4, 3, 2, 1)
 GROUP_STEP = 16  # groups are multiples of one tensor-core k step, so no fragment ever straddles two groups
 ZeroKind = Literal["float", "int", "none"]
 ZERO_KINDS: tuple[ZeroKind, ...] = get_args(ZeroKind)
+TABLES: dict[str, tuple[int, ...]] = {"e2m1": (4,), "nf4": (4,), "iq4_nl": (4,), "fitted": (4, 3, 2)}  # and their widths
+ScaleKind = Literal["float", "e4m3", "e8m0"]
+SCALE_KINDS: tuple[ScaleKind, ...] = get_args(ScaleKind)
 Act = Literal["none", "int8", "fp8"]  # how activations are rounded at run time
 ACTS: tuple[Act, ...] = get_args(Act)
 Block = tuple[int, int]  # rows and columns of a matrix in fp8 that share a scale: see fp8.py
@@ -24,12 +29,15 @@ class Scheme:
 
     w[n, k] = (q[n, k] - zeros[n, g]) * scales[n, g], g = k // group_size, q in 0 .. 2**bits - 1.
     zero: "float" (HQQ), "int" (GPTQ, AWQ: whole numbers 0 .. 2**bits - 1), "none" (the constant `mid`, not stored).
-    Raises SchemeError for a width, group size or zero kind that does not exist.
+    table: "", or w = table[q] * scales (and zero is "none"): see tables.py. scale: "float", or how its bytes are read.
+    Raises SchemeError for a width, group size, kind of zero, table or scale that does not exist.
     """
 
     bits: int
     group_size: int
     zero: ZeroKind = "float"
+    table: str = ""
+    scale: ScaleKind = "float"
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -38,6 +46,37 @@ class Scheme:
             raise SchemeError(f"group_size={self.group_size} is not a positive number; use 32, 64, 128 or K")
         if self.zero not in ZERO_KINDS:
             raise SchemeError(f"zero={self.zero!r} is not a kind of zero; use one of {', '.join(ZERO_KINDS)}")
+        if self.table and self.table not in TABLES:
+            raise SchemeError(f"table={self.table!r} does not exist; use one of {', '.join(TABLES)}")
+        if self.table and self.bits not in TABLES[self.table]:
+            known = ", ".join(map(str, TABLES[self.table]))
+            raise SchemeError(f"table {self.table} has {known} bits, not {self.bits}")
+        if self.table and self.zero != "none":
+            raise SchemeError(f'zero={self.zero!r} beside table {self.table}, whose values need no zero; use zero="none"')
+        if self.scale not in SCALE_KINDS:
+            raise SchemeError(f"scale={self.scale!r} is not a kind of scale; use one of {', '.join(SCALE_KINDS)}")
+        if self.scale != "float" and not self.table:
+            raise SchemeError(f"scale={self.scale!r} goes with a table; use scale='float'")
+
+    @classmethod
+    def of(cls, bits: int, group_size: int, kind: str) -> Scheme:
+        """The scheme of that `kind`, such as "float", "nf4" or "e2m1/e4m3"."""
+        if kind in ZERO_KINDS:
+            return cls(bits, group_size, kind)
+        table, _, scale = kind.partition("/")
+        return cls(bits, group_size, "none", table, scale or "float")  # type: ignore[arg-type]
+
+    @property
+    def kind(self) -> str:
+        """What its values are: the kind of zero, or the table and, unless they are floats, the scales: "e2m1/e4m3"."""
+        if not self.table:
+            return self.zero
+        return self.table if self.scale == "float" else f"{self.table}/{self.scale}"
+
+    @property
+    def table_width(self) -> int:
+        """Numbers in fp32 that a whole weight holds: its own table, the factor of its e4m3 scales, or none."""
+        return self.levels if self.table == "fitted" else int(self.table != "" and self.scale == "e4m3")
 
     @property
     def levels(self) -> int:
@@ -63,9 +102,11 @@ class Scheme:
     def bits_per_weight(self, meta_bits: int = 16) -> float:
         """Bits stored per weight with scales (and zeros) of `meta_bits` bits each."""
         stored = 1 if self.zero == "none" else 2
-        return self.bits + stored * meta_bits / self.group_size
+        return self.bits + stored * (meta_bits if self.scale == "float" else 8) / self.group_size
 
     def __str__(self) -> str:
+        if self.table:
+            return f"{self.bits}-bit g{self.group_size} {self.kind}"
         return f"{self.bits}-bit g{self.group_size}" + ("" if self.zero == "float" else f" {self.zero} zero")
 
 

@@ -22,6 +22,7 @@ from lowq_kernels.dispatch.timing import graph_time, rotation, wall_time
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_kernels.dispatch.tuning_file import Entry
 from lowq_kernels.gpu import capability
+from lowq_packers import tables
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
@@ -41,22 +42,23 @@ def random_weight(shape: Shape, layout: str, device: torch.device) -> PackedWeig
     gen = torch.Generator(device).manual_seed(shape.N * 31 + shape.K)
     s, G = shape.scheme, shape.scheme.groups(shape.K)
     W_q = torch.randint(0, s.levels, (shape.N, shape.K), dtype=torch.uint8, device=device, generator=gen)
-    scales = (torch.rand(shape.N, G, device=device, generator=gen) * 0.009 + 0.001).to(shape.dtype)
+    scales = torch.rand(shape.N, G, device=device, generator=gen) * 0.009 + 0.001
+    scales = scales.to(shape.dtype) if s.scale == "float" else tables.to_bytes(scales, s.scale)
+    table = torch.rand(1, s.table_width, device=device, generator=gen) + 0.1 if s.table_width else None
     zeros = None
     if s.zero != "none":
         zeros = torch.randint(0, s.levels, (shape.N, G), device=device, generator=gen).to(shape.dtype)
-    return pack(QuantizedTensor(W_q, scales, zeros, s.bits, s.group_size, s.zero), layout)
+    return pack(QuantizedTensor.of(s, W_q, scales, zeros, table), layout)
 
 
 def copies(p: PackedWeight) -> list[PackedWeight]:
     """p and enough clones of it that no cache holds them all."""
-    rest = (p.scheme, p.N, p.K, p.layout)
     found = [p]
     for _ in range(rotation(p.nbytes, p.words.device) - 1):
         words, scales, zeros, aux = (None if t is None else t.clone() for t in (p.words, p.scales, p.zeros, p.aux))
         assert words is not None
         assert scales is not None
-        found.append(PackedWeight(words, scales, zeros, *rest, aux))
+        found.append(replace(p, words=words, scales=scales, zeros=zeros, aux=aux))
     return found
 
 
@@ -219,7 +221,7 @@ def _entry(shape: Shape, call: Call, final: list[tuple[float, KernelSpec, Config
     rest = [*final[1 : 1 + RUNNERS_UP], *(t for t in final[1 + RUNNERS_UP :] if (t[1], t[2]) == default)]
     others = tuple({"kernel": k.name, "config": c, "us": round(t, 2)} for t, k, c in rest)
     dtype = str(shape.dtype).removeprefix("torch.")
-    place = (s.bits, s.group_size, s.zero, dtype, call.layout, shape.N, shape.K, call.M)
+    place = (s.bits, s.group_size, s.kind, dtype, call.layout, shape.N, shape.K, call.M)
     return Entry(*place, spec.name, config, round(us, 2), source_hash(spec.name), others, call.act)
 
 

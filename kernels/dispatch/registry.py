@@ -22,11 +22,13 @@ from lowq_kernels.gpu import capability
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme, ZeroKind
+from lowq_packers.scheme import TABLES as TABLE_KINDS
 
 Config = dict[str, int]
 Op = Literal["product", "fp8_product", "attend", "experts", "folded"]
 Launch = Callable[..., torch.Tensor]  # the operands of its operation, then the config
 ANY_M = (1, 1 << 62)
+ANY_TABLE = ("", *TABLE_KINDS)
 LAST_RESORT = 1000  # a kernel of this rank is chosen only where no other is legal, preferred or not
 FLOATS = (torch.float16, torch.bfloat16)
 GPU_FOLDERS = ("products.triton", "products.cuda", "papers", "fp8", "decode", "gptq", "cuda")  # Triton alone takes 0.3 s
@@ -87,6 +89,7 @@ class KernelSpec:
     layouts: tuple[str, ...] = ()  # of a product, as bits, zeros and acts
     bits: tuple[int, ...] = BITS
     zeros: tuple[ZeroKind, ...] = ZERO_KINDS
+    tables: tuple[str, ...] = ("",)  # "": w = (q - zero) * scale; with a table's name, whatever its scales are
     acts: tuple[Act, ...] = ("none",)  # how the kernel itself rounds activations
     dtypes: tuple[torch.dtype, ...] = FLOATS
     m_range: tuple[int, int] = ANY_M
@@ -127,6 +130,8 @@ class KernelSpec:
             return f"takes activations as {'/'.join(self.acts)}, not {call.act}"
         if call.scheme.zero not in self.zeros:
             return f"takes zero {'/'.join(self.zeros)}, not {call.scheme.zero}"
+        if call.scheme.table not in self.tables:
+            return f"takes {'/'.join(t or 'evenly spaced values' for t in self.tables)}, not {call.scheme.table or 'those'}"
         return None
 
     def prefers(self, call: AnyCall) -> bool:

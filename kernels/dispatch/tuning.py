@@ -106,7 +106,7 @@ class Table:
 def place_of(call: Call) -> Place:
     """The `Entry.place` that answers a call."""
     s, dtype = call.scheme, str(call.dtype).removeprefix("torch.")
-    return Place(s.bits, s.group_size, s.zero, dtype, call.layout, call.N, call.K, call.act)
+    return Place(s.bits, s.group_size, s.kind, dtype, call.layout, call.N, call.K, call.act)
 
 
 def preferred_layout(table: Table, shape: Shape, layouts: Iterable[str]) -> str | None:
@@ -118,7 +118,7 @@ def preferred_layout(table: Table, shape: Shape, layouts: Iterable[str]) -> str 
     s = shape.scheme
     times: dict[str, dict[int, float]] = {}
     for layout in layouts:
-        by_m = table.entries.get(Place(s.bits, s.group_size, s.zero, dtype, layout, shape.N, shape.K, "none"))
+        by_m = table.entries.get(Place(s.bits, s.group_size, s.kind, dtype, layout, shape.N, shape.K, "none"))
         if by_m:
             times[layout] = {m: e.us for m, e in by_m.items()}
     most = max((len(t) for t in times.values()), default=0)

@@ -5,6 +5,7 @@ owns them still works, saves and loads.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
+from lowq_packers import tables
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
 
 
@@ -62,7 +64,7 @@ def _join_fp8(parts: list[Fp8Linear]) -> Fp8Linear:
 
 def _kind(p: QuantLinear) -> tuple[object, ...]:
     """What layers must share to be one."""
-    return p.scheme, p.kernel, p.weight_scale.dtype, p.act
+    return p.scheme, p.kernel, p.dtype, p.act
 
 
 def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
@@ -83,10 +85,12 @@ def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
     zeros = None if first.zeros is None else torch.cat([p.zeros for p in rows if p.zeros is not None])
     bias = None
     if any(p.bias is not None for p in parts):
-        like = scales.new_zeros
-        bias = torch.cat([like(p.out_features) if p.bias is None else p.bias.data.to(scales.dtype) for p in parts])
-    packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, layout)
-    return QuantLinear.from_packed(packed, bias, layout=parts[0].layout_wanted, kernel=parts[0].kernel)
+        dtype = parts[0].dtype
+        nothing = partial(torch.zeros, dtype=dtype, device=words.device)
+        bias = torch.cat([nothing(p.out_features) if p.bias is None else p.bias.data.to(dtype) for p in parts])
+    table = tables.joined([p.table for p in rows], [p.N for p in rows])
+    packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, layout, table=table)
+    return QuantLinear.from_packed(packed, bias, parts[0].layout_wanted, parts[0].kernel, parts[0].dtype)
 
 
 def _side_by_side(parts: list[QuantLinear]) -> str:
@@ -131,6 +135,8 @@ class JoinedRows(nn.Module):
         for name, t in tensors.items():
             if t is not None:
                 destination[prefix + name] = t[rows].detach()
+        if (table := tables.rows_of(p.table, p.N, self.begin, self.end)) is not None:
+            destination[prefix + "weight_table"] = table[:1].detach()  # its own, repeated for the whole's steps
 
 
 class SideBySide(nn.Module):

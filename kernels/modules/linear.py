@@ -1,9 +1,12 @@
 """QuantLinear: the module that stands where nn.Linear stood.
 
-Its tensors are `weight`, `weight_scale`, `weight_zero`, `bias`. They come from files in the layout `stored_in` (rowstream
-unless said otherwise); before the first product `prepare` moves them into the layout that the device's kernels read, and
-`state_dict` brings them to rowstream, bit for bit.
+Its tensors are `weight`, `weight_scale`, `weight_zero` or `weight_table`, `bias`. They come from files in the layout
+`stored_in` (rowstream unless said otherwise); before the first product `prepare` moves them into the layout that the device's
+kernels read, and `state_dict` brings them to rowstream, bit for bit.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -16,6 +19,24 @@ from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, pack_facts, repack, stored
 from lowq_packers.qtensor import QuantizedTensor, check_fits
 from lowq_packers.scheme import Scheme
+
+
+def blank_table(scheme: Scheme, device: torch.device | str | None, *lead: int) -> nn.Parameter | None:
+    """A parameter (*lead, width) for what a table scheme holds beside its scales; None for other schemes."""
+    if not scheme.table_width:
+        return None
+    return nn.Parameter(torch.ones((*lead, scheme.table_width), dtype=torch.float32, device=device), requires_grad=False)
+
+
+@contextmanager
+def only_moved(module: nn.Module, *leaves: str) -> Iterator[None]:
+    """These tensors follow the module's others to their device and keep their dtype: a kernel's, or fp32."""
+    kept = {leaf: t.data for leaf in leaves if (t := getattr(module, leaf)) is not None}  # casts are done in place
+    yield
+    device = next(t.device for name, t in module.named_parameters(recurse=False) if name not in kept)
+    for leaf, t in kept.items():
+        moved, is_parameter = t.to(device), leaf in module._parameters
+        setattr(module, leaf, nn.Parameter(moved, requires_grad=False) if is_parameter else moved)
 
 
 class QuantLinear(nn.Module):
@@ -53,9 +74,12 @@ class QuantLinear(nn.Module):
         of_words, of_scales = shapes(scheme, N, K)
         words = torch.zeros(of_words, dtype=torch.int32, device=device)
         self.weight = nn.Parameter(words, requires_grad=False)
-        self.weight_scale = nn.Parameter(torch.zeros(of_scales, dtype=dtype, device=device), requires_grad=False)
+        of_scale = dtype if scheme.scale == "float" else torch.uint8
+        self.weight_scale = nn.Parameter(torch.zeros(of_scales, dtype=of_scale, device=device), requires_grad=False)
         zeros = None if scheme.zero == "none" else torch.zeros(of_scales, dtype=dtype, device=device)
         self.weight_zero = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+        self.weight_table = blank_table(scheme, device, 1)
+        self.computed_in = dtype
         self.bias = nn.Parameter(torch.zeros(N, dtype=dtype, device=device), requires_grad=False) if bias else None
         self.register_buffer("aux", None, persistent=False)
         self._packed: PackedWeight | None = None
@@ -74,34 +98,47 @@ class QuantLinear(nn.Module):
 
         Raises SchemeError where that cannot hold them, naming one that can.
         """
-        check_fits("the weight", dtype, q.scales, q.zeros)
+        if q.scale == "float":
+            check_fits("the weight", dtype, q.scales, q.zeros)
         if layout != "auto":
             get(layout)
         target = q.W_q.device if device is None else torch.device(device)
-        zeros = None if q.zeros is None else q.zeros.to(dtype)
-        cast = QuantizedTensor(q.W_q, q.scales.to(dtype), zeros, q.bits, q.group_size, q.zero)
-        return cls.from_packed(pack(cast.to(target), DISK), bias, layout, kernel)
+        return cls.from_packed(pack(q.held(dtype).to(target), DISK), bias, layout, kernel, dtype)
 
     @classmethod
     def from_packed(
-        cls, p: PackedWeight, bias: torch.Tensor | None = None, layout: str = "auto", kernel: str | None = None
+        cls,
+        p: PackedWeight,
+        bias: torch.Tensor | None = None,
+        layout: str = "auto",
+        kernel: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> "QuantLinear":
-        """A ready layer that takes over a packed weight, on its device; a bias (N,) is cast to the dtype of the scales."""
-        lin = cls(p.N, p.K, p.scheme, bias is not None, p.scales.dtype, "meta", layout, kernel)
+        """A ready layer that takes over a packed weight, on its device; a bias (N,) is cast to the dtype of the scales.
+
+        dtype: that the layer computes in where its scales, of 8 bits, do not say so.
+        """
+        dtype = p.scales.dtype if p.scheme.scale == "float" else dtype
+        lin = cls(p.N, p.K, p.scheme, bias is not None, dtype, "meta", layout, kernel)
         lin._hold(p)
         if bias is not None:
-            lin.bias = nn.Parameter(bias.detach().to(p.scales).contiguous(), requires_grad=False)
+            lin.bias = nn.Parameter(bias.detach().to(p.words.device, dtype).contiguous(), requires_grad=False)
         return lin.prepare()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in: the dtype of its scales, unless they are of 8 bits."""
+        return self.weight_scale.dtype if self.scheme.scale == "float" else self.computed_in
 
     @property
     def packed(self) -> PackedWeight:
         """The weight as it is held now."""
         if self._packed is not None:
             return self._packed
-        zeros = None if self.weight_zero is None else self.weight_zero.data
+        zeros, table = (None if t is None else t.data for t in (self.weight_zero, self.weight_table))
         shape = (self.out_features, self.in_features)
         tensors = (self.weight.data, self.weight_scale.data, zeros)
-        packed = PackedWeight(*tensors, self.scheme, *shape, self.layout, self.aux)
+        packed = PackedWeight(*tensors, self.scheme, *shape, self.layout, self.aux, table)
         if not self.weight.is_meta:  # on meta the real tensors are still to come, by assignment
             self._packed = packed
         return packed
@@ -111,6 +148,7 @@ class QuantLinear(nn.Module):
         self.weight = nn.Parameter(p.words, requires_grad=False)
         self.weight_scale = nn.Parameter(p.scales, requires_grad=False)
         self.weight_zero = None if p.zeros is None else nn.Parameter(p.zeros, requires_grad=False)
+        self.weight_table = None if p.table is None else nn.Parameter(p.table, requires_grad=False)
         self.aux, self.layout, self._packed = p.aux, p.layout, None
 
     def prepare(self, dtype: torch.dtype | None = None) -> "QuantLinear":
@@ -120,7 +158,7 @@ class QuantLinear(nn.Module):
         wanted = self.layout_wanted
         if wanted == "auto":
             device = self.weight.device
-            shape = (self.scheme, self.out_features, self.in_features, dtype or self.weight_scale.dtype)
+            shape = (self.scheme, self.out_features, self.in_features, dtype or self.dtype)
             wanted = best_layout(*shape, device, kernel=self.kernel)
         if wanted != self.layout:
             self._hold(repack(self.packed, wanted))
@@ -142,7 +180,7 @@ class QuantLinear(nn.Module):
         if ops.through_autograd(flat):
             tensors = (self.weight, self.weight_scale, self.weight_zero, self.aux, self.bias)
             facts = pack_facts(self.scheme, self.out_features, self.in_features, self.layout)
-            y = ops.linear(flat, *tensors, facts, self.kernel, self.act)
+            y = ops.linear(flat, *tensors, facts, self.kernel, self.act, self.weight_table)
         else:
             y = matmul(flat, self.packed, self.bias, self.kernel, self.act)
         return y.reshape(*x.shape[:-1], self.out_features)
@@ -150,25 +188,32 @@ class QuantLinear(nn.Module):
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device may change the layout; one that means nothing there goes by way of `DISK`."""
         before, scales = self.weight.device.type, self.weight_scale
-        if not scales.is_meta and (kind := fn(scales.data[:0]).dtype) != scales.dtype:
+        self.computed_in = kind = fn(torch.empty(0, dtype=self.dtype, device=scales.device)).dtype
+        if not scales.is_meta and scales.is_floating_point() and kind != scales.dtype:
             check_fits(f"a layer {self.out_features} x {self.in_features}", kind, scales.data, self.packed.zeros)
         if self.layout != DISK and before != "meta":
             probe = fn(torch.empty(0, device=self.weight.device))
             if probe.device.type != before:
                 if LAYOUTS[self.layout].shapes is None:
                     self._hold(repack(self.packed, DISK))
-                super()._apply(fn, recurse)
+                with only_moved(self, "weight_table"):
+                    super()._apply(fn, recurse)
                 self._packed = None
                 return self if self.weight.is_meta else self.prepare()
-        aux, self.aux = self.aux, None  # made of the weight for one kernel: its dtype is not the model's to change
-        super()._apply(fn, recurse)
-        self.aux = None if aux is None else aux.to(self.weight.device)
+        with only_moved(self, "aux", "weight_table"):
+            super()._apply(fn, recurse)
         self._packed = None
         return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         p = self.packed if self.weight.is_meta else repack(self.packed, DISK)
-        tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.bias}
+        tensors = {
+            "weight": p.words,
+            "weight_scale": p.scales,
+            "weight_zero": p.zeros,
+            "weight_table": p.table,
+            "bias": self.bias,
+        }
         for name, t in tensors.items():
             if t is not None:
                 destination[prefix + name] = t if keep_vars else t.detach()

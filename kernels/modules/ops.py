@@ -30,13 +30,14 @@ def linear(
     facts: str,
     kernel: str | None,
     act: str = "none",
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x (M, K), its rows rounded to 8 bits where `act` says so, @ dequantize(W)^T + bias -> (M, N). facts: W's."""
-    return matmul(x, PackedWeight.from_facts(words, scales, zeros, aux, facts), bias, kernel, check_act(act))
+    return matmul(x, PackedWeight.from_facts(words, scales, zeros, aux, facts, table), bias, kernel, check_act(act))
 
 
 @linear.register_fake
-def _(x, words, scales, zeros, aux, bias, facts, kernel, act="none"):  # type: ignore[no-untyped-def]
+def _(x, words, scales, zeros, aux, bias, facts, kernel, act="none", table=None):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], read_facts(facts)[1])
 
 
@@ -47,25 +48,26 @@ def linear_gradient(
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     aux: torch.Tensor | None,
+    table: torch.Tensor | None,
     facts: str,
 ) -> torch.Tensor:
     """dy (M, N) @ dequantize(W) -> (M, K): the gradient of x, as if `act` did not round it."""
-    return dy @ unpack(PackedWeight.from_facts(words, scales, zeros, aux, facts)).dequantize(dy.dtype)
+    return dy @ unpack(PackedWeight.from_facts(words, scales, zeros, aux, facts, table)).dequantize(dy.dtype)
 
 
 @linear_gradient.register_fake
-def _(dy, words, scales, zeros, aux, facts):  # type: ignore[no-untyped-def]
+def _(dy, words, scales, zeros, aux, table, facts):  # type: ignore[no-untyped-def]
     return dy.new_empty(dy.shape[0], read_facts(facts)[2])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:5])
+    ctx.save_for_backward(*inputs[1:5], inputs[9])
     ctx.facts = inputs[6]
 
 
 def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dx = linear_gradient(dy, *ctx.saved_tensors, ctx.facts) if ctx.needs_input_grad[0] else None
-    return dx, *[None] * 4, dy.sum(0) if ctx.needs_input_grad[5] else None, *[None] * 3
+    return dx, *[None] * 4, dy.sum(0) if ctx.needs_input_grad[5] else None, *[None] * 4
 
 
 linear.register_autograd(_gradients, setup_context=_keep)

@@ -26,6 +26,7 @@ class Stack:
     N: int
     K: int
     layout: str
+    table: torch.Tensor | None = None  # (E, T, width): each expert's
 
     @property
     def facts(self) -> Facts:
@@ -36,8 +37,8 @@ class Stack:
         """Expert e's packed weight: views."""
         assert self.scheme is not None
         assert self.scales is not None
-        zeros, aux = (None if t is None else t[e] for t in (self.zeros, self.aux))
-        return PackedWeight(self.words[e], self.scales[e], zeros, self.scheme, self.N, self.K, self.layout, aux)
+        zeros, aux, table = (None if t is None else t[e] for t in (self.zeros, self.aux, self.table))
+        return PackedWeight(self.words[e], self.scales[e], zeros, self.scheme, self.N, self.K, self.layout, aux, table)
 
     def product(self, x: torch.Tensor, e: int) -> torch.Tensor:
         """x (M, K) times expert e's weight -> (M, N)."""
@@ -47,8 +48,9 @@ class Stack:
 
     def take(self, experts: torch.Tensor) -> "Stack":
         """Copies of the chosen experts, in their order."""
-        scales, zeros, aux = (None if t is None else t[experts] for t in (self.scales, self.zeros, self.aux))
-        return replace(self, words=self.words[experts], scales=scales, zeros=zeros, aux=aux)
+        held = (self.scales, self.zeros, self.aux, self.table)
+        scales, zeros, aux, table = (None if t is None else t[experts] for t in held)
+        return replace(self, words=self.words[experts], scales=scales, zeros=zeros, aux=aux, table=table)
 
     def repacked(self, layout: str) -> "Stack":
         """The same weights in another layout, expert by expert."""

@@ -6,8 +6,8 @@ a slab holds at most SLAB_BYTES of dequantized weights, whatever the layer's siz
 
 import torch
 
-from lowq_kernels.dispatch.registry import Config, register
-from lowq_packers import bitstream
+from lowq_kernels.dispatch.registry import ANY_TABLE, Config, register
+from lowq_packers import bitstream, tables
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -16,19 +16,20 @@ SLAB_BYTES = 64 << 20
 
 def dequantized_rows(p: PackedWeight, n0: int, n1: int, dtype: torch.dtype) -> torch.Tensor:
     """Rows n0 .. n1 of a rowstream or strided weight as (n1 - n0, K) `dtype`."""
-    s = p.scheme
+    s, table = p.scheme, tables.rows_of(p.table, p.N, n0, n1)
     if p.layout == "rowstream":
         words, scales = p.words[n0:n1], p.scales[n0:n1]
         zeros = None if p.zeros is None else p.zeros[n0:n1]
     else:
         words, scales = p.words[:, n0:n1].t(), p.scales[:, n0:n1].t()
         zeros = None if p.zeros is None else p.zeros[:, n0:n1].t()
-    return QuantizedTensor(bitstream.unpack(words, s.bits, p.K), scales, zeros, s.bits, s.group_size, s.zero).dequantize(dtype)
+    return QuantizedTensor.of(s, bitstream.unpack(words, s.bits, p.K), scales, zeros, table).dequantize(dtype)
 
 
 @register(
     "dequant",
     layouts=("rowstream", "strided"),
+    tables=ANY_TABLE,
     devices=("cpu", "cuda"),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     rank=500,
@@ -36,6 +37,9 @@ def dequantized_rows(p: PackedWeight, n0: int, n1: int, dtype: torch.dtype) -> t
 def dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N): weights rounded once to x's dtype, then torch.nn.functional.linear per slab."""
     rows = max(1, SLAB_BYTES // (4 * p.K))
+    if p.table is not None and p.table.shape[0] > 1:  # of the rows of one table, or of several whole ones
+        each = p.N // p.table.shape[0]
+        rows = max(rows // each * each, each)
     y = torch.empty(x.shape[0], p.N, dtype=x.dtype, device=x.device)
     for n0 in range(0, p.N, rows):
         n1 = min(n0 + rows, p.N)

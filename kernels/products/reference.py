@@ -5,13 +5,14 @@ Chosen only by name or where nothing else can take the call: it reads 4 bytes a 
 
 import torch
 
-from lowq_kernels.dispatch.registry import LAST_RESORT, Config, register
+from lowq_kernels.dispatch.registry import ANY_TABLE, LAST_RESORT, Config, register
 from lowq_packers.layouts import LAYOUTS, PackedWeight, unpack
 
 
 @register(
     "reference",
     layouts=tuple(LAYOUTS),
+    tables=ANY_TABLE,
     devices=("cpu", "cuda"),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     rank=LAST_RESORT,

@@ -33,7 +33,7 @@ EXAMPLES = """Examples:
   lowq quantize ./my-model --recipe small
   lowq quantize ./my-model --max-kl 0.02
   lowq quantize ./my-model --export gguf
-  lowq quantize ./my-model --format fp8
+  lowq quantize ./my-model --format nvfp4
   lowq quantize ./my-model --dry-run
 
 Methods:
@@ -135,7 +135,8 @@ def quantize(
         bool | None, typer.Option("--rotate/--no-rotate", help="Turn the model's space first, folded into the weights.")
     ] = None,
     format: Annotated[
-        str | None, typer.Option(help="lowq, or fp8: e4m3 with block scales, as DeepSeek's files.  [default: lowq]")
+        str | None,
+        typer.Option(help="lowq; nvfp4, mxfp4 or nf4 (values of a table); fp8 (e4m3, as DeepSeek's files).  [default: lowq]"),
     ] = None,
     block: Annotated[str | None, typer.Option(help="With --format fp8: 128x128 or 256x256.  [default: 128x128]")] = None,
     act: Annotated[

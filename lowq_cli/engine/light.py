@@ -21,7 +21,7 @@ from lowq_cli.engine.reading import Reader
 from lowq_cli.files import family_tensors
 from lowq_cli.files.family_config import ACTS, Config, NotPlain, read_config
 from lowq_cli.files.family_tensors import EMBED, HEAD, NORM, Matrix, Place
-from lowq_cli.files.packed import SCALE, WEIGHT, ZERO, Tensors, tensors
+from lowq_cli.files.packed import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
 from lowq_cli.files.quant_config import METHOD, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Source
@@ -33,6 +33,7 @@ from lowq_kernels.modules.stack import Stack
 from lowq_packers.errors import DamagedError, DoesNotFitError, SchemeError, UnsupportedError
 from lowq_packers.families import Family
 from lowq_packers.layouts import DISK, PackedWeight
+from lowq_packers.tables import joined
 
 BIAS = ".bias"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -247,7 +248,7 @@ def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "n
     bias = torch.cat([reader.read(n + BIAS, dtype) for n in names]) if first.bias else None
     if first.how is None:
         return dense(reader.join([n + WEIGHT for n in names], dtype), bias)
-    layer = QuantLinear.from_packed(_packed(row, dtype, reader), bias)
+    layer = QuantLinear.from_packed(_packed(row, dtype, reader), bias, dtype=dtype)
     layer.set_act(act)  # type: ignore[arg-type]
     return layer
 
@@ -257,9 +258,11 @@ def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeig
     assert row[0].how is not None
     names, (scheme, layout) = [m.stem for m in row], row[0].how
     words = reader.join([n + WEIGHT for n in names])
-    scales = reader.companion([n + SCALE for n in names], dtype)
-    zeros = None if scheme.zero == "none" else reader.companion([n + ZERO for n in names], dtype, scheme)
-    return PackedWeight(words, scales, zeros, scheme, sum(m.N for m in row), row[0].K, layout)
+    scales = reader.companion([n + SCALE for n in names], dtype if scheme.scale == "float" else None, scheme, "scale")
+    zeros = None if scheme.zero == "none" else reader.companion([n + ZERO for n in names], dtype, scheme, "zero")
+    own = reader.companion([n + TABLE for n in names], None, scheme, "table").split(1) if scheme.table_width else ()
+    table = joined(own, [m.N for m in row])
+    return PackedWeight(words, scales, zeros, scheme, sum(m.N for m in row), row[0].K, layout, table=table)
 
 
 class _Gating(nn.Module):
@@ -289,7 +292,8 @@ def _experts(rows: Mapping[str, list[Matrix]], dtype: torch.dtype, reader: Reade
         p = _packed(row, dtype, reader)
         words, scales, zeros = (None if t is None else t.reshape(E, N, -1) for t in (p.words, p.scales, p.zeros))
         assert words is not None
-        packed[name] = Stack(words, scales, zeros, None, p.scheme, N, K, DISK)
+        table = None if p.table is None else p.table.reshape(E, -1, p.table.shape[1])
+        packed[name] = Stack(words, scales, zeros, None, p.scheme, N, K, DISK, table)
         stacks[name] = torch.empty(E, N, K, device="meta")
     experts = QuantExperts(_Gating(stacks), {name: s.scheme for name, s in packed.items() if s.scheme}, dtype)
     for name, stack in packed.items():
@@ -312,6 +316,7 @@ def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedd
     found.weight = nn.Parameter(packed.words, requires_grad=False)
     found.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
     found.weight_zero = None if packed.zeros is None else nn.Parameter(packed.zeros, requires_grad=False)
+    found.weight_table = None if packed.table is None else nn.Parameter(packed.table, requires_grad=False)
     return found
 
 

@@ -62,10 +62,10 @@ class Reader:
             at += n
         return found
 
-    def companion(self, names: Sequence[str], dtype: torch.dtype, scheme: Scheme | None = None) -> torch.Tensor:
-        """Scales, or the zeros of `scheme`, noted for `check`."""
+    def companion(self, names: Sequence[str], dtype: torch.dtype | None, scheme: Scheme, role: str) -> torch.Tensor:
+        """The "scale", "zero" or "table" (the role) of matrices of a scheme, noted for `check`."""
         found = self.join(names, dtype)
-        self._good.append(plausible(found, scheme))
+        self._good.append(plausible(found, scheme, role))
         return found
 
     def check(self) -> None:

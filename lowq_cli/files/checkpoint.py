@@ -25,10 +25,10 @@ from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
 from lowq_packers.layouts import DISK, PackedWeight, stored, unpack
 from lowq_packers.lazy import torch
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.qtensor import QuantizedTensor, plausible
 from lowq_packers.scheme import Scheme
 
-COMPANIONS = ("weight_scale", "weight_zero")
+COMPANIONS = ("weight_scale", "weight_zero", "weight_table")
 FIELDS: dict[str, Any] = {  # of a report, each of which may be left out
     **dict.fromkeys(("lowq", "run", "source", "device"), str),
     **dict.fromkeys(("recipe", "weights", "sha256"), dict),
@@ -36,6 +36,7 @@ FIELDS: dict[str, Any] = {  # of a report, each of which may be left out
     **dict.fromkeys(("bpw", "quantized_bpw", "quantized_fraction", "source_bytes", "bytes"), int | float),
 }
 CHUNK = 1 << 24
+UNUSABLE = {"scale": "NaN or infinite scales", "zero": "NaN or infinite zeros", "table": "NaN, infinite or negative factors"}
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,20 @@ class Checkpoint:
             name = f"{t.name}.{leaf}"
             return self.source.read(name).reshape(self.source.headers[name].shape) if name in self.source.headers else None
 
-        words, scales, zeros = read("weight"), read("weight_scale"), read("weight_zero")
+        words, scales, zeros, table = (read(leaf) for leaf in ("weight", *COMPANIONS))
         assert words is not None
         assert scales is not None
-        if not torch.isfinite(scales).all() or (zeros is not None and not torch.isfinite(zeros).all()):
-            raise DamagedError(f"{t.name} in {self.folder} holds NaN or infinite scales; quantize again")
-        return PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout)
+        for leaf, companion in zip(COMPANIONS, (scales, zeros, table), strict=True):
+            self._check_values(t, leaf, companion)
+        return PackedWeight(words, scales, zeros, t.scheme, t.shape[0], t.shape[1], t.layout, table=table)
+
+    def _check_values(self, t: CheckpointTensor, leaf: str, companion: torch.Tensor | None) -> None:
+        """Raise DamagedError for scales, zeros or a table that are no numbers, or factors that are not above 0."""
+        if companion is None or not t.scheme:
+            return
+        role = leaf.removeprefix("weight_")
+        if not plausible(companion, t.scheme, "finite" if role == "zero" else role):
+            raise DamagedError(f"{t.name}.{leaf} in {self.folder} holds {UNUSABLE[role]}; quantize again")
 
     def read_plain(self, t: CheckpointTensor) -> torch.Tensor:
         """One tensor that is not packed, as stored."""
@@ -144,8 +153,7 @@ class Checkpoint:
             if known.get(t.name, crcs) != crcs:
                 raise DamagedError(f"{t.name} in {self.folder} is not what lowq wrote (checksum); quantize again")
             for n in found[1:]:
-                if not torch.isfinite(self.source.read(n)).all():
-                    raise DamagedError(f"{n} in {self.folder} holds NaN or infinite values; quantize again")
+                self._check_values(t, n.rpartition(".")[2], self.source.read(n))
             done += t.nbytes
             advance(done, t.name)
         return done
@@ -234,25 +242,31 @@ def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTens
 def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> CheckpointTensor:
     """One packed matrix. Its scales say N and K, and the words must say the same."""
     headers = source.headers
-    words, scales, zeros = (headers.get(f"{name}.{leaf}") for leaf in ("weight", *COMPANIONS))
+    words, scales, zeros, table = (headers.get(f"{name}.{leaf}") for leaf in ("weight", *COMPANIONS))
     assert words is not None
-    if scales is None or (zeros is None) != (scheme.zero == "none"):
-        lacks = "weight_scale" if scales is None else "weight_zero"
-        verb = "has a stray" if scales and zeros else "lacks"
-        raise DamagedError(f"{name} ({scheme}) {verb} {lacks}; quantize again")
+    due = True, scheme.zero != "none", scheme.table_width > 0
+    for leaf, found, belongs in zip(COMPANIONS, (scales, zeros, table), due, strict=True):
+        if (found is not None) != belongs:
+            raise DamagedError(f"{name} ({scheme}) {'lacks' if belongs else 'has a stray'} {leaf}; quantize again")
+    assert scales is not None
     if words.dtype != "I32" or len(words.shape) != 2:
         raise DamagedError(f"{name}.weight is {words.dtype} {list(words.shape)}; {scheme} words are a two-dimensional I32")
     form = stored(layout)
     assert form.shapes
     dims = len(form.shapes(scheme, form.row_step, scheme.group_size)[1])
-    for leaf, companion in zip(COMPANIONS, (scales, zeros), strict=True):
+    dtypes = packed.COMPANIONS if scheme.scale == "float" else packed.BYTES
+    for leaf, companion in zip(COMPANIONS, (scales, zeros), strict=False):
         if companion is None:
             continue
         fits = len(companion.shape) == dims and companion.shape[0] == words.shape[0] and companion.shape == scales.shape
-        if not fits or companion.dtype not in packed.COMPANIONS or companion.dtype != scales.dtype:
+        if not fits or companion.dtype not in dtypes or companion.dtype != scales.dtype:
             raise DamagedError(
                 f"{name}.{leaf} is {companion.dtype} {list(companion.shape)}, which does not fit words {list(words.shape)}"
             )
+    if table and (table.shape, table.dtype) != ((1, scheme.table_width), packed.TABLES[0]):
+        raise DamagedError(
+            f"{name}.weight_table is {table.dtype} {list(table.shape)}; {scheme} has F32 [1, {scheme.table_width}]"
+        )
     G = scales.shape[1]
     N, K = packed.rows(Stored(scheme, layout), words.shape), G * scheme.group_size
     if 0 in (N, G) or scheme.groups(K) != G or form.shapes(scheme, N, K) != (words.shape, scales.shape):
@@ -261,7 +275,7 @@ def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> Checkpoin
             f"{name} is {scheme} with {G} groups, so K={K} and {layout} words and scales are {wanted}, "
             f"but they are {list(words.shape)} and {list(scales.shape)}; config.json and weights do not belong together"
         )
-    nbytes = words.nbytes + scales.nbytes + (zeros.nbytes if zeros else 0)
+    nbytes = sum(h.nbytes for h in (words, scales, zeros, table) if h)
     return CheckpointTensor(name, (N, K), scheme, scales.dtype, nbytes, layout)
 
 

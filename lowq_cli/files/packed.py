@@ -4,8 +4,8 @@ from lowq_cli.files.quant_config import Stored
 from lowq_packers.errors import SchemeError
 from lowq_packers.layouts import stored
 
-WEIGHT, SCALE, ZERO = ".weight", ".weight_scale", ".weight_zero"
-WORDS, COMPANIONS = ("I32",), ("F16", "BF16", "F32")  # dtypes of words; of scales and zeros
+WEIGHT, SCALE, ZERO, TABLE = ".weight", ".weight_scale", ".weight_zero", ".weight_table"
+WORDS, COMPANIONS, BYTES, TABLES = ("I32",), ("F16", "BF16", "F32"), ("U8",), ("F32",)  # dtypes of words, scales and zeros, ..
 Tensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]  # suffix -> its shape and the dtypes that it may have
 
 
@@ -17,7 +17,9 @@ def tensors(how: Stored, N: int, K: int) -> Tensors:
         raise SchemeError(f"files hold {how.layout} only for multiples of {form.row_step} rows, not for {N}")
     words, companion = form.shapes(how.scheme, N, K)
     zeros: Tensors = {} if how.scheme.zero == "none" else {ZERO: (companion, COMPANIONS)}
-    return {WEIGHT: (words, WORDS), SCALE: (companion, COMPANIONS)} | zeros
+    table: Tensors = {TABLE: ((1, how.scheme.table_width), TABLES)} if how.scheme.table_width else {}
+    scales = COMPANIONS if how.scheme.scale == "float" else BYTES
+    return {WEIGHT: (words, WORDS), SCALE: (companion, scales)} | zeros | table
 
 
 def rows(how: Stored, words: tuple[int, ...]) -> int:

@@ -4,6 +4,9 @@
      "schemes": {"w4g64": {"bits": 4, "group_size": 64, "zero": "float", "layout": "rowstream"}},
      "tensors": {"model.layers.*.self_attn.q_proj": "w4g64", "model.layers.0.mlp.down_proj": "w8g64"}}
 
+Version 2 has schemes of values from a table, {"bits": 4, "group_size": 16, "zero": "none", "table": "e2m1", "scale": "e4m3"}
+(packers/tables.py); a checkpoint without any is of version 1, which every lowq reads.
+
 Keys of `tensors` are checkpoint names without ".weight". `activations` ("int8", "fp8"), where it is there, says how
 layers round their inputs, per token, at run time. "*" stands for one component of a name; an exact name wins over
 a pattern, and a pattern with fewer stars over one with more. Tensors that no key matches are not quantized. `layout` is
@@ -19,7 +22,7 @@ from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import ACTS, Scheme
 
 METHOD = "lowq"
-VERSION = 1
+VERSION, TABLES = 1, 2  # without table schemes, and with any
 _SUFFIX = {"float": "", "int": "_int", "none": "_sym"}
 Pattern = tuple[str, ...]
 
@@ -34,7 +37,8 @@ class Stored(NamedTuple):
     def name(self) -> str:
         """What it goes by in the config, e.g. "w4g64"."""
         s = self.scheme
-        return f"w{s.bits}g{s.group_size}{_SUFFIX[s.zero]}{'' if self.layout == DISK else f'_{self.layout}'}"
+        kind = f"_{s.kind.replace('/', '_')}" if s.table else _SUFFIX[s.zero]
+        return f"w{s.bits}g{s.group_size}{kind}{'' if self.layout == DISK else f'_{self.layout}'}"
 
 
 def compact(
@@ -61,13 +65,16 @@ def compact(
     used = {fact.name: fact for fact in facts.values()}
     return {
         "quant_method": METHOD,
-        "version": VERSION,
-        "schemes": {
-            key: {"bits": s.bits, "group_size": s.group_size, "zero": s.zero, "layout": layout}
-            for key, (s, layout) in sorted(used.items())
-        },
+        "version": TABLES if any(how.scheme.table for how in used.values()) else VERSION,
+        "schemes": {key: _fields(how) for key, how in sorted(used.items())},
         "tensors": tensors,
     }
+
+
+def _fields(how: Stored) -> dict[str, Any]:
+    s = how.scheme
+    of_table = {"table": s.table, "scale": s.scale} if s.table else {}
+    return {"bits": s.bits, "group_size": s.group_size, "zero": s.zero, **of_table, "layout": how.layout}
 
 
 def _share(pattern: Pattern, members: dict[Pattern, str | None], out: dict[str, str]) -> None:
@@ -142,8 +149,9 @@ def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, st
         raise UnsupportedError(
             f"quant_method is {config.get('quant_method')!r}, not {METHOD!r}; make a lowq checkpoint of it: lowq quantize"
         )
-    if config.get("version") != VERSION:
-        raise UnsupportedError(f"checkpoint version {config.get('version')!r}; this lowq reads {VERSION}: upgrade lowq")
+    version = config.get("version")
+    if type(version) is not int or version not in (VERSION, TABLES):
+        raise UnsupportedError(f"checkpoint version {version!r}; this lowq reads {VERSION} and {TABLES}: upgrade lowq")
     if config.get("activations", "none") not in ACTS:
         raise UnsupportedError(f"activations {config['activations']!r}; this lowq rounds them to {', '.join(ACTS)}")
     raw, tensors = config.get("schemes"), config.get("tensors")
@@ -157,11 +165,16 @@ def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, st
             layout = stored(fields.get("layout", DISK)).name
         except (SchemeError, TypeError) as e:
             raise UnsupportedError(f"scheme {key!r} in quantization_config: {e}") from e
+        if version == VERSION and {"table", "scale"} & fields.keys():
+            raise DamagedError(f"scheme {key!r} in quantization_config has a table, which version {VERSION} does not")
         values = fields["bits"], fields["group_size"], fields["zero"]
+        of_table = fields.get("table", ""), fields.get("scale", "float")
         if [type(v) for v in values] != [int, int, str]:
             raise DamagedError(f"scheme {key!r} in quantization_config has bits, group_size, zero = {values}")
+        if [type(v) for v in of_table] != [str, str]:
+            raise DamagedError(f"scheme {key!r} in quantization_config has table, scale = {of_table}")
         try:
-            schemes[key] = Stored(Scheme(*values), layout)
+            schemes[key] = Stored(Scheme(*values, *of_table), layout)
         except SchemeError as e:
             raise DamagedError(f"scheme {key!r} in quantization_config: {e}") from e
     for name, key in tensors.items():

@@ -33,7 +33,10 @@ ITEMSIZE = {
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32", "F64")  # what weights may be that are not packed
-TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32"}  # those lowq reads
+TORCH_NAMES = {  # those lowq reads
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"I32": "int32", "U8": "uint8"},
+}
 ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
 DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
     "BOOL": "bool",

@@ -63,6 +63,8 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
     """Why `ranks` ranks cannot share a matrix along K, with the group size or number that would do; None if they can."""
     if K % ranks:
         return f"{name}: K={K} is no multiple of {ranks}"
+    if s.table_width:
+        return table_problem(name, s)
     own = K // ranks
     if s.group_size != K and own % s.group_size:
         fitting = fit_group(own, s.group_size)
@@ -71,6 +73,11 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
     if own * s.bits % 32:
         return f"{name}: K={K} over {ranks} ranks is {own} {s.bits}-bit codes, not whole words; use fewer ranks"
     return None
+
+
+def table_problem(name: str, s: Scheme) -> str | None:
+    """Why ranks cannot share a matrix of this scheme at all; None if they can."""
+    return f"{name} is {s}: lowq shares no weight with a table of its own among ranks; use one" if s.table_width else None
 
 
 def column_problem(name: str, N: int, ranks: int) -> str | None:

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear, blank_table, only_moved
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, PackedWeight
+from lowq_packers.qtensor import dequantized
 from lowq_packers.scheme import Scheme
 
 
@@ -30,28 +31,36 @@ class QuantEmbedding(nn.Module):
         self.scheme, self.scale = scheme, embed_scale(embedding)
         device = embedding.weight.device
         words = torch.zeros(V, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=device)
-        meta = torch.zeros(V, scheme.groups(K), dtype=dtype, device=device)
+        of_scale = dtype if scheme.scale == "float" else torch.uint8
+        meta = torch.zeros(V, scheme.groups(K), dtype=of_scale, device=device)
         self.weight = nn.Parameter(words, requires_grad=False)
         self.weight_scale = nn.Parameter(meta, requires_grad=False)
+        self.dtype = dtype
+        self.weight_table = blank_table(scheme, device, 1)
         self.weight_zero = None if scheme.zero == "none" else nn.Parameter(meta.clone(), requires_grad=False)
 
     @property
     def packed(self) -> PackedWeight:
         """The table as a weight (V, K)."""
-        zeros = None if self.weight_zero is None else self.weight_zero.data
+        zeros, table = (None if t is None else t.data for t in (self.weight_zero, self.weight_table))
         tensors = (self.weight.data, self.weight_scale.data, zeros)
-        return PackedWeight(*tensors, self.scheme, self.num_embeddings, self.embedding_dim, DISK)
+        return PackedWeight(*tensors, self.scheme, self.num_embeddings, self.embedding_dim, DISK, table=table)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of `ids`, rounded once to the dtype of the scales, then scaled as the model does."""
         s, flat = self.scheme, ids.reshape(-1)
-        dtype = self.weight_scale.dtype
-        q = bitstream.unpack(self.weight[flat], s.bits, self.embedding_dim).float().reshape(flat.shape[0], -1, s.group_size)
-        zeros = s.mid if self.weight_zero is None else self.weight_zero[flat].float().unsqueeze(-1)
-        rows = ((q - zeros) * self.weight_scale[flat].float().unsqueeze(-1)).to(dtype).reshape(*ids.shape, -1)
+        dtype = self.weight_scale.dtype if s.scale == "float" else self.dtype
+        codes = bitstream.unpack(self.weight[flat], s.bits, self.embedding_dim)
+        zeros = None if self.weight_zero is None else self.weight_zero[flat]
+        rows = dequantized(s, codes, self.weight_scale[flat], zeros, self.weight_table).to(dtype).reshape(*ids.shape, -1)
         if self.scale in (None, 1.0):
             return rows
         return rows * torch.full((), self.scale, dtype=dtype, device=rows.device)  # type: ignore[arg-type]
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        with only_moved(self, "weight_table"):
+            return super()._apply(fn, recurse)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""

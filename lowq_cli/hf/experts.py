@@ -4,6 +4,7 @@ Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gat
 `down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice
+from lowq_kernels.modules.linear import blank_table, only_moved
 from lowq_kernels.modules.ops import through_autograd
 from lowq_kernels.modules.stack import Stack, fused
 from lowq_packers import bitstream
@@ -18,6 +20,7 @@ from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Scheme
 
 STACKS = ("gate_up_proj", "down_proj")
+LEAVES = ("", "_scale", "_zero", "_table")  # what follows a stack's name in those of its tensors
 FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
 FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 256 launches, one or two for every expert
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
@@ -52,9 +55,12 @@ class QuantExperts(nn.Module):
         experts: transformers' module; its gating is reused, its 3-D parameters are taken (where dense) or dropped.
         schemes: "gate_up_proj" and/or "down_proj" -> Scheme; one that is absent stays dense.
         dtype: of scales, zeros and dense parameters.
+        tables: of a table scheme: how many an expert's stack has, where it is made of several matrices in the files.
     """
 
-    def __init__(self, experts: nn.Module, schemes: dict[str, Scheme], dtype: torch.dtype) -> None:
+    def __init__(
+        self, experts: nn.Module, schemes: dict[str, Scheme], dtype: torch.dtype, tables: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
         self.schemes = dict(schemes)
         self.shapes: dict[str, tuple[int, int, int]] = {}
@@ -68,22 +74,28 @@ class QuantExperts(nn.Module):
                 self._hold(name, Stack(dense.detach().to(dtype), None, None, None, None, N, K, DISK))
                 continue
             words = torch.zeros(E, N, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=dense.device)
-            meta = torch.zeros(E, N, scheme.groups(K), dtype=dtype, device=dense.device)
-            self._hold(name, Stack(words, meta, None if scheme.zero == "none" else meta.clone(), None, scheme, N, K, DISK))
+            of_scale = dtype if scheme.scale == "float" else torch.uint8
+            meta = torch.zeros(E, N, scheme.groups(K), dtype=of_scale, device=dense.device)
+            zeros, table = (
+                None if scheme.zero == "none" else meta.clone(),
+                blank_table(scheme, dense.device, E, (tables or {}).get(name, 1)),
+            )
+            self._hold(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
+        self.dtype = dtype
         self.__dict__["gating"] = experts  # not a submodule: no parameters are left in it, only its way of gating
 
     def _hold(self, name: str, stack: Stack) -> None:
         """Keep `stack` as the tensors called `name`."""
-        for leaf, t in ((name, stack.words), (f"{name}_scale", stack.scales), (f"{name}_zero", stack.zeros)):
-            setattr(self, leaf, None if t is None else nn.Parameter(t, requires_grad=False))
+        for suffix, t in zip(LEAVES, (stack.words, stack.scales, stack.zeros, stack.table), strict=True):
+            setattr(self, name + suffix, None if t is None else nn.Parameter(t, requires_grad=False))
         self.register_buffer(f"{name}_aux", stack.aux, persistent=False)
         self.layouts[name] = stack.layout
 
     def stack(self, name: str) -> Stack:
         """The weights called `name` as they are held now."""
         _, N, K = self.shapes[name]
-        words, scales, zeros, aux = (getattr(self, name + suffix) for suffix in ("", "_scale", "_zero", "_aux"))
-        return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name])
+        words, scales, zeros, table, aux = (getattr(self, name + suffix) for suffix in (*LEAVES, "_aux"))
+        return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name], table)
 
     def _move(self, name: str, layout: str) -> None:
         if layout != self.layouts[name]:
@@ -94,7 +106,8 @@ class QuantExperts(nn.Module):
         for name, scheme in self.schemes.items():
             now = self.stack(name)
             assert now.scales is not None
-            self._move(name, best_layout(scheme, now.N, now.K, dtype or now.scales.dtype, now.words.device))
+            own = now.scales.dtype if scheme.scale == "float" else self.dtype
+            self._move(name, best_layout(scheme, now.N, now.K, dtype or own, now.words.device))
         return self
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -130,27 +143,28 @@ class QuantExperts(nn.Module):
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""
         s = self.stack(name)
-        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout))
+        facts = pack_facts(s.scheme, s.N, s.K, s.layout)
+        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, facts, s.table)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device changes the layout; go through the one that every device knows."""
         before = getattr(self, STACKS[0]).device
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=before)).dtype
         after = before if before.type == "meta" else fn(torch.empty(0, device=before)).device
         if after.type == before.type:
-            kept = {name: buffer for name in STACKS if (buffer := getattr(self, f"{name}_aux")) is not None}
-            super()._apply(fn, recurse)
-            for name, aux in kept.items():  # made of the weights for one kernel: its dtype is not the model's to change
-                setattr(self, f"{name}_aux", aux.to(after))
+            with only_moved(self, *(f"{name}_{leaf}" for name in STACKS for leaf in ("aux", "table"))):
+                super()._apply(fn, recurse)
             return self
         for name in self.schemes:
             self._move(name, DISK)
-        super()._apply(fn, recurse)
+        with only_moved(self, *(f"{name}_table" for name in STACKS)):
+            super()._apply(fn, recurse)
         return self if after.type == "meta" else self.prepare()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         for name in STACKS:
             stack = self.stack(name).repacked(DISK)
-            for suffix, t in (("", stack.words), ("_scale", stack.scales), ("_zero", stack.zeros)):
+            for suffix, t in zip(LEAVES, (stack.words, stack.scales, stack.zeros, stack.table), strict=True):
                 if t is not None:
                     destination[f"{prefix}{name}{suffix}"] = t if keep_vars else t.detach()
 
@@ -196,14 +210,15 @@ def experts_linear(
     zeros: torch.Tensor | None,
     aux: torch.Tensor | None,
     facts: str,
+    table: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x (S, K), experts (S,) -> (S, N): row s times the weight of its expert. No scheme in the facts: `words` is dense."""
-    stack = Stack(words, scales, zeros, aux, *read_facts(facts))
+    stack = Stack(words, scales, zeros, aux, *read_facts(facts), table)
     if x.is_cuda and (x.shape[0] <= FEW_ROWS or torch.cuda.is_current_stream_capturing()):
         return row_by_row(x, experts, stack)
     return rows_by_expert(x, experts, stack)
 
 
 @experts_linear.register_fake
-def _(x, experts, words, scales, zeros, aux, facts):  # type: ignore[no-untyped-def]
+def _(x, experts, words, scales, zeros, aux, facts, table=None):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], read_facts(facts)[1])

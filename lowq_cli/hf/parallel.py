@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lowq_cli.files.sharding import column_problem, row_problem
+from lowq_cli.files.sharding import column_problem, row_problem, table_problem
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import STACKS, QuantExperts
 from lowq_kernels.modules.linear import QuantLinear
@@ -50,6 +50,7 @@ class ShardedLinear(nn.Module):
     def __init__(self, whole: QuantLinear) -> None:
         super().__init__()
         self.out_features, self.in_features, self.scheme = whole.out_features, whole.in_features, whole.scheme
+        self.dtype = whole.dtype
         for leaf in (*TENSORS, "bias"):
             self.register_parameter(leaf, getattr(whole, leaf))
         self.local: QuantLinear | None = None
@@ -64,7 +65,7 @@ class ShardedLinear(nn.Module):
         assert words is not None
         assert scales is not None
         own_bias = self.bias is not None and not by_columns
-        local = QuantLinear(words.shape[0], K, scheme, own_bias, scales.dtype, "meta")
+        local = QuantLinear(words.shape[0], K, scheme, own_bias, self.dtype, "meta")
         local._hold(PackedWeight(words, scales, zeros, scheme, words.shape[0], K, DISK))
         if own_bias:
             local.bias = nn.Parameter(self.bias.to_local().detach(), requires_grad=False)
@@ -142,7 +143,8 @@ def _check(path: str, module: QuantLinear, style: str, n: int) -> None:
     N, K = module.out_features, module.in_features
     if module.layout != DISK:
         raise UnsupportedError(f"{path} is stored in layout {module.layout}, which processes cannot share; use {DISK}")
-    if problem := row_problem(path, module.scheme, K, n) if style in ROW else column_problem(path, N, n):
+    own = row_problem(path, module.scheme, K, n) if style in ROW else column_problem(path, N, n)
+    if problem := table_problem(path, module.scheme) or own:
         raise UnsupportedError(problem)
 
 
@@ -156,6 +158,8 @@ def _split_experts(module: QuantExperts, path: str, pattern: str, plan: dict[str
             raise UnsupportedError(f"{name} is packed, and lowq does not know how to cut it {style!r}")
         _, N, K = module.shapes[stack]
         scheme = module.schemes.get(stack)
+        if scheme and (problem := table_problem(name, scheme)):
+            raise UnsupportedError(problem)
         cut_rows = style in COLUMN
         if problem := column_problem(name, N // 2, n) if cut_rows else row_problem(name, scheme, K, n) if scheme else None:
             raise UnsupportedError(problem)
@@ -179,7 +183,7 @@ def _settle_experts(module: QuantExperts) -> None:
 
 def _share(scheme: Scheme, K: int, parts: int) -> tuple[Scheme, int]:
     """Scheme and width of one of `parts` runs of columns. A row's one scale stays the scale of each of its runs."""
-    return (Scheme(scheme.bits, K // parts, scheme.zero) if scheme.group_size == K else scheme), K // parts
+    return (replace(scheme, group_size=K // parts) if scheme.group_size == K else scheme), K // parts
 
 
 def _dim(t: DTensor) -> int:

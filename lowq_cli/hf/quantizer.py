@@ -53,7 +53,7 @@ class LowqQuantizer(Frozen):
 
     # a converter that merges `experts.*.w1.weight` into `experts.gate_up_proj` gets copies for the companions
     serialized_names: ClassVar[dict[str, list[str]]] = {  # type: ignore[misc]
-        "weight": ["weight", "weight_scale", "weight_zero"]
+        "weight": ["weight", "weight_scale", "weight_zero", "weight_table"]
     }
 
     def __init__(self, quantization_config: LowqConfig, **kwargs: Any) -> None:
@@ -86,6 +86,7 @@ class LowqQuantizer(Frozen):
         from lowq_cli.hf.swap import saved_config
 
         saved = saved_config(model)
+        self.quantization_config.version = saved["version"]  # type: ignore[attr-defined]
         self.quantization_config.schemes = saved["schemes"]  # type: ignore[attr-defined]
         self.quantization_config.tensors = saved["tensors"]  # type: ignore[attr-defined]
         return None, {}

@@ -13,16 +13,17 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
-from lowq_cli.files.packed import SCALE, WEIGHT, ZERO, rows, tensors
+from lowq_cli.files.packed import SCALE, TABLE, WEIGHT, ZERO, rows, tensors
 from lowq_cli.files.quant_config import Stored, compact, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
+from lowq_cli.files.source import Cut
 from lowq_cli.hf import parallel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
 from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
 from lowq_cli.hf.skeleton import Skeleton
 from lowq_cli.hf.structure import check_complete, check_shape
 from lowq_kernels.modules.joined import JoinedRows
-from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.modules.linear import QuantLinear, blank_table
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
 from lowq_packers.layouts import DISK
 from lowq_packers.qtensor import plausible
@@ -51,7 +52,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
     filled: set[str] = set()
     for name, header in headers.items():
         stem = name.rpartition(".")[0]
-        if stem in schemes and name.endswith((SCALE, ZERO)):
+        if stem in schemes and name.endswith((SCALE, ZERO, TABLE)):
             continue
         place = skeleton.place(name)
         if place is None:
@@ -70,6 +71,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             raise DamagedError(f"{name} is {header.dtype}, but quantization_config does not say that it is packed")
     check_complete(skeleton, filled)
     by_module: dict[str, dict[str, Stored]] = defaultdict(dict)
+    tables: dict[tuple[str, str], int] = {}
     for param, members in targets.items():
         N, K = _dense_shape(skeleton, param)
         slices = skeleton.split(param) if len(members) > 1 else {}
@@ -90,9 +92,11 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
                 f"{param} is merged from {len(members)} packed tensors; that needs transformers 5.23 or newer"
             )
         module, _, leaf = param.rpartition(".")
-        by_module[module][leaf] = agreed.pop()
+        by_module[module][leaf] = how = agreed.pop()
+        if len(members) > 1 and how.scheme.table_width:
+            tables[module, leaf] = _tables(skeleton, param, members, slices)
     for path, leaves in by_module.items():
-        model.set_submodule(path, _packed_module(skeleton, path, leaves))
+        model.set_submodule(path, _packed_module(skeleton, path, leaves, tables))
     _share_tied(model, skeleton)
     parallel.split(model)
 
@@ -108,7 +112,7 @@ def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> 
     """Packed tensor (without ".weight") -> how it is stored. Raises DamagedError unless config and files agree on them."""
     stems = {n.removesuffix(WEIGHT) for n in headers if n.endswith(WEIGHT)}
     schemes = expand_stored(config, stems)
-    packed = {n.removesuffix(suffix) for n in headers for suffix in (SCALE, ZERO) if n.endswith(suffix)}
+    packed = {n.removesuffix(suffix) for n in headers for suffix in (SCALE, ZERO, TABLE) if n.endswith(suffix)}
     if packed - schemes.keys():
         name = min(packed - schemes.keys())
         raise DamagedError(f"the files hold scales of {name}, but quantization_config does not say how it is packed")
@@ -130,8 +134,9 @@ def _check_packed(stem: str, headers: Mapping[str, TensorHeader], how: Stored, N
         wanted = tensors(how, rows(how, headers[stem + WEIGHT].shape) if N is None else N, K)
     except SchemeError as e:
         raise DamagedError(f"{stem} cannot be {scheme}: {e}") from e
-    if ZERO not in wanted and stem + ZERO in headers:
-        raise DamagedError(f"{stem}{ZERO} is in the files, but {scheme} stores no zeros")
+    for suffix, what in ((ZERO, "zeros"), (TABLE, "table")):
+        if suffix not in wanted and stem + suffix in headers:
+            raise DamagedError(f"{stem}{suffix} is in the files, but {scheme} stores no {what}")
     for suffix, (shape, dtypes) in wanted.items():
         header = headers.get(stem + suffix)
         if header is None:
@@ -142,16 +147,28 @@ def _check_packed(stem: str, headers: Mapping[str, TensorHeader], how: Stored, N
             raise DamagedError(f"{stem}{suffix} is {got}; {scheme} of a row of {K}{form_of} needs {'/'.join(dtypes)} {shape}")
 
 
-def _packed_module(skeleton: Skeleton, path: str, leaves: dict[str, Stored]) -> nn.Module:
-    """What replaces the module at `path`, on the meta device."""
+def _tables(skeleton: Skeleton, param: str, members: Mapping[str, Stored], slices: Mapping[str, Cut]) -> int:
+    """How many tables a parameter made of several tensors has, of an expert if it is a stack. Raises UnsupportedError."""
+    shape = skeleton.params[param].shape
+    stack = shape[0] if len(shape) == 3 else 1
+    cuts = [slices.get(stem + WEIGHT) for stem in members]
+    if len({cut.rows[1] - cut.rows[0] if cut and cut.rows else -1 for cut in cuts}) > 1 or len(members) % stack:
+        raise UnsupportedError(f"{param} is made of tensors of unlike sizes with a table each; lowq holds such of one size")
+    return len(members) // stack
+
+
+def _packed_module(
+    skeleton: Skeleton, path: str, leaves: dict[str, Stored], tables: Mapping[tuple[str, str], int]
+) -> nn.Module:
+    """What replaces the module at `path`, on the meta device. tables: of a module and leaf that has several: how many."""
     module = skeleton.model.get_submodule(path)
     if leaves.keys() <= set(STACKS):
         if reason := next(filter(None, (why_not_experts(module, leaf) for leaf in leaves)), None):
             raise UnsupportedError(f"{path} is packed: {reason}, which lowq cannot compute with")
         _rowstream_only(path, leaves, "experts")
-        return QuantExperts(
-            module, {leaf: how.scheme for leaf, how in leaves.items()}, skeleton.params[f"{path}.down_proj"].dtype
-        )
+        own = {leaf: tables[path, leaf] for leaf in leaves if (path, leaf) in tables}
+        schemes = {leaf: how.scheme for leaf, how in leaves.items()}
+        return QuantExperts(module, schemes, skeleton.params[f"{path}.down_proj"].dtype, own)
     if leaves.keys() == {"weight"}:
         (scheme, layout), dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
         if isinstance(module, nn.Embedding) and embed_scale(module) is not None:
@@ -159,7 +176,9 @@ def _packed_module(skeleton: Skeleton, path: str, leaves: dict[str, Stored]) -> 
             return QuantEmbedding(module, scheme, dtype)
         if type(module) in (nn.Linear, Conv1D):
             N, K = _dense_shape(skeleton, f"{path}.weight")
-            return QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta", stored_in=layout)
+            made = QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta", stored_in=layout)
+            made.weight_table = blank_table(scheme, "meta", tables.get((path, "weight"), 1))
+            return made
     raise UnsupportedError(f"{path}.{min(leaves)} is packed, but lowq cannot compute with a packed {type(module).__name__}")
 
 
@@ -235,14 +254,14 @@ def _check_values(packed: Mapping[str, Packed]) -> None:
         if isinstance(module, TiedHead):
             continue
         for leaf, p in module.named_parameters(recurse=False):
-            if leaf.endswith(("_scale", "_zero")):
-                stack = leaf.removesuffix("_zero")
-                scheme = module.schemes.get(stack) if isinstance(module, QuantExperts) else module.scheme
-                tests[p.device].append((f"{name}.{leaf}", plausible(p, None if stack == leaf else scheme)))
+            stack, _, role = leaf.rpartition("_")
+            scheme = module.schemes.get(stack) if isinstance(module, QuantExperts) else module.scheme
+            if scheme and role in ("scale", "zero", "table"):
+                tests[p.device].append((f"{name}.{leaf}", plausible(p, scheme, role)))
     for found in tests.values():
         for (name, _), good in zip(found, torch.stack([g for _, g in found]).tolist(), strict=True):
             if not good:
-                kind = "scales" if name.endswith("_scale") else "zeros"
+                kind = {"scale": "scales", "zero": "zeros"}.get(name.rpartition("_")[2], "numbers of a table")
                 raise DamagedError(
                     f"{name} holds {kind} that are not finite or out of range; fetch or quantize the model again"
                 )

@@ -36,6 +36,7 @@ from lowq_packers.formats import EXPORTED, Config, Format, Tensors
 from lowq_packers.layouts import DISK, PackedWeight, unpack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.tables import rows_of
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
@@ -273,8 +274,8 @@ def encoded(fmt: Format, name: str, p: PackedWeight, config: Mapping[str, Any]) 
         return _encoded(fmt, name, unpack(p), config)
     tensors = _held(fmt.write_words, name, p, config)
     for first, last in ((0, ENDS), ((p.N - 1) // ENDS * ENDS, p.N)):
-        zeros = None if p.zeros is None else p.zeros[first:last]
-        part = replace(p, words=p.words[first:last], scales=p.scales[first:last], zeros=zeros, N=last - first)
+        zeros, table = None if p.zeros is None else p.zeros[first:last], rows_of(p.table, p.N, first, last)
+        part = replace(p, words=p.words[first:last], scales=p.scales[first:last], zeros=zeros, N=last - first, table=table)
         for n, t in _encoded(fmt, name, unpack(part), config).items():
             whole = tensors[n][-len(t) :] if first else tensors[n][: len(t)]
             if t.dim() == 2 and (t.dtype != whole.dtype or not torch.equal(t, whole)):  # a vector is weight_shape, another's

@@ -201,9 +201,8 @@ def slabs(q: "QuantizedTensor") -> "Iterator[tuple[slice, QuantizedTensor]]":
     """A quantized matrix in runs of rows, few enough that their fp32 copies stay small."""
     step = max(1, SLAB // q.shape[1])
     for i in range(0, q.shape[0], step):
-        rows = slice(i, i + step)
-        zeros = None if q.zeros is None else q.zeros[rows]
-        yield rows, type(q)(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero)
+        last = min(i + step, q.shape[0])
+        yield slice(i, last), q.rows(i, last)
 
 
 @dataclass

@@ -231,7 +231,7 @@ def output_config(source: Source, plan: Plan) -> dict[str, Any]:
         if "tie_word_embeddings" in (config.get("text_config") or {}):
             config["text_config"]["tie_word_embeddings"] = False
     config["quantization_config"] = plan.quantization_config()
-    if plan.recipe.act != "none" and plan.recipe.format == "lowq":
+    if plan.recipe.act != "none" and plan.recipe.format != "fp8":
         config["quantization_config"]["activations"] = plan.recipe.act
     return config
 
@@ -251,6 +251,8 @@ def default_out(source: Source | str, recipe: Recipe) -> Path:
     else:
         group = recipe.group_for(recipe.bits)
         width = f"{recipe.bits}b-{'channel' if group == 'channel' else f'g{group}'}"
+        if recipe.table:
+            width = recipe.format if group == recipe.table.group else f"{recipe.format}-g{group}"
     return Path("-".join((stem, "lowq", width, *_unusual(recipe))))
 
 

@@ -236,15 +236,17 @@ def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
     asked = recipe.group_for(request.bits) if request.group is None else request.group
     group = K if asked == "channel" else asked
     if group == K or K % group == 0:
-        return Decision(Scheme(request.bits, group, recipe.zero))
-    fitting = fit_group(K, group)
+        return Decision(recipe.scheme(request.bits, group))
+    fitting = None if recipe.fixed_group(request.bits) else fit_group(K, group)
     if request.group is not None or (request.by_name and fitting is None):
         raise SchemeError(
             f"override on {c.name}: group {group} does not divide K={K}; use {request.bits}:{fitting or 'channel'}"
         )
+    if fitting is None and recipe.fixed_group(request.bits):
+        return Decision(None, f"K={K} is no multiple of {group}, the groups of {recipe.format}")
     if fitting is None:
         return Decision(None, f"K={K} is no multiple of {GROUP_STEP}, so no group divides it (--group channel takes it)")
-    return Decision(Scheme(request.bits, fitting, recipe.zero), f"group {fitting}, because {group} does not divide K={K}")
+    return Decision(recipe.scheme(request.bits, fitting), f"group {fitting}, because {group} does not divide K={K}")
 
 
 def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision]) -> None:
@@ -320,7 +322,7 @@ def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, sh
     tensors = packed.tensors(Stored(scheme, layout), *c.shape).items()
     outputs = [(c.name + n, TensorHeader(shape, scales if scales in dtypes else dtypes[0])) for n, (shape, dtypes) in tensors]
     method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
-    quantizers.check_zero(method, scheme)
+    quantizers.check_scheme(method, scheme)
     note = "; ".join(filter(None, (decision.note, why)))
     return Item(c.name, c.source, c.kind, c.shape, c.source_dtype, scheme, method, note, c.cut, tuple(outputs), layout)
 

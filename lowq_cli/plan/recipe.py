@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lowq_cli import quantizers, recipes
+from lowq_cli.plan.table_formats import TABLE_FORMATS, TableFormat
 from lowq_packers.errors import NotFoundError, UsageError
-from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, GROUP_STEP, ZERO_KINDS, Act, ZeroKind
+from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, GROUP_STEP, ZERO_KINDS, Act, Scheme, ZeroKind
 
 Group = int | Literal["channel"]
 Keep = Literal["keep"]
@@ -41,7 +42,7 @@ HEAD_BITS = {2: 4, 4: 8}
 EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%"}
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # what may stand in the place of `bits`
 LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # what files may hold
-FORMATS = ("lowq", "fp8")
+FORMATS = ("lowq", "fp8", *TABLE_FORMATS)
 OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # what of a recipe the format fp8 takes
 
 
@@ -115,7 +116,8 @@ class Recipe:
         widths: of the codes, that a budget may be spent on.
         overrides, skip: exceptions by tensor name.
         format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, as DeepSeek's files. It takes `act` "fp8"
-            and "none", and no more of the above than `skip` and, with any number of bits, `lm_head`.
+            and "none", and no more of the above than `skip` and, with any number of bits, `lm_head`. Or a name of
+            TABLE_FORMATS: weights of its widths have its table and scales, weights of other widths are as in "lowq".
     """
 
     format: str = "lowq"
@@ -173,6 +175,7 @@ class Recipe:
         if self.format == "fp8" and self.act == "int8":
             raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
         self._check_budget()
+        self._check_table()
         if not all(isinstance(s, str) and s for s in self.skip):
             raise UsageError(f"skip={spelled(self.skip)} must be a list of patterns")
 
@@ -192,6 +195,36 @@ class Recipe:
     def bounded(self) -> bool:
         """Whether the loss is what is asked for."""
         return self.max_kl is not None or self.max_ppl is not None
+
+    @property
+    def table(self) -> TableFormat | None:
+        """The format, where it is one of a table."""
+        return TABLE_FORMATS.get(self.format)
+
+    def fixed_group(self, bits: int) -> int | None:
+        """The only group size that the format has at a width, or None."""
+        t = self.table
+        return t.group if t and t.fixed and bits in t.bits else None
+
+    def scheme(self, bits: int, group: int) -> Scheme:
+        """How weights of a width and group size are quantized."""
+        t = self.table
+        return t.scheme(bits, group) if t and bits in t.bits else Scheme(bits, group, self.zero)
+
+    def _check_table(self) -> None:
+        t = self.table
+        if t is None:
+            return
+        if self.bits not in t.bits:
+            raise UsageError(
+                f"--format {self.format} has {' or '.join(map(str, t.bits))} bits, not {self.bits}; leave --bits out"
+            )
+        for name in (name for name in ("bpw", "size", "max_kl", "max_ppl") if getattr(self, name) is not None):
+            raise UsageError(f"--{name.replace('_', '-')} chooses among widths of --format lowq; leave it or --format out")
+        groups = {self.group, *(o.group for o in self.overrides if o.bits in t.bits)} - {None}
+        if t.fixed and groups - {t.group}:
+            odd = next(iter(groups - {t.group}))
+            raise UsageError(f"--format {self.format} has groups of {t.group}, not {odd}; leave the group out")
 
     def _check_budget(self) -> None:
         given = [f"--{name.replace('_', '-')}" for name in BUDGETS if getattr(self, name) is not None]
@@ -218,13 +251,16 @@ class Recipe:
 
     def group_for(self, bits: int) -> Group:
         """The group size at a width."""
+        if self.table and bits in self.table.bits and (self.group is None or self.table.fixed):
+            return self.table.group
         return DEFAULT_GROUP[bits] if self.group is None else self.group
 
     def method_for(self, bits: int, group_size: int | None = None, kind: str = "") -> str:
         """The quantizer of a matrix. Calibrated methods take linears of decoder layers only; other kinds get the default."""
         if self.method != "auto" and not (kind in NOT_CALIBRATED and quantizers.needs_text(self.method)):
             return self.method
-        return quantizers.default_method(bits, group_size, self.zero)
+        zero = "none" if self.table and bits in self.table.bits else self.zero
+        return quantizers.default_method(bits, group_size, zero)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the keys of the TOML file. `make_recipe(**plain)` gives an equal recipe."""
@@ -232,7 +268,8 @@ class Recipe:
         plain["overrides"] = [f"{o.pattern}={_spell(o)}" for o in self.overrides]
         plain["skip"] = list(self.skip)
         plain["widths"] = list(self.widths)
-        return {k: v for k, v in plain.items() if (k in OF_FP8 if self.format == "fp8" else k not in ("format", "block"))}
+        left_out = ("block",) if self.table else ("format", "block")
+        return {k: v for k, v in plain.items() if (k in OF_FP8 if self.format == "fp8" else k not in left_out)}
 
 
 def _spell(o: Override) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FEW_TOKENS = 128  # of a calibration text: an expert that fewer visit is quantized without them
 GPTQ_SLAB = 1 << 24  # weights that gptq rounds at a time: few passes over the columns, 64 MB a copy
 MOVES_ZERO = ("hqq",)  # methods that only move the zero
+TAKE_TABLES = ("lsq", "rtn")  # methods that choose codes of a table
 NEEDS_TEXT = "Needs a calibration text"  # how the summary of a calibrated method ends
 Quantize = Callable[..., "QuantizedTensor"]
 
@@ -49,8 +50,10 @@ def get(name: str) -> Quantize:
     return importlib.import_module(f"{__name__}.{check(name)}").quantize
 
 
-def check_zero(name: str, scheme: "Scheme") -> None:
-    """Raise SchemeError where a method moves a zero that the scheme does not have."""
+def check_scheme(name: str, scheme: "Scheme") -> None:
+    """Raise SchemeError where a method moves a zero that the scheme does not have, or knows of no tables."""
+    if scheme.table and name not in TAKE_TABLES:
+        raise SchemeError(f"{name} fits evenly spaced values, not the table {scheme.table}; use --method {TAKE_TABLES[0]}")
     if name in MOVES_ZERO and scheme.zero == "none":
         raise SchemeError(f'{name} moves the zero, and zero="none" has none; use --zero float, or --method rtn')
 

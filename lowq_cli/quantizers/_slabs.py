@@ -25,13 +25,19 @@ MAX_ZERO = 1024.0  # |zero| bound: a step of max|w|/1024 is finer than bf16, and
 
 
 def quantize_rows(
-    W: torch.Tensor, scheme: Scheme, solve: Solve, dtype: torch.dtype | None, slab: int | None = None
+    W: torch.Tensor,
+    scheme: Scheme,
+    solve: Solve,
+    dtype: torch.dtype | None,
+    slab: int | None = None,
+    table: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Apply `solve` to slabs of rows and join the results.
 
     Args:
         W: (N, K) weight of any float dtype on any device; not changed.
         slab: weights at a time; None takes SLAB.
+        table: of the result, where the scheme has one; scales of 8 bits come from `solve` as bytes.
         dtype: storage dtype of scales and zeros: `solve` rounds them to it before it chooses codes, so that the codes
             are nearest for the values a kernel will read. None keeps fp32.
     Returns:
@@ -42,7 +48,7 @@ def quantize_rows(
     """
     N, K, G = check_weight(W, scheme)
     W_q = torch.empty((N, K), dtype=torch.uint8, device=W.device)
-    scales = torch.empty((N, G), device=W.device)
+    scales = torch.empty((N, G), dtype=torch.float32 if scheme.scale == "float" else torch.uint8, device=W.device)
     zeros = None if scheme.zero == "none" else torch.empty_like(scales)
     rows = max(1, (slab or SLAB.get(W.device.type, SLAB["cpu"])) // max(K, 1))
     for start in range(0, N, rows):
@@ -55,7 +61,7 @@ def quantize_rows(
         W_q[part] = codes.reshape(-1, K).to(torch.uint8)
         if zeros is not None and z is not None:
             zeros[part] = z
-    return QuantizedTensor(W_q, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
+    return QuantizedTensor.of(scheme, W_q, scales, zeros, table)
 
 
 def check_weight(W: torch.Tensor, scheme: Scheme) -> tuple[int, int, int]:
@@ -68,7 +74,7 @@ def check_weight(W: torch.Tensor, scheme: Scheme) -> tuple[int, int, int]:
 
 def unheld(W: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype | None) -> float:
     """||w||^2 over the groups whose scales `dtype` cannot hold: at its largest number, or so small that few digits are left."""
-    if dtype is None:
+    if dtype is None or q.scale != "float":
         return 0.0
     info, s = torch.finfo(dtype), q.scales.float()
     bad = (s >= info.max) | (s < info.smallest_normal * info.eps * FEW_DIGITS)
@@ -113,6 +119,8 @@ def minmax(groups: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Te
     "float" spans min .. max; "int" spans min .. max with 0 included, so that a whole zero exists; "none" spans
     -max|w| .. max|w|. |zeros| stays within MAX_ZERO, which only bites where a group is nearly constant.
     """
+    if scheme.table:
+        raise SchemeError(f"{scheme}: this method fits evenly spaced values; use lsq or rtn")
     lo, hi = groups.amin(-1), groups.amax(-1)  # aminmax takes 5 times as long on a CPU
     top = scheme.levels - 1
     absmax = torch.maximum(hi, -lo)

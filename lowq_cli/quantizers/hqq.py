@@ -2,7 +2,7 @@
 
 import torch
 
-from lowq_cli.quantizers import check_zero
+from lowq_cli.quantizers import check_scheme
 from lowq_cli.quantizers._slabs import Solution, encode, minmax, quantize_rows, store_scales, store_zeros
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -32,7 +32,7 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, 
         SchemeError: shape, group size or zero="none". DamagedError: NaN or infinite weights.
     Source: Badri and Shaji 2023, mobiusml.github.io/hqq_blog; hqq 0.2.8 core/optimize.py and core/quantize.py.
     """
-    check_zero("hqq", scheme)
+    check_scheme("hqq", scheme)
     if exact:
         return _quantize_exact(W, scheme)
     return quantize_rows(W, scheme, _solve, dtype)

@@ -2,6 +2,7 @@
 
 import torch
 
+from lowq_cli.quantizers import _tables
 from lowq_cli.quantizers._slabs import MAX_ZERO, Solution, encode, minmax, quantize_rows, store_scales, store_zeros
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -17,7 +18,9 @@ TINY = 1e-30  # in place of the scale 0 of an all-zero group, so that nothing is
 ITERS = 6  # of refinement; twice as many gain under 0.1% of the error
 
 
-def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> QuantizedTensor:
+def quantize(
+    W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, table: torch.Tensor | None = None
+) -> QuantizedTensor:
     """Minimise each group's squared error over codes, scale and zero together.
 
     Args:
@@ -25,6 +28,7 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) 
         scheme: zero="float", "int" (the best of the whole zeros around the fitted one) or "none".
         dtype: storage dtype of scales and zeros. The scale is rounded first, the zero is fitted to the rounded scale
             and rounded, and codes are chosen for both. None keeps fp32.
+        table: of a table scheme: what the whole matrix, of which W may be rows, has beside its scales; None takes W's own.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units. Each group's squared error, before
         rounding to `dtype`, is at most that of rounding to the nearest over its range. CPU and GPU differ by the rounding
@@ -34,6 +38,8 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) 
     Source: own; the alternation is Lloyd's (1957, 1982) restricted to evenly spaced levels. Squared error, because its
     perplexity is the lowest of p = 1, 1.5, 2, 2.4, 3, 4 at 2 bits (docs/accuracy.md).
     """
+    if scheme.table:
+        return _tables.quantize(W, scheme, dtype, table, search=True)
     return quantize_rows(W, scheme, solve, dtype)
 
 

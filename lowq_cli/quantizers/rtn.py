@@ -2,12 +2,15 @@
 
 import torch
 
+from lowq_cli.quantizers import _tables
 from lowq_cli.quantizers._slabs import Solution, encode, minmax, quantize_rows, store_scales, store_zeros
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 
-def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) -> QuantizedTensor:
+def quantize(
+    W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, table: torch.Tensor | None = None
+) -> QuantizedTensor:
     """Round each group to the nearest of 2**bits evenly spaced levels over its range.
 
     Args:
@@ -15,6 +18,7 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) 
         scheme: zero="float": levels from min to max; "int": the range is widened to hold 0 and the zero is a whole
             code; "none": levels from about -max|w| to max|w|, spaced 2 max|w| / (2**bits - 1).
         dtype: storage dtype of scales and zeros; they are rounded to it before codes are chosen. None keeps fp32.
+        table: of a table scheme: what the whole matrix, of which W may be rows, has beside its scales; None takes W's own.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units. For "float" the error of a weight is at most
         scales / 2, up to the rounding of scale and zero to `dtype`. The same on CPU and GPU.
@@ -22,6 +26,8 @@ def quantize(W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None) 
         SchemeError: shape or group size that does not fit. DamagedError: NaN or infinite weights.
     Source: asymmetric min-max, Jacob et al. 2017 (arXiv:1712.05877) section 2.1, with a float zero-point.
     """
+    if scheme.table:
+        return _tables.quantize(W, scheme, dtype, table, search=False)
     return quantize_rows(W, scheme, _solve, dtype)
 
 

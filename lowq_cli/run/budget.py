@@ -129,7 +129,7 @@ def probe(plan: Plan, device: torch.device, workers: int) -> Mapping[tuple[str |
     for key, items in work.items():
         g, params = torch.Generator().manual_seed(0), sum(i.params for i in items)
         quantize, K = _sampled(items[0])
-        W = torch.randn(max(1, PROBE[device.type] // K), K, generator=g).to(device, _scale_dtype(items[0]))
+        W = torch.randn(max(1, PROBE[device.type] // K), K, generator=g).to(device, scale_dtype(items[0]))
         with shared_threads(workers):
             quantize(W[:1])  # first use: library start-up is no part of the rate
             start = time.perf_counter()
@@ -145,8 +145,10 @@ def _sampled(item: Item) -> tuple[Callable[[torch.Tensor], Any], int]:
 
         return (lambda W: fp8.quantize(W, BLOCKS[item.block])), BLOCKS[item.block][1]
     assert item.scheme
-    return partial(quantizers.get(str(item.method)), scheme=item.scheme, dtype=_scale_dtype(item)), item.scheme.group_size
+    return partial(quantizers.get(str(item.method)), scheme=item.scheme, dtype=scale_dtype(item)), item.scheme.group_size
 
 
-def _scale_dtype(item: Item) -> torch.dtype:
-    return getattr(torch, TORCH_NAMES[item.outputs[1][1].dtype])
+def scale_dtype(item: Item) -> torch.dtype:
+    """What a quantizer is told that scales are stored in; fp32 where they are bytes."""
+    of_scales = item.outputs[1][1].dtype
+    return torch.float32 if of_scales == "U8" else getattr(torch, TORCH_NAMES[of_scales])

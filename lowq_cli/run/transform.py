@@ -1,6 +1,7 @@
 """One item of a plan, from the source's bytes to the output's: read -> quantize -> pack -> write, a slab at a time."""
 
 import zlib
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -11,12 +12,13 @@ from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item
 from lowq_cli.plan.rows import read_rows
 from lowq_cli.quantizers._slabs import UNHELD, unheld
-from lowq_cli.run.budget import slab_rows
+from lowq_cli.quantizers._tables import Companion
+from lowq_cli.run.budget import scale_dtype, slab_rows
 from lowq_cli.run.writer import ShardFile
 from lowq_packers import fp8
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import pack, stored
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.qtensor import QuantizedTensor, dequantized
 from lowq_packers.scheme import BLOCKS
 
 COPY = 1 << 24  # bytes of a kept tensor in memory at a time
@@ -41,24 +43,25 @@ def quantize(
     assert item.scheme
     assert item.method
     quantizer = quantizer or quantizers.get(item.method)
-    dtype = getattr(torch, TORCH_NAMES[item.outputs[1][1].dtype])
+    dtype = scale_dtype(item)
     by_row, by_column = factors
     N, K = item.shape
     step = slab_rows(K, device.type)
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = lost = 0.0
     rows, unit = read_rows(item, source), stored(item.layout).row_step
+    table = _table(item, rows, step)
+    known = {} if not item.scheme.table else {"table": table}
     rest: QuantizedTensor | None = None  # rows that do not fill a unit of the layout: they go with the next slab
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device, non_blocking=True)
         for factor in (f for f in (by_row, by_column) if f is not None):
             W = W.float() * (factor[first : first + step].unsqueeze(1) if factor is by_row else factor).to(device)
         try:
-            q = quantizer(W, item.scheme, dtype)
+            q = quantizer(W, item.scheme, dtype, **known)
         except DamagedError as e:
             raise DamagedError(f"{item.source}: {e}") from None
-        zeros = None if q.zeros is None else q.zeros.to(dtype)
-        q = QuantizedTensor(q.W_q, q.scales.to(dtype), zeros, q.bits, q.group_size, q.zero)
+        q = q.held(dtype)
         lost += unheld(W, q, dtype)
         e2, w2 = _squares(W, q)
         squared_error, squared_norm = squared_error + e2, squared_norm + w2
@@ -68,7 +71,8 @@ def quantize(
         if not whole.shape[0]:
             continue
         p = pack(whole, item.layout)
-        for i, tensor in enumerate(t for t in (p.words, p.scales, p.zeros) if t is not None):
+        own = p.table if at[-1] == 0 else None  # the whole matrix's, once
+        for i, tensor in enumerate(t for t in (p.words, p.scales, p.zeros, own) if t is not None):
             raw = _bytes(tensor)
             file.write(item.outputs[i][0], at[i], raw)
             crc[i], at[i] = zlib.crc32(raw, crc[i]), at[i] + len(raw)
@@ -77,6 +81,17 @@ def quantize(
         _refuse_scales(item)
     relative = (squared_error / squared_norm) ** 0.5 if squared_norm else float(squared_error > 0)
     return float(f"{relative:.6g}"), crc
+
+
+def _table(item: Item, rows: Callable[[int, int], torch.Tensor], step: int) -> torch.Tensor | None:
+    """What a matrix holds beside its scales, from all of its rows."""
+    assert item.scheme
+    if not item.scheme.table_width:
+        return None
+    N, companion = item.shape[0], Companion(item.scheme)
+    for first in range(0, N, step):
+        companion.see(rows(first, min(N, first + step)))
+    return companion.found()
 
 
 def _refuse_scales(item: Item) -> NoReturn:
@@ -109,29 +124,26 @@ def quantize_fp8(item: Item, source: Source, file: ShardFile, device: torch.devi
 
 def _cut(q: QuantizedTensor, before: QuantizedTensor | None, unit: int) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """`before` and `q` as one, cut after the last whole `unit` of rows."""
-    facts = q.bits, q.group_size, q.zero
     if before is not None:
         zeros = None if q.zeros is None or before.zeros is None else torch.cat([before.zeros, q.zeros])
-        q = QuantizedTensor(torch.cat([before.W_q, q.W_q]), torch.cat([before.scales, q.scales]), zeros, *facts)
-
-    def part(rows: slice) -> QuantizedTensor:
-        return QuantizedTensor(q.W_q[rows], q.scales[rows], None if q.zeros is None else q.zeros[rows], *facts)
-
-    cut = q.shape[0] // unit * unit
-    return (q, None) if cut == q.shape[0] else (part(slice(cut)), part(slice(cut, None)))
+        codes, scales = torch.cat([before.W_q, q.W_q]), torch.cat([before.scales, q.scales])
+        q = QuantizedTensor.of(q.scheme, codes, scales, zeros, q.table)
+    N = q.shape[0]
+    cut = N // unit * unit
+    return (q, None) if cut == N else (q.rows(0, cut), q.rows(cut, N))
 
 
 def _squares(W: torch.Tensor, q: QuantizedTensor) -> tuple[float, float]:
     """||W - dequantized||^2 and ||W||^2; row sums in fp32, rows added in fp64."""
-    (N, K), g = q.shape, q.group_size
+    N, K = q.shape
     sums = torch.zeros(2, dtype=torch.float64, device=W.device)
     rows = max(1, ERROR_SLAB[W.device.type] // K)
     for i in range(0, N, rows):
         part = slice(i, i + rows)
-        codes = q.W_q[part].float().reshape(-1, K // g, g)
-        zeros = q.scheme.mid if q.zeros is None else q.zeros[part].float().unsqueeze(-1)
         w = W[part].float()
-        difference = (codes - zeros).mul_(q.scales[part].float().unsqueeze(-1)).reshape(-1, K).sub_(w)
+        difference = dequantized(
+            q.scheme, q.W_q[part], q.scales[part], None if q.zeros is None else q.zeros[part], q.table
+        ).sub_(w)
         sums += torch.stack([t.sum(-1).double().sum() for t in (difference.square_(), w.square())])
     error, norm = sums.tolist()
     return error, norm

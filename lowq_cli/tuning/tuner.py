@@ -166,7 +166,7 @@ def taken(entries: Sequence[Entry]) -> tuple[list[Entry], list[str]]:
     us = {(*e.place, e.M): e.us for e in entries}
     layouts = list(dict.fromkeys(e.layout for e in entries))
     for e in entries:
-        scheme = Scheme(e.bits, e.group, e.zero)  # type: ignore[arg-type]
+        scheme = Scheme.of(e.bits, e.group, e.zero)
         best = tuning.preferred_layout(table, Shape(e.N, e.K, scheme, getattr(torch, e.dtype)), layouts) or e.layout
         if e.layout == best:
             kept.append(e)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
@@ -95,6 +95,7 @@ class Format:
     claims: whether a checkpoint is in this format. matrices: its quantized weights (small tensors may be fetched to tell;
     with fetch None, only headers). notes: traps of the version found. engines: who serves such a checkpoint.
     why_not: the reason the format cannot hold a scheme and shape, ending in the nearest one that it can; or None.
+    tables: the tables of lowq's that it holds; why_not need not ask about others.
     write: tensors of one matrix, by full name. write_words: the same of lowq's words (layout rowstream), in formats that hold
     them as they are. stack: for an expert's matrix (name, family), the stack that holds it with those
     of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
@@ -113,6 +114,7 @@ class Format:
     stack: Callable[[str, str], tuple[str, int] | None] = lambda name, family: None
     export: Export | None = None
     write_words: WriteWords | None = None
+    tables: tuple[str, ...] = ()
 
 
 FORMATS: dict[str, Format] = {}
@@ -132,8 +134,14 @@ def register(fmt: Format) -> Format:
     """Make a format known by its name. Raises SchemeError on a second registration."""
     if fmt.name in FORMATS:
         raise SchemeError(f"format {fmt.name!r} is registered twice")
-    FORMATS[fmt.name] = fmt
-    return fmt
+
+    def why_not(scheme: Scheme, N: int, K: int) -> str | None:
+        if scheme.table and scheme.table not in fmt.tables:
+            return f"{fmt.title} holds no values of the table {scheme.table}; quantize with --format lowq"
+        return fmt.why_not(scheme, N, K)
+
+    FORMATS[fmt.name] = made = replace(fmt, why_not=why_not)
+    return made
 
 
 def get(name: str) -> Format:

@@ -20,15 +20,15 @@ from lowq_packers.scheme import Scheme
 
 def pack_facts(scheme: Scheme | None, N: int, K: int, layout: str) -> str:
     """Scheme (None: dense), sizes and layout of a weight in one string: "4 128 float 4096 4096 tile"."""
-    s = "0 0 none" if scheme is None else f"{scheme.bits} {scheme.group_size} {scheme.zero}"
+    s = "0 0 none" if scheme is None else f"{scheme.bits} {scheme.group_size} {scheme.kind}"
     return f"{s} {N} {K} {layout}"
 
 
 @cache
 def read_facts(facts: str) -> tuple[Scheme | None, int, int, str]:
     """Inverse of `pack_facts`."""
-    bits, group_size, zero, N, K, layout = facts.split()
-    scheme = None if bits == "0" else Scheme(int(bits), int(group_size), zero)  # type: ignore[arg-type]
+    bits, group_size, kind, N, K, layout = facts.split()
+    scheme = None if bits == "0" else Scheme.of(int(bits), int(group_size), kind)
     return scheme, int(N), int(K), layout
 
 
@@ -36,7 +36,8 @@ def read_facts(facts: str) -> tuple[Scheme | None, int, int, str]:
 class PackedWeight:
     """An (N, K) weight in one layout: `words`, `scales`, `zeros` (None for the zero kind "none"), shaped as the layout says.
 
-    `aux` is whatever else a layout precomputes from those three; it never reaches disk.
+    `aux` is whatever else a layout precomputes from those three; it never reaches disk. `table` is a QuantizedTensor's: the
+    same in every layout.
     """
 
     words: torch.Tensor
@@ -47,6 +48,13 @@ class PackedWeight:
     K: int
     layout: str
     aux: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.table is not None) != bool(self.scheme.table_width):
+            raise SchemeError(
+                f"a weight of {self.scheme} has {'no' if self.table is None else 'a stray'} table beside its scales"
+            )
 
     @property
     def facts(self) -> str:
@@ -55,17 +63,24 @@ class PackedWeight:
 
     @classmethod
     def from_facts(
-        cls, words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, aux: torch.Tensor | None, facts: str
+        cls,
+        words: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        aux: torch.Tensor | None,
+        facts: str,
+        table: torch.Tensor | None = None,
     ) -> PackedWeight:
         """The weight of these tensors."""
         scheme, N, K, layout = read_facts(facts)
         assert scheme is not None
-        return cls(words, scales, zeros, scheme, N, K, layout, aux)
+        return cls(words, scales, zeros, scheme, N, K, layout, aux, table)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: words, scales, zeros and aux."""
-        return sum(t.numel() * t.element_size() for t in (self.words, self.scales, self.zeros, self.aux) if t is not None)
+        """Bytes held by all of its tensors."""
+        tensors = (self.words, self.scales, self.zeros, self.aux, self.table)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
 @dataclass(frozen=True)

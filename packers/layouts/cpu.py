@@ -73,7 +73,9 @@ def _row_codes(words: torch.Tensor, bits: int, K: int) -> torch.Tensor:
 def _packed(row_words: torch.Tensor, like: QuantizedTensor | PackedWeight, N: int, K: int) -> PackedWeight:
     """From each row's words, and scales and zeros (N, G)."""
     words, zeros = _tiles(row_words), None if like.zeros is None else _tiles(like.zeros)
-    return PackedWeight(words.reshape(words.shape[0], -1), _tiles(like.scales), zeros, like.scheme, N, K, "cpu")
+    return PackedWeight(
+        words.reshape(words.shape[0], -1), _tiles(like.scales), zeros, like.scheme, N, K, "cpu", table=like.table
+    )
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
@@ -91,7 +93,7 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     s, T = p.scheme, p.words.shape[0]
     codes = _row_codes(_rows(p.words.reshape(T, -1, ROWS), p.N), s.bits, p.K)
     zeros = None if p.zeros is None else _rows(p.zeros, p.N)
-    return QuantizedTensor(codes, _rows(p.scales, p.N), zeros, s.bits, s.group_size, s.zero)
+    return QuantizedTensor.of(s, codes, _rows(p.scales, p.N), zeros, p.table)
 
 
 def _shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int, int]]:

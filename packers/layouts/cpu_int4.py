@@ -28,6 +28,8 @@ def torch_group(group_size: int) -> int | None:
 
 
 def _why_not(scheme: Scheme, N: int, K: int) -> str | None:
+    if scheme.table:
+        return f"torch's kernel takes evenly spaced values, not the table {scheme.table}"
     if torch_group(scheme.group_size) is None:
         return f"torch's kernel takes groups that are multiples of 32, not {scheme.group_size}"
     return None

@@ -10,12 +10,12 @@ from lowq_packers.scheme import Scheme
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:
-    return PackedWeight(bitstream.pack(q.W_q, q.bits), *meta_rows(q), q.scheme, *q.shape, layout="rowstream")
+    return PackedWeight(bitstream.pack(q.W_q, q.bits), *meta_rows(q), q.scheme, *q.shape, layout="rowstream", table=q.table)
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:
     s = p.scheme
-    return QuantizedTensor(bitstream.unpack(p.words, s.bits, p.K), p.scales, p.zeros, s.bits, s.group_size, s.zero)
+    return QuantizedTensor.of(s, bitstream.unpack(p.words, s.bits, p.K), p.scales, p.zeros, p.table)
 
 
 def expected_shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int]]:

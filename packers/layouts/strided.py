@@ -10,7 +10,7 @@ from lowq_packers.qtensor import QuantizedTensor
 
 def _transposed(p: PackedWeight, layout: str) -> PackedWeight:
     zeros = None if p.zeros is None else p.zeros.t().contiguous()
-    return PackedWeight(p.words.t().contiguous(), p.scales.t().contiguous(), zeros, p.scheme, p.N, p.K, layout)
+    return PackedWeight(p.words.t().contiguous(), p.scales.t().contiguous(), zeros, p.scheme, p.N, p.K, layout, table=p.table)
 
 
 def _pack(q: QuantizedTensor) -> PackedWeight:

@@ -103,7 +103,7 @@ def _pack(q: QuantizedTensor) -> PackedWeight:
     fragments = _fragments(torch.nn.functional.pad(q.W_q, (0, -K % CHUNK[bits], 0, -N % ROW_STEP)), bits)
     words = torch.cat([_plane(fragments & 3, 2), _high_plane(fragments >> 2)], -1) if bits == 3 else _plane(fragments, bits)
     zeros = None if q.zeros is None else _meta(q.zeros)
-    return PackedWeight(words.reshape(words.shape[0], -1), _meta(q.scales), zeros, q.scheme, N, K, "tile")
+    return PackedWeight(words.reshape(words.shape[0], -1), _meta(q.scales), zeros, q.scheme, N, K, "tile", table=q.table)
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:
@@ -115,7 +115,7 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     else:
         fragments = _unplane(words, s.bits)
     zeros = None if p.zeros is None else _unmeta(p.zeros, p.N)
-    return QuantizedTensor(_codes(fragments, p.N, p.K), _unmeta(p.scales, p.N), zeros, s.bits, s.group_size, s.zero)
+    return QuantizedTensor.of(s, _codes(fragments, p.N, p.K), _unmeta(p.scales, p.N), zeros, p.table)
 
 
 def expected_shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int, int]]:

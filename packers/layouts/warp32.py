@@ -24,7 +24,7 @@ def _pack(q: QuantizedTensor) -> PackedWeight:
     words = torch.zeros(N, T, LANES, dtype=torch.int32, device=codes.device)
     for i in range(E):  # at most 32 passes over the words, each vectorised
         words |= codes[:, :, i].to(torch.int32) << (32 - q.bits * (i + 1))
-    return PackedWeight(words.reshape(N, T * LANES), *meta_rows(q), q.scheme, N, K, "warp32")
+    return PackedWeight(words.reshape(N, T * LANES), *meta_rows(q), q.scheme, N, K, "warp32", table=q.table)
 
 
 def _unpack(p: PackedWeight) -> QuantizedTensor:
@@ -33,7 +33,7 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     shifts = 32 - s.bits * (torch.arange(32 // s.bits, device=words.device) + 1)
     codes = (words >> shifts.reshape(1, 1, -1, 1)) & (s.levels - 1)
     W_q = codes.to(torch.uint8).reshape(p.N, -1)[:, : p.K].contiguous()
-    return QuantizedTensor(W_q, p.scales, p.zeros, s.bits, s.group_size, s.zero)
+    return QuantizedTensor.of(s, W_q, p.scales, p.zeros, p.table)
 
 
 register(Layout("warp32", _pack, _unpack))

@@ -147,7 +147,7 @@ BAD = {
     "packed but not listed": (_config(lambda q: q["tensors"].pop("model.layers.*.self_attn.q_proj")), "does not say how"),
     "a dense tensor listed": (_config(lambda q: q["tensors"].update({"model.embed_tokens": "w4g32"})), "embed_tokens.weight"),
     "no tables": (_config(lambda q: q.update(schemes=[])), "needs `schemes` and `tensors`"),
-    "newer version": (_config(lambda q: q.update(version=2)), "upgrade lowq"),
+    "newer version": (_config(lambda q: q.update(version=3)), "upgrade lowq"),
     "other layout": (_config(lambda q: q["schemes"]["w4g32"].update(layout="spiral")), "layout spiral|layout 'spiral'"),
 }
 
