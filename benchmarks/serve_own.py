@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from pages import results_of
 from serve_load import LONGEST_NEW, LONGEST_PROMPT, SEED, Asked, closed_loop, requests
+from serve_schedule import change
 from vllm_speed import USERS, make
 
 from lowq_cli.engine import stream
@@ -165,13 +166,22 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=LINES)
     parser.add_argument("--running", type=int)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings", help="as serve_schedule.py takes"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    change(args.settings)
     device, parts = args.device, args.parts.split(",")
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     out = args.out or results_of(name) / f"serve_{args.shape}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    found: Row = {"device": name, "date": datetime.now(UTC).isoformat("T", "seconds"), "shape": args.shape}
+    found: Row = {
+        "device": name,
+        "date": datetime.now(UTC).isoformat("T", "seconds"),
+        "shape": args.shape,
+        "set": args.settings,
+    }
     found |= {p: version(p) for p in ("lowq", "torch")}
 
     def part(what: str, work: Callable[[], Any]) -> None:

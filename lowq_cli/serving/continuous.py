@@ -32,6 +32,8 @@ from lowq_packers.errors import UnsupportedError, UsageError, one_line
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
 MOST_RUNNING = 1024
 AHEAD = 1  # passes that are launched before the oldest is read
+EARLY_S = 0.0015  # before the end of a pass the next is launched: prompts that come until then ride in it
+SURE = 0.9  # of the seconds that a pass is expected to take: one that ends sooner would leave the device idle
 
 
 def why_not(model: Any) -> str | None:
@@ -53,6 +55,10 @@ class Flight:
         self.tokens = fetch(token)
         self.ended = self._now(token.device)
         return self
+
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return isinstance(self.ended, float) or self.ended.query()
 
     def read(self) -> tuple[list[int], float]:
         """The newest token of every row, and the pass's seconds; waits for this pass alone."""
@@ -112,7 +118,7 @@ class ContinuousEngine:
         self._flights: deque[Flight] = deque()
         self._ahead = AHEAD if self.device.type == "cuda" else 0
         self._prompt_tokens = self._new_tokens = self._steps = 0
-        self._busy_s = 0.0
+        self._busy_s = self._due = 0.0  # due: when the pass on the device is expected to end
         self._thread: threading.Thread | None = None
 
     def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
@@ -199,6 +205,8 @@ class ContinuousEngine:
                 if self._ending:
                     return False
                 self._changed.wait()
+            if not (self._incoming or self._cancelled or self._ending) and (left := self._spare()) > 0:
+                self._changed.wait(left)
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
         self.schedule.waiting.extend(incoming)
@@ -213,6 +221,13 @@ class ContinuousEngine:
             self._sink(events)
         return True
 
+    def _spare(self) -> float:
+        """Seconds that the next pass can wait for a prompt that may come: until shortly before the one on the device ends."""
+        s = self.schedule
+        if not self._flights or s.waiting or s.reading or len(s.active) == len(s.running):
+            return 0.0
+        return self._due - EARLY_S - time.monotonic()
+
     def _turn(self) -> None:
         """One pass more, and what the one before it drew."""
         if any(t.request.mask is not None for t in self.schedule.active):
@@ -225,6 +240,7 @@ class ContinuousEngine:
         launched = bool(plan.steps or plan.pieces)
         if launched:
             self._flights.append(self._launch(plan))
+            self.passes.pace.stepped(len(plan.steps))
             self._steps += 1
         for text in plan.finishing:
             self.rows.set_table(text.row, text.blocks)  # not before: a step of this pass may have run in that row
@@ -232,8 +248,9 @@ class ContinuousEngine:
 
     def _budget(self, high: int, waiting: int) -> int:
         p, s = self.passes, self.schedule
-        soon = min(high + len(s.reading) + len(s.waiting), len(s.running)) if high else 0
-        return p.pace.budget(p.bucket(soon), p.riding(high), waiting)
+        running = sum(t is not None for t in s.running) if high else 0  # 0: none of them steps in this pass
+        texts = running + len(s.reading) + len(s.waiting)
+        return p.pace.budget(p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts)
 
     def _write(self, plan: PassPlan) -> None:
         """Send what the plan changes on the device."""
@@ -282,7 +299,10 @@ class ContinuousEngine:
         """Read passes until at most so many are on their way, and tell what they drew."""
         while len(self._flights) > most:
             flight, events = self._flights.popleft(), list[tuple[int, Event]]()
+            behind = flight.over()  # then the next one has begun nobody knows when
             tokens, seconds = flight.read()
+            if self._flights:
+                self._due = 0.0 if behind else time.monotonic() + SURE * self.passes.pace.seconds(*self._flights[0].size)
             logs = flight.logs.read() if flight.logs is not None else {}
             self.passes.pace.note(*flight.size, seconds)
             for text, row in flight.drew:

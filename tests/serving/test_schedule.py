@@ -11,6 +11,7 @@ import pytest
 import torch
 from asking import Client, build
 
+from lowq_cli.serving.continuous import EARLY_S
 from lowq_cli.serving.pace import Pace
 from lowq_cli.serving.passes import BLOCK, RIDING
 from lowq_cli.serving.request import Request
@@ -146,3 +147,69 @@ def test_whatever_comes_and_goes_each_answer_is_its_own(model, seed, monkeypatch
     s = c.engine.stats()
     assert (s.running, s.waiting, s.blocks_used) == (0, 0, 0)
     c.engine.stop(0)
+
+
+def paced():
+    """A Pace that knows steps of 64 rows, and passes of 128 to 1,024 in which they ride."""
+    pace = Pace((128, 256, 512, 1024))
+    pace.note(64, 64, 0.004)
+    for rows, seconds in {128: 0.005, 256: 0.008, 512: 0.012, 1024: 0.022}.items():
+        pace.note(64, rows, seconds)
+    return pace
+
+
+def test_a_pass_carries_as_many_prompt_tokens_as_nobody_notices():
+    pace = paced()
+    assert pace.budget(64, 64, 100, 60, 60) == 100  # no more than there are
+    pace.late = 100.0  # nothing longer is due
+    assert pace.budget(64, 64, 5000, 60, 60) == 256 - 64  # 8 ms beside 2.8 steps of 4
+    for _ in range(40):
+        pace.note(64, 64, 0.006)  # attention takes 2 ms more now, in every pass
+    assert pace.budget(64, 64, 5000, 60, 60) == 512 - 64
+    for _ in range(40):
+        pace.note(64, 64, 0.006)
+        pace.note(64, 512, 0.020)  # and prompts 6 more than they did when nobody's were measured
+    assert pace.extra == pytest.approx(0.002, rel=0.05)
+    assert pace.riding == pytest.approx(0.006, rel=0.05)
+    assert pace.budget(64, 64, 5000, 60, 60) == 256 - 64
+    assert pace.budget(64, 0, 5000, 0, 3) == 1024  # nobody runs
+
+
+def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
+    pace = paced()
+    rooms = [pace.budget(64, 64, 5000, 16, 64) for _ in range(6)]
+    assert rooms == [960, 960, 960, 192, 192, 192]  # 51 tokens in advance are three passes with 16 texts in them
+    waited = 0
+    for _ in range(3000):
+        pace.stepped(16)
+        waited += 16 * (pace.budget(64, 64, 5000, 16, 64) > 192)
+    assert 0.5 < waited / (0.002 * 16 * 3000) <= 1.2
+    slow = paced()
+    slow.note(64, 1024, 0.022)
+    for _ in range(60):
+        slow.note(64, 64, 0.150)  # no pass takes under a tenth of a second
+    assert slow.budget(64, 64, 5000, 16, 64) == 1024 - 64  # 0.17 s is 1.1 steps
+
+
+class Passing:
+    """A pass on a device, as `_spare` asks for it."""
+
+
+def test_a_pass_is_launched_shortly_before_the_one_before_it_ends(model, monkeypatch):
+    monkeypatch.setattr("lowq_cli.serving.continuous.time.monotonic", lambda: 10.0)
+    engine = Client(model, running=2).engine
+    try:
+        engine._due = 10.0 + 0.004
+        assert engine._spare() == 0  # nothing is on the device
+        engine._flights.append(Passing())
+        assert engine._spare() == pytest.approx(0.004 - EARLY_S)
+        engine.schedule.waiting.append("somebody")
+        assert engine._spare() == 0
+        engine.schedule.waiting.clear()
+        engine.schedule.running = ["somebody", "somebody else"]
+        assert engine._spare() == 0  # nobody could come
+        engine.schedule.running = [None, None]
+    finally:
+        engine._flights.clear()
+        monkeypatch.undo()
+        engine.stop(0)

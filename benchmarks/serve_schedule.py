@@ -1,0 +1,217 @@
+"""What a schedule would give on an H200, before it is measured there: the engine's own Schedule, Pool and Pace, and a clock.
+
+    python benchmarks/serve_schedule.py [--users 16,64,128] [--set SLACK=2.5 SHARE=0]
+
+A pass takes what results/h200/serve_8b.json has of it with an empty cache, and what passes under load in the same file took
+beyond that: so much a slot that steps attend to, a pass with prompt tokens, and each of them (`fit`). The users are those of
+serve_own.py: each sends its next request when its answer has ended. --set: other numbers for those of serving/pace.py and
+EARLY_S; EARLY_S=inf launches each pass as soon as the one before the last was read. Writes results/serve_schedule.json.
+"""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from serve_load import SEED, Answered, percentiles, requests
+
+from lowq_cli.serving import continuous, pace
+from lowq_cli.serving.continuous import MOST, ContinuousEngine
+from lowq_cli.serving.passes import BLOCK, RECORDED, TOTALS, Passes, Piece
+from lowq_cli.serving.pool import Pool
+from lowq_cli.serving.request import Request
+from lowq_cli.serving.schedule import Schedule, Text, buckets
+
+RESULTS = Path(__file__).parent / "results"
+COUNTS = {1: 8, 16: 64, 64: 192, 128: 320}  # -> requests that are answered, as in the measured file
+CACHE = 300_032  # tokens, as there
+HOST_S = 1e-4  # from the end of a pass until the host has read it
+CLIENT_S = 2e-4  # from an answer's last token until its user's next request is there
+V = 1 << 17
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds of passes. empty: of (b == M, M) with little in the cache; slot, mixed, token: as the first lines say."""
+
+    empty: dict[tuple[bool, int], float]
+    slot: float = 0.0
+    mixed: float = 0.0
+    token: float = 0.0
+
+    def seconds(self, b: int, M: int, slots: int, tokens: int) -> float:
+        riding = b and tokens  # where nobody steps, `empty` was measured with the work of prompts
+        return self.empty[b == M, M] + self.slot * slots + (self.mixed + self.token * tokens if riding else 0.0)
+
+
+def measured_clock(measured: Row) -> Clock:
+    """Passes with an empty cache; of those that are recorded now and were not then, 512 rows were once, others lie between."""
+    found = {}
+    for name, ms in measured["start"]["pass_ms"].items():
+        kind, rows = name.split()
+        found[kind == "step", int(rows)] = ms / 1e3
+    found[False, 512] = measured["deterministic_users_64"]["mixed"][0][2] / 1e3
+    known = [256, 512, RECORDED]
+    for low, high in pairwise(known):
+        for M in (t for t in TOTALS if low < t < high):
+            share = (M - low) / (high - low)
+            found[False, M] = (1 - share) * found[False, low] + share * found[False, high]
+    return Clock(found)
+
+
+def fit(measured: Row, empty: Clock) -> tuple[Clock, list[Row]]:
+    """The clock under load, by least squares of the relative error, and what it says of the passes it was fitted to."""
+    rows = []
+    for users in (16, 64, 128):
+        trial = Simulation(Clock(empty.empty, 50e-9), users)
+        trial.run(COUNTS[users])
+        slots = statistics.mean(s for n, s in trial.stepping if n >= 0.9 * users)
+        found = [(True, *p) for p in measured[f"users_{users}"]["steps"]] + [
+            (False, *p) for p in measured[f"users_{users}"]["mixed"] if users < p[0] <= 256
+        ]
+        for alone, M, n, ms in found:
+            rows.append(
+                (users, M, n, ms / 1e3, [slots, 0.0 if alone else 1.0, 0.0 if alone else M - users], empty.empty[alone, M])
+            )
+    weight = torch.tensor([r[2] ** 0.5 / r[3] for r in rows], dtype=torch.float64)
+    A = torch.tensor([r[4] for r in rows], dtype=torch.float64)
+    y = torch.tensor([r[3] - r[5] for r in rows], dtype=torch.float64)
+    slot, mixed, token = torch.linalg.lstsq(A * weight[:, None], (y * weight)[:, None]).solution[:, 0].tolist()
+    clock = Clock(empty.empty, slot, mixed, token)
+    shown = [
+        {"users": u, "rows": M, "passes": n, "measured_ms": round(1e3 * s, 2)}
+        | {"model_ms": round(1e3 * (e + slot * a[0] + mixed * a[1] + token * a[2]), 2)}
+        for u, M, n, s, a, e in rows
+    ]
+    return clock, shown
+
+
+class Simulation:
+    """ContinuousEngine's thread on a GPU, without one."""
+
+    def __init__(self, clock: Clock, users: int, seed: int = SEED) -> None:
+        p = self.passes = Passes.__new__(Passes)
+        most = MOST["cuda"]
+        p.padded, p.fixed, p.most, p.sizes, p.totals, p.pace = True, False, most, list(buckets(most)), TOTALS, pace.Pace(TOTALS)
+        for s in p.sizes:
+            p.pace.note(s, s, clock.empty[True, s])
+        for b in {0, *map(p.riding, p.sizes)}:
+            for t in (t for t in TOTALS if t > b):
+                p.pace.note(b, t, clock.empty[False, t])
+        self.clock, self.schedule = clock, Schedule(Pool(1 + CACHE // BLOCK, BLOCK), most, p.bucket)
+        self.engine: Any = SimpleNamespace(passes=p, schedule=self.schedule)  # what `_budget` asks
+        self.asked = requests(V, seed + users)
+        self.coming = [(0.0, next(self.asked)) for _ in range(users)]
+        self.now = self.free = self.due = 0.0
+        self.flights: deque[tuple[float, list[Text], tuple[int, int], float]] = deque()
+        self.answers: dict[int, Answered] = {}
+        self.done: list[Answered] = []
+        self.made = 0
+        self.seconds: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self.stepping: list[tuple[int, int]] = []
+
+    def run(self, count: int) -> Row:
+        while len(self.done) < count:
+            if not (self.schedule.waiting or self.schedule.active or self.flights):
+                self.now = max(self.now, min(at for at, _ in self.coming))
+            self._take()
+            if self._may_wait():
+                until = min(self.due - continuous.EARLY_S, min((at for at, _ in self.coming), default=self.due))
+                self.now = max(self.now, until)
+                self._take()
+            self._turn()
+        first = [a.times[0][0] - a.sent for a in self.done]
+        between = [b[0] - a[0] for d in self.done for a, b in pairwise(d.times)]
+        row: Row = {"tokens_per_s": self.made / self.now, "ttft_ms": percentiles(first), "between_ms": percentiles(between)}
+        return row | {"passes_ms": [(*k, len(s), round(1e3 * statistics.mean(s), 2)) for k, s in sorted(self.seconds.items())]}
+
+    def _may_wait(self) -> bool:
+        s = self.schedule
+        return bool(self.flights) and not (s.waiting or s.reading) and len(s.active) < len(s.running)
+
+    def _take(self) -> None:
+        for at, asked in [c for c in self.coming if c[0] <= self.now]:
+            text = Text(len(self.answers) + 1, Request(tuple(asked.prompt), asked.new))
+            self.schedule.waiting.append(text)
+            self.answers[text.number] = Answered(at)
+        self.coming = [c for c in self.coming if c[0] > self.now]
+
+    def _turn(self) -> None:
+        plan = self.schedule.plan(lambda high, waiting: ContinuousEngine._budget(self.engine, high, waiting))
+        if plan is None:
+            return self._land(0)
+        launched = bool(plan.steps or plan.pieces)
+        if launched:
+            n = max((t.row + 1 for t in plan.steps), default=0)
+            size = self.passes.size(n, [Piece(0, 0, range(first, end), -1) for _, _, first, end in plan.pieces])
+            slots = sum(t.computed for t in plan.steps)
+            seconds = self.clock.seconds(*size, slots, sum(end - first for _, _, first, end in plan.pieces))
+            if not plan.pieces:
+                self.stepping.append((len(plan.steps), slots))
+            self.free = max(self.free, self.now) + seconds
+            self.flights.append((self.free, [*plan.steps, *plan.finishing], size, seconds))
+            self.passes.pace.stepped(len(plan.steps))
+        self._land(1 if launched else 0)
+        return None
+
+    def _land(self, most: int) -> None:
+        while len(self.flights) > most:
+            end, drew, size, seconds = self.flights.popleft()
+            behind, self.now = end < self.now, max(self.now, end) + HOST_S
+            self.seconds[size].append(seconds)
+            self.passes.pace.note(*size, seconds)
+            if self.flights:
+                self.due = 0.0 if behind else self.now + continuous.SURE * self.passes.pace.seconds(*self.flights[0][2])
+            for text in drew:
+                if text.done:
+                    continue
+                answer = self.answers[text.number]
+                answer.times.append((end, 1))
+                self.made += 1
+                if self.schedule.landed(text, len(answer.times) + 3):
+                    self.schedule.end(text)
+                    self.done.append(answer)
+                    self.coming.append((end + CLIENT_S, next(self.asked)))
+
+
+def change(settings: list[str]) -> None:
+    """Numbers of serving/pace.py and serving/continuous.py, as NAME=VALUE."""
+    for name, value in (s.split("=") for s in settings):
+        where = pace if hasattr(pace, name) else continuous
+        assert hasattr(where, name), name
+        setattr(where, name, float(value))
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--users", default="1,16,64,128")
+    ask.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings")
+    ask.add_argument("--out", type=Path, default=RESULTS / "serve_schedule.json")
+    args = ask.parse_args()
+    change(args.settings)
+    measured = json.loads((RESULTS / "h200" / "serve_8b.json").read_text())
+    clock, fitted = fit(measured, measured_clock(measured))
+    found: Row = {"date": datetime.now(UTC).isoformat("T", "seconds"), "of": "h200/serve_8b.json"}
+    found |= {name: getattr(pace, name) for name in ("SLACK", "SHARE", "ADVANCE", "LONGEST_S")}
+    found |= {"EARLY_S": continuous.EARLY_S, "fitted": fitted}
+    found |= {"slot_ns": 1e9 * clock.slot, "mixed_ms": 1e3 * clock.mixed, "token_us": 1e6 * clock.token}
+    for users in map(int, args.users.split(",")):
+        row = found[f"users_{users}"] = Simulation(clock, users).run(COUNTS[users])
+        t, b = row["ttft_ms"], row["between_ms"]
+        first, between = f"{t['p50']:.1f} / {t['p99']:.0f}", f"{b['p50']:.2f} / {b['p99']:.2f}"
+        print(
+            f"{users:4d} users: {row['tokens_per_s']:6.0f} tokens/s, first token {first} ms, between {between} ms", flush=True
+        )
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
