@@ -121,6 +121,11 @@ def test_a_forced_call_has_its_arguments(make, choice, streamed):
         assert 1 <= arguments["days"] <= 9
 
 
+@pytest.mark.parametrize("more", [{"tools": []}, {"tool_choice": "auto"}, {"tools": [], "tool_choice": "none"}], ids=str)
+def test_no_tools_are_no_tools_however_a_client_says_so(make, more):
+    assert make(max_tokens=3, temperature=0, **more).choices[0].message == make(max_tokens=3, temperature=0).choices[0].message
+
+
 def test_what_a_tool_said_goes_back_to_the_model(make):
     call = make(tools=[WEATHER], tool_choice="required").choices[0].message
     answered = [
@@ -141,7 +146,8 @@ def test_what_a_tool_said_goes_back_to_the_model(make):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}}, "does not exist"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "(["}}}}, "regex parse error"),
         ({"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}}, "leave one out"),
-        ({"tool_choice": "required"}, "tool_choice: must be"),
+        ({"tool_choice": "required"}, "tool_choice: required needs tools"),
+        ({"tool_choice": "always"}, "tool_choice: must be"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "is none of the tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "up to 64 letters"),
     ],

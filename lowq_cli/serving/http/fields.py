@@ -75,6 +75,11 @@ def items(name: str, value: Any) -> list[Any]:
     return value
 
 
+def maybe_items(name: str, value: Any) -> list[Any]:
+    """A JSON array: some clients send an empty one for nothing."""
+    return [] if value == [] else items(name, value)
+
+
 def stops(name: str, value: Any) -> tuple[str, ...]:
     """One text or several that end an answer."""
     found = tuple(text(name, v) for v in (value if isinstance(value, list) else [value]))
@@ -133,7 +138,12 @@ COMMON: dict[str, Check] = SAMPLING | {
 COMPLETION = COMMON | {"prompt": prompts, "logprobs": whole, "echo": boolean, "suffix": only(""), "best_of": positive}
 CHAT = COMMON | {
     **{"messages": items, "max_completion_tokens": positive, "logprobs": boolean, "top_logprobs": whole},
-    **{"response_format": table, "tools": items, "tool_choice": lambda name, value: value, "parallel_tool_calls": boolean},
+    **{
+        "response_format": table,
+        "tools": maybe_items,
+        "tool_choice": lambda name, value: value,
+        "parallel_tool_calls": boolean,
+    },
     **{"chat_template_kwargs": table, "modalities": only(["text"]), "functions": only([]), "function_call": only("none")},
     **{"reasoning_effort": text, "verbosity": only("medium")},
     **dict.fromkeys(("audio", "prediction", "web_search_options"), only()),

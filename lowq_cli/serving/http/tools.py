@@ -47,8 +47,11 @@ def read(asked: Asked) -> Tools:
         choice = text("tool_choice.function.name", table("tool_choice.function", choice.get("function")).get("name"))
         if choice not in [t["function"]["name"] for t in given]:
             raise wrong("tool_choice", f"{shown(choice)} is none of the tools")
-    elif choice not in ("none", "auto", "required") or (choice != "none" and not given):
+    elif choice not in ("none", "auto", "required"):
         raise wrong("tool_choice", f"must be none, auto, required or one of the tools, not {shown(choice)}")
+    elif choice == "required" and not given:
+        raise wrong("tool_choice", "required needs tools to choose from; there are none")
+    choice = choice if given else "none"
     return Tools(given if choice != "none" else [], choice, asked.get("parallel_tool_calls", True))
 
 
