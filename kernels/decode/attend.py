@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from lowq_kernels.decode import reference
+from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import LAST_RESORT, Op, capability, register, select
 
@@ -16,7 +17,7 @@ LONG = 4096  # slots of a cache from which cuda/attend fills the GPU with blocks
 class AttendCall:
     """One token of each of M sequences, over caches of S slots. R: rotated dims of a head; HQ, HKV, D as in `Heads`.
 
-    block: slots of a block of a paged cache, 0 where each sequence has a cache of its own.
+    block: slots of a block of a paged cache, 0 where each sequence has a cache of its own. kv: what it is held in (`kv.KINDS`).
     Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, config) -> y, as `reference.attend`; qkv, caches
     and table contiguous, pos (M,) int32, cos and sin (S, R).
     """
@@ -33,18 +34,19 @@ class AttendCall:
     device: str
     capability: tuple[int, int]
     block: int = 0
+    kv: str = PLAIN
 
     @classmethod
-    def of(cls, qkv: torch.Tensor, S: int, R: int, h: Heads, block: int = 0) -> "AttendCall":
+    def of(cls, qkv: torch.Tensor, S: int, R: int, h: Heads, block: int = 0, kv: str = PLAIN) -> "AttendCall":
         """The call of qkv (M, (HQ + 2 HKV) D)."""
         norm = None if h.q_norm is None else h.q_norm.dtype
-        return cls(qkv.shape[0], S, R, h.HQ, h.HKV, h.D, norm, qkv.dtype, qkv.device.type, capability(qkv.device), block)
+        return cls(qkv.shape[0], S, R, h.HQ, h.HKV, h.D, norm, qkv.dtype, qkv.device.type, capability(qkv.device), block, kv)
 
 
 def attend(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -55,7 +57,7 @@ def attend(
     S, block = k_cache.shape[2], 0
     if table is not None:
         S, block = table.shape[1] * S, S
-    spec, config = select(AttendCall.of(qkv, S, cos.shape[1], h, block))
+    spec, config = select(AttendCall.of(qkv, S, cos.shape[1], h, block, kind_of(k_cache)))
     return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, config)
 
 

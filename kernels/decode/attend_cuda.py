@@ -18,6 +18,7 @@ from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
 from lowq_kernels.decode.attend import LONG, AttendCall
 from lowq_kernels.decode.attend_triton import LOG2E
+from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
@@ -47,6 +48,8 @@ def _refuse(call: AttendCall) -> str | None:
         return f"takes norms of {call.dtype} or fp32"
     if call.block and (call.block < 16 or call.block & (call.block - 1)):
         return f"takes blocks of a power of two from 16 slots up, not {call.block}"
+    if call.kv != PLAIN:
+        return f"takes no cache in {call.kv}"
     on = gpu.here()
     if (on.sms * MOST_PER_SM if _fills(call.S, call.D, on) else MOST_HEADS) < call.M * call.HKV:
         return f"{call.M * call.HKV} key heads of all sequences, which Triton's kernel takes as fast"

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
@@ -235,7 +236,13 @@ def splits_for(heads: int) -> int:
     devices=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     rank=50,
-    refuse=lambda call: None if call.D <= 256 else f"takes heads of up to 256, not D={call.D}",
+    refuse=lambda call: (
+        f"takes heads of up to 256, not D={call.D}"
+        if call.D > 256
+        else f"takes no cache in {call.kv}"
+        if call.kv != PLAIN
+        else None
+    ),
 )
 def attend(
     qkv: torch.Tensor,

@@ -9,6 +9,7 @@ import ctypes
 import torch
 
 from lowq_kernels.decode import reference
+from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import DTYPES
@@ -73,8 +74,8 @@ def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
 
 def attend(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -83,6 +84,8 @@ def attend(
 ) -> torch.Tensor:
     """As `reference.attend`."""
     norms, dtype = (h.q_norm, h.k_norm), qkv.dtype
+    if isinstance(k_cache, Coded) or isinstance(v_cache, Coded):
+        return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
     alike = all(t.dtype == dtype for t in (k_cache, v_cache, cos, sin)) and k_cache.stride() == v_cache.stride()
     closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()
     paged = table is None or (table.dtype == torch.int32 and table.stride(1) == 1)

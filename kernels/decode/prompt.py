@@ -19,6 +19,7 @@ import triton.language as tl
 
 from lowq_kernels.decode import reference
 from lowq_kernels.decode.attend_triton import LOG2E, _head
+from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.reference import Heads, Packed
 
 CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
@@ -154,15 +155,15 @@ def _attend_prompt_kernel(
 
 def attend_prompt(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     start: int,
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
 ) -> torch.Tensor:
     """As `reference.attend_prompt`; qkv (B, T, (HQ + 2 HKV) * D) and caches (B, HKV, S, D) contiguous -> (B, T, HQ * D)."""
-    if qkv.dtype == torch.float32 or h.D > 256:
+    if qkv.dtype == torch.float32 or h.D > 256 or isinstance(k_cache, Coded) or isinstance(v_cache, Coded):
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
     blocks = triton.cdiv(T, _config(h.D)["BLOCK_M"])
@@ -171,10 +172,10 @@ def attend_prompt(
 
 
 def attend_packed(
-    qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
 ) -> torch.Tensor:
     """As `reference.attend_packed`; qkv (M, (HQ + 2 HKV) * D), caches and what is in `p` contiguous -> (M, HQ * D)."""
-    if qkv.dtype == torch.float32 or h.D > 256:
+    if qkv.dtype == torch.float32 or h.D > 256 or isinstance(k_cache, Coded) or isinstance(v_cache, Coded):
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
     sizes = (1 << 30, 0, k_cache.shape[2], p.table.shape[1])
     return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, sizes[2] * sizes[3], 1, p.tiles.shape[0])

@@ -5,6 +5,7 @@ Shapes   B sequences, HQ query heads, HKV key heads, D head dim, S slots of the 
          cache k, v (B, HKV, S, D); cos, sin (S, R): slot s is position s of its sequence
          paged: k, v (blocks, HKV, BLOCK, D); table (rows, most) int32: slot s of row r is slot s % BLOCK of block
          table[r, s // BLOCK]. BLOCK: a power of two from 16 up. Rows that nobody reads may share a block
+         a cache in fewer bits is a `kv.Coded` of these shapes; every token, the newest too, is attended to as it is held
 Rounding everything in fp32 from its 16-bit inputs, rounded once to the dtype of the output.
 """
 
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
+
+from lowq_kernels.decode.kv import Cache, Coded
 
 # The uniform numbers behind Exp(1) have 24 bits: one in 2^24 is exactly 0, and of 128k tokens one in 130 draws would meet
 # it and win with any probability at all. Held at the spacing of those numbers, it wins only where p is of that order.
@@ -103,8 +106,8 @@ def split_heads(
 
 def attend(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -133,14 +136,15 @@ def attend(
     q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D)  # the queries of one key head side by side: one product for all of them
     plain = min(places) == n - 1 and not (h.window and n > h.window)
     bias = None if plain else mask[:, None, None]
-    y = F.scaled_dot_product_attention(q, k_cache[:, :, :n], v_cache[:, :, :n], bias, scale=h.scale)
-    return y.reshape(B, h.HQ * h.D)
+    k_all, v_all = k_cache[:, :, :n], v_cache[:, :, :n]
+    y = F.scaled_dot_product_attention(q.to(k_all.dtype), k_all, v_all, bias, scale=h.scale)
+    return y.reshape(B, h.HQ * h.D).to(qkv.dtype)
 
 
 def attend_prompt(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     start: int,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -152,6 +156,7 @@ def attend_prompt(
     q, k, v = split_heads(qkv, cos[start:end], sin[start:end], h)
     k_cache[:, :, start:end], v_cache[:, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
     k_all, v_all = (c[:, :, :end].repeat_interleave(h.HQ // h.HKV, 1) for c in (k_cache, v_cache))
+    q = q.to(k_all.dtype)
     if start == 0 and not (h.window and end > h.window):
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, is_causal=True, scale=h.scale)
     else:
@@ -160,11 +165,11 @@ def attend_prompt(
         if h.window:
             mask &= seen > own - h.window
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, mask, scale=h.scale)
-    return y.transpose(1, 2).reshape(B, T, h.HQ * h.D)
+    return y.transpose(1, 2).reshape(B, T, h.HQ * h.D).to(qkv.dtype)
 
 
 def attend_packed(
-    qkv: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
 ) -> torch.Tensor:
     """The tokens of `p`: write their k, v into paged caches, attend causally. qkv (M, ...) -> (M, HQ * D)."""
     at = p.pos.long()
@@ -179,8 +184,8 @@ def attend_packed(
 
 
 def _write(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     k: torch.Tensor,
     v: torch.Tensor,
     table: torch.Tensor,
@@ -194,7 +199,7 @@ def _write(
 
 
 def _causal(
-    row: int, place: int, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, table: torch.Tensor, h: Heads
+    row: int, place: int, q: torch.Tensor, k_cache: Cache, v_cache: Cache, table: torch.Tensor, h: Heads
 ) -> torch.Tensor:
     """Attention of q (HQ, T, D), slots place .. place + T of a row, over what the row holds so far -> (T, HQ * D)."""
     T, BLOCK = q.shape[1], k_cache.shape[2]
@@ -202,19 +207,23 @@ def _causal(
     begin = max(0, place + 1 - h.window) // BLOCK if h.window else 0
     blocks = table[row, begin : -(-end // BLOCK)].long()
     k, v = (_slots(c, blocks)[:, : end - begin * BLOCK] for c in (k_cache, v_cache))
+    dtype, q = q.dtype, q.to(k.dtype)
     seen, own = torch.arange(begin * BLOCK, end, device=q.device), torch.arange(place, end, device=q.device)[:, None]
     mask = seen <= own
     if h.window:
         mask &= seen > own - h.window
     if T == 1:  # the queries of one key head side by side: one product for all of them
         q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.window else None
-        return F.scaled_dot_product_attention(q, k[None], v[None], bias, scale=h.scale).reshape(1, h.HQ * h.D)
+        return F.scaled_dot_product_attention(q, k[None], v[None], bias, scale=h.scale).reshape(1, h.HQ * h.D).to(dtype)
     k, v = (c.repeat_interleave(h.HQ // h.HKV, 0)[None] for c in (k, v))
-    return F.scaled_dot_product_attention(q[None], k, v, mask, scale=h.scale)[0].transpose(0, 1).reshape(T, h.HQ * h.D)
+    y = F.scaled_dot_product_attention(q[None], k, v, mask, scale=h.scale)[0]
+    return y.transpose(0, 1).reshape(T, h.HQ * h.D).to(dtype)
 
 
-def _slots(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _slots(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
     """The slots of these blocks one after another, (HKV, n * BLOCK, D): a view of blocks that lie side by side in memory."""
+    if isinstance(cache, Coded):
+        return cache[blocks].transpose(0, 1).flatten(1, 2)
     first, n = int(blocks[0]), len(blocks)
     by_head = cache.transpose(0, 1)
     if by_head.is_contiguous() and int(blocks[-1]) == first + n - 1 and bool((blocks.diff() == 1).all()):

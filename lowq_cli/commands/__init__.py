@@ -31,6 +31,15 @@ Threads = Annotated[
     ),
 ]
 
+KvCache = Annotated[
+    str,
+    typer.Option(
+        "--kv",
+        help="Keys and values are held in 16 bits, fp8 or 4 bits: 1, 1/2 or 1/4 of the cache.",
+        autocompletion=completion.words("16", "fp8", "4"),
+    ),
+]
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import console, typing_in
-from lowq_cli.commands import Device, Seed, Threads, TopK, TopP, checkpoint_argument, seed_or_random, unescaped
+from lowq_cli.commands import Device, KvCache, Seed, Threads, TopK, TopP, checkpoint_argument, seed_or_random, unescaped
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def chat(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End an answer before this text; repeatable.")] = None,
     device: Device = "auto",
     threads: Threads = None,
+    kv: KvCache = "16",
 ) -> None:
     """Talk to a checkpoint, turn by turn."""
     from lowq_cli import state
@@ -97,7 +98,9 @@ def chat(
         from lowq_cli.engine import stream
         from lowq_cli.engine.conversation import Conversation
         from lowq_cli.engine.ready import ready
+        from lowq_kernels.decode.kv import check
 
+        check(kv)
         settings.check()  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
     typing_in.prepare()
@@ -119,7 +122,7 @@ def chat(
         turn += 1
         try:
             drawn = asdict(settings) | {"seed": settings.seed + turn}
-            answer = stream(model, tokenizer, talk.prompt(said), **drawn)
+            answer = stream(model, tokenizer, talk.prompt(said), **drawn, kv=kv)
         except UsageError as e:  # the context is full, or that was no text
             console.say(f"{e}; /new starts over")
             continue

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import console
-from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens, Threads, checkpoint_argument
+from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens, KvCache, Threads, checkpoint_argument
 
 if TYPE_CHECKING:
     from lowq_cli.evaluate.layer_errors import LayerError
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 EXAMPLES = """Examples:
   lowq eval --against demo
   lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3
-  lowq eval --act all"""
+  lowq eval --act all
+  lowq eval my-lowq --against my-lowq --kv 4   (what a cache in 4 bits costs)"""
 
 
 BAR = "#"
@@ -32,6 +33,7 @@ def eval(
         str | None,
         typer.Option(help="Activations: none, int8, fp8, or all to compare them.  [default: as the checkpoint says]"),
     ] = None,
+    kv: KvCache = "16",
     device: Device = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
@@ -48,13 +50,17 @@ def eval(
         raise UsageError("--layers compares the layers with another model's; add --against MODEL")
     if act == "all" and against is not None:
         raise UsageError("--act all compares modes with each other; leave --against out")
+    if act == "all" and kv != "16":
+        raise UsageError("--act all compares activations in a cache of 16 bits; leave --kv out")
     name = state.checkpoint_or_last(ckpt)
     check_there(name, against)
     wake(device)
 
     with console.status("starting"):
         from lowq_cli.evaluate.perplexity import measure, measure_modes, read_text
+        from lowq_kernels.decode.kv import check
 
+    check(kv)
     contents = read_text(text)
     if act == "all":
         with console.progress("eval", 100) as advance:
@@ -68,7 +74,7 @@ def eval(
             console.table(f"{name}, {tokens} tokens", ("activations", ">perplexity", ">against none"), lines, on_stdout=True)
         return
     with console.progress("eval", 100) as advance:
-        report = measure(name, contents, against, device, max_tokens, advance, act)
+        report = measure(name, contents, against, device, max_tokens, advance, act, kv)
     increase = report.ppl_increase_pct
     errors = []
     if layers and against is not None:
@@ -83,7 +89,7 @@ def eval(
             f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
         )
     if as_json:
-        found = {**vars(report), "stride": report.window}
+        found = {**vars(report), "stride": report.window, "kv": kv}
         if layers:
             found["layers"] = [vars(e) for e in errors]
         if failure:

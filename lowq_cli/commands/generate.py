@@ -15,6 +15,7 @@ from lowq_cli import console
 from lowq_cli.commands import (
     EXIT_INTERRUPTED,
     Device,
+    KvCache,
     Seed,
     Threads,
     TopK,
@@ -66,6 +67,7 @@ def generate(
     ] = None,
     device: Device = "auto",
     threads: Threads = None,
+    kv: KvCache = "16",
     explain: Annotated[bool, typer.Option("--explain", help="Show which kernel each layer takes, and why not others.")] = False,
     profile: Annotated[
         str | None, typer.Option(metavar="FILE", help="Also write a timeline of a few steps, for ui.perfetto.dev.")
@@ -98,12 +100,14 @@ def generate(
         from lowq_cli.engine import stream
         from lowq_cli.engine.ready import ready
         from lowq_cli.engine.sampling import Sampling
+        from lowq_kernels.decode.kv import check
 
         seed = seed_or_random(seed)
+        check(kv)
         Sampling(temperature, top_k, top_p, repetition_penalty, seed)  # out of range: told before the model is loaded
         model, tokenizer = ready(folder, device, console.warn)
     settings: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens}
+    settings |= {"repetition_penalty": repetition_penalty, "chat": chat, "max_new_tokens": max_new_tokens, "kv": kv}
     settings["stop"] = [unescaped(s) for s in stop or ()]
     if many is not None:
         _answer_all(model, tokenizer, many, batch, settings, as_json)
@@ -223,7 +227,9 @@ def _answers(
 
     if continuous.why_not(model) is None:
         how = Sampling(**{k: settings[k] for k in ("temperature", "top_k", "top_p", "repetition_penalty", "seed")})
-        yield from answer_all(model, tokenizer, prompts, settings["max_new_tokens"], how, settings["stop"], batch)
+        yield from answer_all(
+            model, tokenizer, prompts, settings["max_new_tokens"], how, settings["stop"], batch, settings["kv"]
+        )
         return
     at_once = batch or 1
     for start in range(0, len(prompts), at_once):
@@ -292,6 +298,7 @@ def _numbers(model: Any, generation: "Generation", kernels: bool) -> dict[str, A
         "roofline": how,
         "decoder": g.decoder.name,
         "decoder_reason": g.decoder.reason,
+        "kv": g.decoder.kv,
         "seed": g.sampling.seed,
         **several,
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console
-from lowq_cli.commands import Device, checkpoint_argument
+from lowq_cli.commands import Device, KvCache, checkpoint_argument
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ EXAMPLES = """Examples:
   lowq serve my-lowq --host 0.0.0.0 --api-key secret   (for other machines)
   lowq serve my-lowq --engine vllm --tp 2
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
-OWN = "--host, --api-key, --name, --max-batch, --cache-tokens and --deterministic"
+OWN = "--host, --api-key, --name, --max-batch, --cache-tokens, --kv and --deterministic"
 ENGINES = ("auto", "own", "vllm")
 
 
@@ -51,6 +51,7 @@ def serve(
         int | None,
         typer.Option("--cache-tokens", min=1, help="Tokens held for all requests together.  [default: as memory allows]"),
     ] = None,
+    kv: KvCache = "16",
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits whoever else is there: the same kernels always, slower.")
     ] = False,
@@ -78,11 +79,11 @@ def serve(
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     model = state.checkpoint_or_last(ckpt)
     if through_vllm:
-        if host != "127.0.0.1" or api_key or name or max_batch or cache_tokens or deterministic:
+        if host != "127.0.0.1" or api_key or name or max_batch or cache_tokens or deterministic or kv != "16":
             raise UsageError(f"{OWN} are for lowq's own engine; give vLLM its own by --args")
         _serve_through_vllm(model, tp, pp, port, native, args, dry_run, as_json)
     else:
-        how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic}
+        how = {"running": max_batch, "cache_tokens": cache_tokens, "deterministic": deterministic, "kv": kv}
         _serve(model, host, port, api_key, name, device, how, grace, dry_run, as_json)
 
 
@@ -111,7 +112,9 @@ def _serve(
         from lowq_cli.serving.http import run
         from lowq_cli.serving.http.app import Served
         from lowq_cli.serving.http.metrics import roofline
+        from lowq_kernels.decode.kv import check
 
+        check(how["kv"])
         bound = run.listen(host, port)
         loaded, tokenizer = ready(model, device, console.warn)
         share = roofline(loaded)  # before the cache takes the memory that a measurement needs
@@ -120,7 +123,7 @@ def _serve(
         engine, tokenizer, name or _name(model), stop_ids(loaded, tokenizer), api_key, run.names(bound),
         log=console.say, failed=_failed, roofline=share,
     )  # fmt: skip
-    plan = _plan(served, loaded, run.url(bound))
+    plan = _plan(served, loaded, run.url(bound), how["kv"])
     _show_plan(plan)
     if as_json:
         console.out_json(plan)
@@ -163,7 +166,7 @@ def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str,
     console.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
 
 
-def _plan(served: "Served", loaded: Any, url: str) -> dict[str, Any]:
+def _plan(served: "Served", loaded: Any, url: str, kv: str) -> dict[str, Any]:
     """What will be served, how, and how much of it fits."""
     engine, limits = served.engine, served.engine.limits
     weights = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
@@ -178,6 +181,7 @@ def _plan(served: "Served", loaded: Any, url: str) -> dict[str, Any]:
         "waiting": limits.waiting,
         "cache_tokens": limits.cache_tokens,
         "cache_bytes": limits.cache_bytes,
+        "kv": kv,
         "url": url,
         "local": bool(served.hosts),
         "chat_template": bool(getattr(served.tokenizer, "chat_template", None)),
@@ -191,7 +195,8 @@ def _show_plan(plan: dict[str, Any]) -> None:
     users, each = plan["running"], plan["cache_tokens"] // plan["running"]
     console.say(
         f"texts of up to {plan['longest']:,} tokens; {users} at once, {plan['waiting']} waiting; "
-        f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}): {each:,} for each of {users}"
+        f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}, "
+        f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}"
     )
 
 

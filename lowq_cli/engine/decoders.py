@@ -7,20 +7,26 @@ from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.stream import Decoder
 from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_kernels.decode.kv import PLAIN, check
 
 KEPT = "_lowq_decoder"
 
 
-def decoder_of(model: Any) -> Decoder:
-    """The decoder for this model on its device, in its dtype; kept with the model, and with it its cache and its graphs."""
+def decoder_of(model: Any, kv: str = PLAIN) -> Decoder:
+    """The decoder for this model on its device, in its dtype; kept with the model, and with it its cache and its graphs.
+
+    kv: what keys and values are held in (`decode.kv.KINDS`). Raises UsageError where it is none of them.
+    """
     kept = getattr(model, KEPT, None)
-    if kept is None or (kept.device, getattr(kept, "dtype", model.dtype)) != (model.device, model.dtype):
+    if kept is None or (kept.device, getattr(kept, "dtype", model.dtype), kept.kv) != (model.device, model.dtype, check(kv)):
         reason = blocks.why_not(model)
         if (getattr(model, "_tp_size", None) or 1) > 1:  # the processes meet in every layer, in transformers' forward
-            kept = PlainDecoder(model, "its weights are spread over processes")
+            kept = PlainDecoder(model, "its weights are spread over processes", kv)
         elif reason is None:
-            kept = FusedDecoder(model)
+            kept = FusedDecoder(model, kv=kv)
+        elif model.device.type == "cuda" and kv == PLAIN:
+            kept = UnfusedDecoder(model, reason)
         else:
-            kept = (UnfusedDecoder if model.device.type == "cuda" else PlainDecoder)(model, reason)
+            kept = PlainDecoder(model, reason, kv)
         object.__setattr__(model, KEPT, kept)  # not a submodule of the model
     return kept

@@ -20,6 +20,7 @@ from lowq_cli.engine.plain import CHUNK
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import FoldedProducts, ops
+from lowq_kernels.decode.kv import PLAIN, Cache, part, zeros
 from lowq_kernels.products.cpu import dense
 
 KEPT_GRAPHS = 8
@@ -31,12 +32,13 @@ class FusedDecoder:
     Args:
         model: the model, which keeps working: its layers become views into the joined weights.
         graphs: capture each step as a CUDA graph; only meaningful on a GPU.
+        kv: what keys and values are held in (`decode.kv.KINDS`).
     """
 
     name = "fused"
 
-    def __init__(self, model: Any, graphs: bool = True) -> None:
-        self.device, self.dtype = model.device, model.dtype
+    def __init__(self, model: Any, graphs: bool = True, kv: str = PLAIN) -> None:
+        self.device, self.dtype, self.kv = model.device, model.dtype, kv
         self.blocks = blocks_of(model)
         self.ahead = self.device.type == "cuda"
         self.graphs = graphs and self.ahead
@@ -101,11 +103,11 @@ class FusedDecoder:
         slots = bucket(length)
         self.captured.clear()  # graphs hold the old cache's addresses
         self.run, self.held = None, []
-        self.caches: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.caches: list[tuple[Cache, Cache]] = []
         self.slots, self.batch = slots, batch
         for layer in self.blocks.layers:
             shape = (batch, layer.heads.HKV, slots, layer.heads.D)
-            pair = [torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)]
+            pair = [zeros(self.kv, shape, self.dtype, self.device) for _ in range(2)]
             self.caches.append((pair[0], pair[1]))
         self.rope = self.blocks.rope_tables(slots, self.device, self.dtype)
         self.sampler = Sampler(self.ops.choose, batch, self.blocks.head.out_features, self.device)
@@ -132,7 +134,7 @@ class FusedDecoder:
 
     def _attend_prompt(self, some: slice, start: int, qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
         """Attention of a pass: of these sequences, from token `start` on."""
-        k, v = (cache[some] for cache in self.caches[i])
+        k, v = (part(cache, some) for cache in self.caches[i])
         split = qkv.reshape(k.shape[0], -1, qkv.shape[-1])
         return self.ops.attend_prompt(split, k, v, start, *self.rope[layer.rope], layer.heads).flatten(0, 1)
 

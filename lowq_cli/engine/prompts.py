@@ -25,6 +25,7 @@ def stream(
     batch: int = 1,
     stop: str | Sequence[str] = (),
     decoder: Decoder | None = None,
+    kv: str = "16",
 ) -> Generation:
     """A Generation: iterate for pieces of text, then read tokens, finish_reason, ttft_s, prefill_tps, decode_tps.
 
@@ -35,6 +36,7 @@ def stream(
         batch: continue each prompt this many times, side by side.
         stop: a text, or several, that end a sequence where they come up; they are no part of it.
         decoder: how to decode; None takes the fastest that can (`lowq_cli.engine.decoders`).
+        kv: bits of the cache of keys and values: "16", "fp8" or "4" (`lowq_kernels.decode.kv`).
     Raises:
         UsageError: no token to start from, a prompt that fills the context, a setting out of range.
         UnsupportedError: an encoder-decoder model.
@@ -58,7 +60,7 @@ def stream(
     if decoder is None:
         from lowq_cli.engine.decoders import decoder_of  # the decoders take a second to import
 
-        decoder = decoder_of(model)
+        decoder = decoder_of(model, kv)
     limited_by = "length" if room == max_new_tokens else "context"
     how: dict[str, Any] = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
     if model.device.type == "cuda":

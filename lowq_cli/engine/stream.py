@@ -24,10 +24,12 @@ class Decoder(Protocol):
     """Reads prompts, then gives the next token of every sequence, on the device.
 
     name, reason: what it is and why nothing faster was taken. ahead: whether `step` returns before the work is done.
+    kv: what keys and values are held in (`decode.kv.KINDS`).
     """
 
     name: str
     reason: str
+    kv: str
     ahead: bool
     sampler: Sampler  # from `start` on
 

@@ -16,6 +16,7 @@ from lowq_cli.engine.plain import PlainDecoder, piece
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import ops
+from lowq_kernels.decode.kv import PLAIN
 
 CHECKED_STEPS = 2
 AGREE = 2e-2  # relative difference of 16-bit logits between a recorded and a plain step; a stuck position gives about 1
@@ -31,6 +32,7 @@ class UnfusedDecoder:
     """
 
     name = "unfused"
+    kv = PLAIN
 
     def __init__(self, model: Any, reason: str = "", graphs: bool = True) -> None:
         self.model, self.why, self.reason, self.device = model, reason, reason, model.device

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from lowq_cli.calibrate.texts import WINDOW, read_utf8, tokenize, window_of, windows
+from lowq_cli.engine.decoders import decoder_of
 from lowq_kernels.activations import check_act
+from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
 
 SAMPLE = Path(__file__).parents[1] / "demo" / "sample.txt"  # 56 kB that the bundled model has not seen
@@ -47,6 +49,7 @@ def evaluate(
     window: int = WINDOW,
     max_tokens: int | None = None,
     progress: Progress | None = None,
+    kv: str = PLAIN,
 ) -> Report:
     """Perplexity of `model` on token ids (T,), and with `reference` its perplexity, the KL divergence and agreement.
 
@@ -56,6 +59,7 @@ def evaluate(
         window: tokens per window; no overlap.
         max_tokens: read only this many tokens.
         progress: called with (percent done, note).
+        kv: what `model` holds keys and values in, to attend to them from there (`decode.kv.KINDS`).
     Returns:
         kl: mean over predicted tokens of sum p_ref ln(p_ref / p_model); top1_agreement: share of predicted tokens
         where both models' likeliest token is the same.
@@ -69,7 +73,7 @@ def evaluate(
     nll = base_nll = kl = agree = 0.0
     for start in range(0, cut.shape[0], batch):
         part = cut[start : start + batch]
-        log_p = _log_probabilities(model, part, device)
+        log_p = _log_probabilities(model, part, device, kv)
         target = part[:, 1:].reshape(-1, 1).to(device)
         nll -= float(log_p.gather(1, target).double().sum())
         if reference is not None:
@@ -107,6 +111,7 @@ def measure(
     max_tokens: int | None = None,
     progress: Progress | None = None,
     act: str | None = None,
+    kv: str = PLAIN,
 ) -> Report:
     """`evaluate` on a text, of models loaded by name.
 
@@ -114,6 +119,7 @@ def measure(
         model, against: lowq checkpoints, Hugging Face folders or hub ids; `against` fills base_ppl, kl, top1_agreement.
         progress: called with (percent done, note).
         act: how `model` rounds activations; None leaves what its checkpoint says.
+        kv: as of `evaluate`.
     Raises:
         NotFoundError, DamagedError, UnsupportedError: as `lowq.load`. UsageError: too short a text, other vocabulary.
     """
@@ -126,7 +132,7 @@ def measure(
         set_activations(loaded, check_act(act))
     reference = ready(against, device)[0] if against else None
     window = min(window_of(m) for m in (loaded, reference) if m is not None)
-    return evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress)
+    return evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress, kv)
 
 
 def measure_modes(
@@ -166,7 +172,13 @@ def _vocabulary(model: Any) -> int:
     return getattr(config, "vocab_size", 1 << 15)
 
 
-def _log_probabilities(model: torch.nn.Module, part: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _log_probabilities(model: torch.nn.Module, part: torch.Tensor, device: torch.device, kv: str = PLAIN) -> torch.Tensor:
     """(predicted tokens, vocabulary) fp32 log-probabilities of the next token, on `device`."""
-    logits = model(input_ids=part.to(_device(model)), use_cache=False).logits[:, :-1]
+    ids = part.to(_device(model))
+    if kv == PLAIN:
+        logits = model(input_ids=ids, use_cache=False).logits
+    else:
+        decoder: Any = decoder_of(model, kv)  # fused or plain: the one that records graphs takes no other cache
+        logits = decoder.logits(ids)
+    logits = logits[:, :-1]
     return torch.log_softmax(logits.reshape(-1, logits.shape[-1]).to(device).float(), dim=-1)

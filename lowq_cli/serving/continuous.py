@@ -27,6 +27,7 @@ from lowq_cli.serving.pool import Pool
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
 from lowq_cli.serving.schedule import PassPlan, Schedule, Text
 from lowq_cli.serving.special import LogProbs, Logs, Special, fetch, is_special
+from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UnsupportedError, UsageError, one_line
 
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
@@ -85,6 +86,7 @@ class ContinuousEngine:
         running: requests computed at once at most; None: as the device is good for.
         cache_tokens: tokens whose keys and values are held at most; None: as memory allows.
         deterministic: see above.
+        kv: what keys and values are held in (`decode.kv.KINDS`).
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING.
     """
 
@@ -97,9 +99,10 @@ class ContinuousEngine:
         running: int | None = None,
         cache_tokens: int | None = None,
         deterministic: bool = False,
+        kv: str = PLAIN,
     ) -> None:
         self.reason = ""
-        decoder = decoder_of(model)
+        decoder = decoder_of(model, kv)
         assert isinstance(decoder, FusedDecoder)
         self.device, self.vocabulary = decoder.device, decoder.blocks.head.out_features
         most = running or MOST[self.device.type]

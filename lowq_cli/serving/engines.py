@@ -5,11 +5,13 @@ from typing import Any
 from lowq_cli.serving import continuous
 from lowq_cli.serving.request import Engine
 from lowq_cli.serving.sequential import SequentialEngine
+from lowq_kernels.decode.kv import PLAIN
 
 WAITING = 512  # requests in the queue
 
 
-def engine_of(model: Any, waiting: int = WAITING, **how: Any) -> Engine:
+def engine_of(model: Any, waiting: int = WAITING, kv: str = PLAIN, **how: Any) -> Engine:
     """The engine for this model on its device, not started yet; `how`: what ContinuousEngine takes besides."""
-    reason = continuous.why_not(model)
-    return SequentialEngine(model, waiting, reason) if reason else continuous.ContinuousEngine(model, waiting, **how)
+    if reason := continuous.why_not(model):
+        return SequentialEngine(model, waiting, reason, kv)
+    return continuous.ContinuousEngine(model, waiting, kv=kv, **how)

@@ -12,6 +12,7 @@ from lowq_cli.engine.stopping import Stopper, check
 from lowq_cli.serving.continuous import MOST, MOST_RUNNING, ContinuousEngine
 from lowq_cli.serving.passes import BLOCK
 from lowq_cli.serving.request import Draw, Event, Request
+from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import LowqError
 
 SEEDS = 1 << 63
@@ -34,6 +35,7 @@ def answer_all(
     sampling: Sampling,
     stop: Sequence[str] = (),
     at_once: int | None = None,
+    kv: str = PLAIN,
 ) -> Iterator[Answer]:
     """The answers in the order of the prompts, the first while later ones are still computed.
 
@@ -42,6 +44,7 @@ def answer_all(
         prompts: token ids of each, at least one, short of the model's context.
         sampling: of all; the seed of prompt i is its seed + i.
         at_once: texts side by side; None: as many as the device is good for.
+        kv: what keys and values are held in (`decode.kv.KINDS`).
     """
     stops, limit, ends = check(stop), context_limit(model), stop_ids(model, tokenizer)
     rooms = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(p)) for p in prompts]
@@ -50,7 +53,7 @@ def answer_all(
         return
     running = min(at_once or MOST[model.device.type], len(prompts), MOST_RUNNING)
     longest = sorted((len(p) + room + BLOCK for p, room in zip(prompts, rooms, strict=True)), reverse=True)
-    engine = ContinuousEngine(model, len(prompts), running, sum(longest[:running]))
+    engine = ContinuousEngine(model, len(prompts), running, sum(longest[:running]), kv=kv)
     events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
     engine.start(events.put)
     try:

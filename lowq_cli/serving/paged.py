@@ -14,6 +14,7 @@ from lowq_cli.serving.pace import Pace
 from lowq_cli.serving.passes import BLOCK, Passes
 from lowq_cli.serving.rows import Rows
 from lowq_cli.serving.schedule import READERS
+from lowq_kernels.decode import kv
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_packers.errors import DoesNotFitError
 
@@ -38,7 +39,7 @@ def make_cache(model: Any, decoder: FusedDecoder, most: int, tokens: int | None,
     """A cache for `most` texts at once, of at most `tokens` tokens. Raises DoesNotFitError."""
     device, layers = decoder.device, decoder.blocks.layers
     longest = context_limit(model) or NO_LIMIT
-    block = sum(2 * layer.heads.HKV * BLOCK * layer.heads.D for layer in layers) * decoder.dtype.itemsize
+    block = sum(2 * layer.heads.HKV * BLOCK * kv.slot_bytes(decoder.kv, layer.heads.D, decoder.dtype) for layer in layers)
     wanted = min(tokens or most * longest, most * longest)
     try:
         pace, room = None, memory.available_memory()
@@ -61,13 +62,13 @@ def _passes(decoder: FusedDecoder, most: int, longest: int, blocks: int, fixed: 
     width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to nobody's block
     caches = []
     for layer in decoder.blocks.layers:
-        heads, pair = layer.heads, []
+        heads, pair, make = layer.heads, list[kv.Cache](), partial(kv.empty, decoder.kv)
         for _ in range(2):
             if decoder.device.type == "cuda":
-                pair.append(torch.empty(blocks, heads.HKV, BLOCK, heads.D, dtype=decoder.dtype, device=decoder.device))
+                pair.append(make((blocks, heads.HKV, BLOCK, heads.D), decoder.dtype, decoder.device))
             else:  # blocks side by side in memory where they are so in number: attention then reads them as they are
-                pair.append(torch.empty(heads.HKV, blocks, BLOCK, heads.D, dtype=decoder.dtype).transpose(0, 1))
-            pair[-1][0].zero_()
+                pair.append(make((heads.HKV, blocks, BLOCK, heads.D), decoder.dtype, decoder.device).transpose(0, 1))
+            kv.part(pair[-1], slice(0, 1)).zero_()
         caches.append((pair[0], pair[1]))
     return Passes(decoder, Rows(most + READERS, width, decoder.device), most, caches, width * BLOCK, fixed)
 

@@ -22,6 +22,7 @@ from lowq_cli.serving.pace import Pace
 from lowq_cli.serving.rows import Rows, upload
 from lowq_cli.serving.schedule import READERS, buckets
 from lowq_kernels import counters
+from lowq_kernels.decode.kv import Cache
 from lowq_kernels.decode.reference import Packed, tile_rows
 from lowq_packers.errors import one_line
 
@@ -57,7 +58,7 @@ class Passes:
         decoder: FusedDecoder,
         rows: Rows,
         most: int,
-        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        caches: list[tuple[Cache, Cache]],
         slots: int,
         fixed: bool = False,
     ) -> None:

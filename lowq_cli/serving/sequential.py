@@ -15,6 +15,7 @@ from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.picking import Picker
 from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, failed
+from lowq_kernels.decode.kv import PLAIN, slot_bytes
 from lowq_packers.errors import UnsupportedError
 
 FIRST_ROOM = 512  # tokens that a cache is made for beyond the prompt; an answer that outgrows it gets twice that, and so on
@@ -32,10 +33,10 @@ class SequentialEngine:
 
     name = "one after another"
 
-    def __init__(self, model: Any, waiting: int, reason: str = "") -> None:
-        self.model, self.reason, self.decoder = model, reason, decoder_of(model)
+    def __init__(self, model: Any, waiting: int, reason: str = "", kv: str = PLAIN) -> None:
+        self.model, self.reason, self.decoder = model, reason, decoder_of(model, kv)
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.limits = _limits(model, waiting)
+        self.limits = _limits(model, waiting, kv)
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, Request]] = deque()
         self._cancelled: set[int] = set()
@@ -164,13 +165,14 @@ class SequentialEngine:
         return shared(held[0], list(prompt)) if held and len(held) == 1 else 0
 
 
-def _limits(model: Any, waiting: int) -> Limits:
+def _limits(model: Any, waiting: int, kv: str) -> Limits:
     """The longest text: as the model says, and as memory allows."""
     config = vars(model.config.get_text_config())
     longest = context_limit(model) or NO_LIMIT
     queries = config.get("num_attention_heads") or 1
     size = config.get("head_dim") or config.get("hidden_size", 0) // queries
-    each = 2 * config.get("num_hidden_layers", 0) * (config.get("num_key_value_heads") or queries) * size * model.dtype.itemsize
+    heads = config.get("num_key_value_heads") or queries
+    each = 2 * config.get("num_hidden_layers", 0) * heads * (slot_bytes(kv, size, model.dtype) if size else 0)
     free = torch.cuda.mem_get_info(model.device)[0] if model.device.type == "cuda" else memory.available_memory()
     if each and free is not None:
         longest = max(1, min(longest, int(SHARE * free) // each))

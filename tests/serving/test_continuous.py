@@ -32,8 +32,8 @@ def client(model, request):
         c.engine.stop(0)
 
 
-def alone(model, prompt, n=12):
-    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=decoder_of(model))
+def alone(model, prompt, n=12, kv="16", **how):
+    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=decoder_of(model, kv), **how)
     list(g)
     return g.tokens[0]
 
@@ -58,15 +58,29 @@ def test_each_answer_is_the_one_of_the_prompt_alone(kind, deterministic, client,
     assert s.new_tokens == sum(map(len, wanted))
 
 
-@pytest.mark.parametrize("tokens", [192, 320])
-def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens):
+@pytest.mark.parametrize(("tokens", "kv"), [(192, "16"), (320, "16"), (192, "fp8"), (192, "4")])
+def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens, kv):
     """Texts give back their blocks and are computed again."""
     asked = prompts(*(30 + 7 * i for i in range(8)), seed=5)
-    c = client(running=6, cache_tokens=tokens)
-    wanted = [alone(model, p, 90) for p in asked]
+    c = client(running=6, cache_tokens=tokens, kv=kv)
+    wanted = [alone(model, p, 90, kv) for p in asked]
     assert c.tokens(*[c.ask(p, 90) for p in asked]) == wanted
     assert c.engine.stats().preemptions > 0
     assert c.engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kv", ["fp8", "4"])
+def test_a_cache_in_few_bits_answers_each_as_alone(model, client, kv, deterministic):
+    """With beginnings that are shared."""
+    common = prompts(130)[0]
+    asked = [*([*common, *p] for p in prompts(20, 9, 40)), *prompts(70, 33, 64)]
+    drawn = {"temperature": 2.0, "seed": 5}  # greedy, models of random weights say much the same whatever they hold
+    wanted = [alone(model, p, 40, kv, **drawn) for p in asked]
+    assert wanted != [alone(model, p, 40, **drawn) for p in asked]
+    c = client(running=4, kv=kv, deterministic=deterministic, cache_tokens=256)
+    assert c.tokens(*[c.ask(p, 40, **drawn) for p in asked]) == wanted
+    assert c.engine.stats().prefix_hits + deterministic > 0
 
 
 def test_equal_beginnings_are_computed_once(model, client):
