@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowq_cli.hf.experts import STACKS
+from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
 from lowq_cli.hf.layers import Others, Spot, run
 from lowq_cli.quantizers.gptq import Moments
 
@@ -161,7 +161,7 @@ class Layer:
         clean = torch.cat([_flat(self._given(module, x, self.original)[0]) for x in original])
         inputs = [self._given(module, x, self.quantized) for x in behind]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
-        up, down = (f"{module}.{leaf}" for leaf in STACKS)
+        up, down = (f"{module}.{leaf}" for leaf in self._kind(module).stacks)
         for expert in self.experts(names):
             mine = _visitors(visits, expert)
             x, x_behind = clean[mine], seen[mine]
@@ -184,7 +184,7 @@ class Layer:
         inputs = [self._given(module, x, self.original) for x in behind]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
         for name, spot in self.spots.items():
-            if spot.module == module and spot.leaf == STACKS[1] and spot.cut.expert is not None:
+            if spot.module == module and spot.leaf == DOWN and spot.cut.expert is not None:
                 yield name, self._inside(module, spot.cut.expert, seen[_visitors(visits, spot.cut.expert)], self.original)
 
     def routed(self, module: str, hidden: torch.Tensor) -> torch.Tensor:
@@ -193,10 +193,20 @@ class Layer:
 
     def _inside(self, module: str, expert: int, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """An expert's inner values (tokens, I) for its inputs."""
-        path = f"{module}.{STACKS[0]}"
-        W = weights[path] if path in weights else self.module.get_parameter(path).data
-        gate: Any = self.module.get_submodule(module)
-        return gate._apply_gate(nn.functional.linear(x, W[expert]))
+        kind, experts = self._kind(module), self.module.get_submodule(module)
+        path, whole = f"{module}.{kind.first}", {}
+        for leaf in ("", "_bias") if kind.bias else ("",):
+            W = weights[path + leaf] if path + leaf in weights else self.module.get_parameter(path + leaf).data
+            whole[leaf] = W[expert : expert + 1]
+        W = kind.rows(kind.first, whole[""])[0]
+        bias = kind.in_order(kind.first, whole["_bias"])[0] if kind.bias else None
+        return between(experts, kind.as_gated(nn.functional.linear(x, W, bias)))
+
+    def _kind(self, module: str) -> Kind:
+        """How a mixture's experts are held."""
+        kind = kind_of(self.module.get_submodule(module))
+        assert isinstance(kind, Kind), kind
+        return kind
 
     def _given(self, module: str, hidden: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, ...]:
         """The arguments that a module is called with. The layer is run no further than to it."""

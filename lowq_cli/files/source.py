@@ -52,17 +52,21 @@ SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
 
 @dataclass(frozen=True)
 class Cut:
-    """One (N, K) matrix inside a tensor or parameter: which expert's of a stack, which rows (None: all), held as (K, N)?"""
+    """One (N, K) matrix inside a tensor or parameter: which expert's of a stack, which rows (None: all), held as (K, N)?
+
+    step: of the rows, 2 where those of two matrices alternate.
+    """
 
     expert: int | None = None
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    step: int = 1
 
     def of(self, W: "torch.Tensor") -> "torch.Tensor":
         """The matrix, as a view of the tensor."""
         W = W if self.expert is None else W[self.expert]
         W = W.T if self.transposed else W
-        return W if self.rows is None else W[slice(*self.rows)]
+        return W if self.rows is None else W[slice(*self.rows, self.step)]
 
 
 WHOLE = Cut()

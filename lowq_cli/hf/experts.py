@@ -2,6 +2,7 @@
 
 Its tensors are `gate_up_proj` (E, 2I, words) with `gate_up_proj_scale` and `gate_up_proj_zero` (E, 2I, groups), and
 `down_proj` likewise: the names that let transformers stack per-expert files into them and cut them up again on saving.
+Whatever way transformers holds them (`expert_kinds`), here all rows of gate come before those of up.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice
 from lowq_kernels.modules.linear import blank_table, only_moved
@@ -19,57 +21,44 @@ from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Scheme
 
-STACKS = ("gate_up_proj", "down_proj")
 LEAVES = ("", "_scale", "_zero", "_table")  # what follows a stack's name in those of its tensors
 FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
 FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 256 launches, one or two for every expert
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
 
-def why_not_experts(module: nn.Module, leaf: str) -> str | None:
-    """The reason `module.leaf` cannot be a stack of QuantExperts, or None."""
-    if leaf not in STACKS:
-        return f"an expert parameter that is not {' or '.join(STACKS)}"
-    others = [name for name, _ in module.named_parameters() if name not in STACKS]
-    if others:
-        return f"experts with further parameters ({others[0]})"
-    if not callable(getattr(module, "_apply_gate", None)):
-        return f"experts of a kind lowq does not know ({type(module).__name__})"
-    facts = {
-        "is_transposed": False,
-        "is_concatenated": True,
-        "has_gate": True,
-        "has_bias": False,
-        "has_post_expert_norm": False,
-    }
-    for fact, wanted in facts.items():
-        if getattr(module, fact, wanted) != wanted:
-            return f"experts with {fact}={not wanted}"
-    return None
-
-
 class QuantExperts(nn.Module):
     """For each token the weighted sum of its experts, down(act(gate(x)) * up(x)), from packed weights.
 
     Args:
-        experts: transformers' module; its gating is reused, its 3-D parameters are taken (where dense) or dropped.
-        schemes: "gate_up_proj" and/or "down_proj" -> Scheme; one that is absent stays dense.
+        experts: transformers' module, of a known kind; its gating is reused, its parameters are taken (where dense) or dropped.
+        schemes: "gate_up_proj" and/or "down_proj" -> Scheme; one that is absent stays dense, as transformers has it.
         dtype: of scales, zeros and dense parameters.
         tables: of a table scheme: how many an expert's stack has, where it is made of several matrices in the files.
+        top_k: experts of a token, where it is not said with each call (`every_token`).
     """
 
     def __init__(
-        self, experts: nn.Module, schemes: dict[str, Scheme], dtype: torch.dtype, tables: Mapping[str, int] | None = None
+        self,
+        experts: nn.Module,
+        schemes: dict[str, Scheme],
+        dtype: torch.dtype,
+        tables: Mapping[str, int] | None = None,
+        top_k: int = 1,
     ) -> None:
         super().__init__()
-        self.schemes = dict(schemes)
+        kind = kind_of(experts)
+        assert isinstance(kind, Kind), kind
+        self.kind, self.schemes, self.top_k = kind, dict(schemes), top_k
         self.shapes: dict[str, tuple[int, int, int]] = {}
         self.layouts: dict[str, str] = {}
-        for name in STACKS:
+        for name in kind.stacks:
             dense = getattr(experts, name)
             delattr(experts, name)
-            E, N, K = self.shapes[name] = tuple(dense.shape)
+            E, N, K = self.shapes[name] = kind.shape(dense)
             scheme = schemes.get(name)
+            bias = getattr(experts, f"{name}_bias") if kind.bias else None
+            self.register_parameter(f"{name}_bias", None if bias is None else nn.Parameter(bias.detach().to(dtype), False))
             if scheme is None:
                 self._hold(name, Stack(dense.detach().to(dtype), None, None, None, None, N, K, DISK))
                 continue
@@ -95,7 +84,14 @@ class QuantExperts(nn.Module):
         """The weights called `name` as they are held now."""
         _, N, K = self.shapes[name]
         words, scales, zeros, table, aux = (getattr(self, name + suffix) for suffix in (*LEAVES, "_aux"))
+        if name not in self.schemes:
+            words = self.kind.rows(name, words)
         return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name], table)
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """What is added to the products of a stack, (E, N); None where nothing is."""
+        bias = getattr(self, f"{name}_bias")
+        return None if bias is None else self.kind.in_order(name, bias)
 
     def _move(self, name: str, layout: str) -> None:
         if layout != self.layouts[name]:
@@ -110,61 +106,95 @@ class QuantExperts(nn.Module):
             self._move(name, best_layout(scheme, now.N, now.K, dtype or own, now.words.device))
         return self
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H).
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor | None = None, top_k_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H); of the kind `every_token` as that says.
 
         Sums a token's experts in fp32 in the order of top_k_index, so two runs agree bit for bit. A few tokens on a GPU take
         one kernel that reads nothing but their experts; the rest is grouped by expert.
         """
+        if top_k_index is None or top_k_weights is None:
+            return self._every_token(hidden_states)
         top_k, few = top_k_index.shape[-1], hidden_states.dim() == 2 and hidden_states.shape[0] <= FEW_TOKENS
         few = hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing())
         if few and not through_autograd(hidden_states) and (chosen := self.fused(hidden_states.dtype, top_k)):
             spec, config = chosen
-            stacks = (self.stack(name) for name in STACKS)
+            stacks = (self.stack(name) for name in self.kind.stacks)
             return spec.launch(hidden_states, top_k_index, top_k_weights, *stacks, self.act, config)
-        experts = top_k_index.reshape(-1)
-        gate: Any = self.__dict__["gating"]._apply_gate
-        h = gate(self._product(hidden_states.repeat_interleave(top_k, 0), experts, "gate_up_proj"))
-        weighted = self._product(h, experts, "down_proj").float() * top_k_weights.reshape(-1, 1).float()
+        x, experts = hidden_states.repeat_interleave(top_k, 0), top_k_index.reshape(-1)
+        weighted = self._each(x, experts).float() * top_k_weights.reshape(-1, 1).float()
         return weighted.reshape(*hidden_states.shape[:-1], top_k, -1).sum(-2).to(hidden_states.dtype)
+
+    def _each(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Row s of x (S, H) through expert `experts[s]` -> (S, H)."""
+        first, down = self.kind.stacks
+        gating, last = self.__dict__["gating"], self.shapes[down][0] - 1
+        own = experts.clamp(max=last) if self.kind.identities else experts
+        h = self.kind.as_gated(self._product(x, own, first))
+        y = self._product(between(gating, h), own, down)
+        return torch.where((experts > last)[:, None], x, y) if self.kind.identities else y
+
+    def _every_token(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(E * T, H) -> (E * T, H): all tokens for expert 0, then all for expert 1, ...; only rows that are not 0 are computed.
+
+        On a GPU, which would have to be waited for, the `num_experts_per_tok` largest of each token.
+        """
+        E = self.shapes[DOWN][0]
+        by_expert = hidden_states.reshape(E, -1, hidden_states.shape[-1])
+        visits = by_expert.abs().amax(-1)
+        if hidden_states.is_cuda:
+            experts = visits.topk(self.top_k, 0).indices.flatten()
+            tokens = torch.arange(visits.shape[1], device=visits.device).repeat(self.top_k)
+        else:
+            experts, tokens = visits.nonzero(as_tuple=True)
+        y = torch.zeros_like(by_expert)
+        y[experts, tokens] = self._each(by_expert[experts, tokens], experts)
+        return y.reshape(hidden_states.shape)
 
     @property
     def act(self) -> str:
         """The activation between gate and up, as the kernels call it; "" where the gating is not the usual one."""
         gating: Any = self.__dict__["gating"]
-        usual = type(gating)._apply_gate.__name__ == "_default_apply_gate"
+        usual = getattr(getattr(type(gating), "_apply_gate", None), "__name__", "") == "_default_apply_gate"
+        usual = usual and self.kind == Kind()
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
     def fused(self, dtype: torch.dtype, top_k: int) -> Choice | None:
         """The kernel that computes the layer from the chosen experts alone, where there is one for this device and shape."""
-        up, down = (self.stack(name) for name in STACKS)
+        if not self.act:
+            return None
+        up, down = (self.stack(name) for name in self.kind.stacks)
         return fused(up, down, top_k, self.act, dtype)
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""
-        s = self.stack(name)
+        s, bias = self.stack(name), self.bias(name)
         facts = pack_facts(s.scheme, s.N, s.K, s.layout)
-        return experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, facts, s.table)
+        y = experts_linear(x, experts, s.words, s.scales, s.zeros, s.aux, facts, s.table)
+        return y if bias is None else y + bias[experts]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device changes the layout; go through the one that every device knows."""
-        before = getattr(self, STACKS[0]).device
+        before = getattr(self, DOWN).device
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=before)).dtype
         after = before if before.type == "meta" else fn(torch.empty(0, device=before)).device
         if after.type == before.type:
-            with only_moved(self, *(f"{name}_{leaf}" for name in STACKS for leaf in ("aux", "table"))):
+            with only_moved(self, *(f"{name}_{leaf}" for name in self.kind.stacks for leaf in ("aux", "table"))):
                 super()._apply(fn, recurse)
             return self
         for name in self.schemes:
             self._move(name, DISK)
-        with only_moved(self, *(f"{name}_table" for name in STACKS)):
+        with only_moved(self, *(f"{name}_table" for name in self.kind.stacks)):
             super()._apply(fn, recurse)
         return self if after.type == "meta" else self.prepare()
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        for name in STACKS:
+        for name in self.kind.stacks:
             stack = self.stack(name).repacked(DISK)
-            for suffix, t in zip(LEAVES, (stack.words, stack.scales, stack.zeros, stack.table), strict=True):
+            words = stack.words if name in self.schemes else getattr(self, name)
+            tensors = (words, stack.scales, stack.zeros, stack.table, getattr(self, f"{name}_bias"))
+            for suffix, t in zip((*LEAVES, "_bias"), tensors, strict=True):
                 if t is not None:
                     destination[f"{prefix}{name}{suffix}"] = t if keep_vars else t.detach()
 
@@ -178,7 +208,7 @@ class QuantExperts(nn.Module):
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
-        E, _, _ = self.shapes[STACKS[0]]
+        E, _, _ = self.shapes[DOWN]
         return f"{E} experts, " + ", ".join(f"{k} {s} {self.layouts[k]}" for k, s in self.schemes.items())
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import WHOLE, Cut, Source
-from lowq_cli.hf.experts import why_not_experts
+from lowq_cli.hf.expert_kinds import Kind
 from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_packers.errors import LowqError, UnsupportedError, one_line
 
@@ -64,7 +64,7 @@ class DecoderLayers:
         self._mine: dict[int, list[_Tensor]] = defaultdict(list)
         self._rest: list[_Tensor] = []
         self._prefix = prefix
-        split = cache(self.skeleton.split)
+        cuts = cache(self.skeleton.inside)
         for name in source.headers:
             place = self.skeleton.place(name)
             if place is None:
@@ -72,7 +72,7 @@ class DecoderLayers:
             if not place.param.startswith(prefix):
                 self._rest.append(_Tensor(name, place.param))
                 continue
-            cut = split(place.param).get(name) if place.merged else None
+            cut = cuts(place.param).get(name) if place.merged else None
             if place.merged and cut is None:
                 raise UnsupportedError(
                     f"{name} is rearranged while it is loaded; such layers cannot be calibrated, use --method lsq"
@@ -92,11 +92,15 @@ class DecoderLayers:
             if leaf == "weight" and isinstance(module, nn.Linear | Conv1D):
                 rows = tensor.cut.rows if tensor.cut else None
                 found[tensor.name] = Spot(path, cut=Cut(rows=rows, transposed=isinstance(module, Conv1D)))
-            elif (held := module._parameters.get(leaf)) is not None and held.dim() == 3 and not why_not_experts(module, leaf):
-                whole = f"{self._prefix}{number}.{tensor.inside}"
-                cuts = {tensor.name: tensor.cut} if tensor.cut else self.skeleton.split(whole)
+            elif leaf in self._stacks(whole := f"{self._prefix}{number}.{tensor.inside}"):
+                cuts = {tensor.name: tensor.cut} if tensor.cut else self.skeleton.inside(whole)
                 found |= {name: Spot(path, leaf, cut) for name, cut in cuts.items()}
         return {name.removesuffix(".weight"): spot for name, spot in found.items()}
+
+    def _stacks(self, param: str) -> tuple[str, ...]:
+        """The stacks of the experts that a parameter is of, where each call says which experts a token visits."""
+        kind = self.skeleton.kinds.get(param.rpartition(".")[0])
+        return kind.stacks if isinstance(kind, Kind) and not kind.every_token else ()
 
     def kept(self, number: int) -> dict[str, str]:
         """Parameter in the layer -> checkpoint name, for those that a tensor fills alone."""

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from lowq_cli.files.sharding import column_problem, row_problem, table_problem
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
-from lowq_cli.hf.experts import STACKS, QuantExperts
+from lowq_cli.hf.expert_kinds import Kind
+from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight
@@ -150,7 +151,9 @@ def _check(path: str, module: QuantLinear, style: str, n: int) -> None:
 
 def _split_experts(module: QuantExperts, path: str, pattern: str, plan: dict[str, Any], n: int) -> None:
     """The companions of packed stacks are cut as the stacks are."""
-    for stack in STACKS:
+    if module.kind != Kind():
+        raise UnsupportedError(f"{path} is packed, and lowq does not cut experts of {type(module.__dict__['gating']).__name__}")
+    for stack in module.kind.stacks:
         style, name = plan.get(f"{pattern}.{stack}"), f"{path}.{stack}"
         if style is None:
             continue
@@ -167,7 +170,7 @@ def _split_experts(module: QuantExperts, path: str, pattern: str, plan: dict[str
 
 
 def _settle_experts(module: QuantExperts) -> None:
-    for stack in STACKS:
+    for stack in module.kind.stacks:
         if not isinstance(words := getattr(module, stack), DTensor):
             continue
         now, cut = module.stack(stack), words.device_mesh.size() if _dim(words) == 2 else 1

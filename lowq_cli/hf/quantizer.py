@@ -61,6 +61,12 @@ class LowqQuantizer(Frozen):
         if not self.pre_quantized:
             raise UnsupportedError("from_pretrained does not quantize; run `lowq quantize MODEL` and load the folder it writes")
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """transformers' rules, and ours for experts that it keeps stacked in files; each for the companions, too."""
+        from lowq_cli.hf.skeleton import Skeleton
+
+        return super().update_weight_conversions(weight_conversions + Skeleton(model).own, model)
+
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse to keep packed weights on disk: nothing would repack them."""
         if isinstance(device_map, dict) and "disk" in device_map.values():

@@ -6,7 +6,7 @@ conversion that `save_pretrained` would apply.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -25,8 +25,11 @@ from transformers.core_model_loading import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import Cut
+from lowq_cli.hf.expert_kinds import Kind, converters, kind_of
+from lowq_cli.hf.experts import QuantExperts
 from lowq_packers.errors import DamagedError, UnsupportedError, one_line
 
 
@@ -81,6 +84,28 @@ def _untagged(value: Any) -> Any:
     return [_untagged(v) for v in value] if isinstance(value, list) else value
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is nn.Linear or does what it does with weight and bias, as Falcon's own: asked by trying."""
+    cls: Any = type(module)
+    return cls is nn.Linear or (isinstance(module, nn.Linear) and _multiplies(cls))
+
+
+@cache
+def _multiplies(cls: Any) -> bool:
+    """The same of a class below nn.Linear."""
+    probe = cls.__new__(cls)
+    nn.Linear.__init__(probe, 3, 2)
+    x = torch.tensor([[1.0, -2.0, 0.5]], device="cpu")
+    try:
+        with torch.no_grad(), torch.device("cpu"):
+            probe.to_empty(device="cpu")
+            probe.weight.copy_(torch.arange(6.0).reshape(2, 3))
+            probe.bias.copy_(torch.tensor([7.0, -9.0]))
+            return torch.allclose(probe(x), nn.functional.linear(x, probe.weight, probe.bias))
+    except (TypeError, AttributeError, RuntimeError):  # it takes or needs more than that
+        return False
+
+
 @dataclass(frozen=True)
 class Place:
     """Where transformers puts one checkpoint tensor: into the parameter `param`, alone or (merged) with others."""
@@ -95,15 +120,38 @@ class Skeleton:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.kinds: dict[str, Kind | str] = {}  # path of a module of experts that is not packed -> how it holds them
         conversions = get_model_conversion_mapping(model)
         self.renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self.converters = [c for c in conversions if isinstance(c, WeightConverter)]
+        self.own = self._own_converters()
+        self.converters += self.own
         self._by_pattern = {p: c for c in self.converters for p in c.source_patterns}
 
     @cached_property
     def params(self) -> dict[str, torch.Tensor]:
         """Name -> parameter or saved buffer. Only for models on the meta device: packed modules would be repacked."""
         return self.model.state_dict()
+
+    def _own_converters(self) -> list[WeightConverter]:
+        """What stacks the experts that lowq writes one by one where transformers does not; of a loaded model, what did."""
+        stacks = []
+        for path, module in self.model.named_modules():
+            if isinstance(module, QuantExperts):
+                stacks += [(f"{path}.{name}", name in module.schemes) for name in module.kind.stacks]
+            elif path not in self.kinds and isinstance(getattr(module, "down_proj", None), nn.Parameter):
+                self.kinds[path] = kind_of(module)
+        stacks += [
+            (f"{path}.{name}", True) for path, kind in self.kinds.items() if isinstance(kind, Kind) for name in kind.stacks
+        ]
+        return converters(stacks, self.converters)
+
+    def shape(self, param: str) -> tuple[int, ...]:
+        """(N, K) of a parameter that is one matrix, (E, N, K) of one that is a stack of them, however transformers holds it."""
+        held, (path, _, name) = self.params[param], param.rpartition(".")
+        if isinstance(kind := self.kinds.get(path), Kind) and name in kind.stacks:
+            return kind.shape(held)
+        return tuple(held.shape[::-1] if isinstance(self.module(param), Conv1D) else held.shape)
 
     def place(self, name: str) -> Place | None:
         """Where the checkpoint tensor `name` goes; None if the model does not know it."""
@@ -135,11 +183,11 @@ class Skeleton:
         return dict(self.model.all_tied_weights_keys)
 
     def split(self, param: str) -> dict[str, Cut]:
-        """The checkpoint tensors that `save_pretrained` would cut a parameter into, by name.
+        """The checkpoint tensors that lowq's files cut a parameter into, by name: rows of it as `shape` has it.
 
         Empty if what comes out is not made of whole runs of its rows.
         """
-        shape = self.params[param].shape
+        shape = torch.Size(self.shape(param))
         rows = shape[-2]
         numbers = torch.arange(shape[:-1].numel(), device="cpu").reshape(*shape[:-1], 1)
         found = {}
@@ -152,6 +200,12 @@ class Skeleton:
             found[name] = Cut(expert, (first % rows, last % rows + 1))
         return found
 
+    def inside(self, param: str) -> dict[str, Cut]:
+        """`split` as cuts of the parameter itself."""
+        path, _, name = param.rpartition(".")
+        kind = self.kinds.get(path)
+        return {n: kind.cut(name, cut) if isinstance(kind, Kind) else cut for n, cut in self.split(param).items()}
+
     def saved_names(self, param: str, rows: tuple[int, ...]) -> list[str]:
         """The names under which `save_pretrained` writes a parameter of that many rows (experts, rows)."""
         return list(self._revert({param: torch.zeros(*rows, 1, device="cpu")}))
@@ -159,7 +213,8 @@ class Skeleton:
     @cached_property
     def _saving(self) -> list[Any]:
         """What `revert_weight_conversion` uses for a model that was never loaded."""
-        return [c for c in get_model_conversion_mapping(self.model, add_legacy=False) if not isinstance(c, PrefixChange)]
+        found = [c for c in get_model_conversion_mapping(self.model, add_legacy=False) if not isinstance(c, PrefixChange)]
+        return found + self.own
 
     def _revert(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if getattr(self.model, "_weight_conversions", None) is not None:  # loaded: what saving will really use

@@ -16,8 +16,7 @@ from lowq_cli.files.roles import TIED, Part, Role
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Cut
 from lowq_cli.hf.embedding import embed_scale
-from lowq_cli.hf.experts import why_not_experts
-from lowq_cli.hf.skeleton import Place, Skeleton, build
+from lowq_cli.hf.skeleton import Place, Skeleton, build, is_linear
 from lowq_packers.errors import DamagedError
 
 
@@ -66,7 +65,7 @@ def check_shape(skeleton: Skeleton, place: Place, name: str, header: TensorHeade
 def check_plausible(config: Mapping[str, Any], tensors: int) -> None:
     """Raise DamagedError for negative sizes, and for more layers or experts than tensors: building those would not end."""
     for key, value in config.items():
-        if re.search("^n(um)?_|_(size|dim)$", key) and isinstance(value, int) and value < 0:
+        if re.search("^n(um)?_|(?<!^chunk)_(size|dim)$", key) and isinstance(value, int) and value < 0:
             raise DamagedError(f"config.json has {key} = {value}; it cannot be negative")
         most = tensors if re.search("num_.*layers|^n_layer$", key) else max(tensors, 4096)
         if re.search("num_.*(layers|experts)|^n_layer$", key) and isinstance(value, int) and value > most:
@@ -120,11 +119,13 @@ def _role(skeleton: Skeleton, name: str, place: Place) -> Role:
     if place.why_not:
         return Role(kind, reason=place.why_not)
     if kind == "expert" and skeleton.params[param].dim() == 3:
-        if reason := why_not_experts(module, leaf):
-            return Role(kind, reason=reason)
+        path = param.rpartition(".")[0]
+        of_experts = skeleton.kinds.get(path, "an expert parameter of a kind lowq does not know")
+        if isinstance(of_experts, str) or leaf not in of_experts.stacks:
+            return Role(kind, reason=of_experts if isinstance(of_experts, str) else "not a linear weight")
         if place.merged:
             return Role(kind, (Part(stem, target=param),))
-        slices = skeleton.split(param)
+        slices = skeleton.inside(param)
         if not slices or any(not n.endswith(".weight") for n in slices):
             return Role(kind, reason="experts that transformers keeps stacked in files")
         parts = tuple(Part(n.removesuffix(".weight"), cut, param) for n, cut in slices.items())
@@ -142,7 +143,7 @@ def _role(skeleton: Skeleton, name: str, place: Place) -> Role:
         return Role(kind, (Part(stem, target=param),))
     if reason := _weight_used_directly(skeleton, param):
         return Role(kind, reason=reason)
-    if type(module) is nn.Linear or type(module) is Conv1D:
+    if is_linear(module) or type(module) is Conv1D:
         return Role(kind, (Part(stem, Cut(transposed=type(module) is Conv1D), param),))
     return Role(kind, reason=f"not a linear weight ({type(module).__name__})")
 

@@ -19,8 +19,10 @@ from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
 from lowq_cli.files.source import Cut
 from lowq_cli.hf import parallel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
-from lowq_cli.hf.experts import STACKS, QuantExperts, why_not_experts
-from lowq_cli.hf.skeleton import Skeleton
+from lowq_cli.hf.expert_kinds import DOWN, LEAVES
+from lowq_cli.hf.experts import QuantExperts
+from lowq_cli.hf.shared import SharedLinear
+from lowq_cli.hf.skeleton import Skeleton, is_linear
 from lowq_cli.hf.structure import check_complete, check_shape
 from lowq_kernels.modules.joined import JoinedRows
 from lowq_kernels.modules.linear import QuantLinear, blank_table
@@ -121,9 +123,7 @@ def _schemes(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> 
 
 def _dense_shape(skeleton: Skeleton, param: str) -> tuple[int, int]:
     """(N, K) of a parameter, experts along N."""
-    shape = skeleton.params[param].shape
-    if isinstance(skeleton.module(param), Conv1D):
-        return shape[1], shape[0]
+    shape = torch.Size(skeleton.shape(param))
     return shape[:-1].numel(), shape[-1]
 
 
@@ -162,19 +162,20 @@ def _packed_module(
 ) -> nn.Module:
     """What replaces the module at `path`, on the meta device. tables: of a module and leaf that has several: how many."""
     module = skeleton.model.get_submodule(path)
-    if leaves.keys() <= set(STACKS):
-        if reason := next(filter(None, (why_not_experts(module, leaf) for leaf in leaves)), None):
-            raise UnsupportedError(f"{path} is packed: {reason}, which lowq cannot compute with")
+    if leaves.keys() <= LEAVES.keys():
+        if isinstance(kind := skeleton.kinds.get(path, "no experts"), str):
+            raise UnsupportedError(f"{path} is packed: {kind}, which lowq cannot compute with")
         _rowstream_only(path, leaves, "experts")
         own = {leaf: tables[path, leaf] for leaf in leaves if (path, leaf) in tables}
         schemes = {leaf: how.scheme for leaf, how in leaves.items()}
-        return QuantExperts(module, schemes, skeleton.params[f"{path}.down_proj"].dtype, own)
+        top_k = getattr(skeleton.model.get_submodule(path.rpartition(".")[0]), "top_k", 1)
+        return QuantExperts(module, schemes, skeleton.params[f"{path}.{DOWN}"].dtype, own, top_k)
     if leaves.keys() == {"weight"}:
         (scheme, layout), dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
         if isinstance(module, nn.Embedding) and embed_scale(module) is not None:
             _rowstream_only(path, leaves, "embeddings")
             return QuantEmbedding(module, scheme, dtype)
-        if type(module) in (nn.Linear, Conv1D):
+        if is_linear(module) or type(module) is Conv1D:
             N, K = _dense_shape(skeleton, f"{path}.weight")
             made = QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta", stored_in=layout)
             made.weight_table = blank_table(scheme, "meta", tables.get((path, "weight"), 1))
@@ -190,9 +191,14 @@ def _rowstream_only(path: str, leaves: dict[str, Stored], what: str) -> None:
 
 
 def _share_tied(model: PreTrainedModel, skeleton: Skeleton) -> None:
-    """Give modules whose weight is tied to a packed embedding that weight in their own layout."""
+    """Give modules whose weight is tied to a packed embedding that weight in their own layout, and share packed linears."""
     for param, source in skeleton.tied.items():
         embedding = model.get_submodule(source.rpartition(".")[0])
+        if isinstance(embedding, QuantLinear):
+            if param.endswith(WEIGHT):
+                model.set_submodule(param.removesuffix(WEIGHT), SharedLinear(embedding))
+            model.all_tied_weights_keys.pop(param)
+            continue
         if not isinstance(embedding, QuantEmbedding):
             continue
         path = param.rpartition(".")[0]

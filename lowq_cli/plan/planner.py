@@ -207,7 +207,7 @@ def _cut_shape(name: str, shape: tuple[int, ...], cut: Cut) -> tuple[int, int]:
     first, last = cut.rows or (0, N)
     if last > N:
         raise DamagedError(f"{name} has {N} rows, its config implies at least {last}; they do not belong together")
-    return last - first, K
+    return -(-(last - first) // cut.step), K
 
 
 def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]:

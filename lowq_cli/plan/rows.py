@@ -1,6 +1,7 @@
 """A planned matrix's rows, read from its source."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -14,9 +15,8 @@ def read_rows(item: Item | Candidate, source: Source) -> Callable[[int, int], to
     shape, cut = source.headers[item.source].shape, item.cut
     A, B = shape[-2:]
     start = (cut.expert or 0) * A * B
-    if cut.transposed:  # rows of the matrix are columns of the file: read it once, whole
-        whole = source.read(item.source, start, A * B).reshape(A, B).t()
-        offset = cut.rows[0] if cut.rows else 0
-        return lambda first, last: whole[offset + first : offset + last].contiguous()
+    if cut.transposed or cut.step > 1:  # rows of the matrix are columns of the file, or not side by side: read it once, whole
+        held = replace(cut, expert=None).of(source.read(item.source, start, A * B).reshape(A, B))
+        return lambda first, last: held[first:last].contiguous()
     start += cut.rows[0] * B if cut.rows else 0
     return lambda first, last: source.read(item.source, start + first * B, (last - first) * B).reshape(last - first, B)

@@ -105,7 +105,8 @@ def slab_bytes(item: Item, device: str = "cpu") -> int:
         return 0  # copied in small pieces: part of WORKING
     N, K = item.shape
     weights = min(N, slab_rows(K, device)) * K
-    whole = N * K * ITEMSIZE[item.source_dtype] if item.cut.transposed else 0  # its rows are the file's columns
+    apart = item.cut.transposed or item.cut.step > 1  # its rows are the file's columns, or every second one
+    whole = item.cut.step * N * K * ITEMSIZE[item.source_dtype] if apart else 0
     return weights * BYTES_PER_WEIGHT + whole
 
 

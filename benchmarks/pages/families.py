@@ -1,0 +1,27 @@
+"""docs/families.md: every causal language model, tiny. Result: accuracy/families.json (`python -m tests.families`)."""
+
+import sys
+from collections import Counter
+
+from pages import ROOT, part, read, table
+
+
+@part
+def families() -> str:
+    """How many come through, and the rows of all."""
+    sys.path.insert(0, str(ROOT / "tests" / "families"))
+    from known import EXCEPTIONS
+
+    found = read("accuracy/families.json")
+    rows = found["rows"]
+    told = f"{len(rows)} model types of transformers {found['transformers']} (torch {found['torch']}, {found['date']}): "
+    decoders = Counter(r["decoder"] for r in rows if r["family"] not in EXCEPTIONS)
+    fused = f"{decoders['fused']} of them in the fused decoder"
+    told += f"{len(rows) - len(EXCEPTIONS)} come through, {fused}; {len(EXCEPTIONS)} do not.\n\n"
+    kept = table(("does not", "why"), [(f"`{family}`", why) for family, why in sorted(EXCEPTIONS.items())])
+    cells = [
+        (f"`{r['family']}`", f"{r['coverage']:.0%}", f"{r['off']:.1%}", f"{r['exact']:.0e}", r["decoder"])
+        for r in rows
+        if r["family"] not in EXCEPTIONS
+    ]
+    return told + kept + "\n" + table(("comes through", ">packed", ">logits off", ">dequantized", "decoder"), cells)
