@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.pytorch_utils import Conv1D
 
-from lowq_cli.engine.choose import choose
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.experts import QuantExperts
@@ -174,7 +174,7 @@ def same_files(one: str, other: str) -> bool:
 
 def generates(model: PreTrainedModel, of_ids: torch.Tensor) -> str:
     """The name of the decoder that continued IDS. Raises AssertionError where its first token is not the likeliest."""
-    decoder = choose(model)
+    decoder = decoder_of(model)
     first = decoder.start(IDS.tolist(), Sampling(), NEW)
     assert int(first[0]) == int(of_ids[-1].argmax()), "the first token is not the likeliest"
     for _ in range(NEW - 1):
