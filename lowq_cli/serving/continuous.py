@@ -6,7 +6,8 @@ no more.
 
 Greedy text of a request depends on who else is there through the kernels alone: a pass of another number of rows may take
 others, whose sums differ in their last bits. `deterministic` computes every step with the same number of rows, every piece of a
-prompt too, shares nothing, and so always takes the same kernels.
+prompt too, shares nothing, and so always takes the same kernels; a text that had to give back its blocks is drawn again from its
+prompt on, not read as one.
 """
 
 import threading
@@ -309,14 +310,15 @@ class ContinuousEngine:
             logs = flight.logs.read() if flight.logs is not None else {}
             self.passes.pace.note(*flight.size, seconds)
             for text, row in flight.drew:
-                if not text.done:
-                    events.append((text.number, self._event(text, tokens[row], logs)))
+                if not text.done and (event := self._event(text, tokens[row], logs)) is not None:
+                    events.append((text.number, event))
             if events:
                 self._sink(events)
 
-    def _event(self, text: Text, token: int, logs: dict[int, Logs]) -> Event:
-        """What a token means for its text."""
-        if text.request.mask is not None and not text.failed:
+    def _event(self, text: Text, token: int, logs: dict[int, Logs]) -> Event | None:
+        """What a token means for its text; None where it was told before."""
+        again = text.repeated is not None
+        if text.request.mask is not None and not text.failed and not again:
             try:
                 text.request.mask.accept(token)
             except Exception as e:
@@ -325,6 +327,8 @@ class ContinuousEngine:
             self._end(text)
             return failed(text.failed)
         finish = self.schedule.landed(text, token)
+        if again:
+            return None
         self._new_tokens += 1
         logprob, top = logs.get(text.number, (None, ())) if logs else (None, ())
         cached, text.told = (0 if text.told else text.cached), True

@@ -3,7 +3,7 @@
 A text waits, is read (its prompt in pieces, over several passes), runs (a token a pass) and ends. A pass takes one step of all
 that run and as many prompt tokens as its caller allows. The host decides on a pass before it has seen the tokens of the last
 one: a text that had ended by then has one step too many, whose result nobody reads. Where no block is free, the youngest text
-gives back its own and waits again, its tokens so far now part of its prompt.
+gives back its own and waits again, its tokens so far now part of its prompt; with `fixed` it begins again.
 """
 
 from collections import deque
@@ -28,6 +28,7 @@ class Text:
             its blocks stand in the table there.
         cached: tokens that were found in the cache when it was admitted first.
         failed: why it cannot go on, where it alone cannot.
+        known: tokens that were told before it was put back to its prompt.
     """
 
     def __init__(self, number: int, request: Request) -> None:
@@ -38,6 +39,19 @@ class Text:
         self.name, self.row, self.cached = START, -1, -1
         self.told = self.done = False
         self.failed: Exception | None = None
+        self.known: list[int] = []
+
+    @property
+    def repeated(self) -> int | None:
+        """The token that comes next, where it was told before."""
+        made = len(self.tokens) - self.prompt
+        return self.known[made] if made < len(self.known) else None
+
+    def repeat(self) -> None:
+        """Back to the prompt: what was drawn is drawn again, by the same kernels."""
+        drawn = self.tokens[self.prompt :]
+        self.known = max(self.known, drawn, key=len)
+        del self.tokens[self.prompt :]
 
     @property
     def room(self) -> int:
@@ -174,6 +188,8 @@ class Schedule:
                 return False
             youngest = max(self.active, key=lambda t: t.number)
             self._release(youngest)
+            if self.fixed:
+                youngest.repeat()
             self._queue_again(youngest)
             self.preemptions += 1
         return True

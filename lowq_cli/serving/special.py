@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lowq_cli.engine.sampling import penalise
-from lowq_cli.serving.request import MOST_LOGPROBS, Draw
+from lowq_cli.serving.request import MOST_LOGPROBS, Draw, allow
 from lowq_cli.serving.rows import Rows, upload
 from lowq_cli.serving.schedule import Text
 
@@ -131,6 +131,9 @@ class Special:
         for i, text in enumerate(texts):
             if text.request.mask is not None:
                 words[i].zero_()
+                if text.repeated is not None:  # its grammar is past that
+                    allow(words[i], text.repeated)
+                    continue
                 try:
                     text.request.mask.fill(words[i])
                 except Exception as e:  # its own grammar's: the others are drawn for all the same

@@ -5,7 +5,7 @@ from asking import TOKENIZER, Client, build, prompts
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.serving.request import Busy
+from lowq_cli.serving.request import Busy, Draw, Request
 from lowq_packers.errors import UnsupportedError, UsageError
 
 
@@ -81,6 +81,40 @@ def test_a_cache_in_few_bits_answers_each_as_alone(model, client, kv, determinis
     c = client(running=4, kv=kv, deterministic=deterministic, cache_tokens=256)
     assert c.tokens(*[c.ask(p, 40, **drawn) for p in asked]) == wanted
     assert c.engine.stats().prefix_hits + deterministic > 0
+
+
+class Parity:
+    """A grammar of odd and even tokens in turn."""
+
+    def __init__(self):
+        self.accepted = []
+
+    def fill(self, words):
+        words.fill_(-0x55555556 if len(self.accepted) % 2 else 0x55555555)  # bits 1, 3, ... or 0, 2, ...
+
+    def accept(self, token):
+        assert token % 2 == len(self.accepted) % 2
+        self.accepted.append(token)
+
+
+def test_deterministic_answers_are_the_same_to_the_last_bit_also_where_they_were_computed_again(model, client):
+    asked = prompts(*(30 + 7 * i for i in range(8)), seed=5)
+    settings = {"temperature": 1.0, "logprobs": 2, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+
+    def ask(c, i):
+        mask = Parity() if i % 3 == 0 else None
+        return c.engine.submit(Request(tuple(asked[i]), 90, draw=Draw(**settings, seed=i), mask=mask)), mask
+
+    roomy, narrow = (client(running=6, cache_tokens=n, deterministic=True) for n in (4000, 320))
+    alone = [roomy.follow(ask(roomy, i)[0])[0] for i in range(len(asked))]
+    numbers = [ask(narrow, i) for i in range(len(asked))]
+    assert narrow.follow(*(n for n, _ in numbers)) == alone
+    s = narrow.engine.stats()
+    assert s.preemptions > 0
+    assert s.new_tokens == sum(map(len, alone)) == 90 * len(asked)
+    assert all(m.accepted == [e.token for e in narrow.heard[n]] for n, m in numbers if m)
+    loose = client(running=6, cache_tokens=320)
+    assert loose.follow(*[ask(loose, i)[0] for i in range(len(asked))]) != alone  # read as prompts: other sums
 
 
 def test_equal_beginnings_are_computed_once(model, client):

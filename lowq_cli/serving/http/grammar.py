@@ -15,7 +15,7 @@ import torch
 
 from lowq_cli.serving.http.fields import Asked, known, shown, table
 from lowq_cli.serving.http.refusal import Refusal, wrong
-from lowq_cli.serving.request import Mask
+from lowq_cli.serving.request import Mask, allow
 from lowq_packers.errors import UsageError
 
 NO_TOKEN = "no token can follow"
@@ -39,7 +39,7 @@ class Grammar:
         if not words.any():
             words.zero_()
             for token in self.ends:
-                words[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
+                allow(words, token)
 
     def accept(self, token: int) -> None:
         """A token was drawn."""
