@@ -6,8 +6,8 @@ no more.
 
 Greedy text of a request depends on who else is there through the kernels alone: a pass of another number of rows may take
 others, whose sums differ in their last bits. `deterministic` computes every step with the same number of rows, every piece of a
-prompt too, shares nothing, and so always takes the same kernels; a text that had to give back its blocks is drawn again from its
-prompt on, not read as one.
+prompt too, shares nothing, and so always takes the same kernels; a text that had to give back its blocks is drawn again from
+its prompt on, not read as one.
 """
 
 import threading
