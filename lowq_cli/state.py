@@ -3,14 +3,16 @@
 import json
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowq_cli import console
-from lowq_packers.atomic import write_whole
-from lowq_packers.errors import NotFoundError
+from lowq_cli.files.safetensors_io import read_json
+from lowq_packers.atomic import alone, write_whole
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError
 from lowq_packers.home import cache_dir, state_dir
 
 LAST = "last.json"
@@ -44,23 +46,37 @@ class Known:
     time: float = 0.0
 
 
-def known() -> list[Known]:
-    """The checkpoints written by this user that are still there, the newest last."""
+def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
+    """The checkpoints written by this user that are still there, the newest last. said: told where the list is damaged.
+
+    Raises NotFoundError: no home.
+    """
+    path = state_dir() / LAST
     try:
-        said = json.loads((state_dir() / LAST).read_text())
-        rows = said.get("known") or [{"checkpoint": said["checkpoint"]}]
-        found = [Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0))) for r in rows]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        found = _known(read_json(path)) if path.exists() else []
+    except LowqError as e:
+        said(f"the list of checkpoints written on this machine cannot be read ({e}); the next one written starts it anew")
         return []
     return [k for k in found if k.checkpoint.is_dir()]
+
+
+def _known(table: dict[str, Any]) -> list[Known]:
+    """Raises DamagedError."""
+    try:
+        rows = table.get("known") or [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
+        return [Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0))) for r in rows]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedError(f"{state_dir() / LAST} holds no list of checkpoints") from None
 
 
 def remember(checkpoint: Path) -> None:
     """Note `checkpoint` as the last one written; a home that is read-only or not there is no error."""
     folder = checkpoint.resolve()
     try:
-        others = [k for k in known() if k.checkpoint != folder][1 - REMEMBERED :]
-        remember_only([*others, Known(folder, str(Path.cwd()), time.time())])
+        state_dir().mkdir(parents=True, exist_ok=True)
+        with alone(state_dir()):
+            others = [k for k in known(console.say) if k.checkpoint != folder][1 - REMEMBERED :]
+            remember_only([*others, Known(folder, str(Path.cwd()), time.time())])
     except (OSError, NotFoundError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         console.say(f"note: could not remember this checkpoint for later commands ({why})")
@@ -79,7 +95,7 @@ def checkpoint_or_last(given: str | None) -> str:
     """
     if given is not None:
         return given
-    found = known()
+    found = known(console.say)
     if not found:
         raise NotFoundError("no checkpoint given, and none known that was written on this machine; run: lowq quantize demo")
     here = [k for k in found if k.where == str(Path.cwd())]
@@ -99,8 +115,8 @@ def remember_export(out: Path, run: str, made: Path) -> None:
 
     Without a home it will not.
     """
-    rows = {**_exports(), str(out.absolute()): [run, _stamp(made)]}
-    with suppress(OSError, NotFoundError):
+    with suppress(OSError, NotFoundError), alone(state_dir()):
+        rows = {**_exports(), str(out.absolute()): [run, _stamp(made)]}
         write_whole(state_dir() / EXPORTS, json.dumps(dict(list(rows.items())[-REMEMBERED:])).encode())
 
 

@@ -46,6 +46,42 @@ def write_whole(path: Path, content: bytes) -> None:
         made.write_bytes(content)
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """As `write_whole`, but never over anything. Raises FileExistsError, OSError."""
+    _sweep(path)
+    made, fd = _own(path)
+    try:
+        made.write_bytes(content)
+        try:
+            os.link(made, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            if path.exists():
+                raise FileExistsError(path) from None
+            os.rename(made, path)
+    finally:
+        made.unlink(missing_ok=True)
+        os.close(fd)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time reads a file of `folder` and writes it again, or what one adds another would lose.
+
+    Waits for the others, milliseconds; no lock where the file system has none, or the folder is not there. Raises nothing.
+    """
+    fd = -1
+    with suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
 def _own(path: Path) -> tuple[Path, int]:
     """A new empty file beside `path`, and a descriptor that holds it: `_sweep` of another process leaves it alone."""
     while True:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lowq_packers.atomic import write_whole
+from lowq_packers.atomic import alone, write_whole
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import Act
 
@@ -117,10 +117,12 @@ def entries_of(machine: dict[str, Any]) -> list[Entry]:
 
 
 def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
-    """Put this machine's entries into a tuning file, over its older ones; other machines' stay. Written whole or not at all.
+    """Put this machine's entries into a tuning file, over its older ones; other machines' stay. Written whole or not at all."""
+    with alone(path.parent):
+        _write_file(path, here, entries)
 
-    Of two processes that write at once the later one's entries stay.
-    """
+
+def _write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
     try:
         machines = read_file(path) if path.exists() else []
     except DamagedError:

@@ -25,11 +25,13 @@ from lowq_cli.calibrate.learn import EPOCHS, learn
 from lowq_cli.calibrate.need import UNSEEN, LayerDone, MatrixDone, PassDone
 from lowq_cli.calibrate.walk import Hidden, Layer
 from lowq_cli.files.atomic import writing
+from lowq_cli.files.folder import staged
 from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
 from lowq_cli.files.source import STAGED, Source
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers import FEW_TOKENS
 from lowq_packers.atomic import write_whole
+from lowq_packers.errors import UsageError
 from lowq_packers.qtensor import QuantizedTensor
 
 ROUNDING = 8  # measured on two cores: see `seconds`
@@ -102,9 +104,11 @@ class Calibration:
     def run(self) -> Iterator[MatrixDone | LayerDone | PassDone]:
         """Quantize every layer that is not done yet, in order."""
         blocks = self.blocks
-        for old in self.folder.parent.glob(STAGED + "*"):
+        for old in staged(self.folder.parent):
             if old != self.folder:
                 shutil.rmtree(old)
+        if self.folder.is_symlink():
+            raise UsageError(f"{self.folder} is a link, and lowq writes through none; remove it")
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
         original, others = blocks.start(self.ids, texts.BATCH)

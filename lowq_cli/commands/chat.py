@@ -11,6 +11,7 @@ import typer
 
 from lowq_cli import console, typing_in
 from lowq_cli.commands import Device, KvCache, Seed, Threads, TopK, TopP, checkpoint_argument, seed_or_random, unescaped
+from lowq_packers.atomic import write_new
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
@@ -167,8 +168,7 @@ def _save(messages: list[dict[str, str]], name: str) -> None:
         else "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
     )
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
+        write_new(path, (text + "\n").encode())
     except FileExistsError:
         raise UsageError(f"{path} is there already; name another file") from None
     except OSError as e:

@@ -299,7 +299,7 @@ def _check_report(source: Source, report: dict[str, Any]) -> None:
     """The weight files are those that the report describes. Raises DamagedError."""
     listed = report.get("weights", {})
     tensors = report.get("tensors", [])
-    odd = [k for k, kind in FIELDS.items() if not isinstance(report.get(k), kind | None)]
+    odd = [k for k, kind in FIELDS.items() if k in report and not isinstance(report[k], kind)]
     if not odd and isinstance(tensors, list):
         odd = [f"tensors[{i}]" for i, t in enumerate(tensors) if not _is_line(t)][:1]
     if not odd:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowq_cli.files.atomic import writing
+from lowq_cli.files.source import STAGED
 from lowq_cli.state import OWNER
 from lowq_packers.errors import DoesNotFitError, UsageError
 
@@ -88,6 +89,12 @@ def unfinished(target: Path, run: str | None = None) -> Iterator[Path]:
         if not keep:
             _discard(partial)  # gone already where it was renamed
         os.close(fd)
+
+
+def staged(folder: Path) -> list[Path]:
+    """The folders of calibrated layers that lowq set down in an output folder: its names, and no links."""
+    found = (p for p in folder.glob(STAGED + "*") if p.is_dir() and not p.is_symlink())
+    return [p for p in found if re.fullmatch("[0-9a-f]{16}", p.name.removeprefix(STAGED))]
 
 
 def check_free(target: Path) -> None:

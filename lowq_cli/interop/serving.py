@@ -55,6 +55,10 @@ def command(
     folder = DEMO if model == "demo" else user_path(model)
     name = folder.resolve().name if folder.is_dir() else model
     served = str(folder) if model == "demo" else model
+    if served.startswith("-"):  # vLLM would take it for an option, as it would the name without its =
+        if not folder.is_dir():
+            raise UsageError(f"{model} is no model: it begins with a dash")
+        served = str(folder.absolute())
     if is_checkpoint(folder):
         target, kernels = prepare(folder, ranks, native, write=False)
         whose = "lowq's kernels, by its plugin" if kernels.format == NATIVE else f"vLLM's kernels, on {kernels.format}"
@@ -64,7 +68,7 @@ def command(
         served = str(target)
     parallel = ["--tensor-parallel-size", str(ranks)] if ranks > 1 else []
     parallel += ["--pipeline-parallel-size", str(stages)] if stages > 1 else []
-    return ["vllm", "serve", served, "--served-model-name", name, "--port", str(port), *parallel, *extra]
+    return ["vllm", "serve", served, f"--served-model-name={name}", "--port", str(port), *parallel, *extra]
 
 
 def prepare(folder: Path, ranks: int = 1, native: bool | None = None, write: bool = True) -> tuple[Path, Kernels]:

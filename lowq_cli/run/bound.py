@@ -22,6 +22,8 @@ from typing import Any
 from lowq_cli.calibrate.mixed import Mixed, Spread
 from lowq_cli.console import size
 from lowq_cli.evaluate.perplexity import measure
+from lowq_cli.files.atomic import writing
+from lowq_cli.files.folder import held
 from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.run.own_text import Make
@@ -110,8 +112,14 @@ class Search:
     def run(self) -> tuple[Recipe, Mixed, Bound]:
         """The recipe, how it spends its bits, and what was measured.
 
-        Raises QualityError where nothing that is allowed meets the bound.
+        Raises QualityError where nothing that is allowed meets the bound, BusyError where another process searches for it.
         """
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with held(self.folder):
+            return self._run()
+
+    def _run(self) -> tuple[Recipe, Mixed, Bound]:
         goal, low, high = log(AIM * self._nats(self.limit)), self.spread.least, self.most
         at = self._within(exp(goal)) if not self.spread.why_not_nats else (low + high) // 2
         for _ in range(ROUNDS):

@@ -10,10 +10,9 @@ from the template alone: arXiv:2406.08464.
 import gc
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -33,6 +32,7 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.atomic import writing
+from lowq_cli.files.folder import sweep, unfinished
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.interop.importer import runnable
 from lowq_cli.memory import available_memory
@@ -51,6 +51,7 @@ LOOK = 64  # steps after which it is asked whether all texts have ended
 FEW = 8  # tokens a text of a round must have on average: a model that ends its texts at once has nothing to say
 SMALL_OPS = 12  # of a layer, besides its products: norms, rotations, attention, sums
 SPARE, ROUNDS, MORE = 50_000, 4, 4  # number of the first round for experts, how many, and the part of a text they may add
+COPY = "copy"  # name of the quick copy's folder, beside the rounds
 MARK = "XQZ7"  # stands for the user's words in a template
 COPIES = {8: 0.55, 4: 0.3}  # bits -> size of a quick copy beside the 16-bit model, its embedding and head left as they are
 Result = TypeVar("Result")
@@ -161,6 +162,7 @@ class _Author:
         self.model: Any = None
         self.threads = torch.get_num_threads()  # loading to decode sets them; calibrated bytes depend on them
         self.spent, self.made = 0.0, 0
+        self.copy = ExitStack()  # a process has its own; rounds are whole files, of the same bytes whoever writes them
         with open_source(runnable(plan.model)) as source:
             self.tokenizer = ready.tokenizer(source)
 
@@ -252,9 +254,10 @@ class _Author:
     def _load(self) -> None:
         name = self.plan.model
         if self.plan.bits < 16:
-            name = str(self.plan.folder / f"copy-{self.plan.bits}b")
             assert self.make
-            self.make(make_recipe(bits=self.plan.bits, method="rtn", lm_head="keep"), Path(name))
+            folder = self.copy.enter_context(unfinished(self.plan.folder / COPY)) / "copy"
+            self.make(make_recipe(bits=self.plan.bits, method="rtn", lm_head="keep"), folder)
+            name = str(folder)
         self.model = ready.ready(name, str(self.plan.device))[0]
 
     def close(self) -> None:
@@ -265,8 +268,9 @@ class _Author:
             if self.plan.device.type == "cuda":
                 torch.cuda.empty_cache()
             torch.set_num_threads(self.threads)
-        for copy in self.plan.folder.glob("copy-*"):
-            shutil.rmtree(copy, ignore_errors=True)
+        self.copy.close()
+        if self.plan.folder.is_dir():
+            sweep(self.plan.folder / COPY)  # of a process that was killed
 
 
 def _result(steps: Generator[TextStep, None, Result]) -> Result:

@@ -11,7 +11,6 @@ a line that reached the disk before its data does no harm. The journal goes when
 
 import json
 import os
-import re
 import shutil
 import stat
 import time
@@ -21,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.atomic import reserve, write_at, writing
-from lowq_cli.files.folder import held
+from lowq_cli.files.folder import held, staged
 from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import read_bytes, read_header, read_json
-from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT, STAGED
+from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_packers.atomic import replacing
 from lowq_packers.errors import LowqError, UsageError
@@ -102,9 +101,8 @@ class OutputFolder:
 
     def _remove_staged(self) -> None:
         """Delete the layers that a calibration set down."""
-        for layers in self.path.glob(STAGED + "*"):
-            if re.fullmatch("[0-9a-f]{16}", layers.name.removeprefix(STAGED)) and not layers.is_symlink():
-                shutil.rmtree(layers)
+        for layers in staged(self.path):
+            shutil.rmtree(layers)
 
     def _rewrite_journal(self) -> None:
         """Put the journal on disk with the records that count, dropping a torn tail."""

@@ -1,6 +1,7 @@
 """The text that a model writes itself: the same for a seed, kept, gone on with after a kill, in conversations too."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from folders import files
 from typer.testing import CliRunner
 
 from lowq_cli.calibrate.visits import Visits
+from lowq_cli.files.folder import unfinished
 from lowq_cli.files.source import open_source
 from lowq_cli.main import app
 from lowq_cli.plan.recipe import make_recipe
@@ -167,7 +169,27 @@ def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, ca
     text = own_text.whole(outlook, make)
     assert made == [8]
     assert len(text.ids) == 4096
-    assert not list(cache.rglob("copy-*"))
+    assert not list(cache.rglob("copy*"))
+
+
+def test_a_quick_copy_is_its_process_alone_and_goes_when_that_was_killed(family_checkpoints, cache, monkeypatch):
+    monkeypatch.setattr(own_text, "_bits", lambda *_: 8)
+    dense = family_checkpoints("llama").dense
+    with open_source(dense) as source:
+        outlook = own_text.outlook(str(dense), source, recipe(), CPU)
+    with unfinished(outlook.folder / own_text.COPY) as theirs:
+        (theirs / "model.safetensors").write_text("in use")
+        own_text.whole(outlook, pipeline.maker(str(dense), "cpu"))
+        assert [p.name for p in outlook.folder.glob("copy*")] == [theirs.name]
+        assert (theirs / "model.safetensors").read_text() == "in use"
+    if not (pid := os.fork()):
+        (killed := unfinished(outlook.folder / own_text.COPY)).__enter__()
+        assert killed
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert list(outlook.folder.glob("copy*"))
+    own_text.whole(outlook, None)  # all is kept: nothing has to be written
+    assert not list(outlook.folder.glob("copy*"))
 
 
 def test_for_a_budget_of_bits_the_text_is_there_before_it_is_measured(family_checkpoints, tmp_path):

@@ -91,7 +91,7 @@ def test_a_report_writes_nothing_but_its_line_into_the_card(folder):
 @pytest.mark.parametrize("field", ["recipe", "source", "source_bytes", "files", "weights", "lowq", "tensors", "sha256"])
 def test_a_report_of_other_types_is_one_line(folder, field, monkeypatch, capsys):
     report = json.loads((folder / "lowq_report.json").read_text())
-    for value in (5, [5], {"a": 5}, "x"):
+    for value in (5, [5], {"a": 5}, "x", None):
         (folder / "lowq_report.json").write_text(json.dumps(report | {field: value}))
         code = cli(monkeypatch, "me/small", "--ckpt", folder, "--dry-run")
         said = capsys.readouterr().err

@@ -1,5 +1,6 @@
 """lowq serve: the right export, the right command line, a clear word where vLLM is missing or cannot."""
 
+import argparse
 import json
 import shutil
 import sys
@@ -45,7 +46,7 @@ def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, monk
     assert cli(monkeypatch, made.packed, "--export", "--tp", 2, "--args", "--max-model-len 64") == 7
     called = vllm.read_text().split("\n")
     assert called[0] == "serve"
-    assert " ".join(called[2:]) == "--served-model-name packed --port 8000 --tensor-parallel-size 2 --max-model-len 64 "
+    assert " ".join(called[2:]) == "--served-model-name=packed --port 8000 --tensor-parallel-size 2 --max-model-len 64 "
     with open_foreign(called[1]) as source:
         assert source.config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert "exporting to" in capsys.readouterr().err
@@ -73,11 +74,26 @@ def test_other_models_are_served_as_they_are():
     assert serving.command("org/model", 1, 80)[2] == "org/model"
 
 
+def test_a_folders_name_is_no_option_of_vllm(tmp_path, monkeypatch, capsys):
+    """`lowq serve ./--trust-remote-code` gave vLLM that option."""
+    (tmp_path / "--trust-remote-code").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for named in ("./--trust-remote-code", str(tmp_path / "--trust-remote-code"), "--trust-remote-code"):
+        line = serving.command(named)
+        assert "--trust-remote-code" not in line
+        assert not line[2].startswith("-")
+        asked = argparse.ArgumentParser()
+        asked.add_argument("--served-model-name", nargs="+")
+        assert asked.parse_known_args(line[3:])[0].served_model_name == ["--trust-remote-code"]
+    with pytest.raises(UsageError, match="begins with a dash"):
+        serving.command("--api-key=x")
+
+
 def test_the_bundled_model_is_served_from_its_folder():
     """vLLM would ask the hub for a model called demo."""
     line = serving.command("demo", 1, 80)
     assert Path(line[2], "model.safetensors").is_file()
-    assert line[4] == "demo"
+    assert line[3] == "--served-model-name=demo"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Homes that are odd: none at all, a spoilt note of the last checkpoint, a ~ that names nobody."""
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -58,13 +60,36 @@ def test_a_refused_write_names_out_where_there_is_no_home(homeless, tmp_path):
         raise PermissionError(13, "Permission denied")
 
 
-@pytest.mark.parametrize("content", ['{"checkpoint": 7}', '{"checkpoint": null}', "[]", "{", ""])
-def test_a_spoilt_note_counts_as_none(content, tmp_path, monkeypatch):
+@pytest.mark.parametrize("content", ['{"checkpoint": 7}', '{"known": [{"checkpoint": null}]}', "[]", "{", "", "\xff"])
+def test_a_spoilt_note_counts_as_none_and_is_said_to_be_spoilt(content, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     home.state_dir().mkdir()
-    (home.state_dir() / state.LAST).write_text(content)
+    (home.state_dir() / state.LAST).write_bytes(content.encode("latin-1"))
     with pytest.raises(NotFoundError, match="run: lowq quantize demo"):
         state.checkpoint_or_last(None)
+    said = capsys.readouterr().err
+    assert said.startswith("the list of checkpoints written on this machine cannot be read (")
+    assert said.count("\n") == 1
+    (tmp_path / "new").mkdir()
+    state.remember(tmp_path / "new")
+    capsys.readouterr()
+    assert state.checkpoint_or_last(None) == str(tmp_path / "new")
+    assert capsys.readouterr().err == f"using {tmp_path / 'new'}\n"
+
+
+def test_what_processes_remember_at_once_is_all_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    children = []
+    for i in range(6):
+        (tmp_path / str(i)).mkdir()
+        if not (pid := os.fork()):
+            with contextlib.suppress(BaseException):
+                state.remember(tmp_path / str(i))
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)
+    assert sorted(k.checkpoint.name for k in state.known()) == list("012345")
 
 
 def test_a_tilde_that_names_nobody_is_a_folder_that_is_not_there():

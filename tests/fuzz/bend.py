@@ -27,10 +27,8 @@ DTYPES = ["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL", 
 
 
 def bend(model: Path, out: Path, rng: Random) -> dict[str, Any]:
-    """Copy `model` (a folder, or a file's folder) to `out` with one thing bent; what was."""
-    folder = model if model.is_dir() else model.parent
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(folder, out)
+    """Make `out` a copy of `model` (a folder, or a file's folder) with one thing bent; what was."""
+    mend(model, out)
     if model.suffix == ".gguf":
         return _gguf(out / model.name, rng)
     files = [
@@ -46,6 +44,20 @@ def bend(model: Path, out: Path, rng: Random) -> dict[str, Any]:
     if kind == "bytes":
         return {"kind": "values" if (at := _flip(weights, rng)) >= 0 else "header", "at": at}
     return {"kind": kind, **_header(weights, rng, kind == "tensor")}
+
+
+def mend(model: Path, out: Path) -> None:
+    """Make `out` a copy of the folder of `model`: the files that differ, a hundredth of a copy of all."""
+    folder = model if model.is_dir() else model.parent
+    out.mkdir(exist_ok=True)
+    wanted = {p.name: p for p in folder.iterdir()}
+    for path in out.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+    for name, path in wanted.items():
+        made, facts = out / name, path.stat()
+        if not made.exists() or (made.stat().st_size, made.stat().st_mtime_ns) != (facts.st_size, facts.st_mtime_ns):
+            shutil.copy2(path, made)
 
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -15,61 +15,83 @@ from typing import Any
 import torch
 from bend import bend
 from judge import judge
-from kills import Command, calls_of, commands, files, side_by_side, source_changed, tried
-from valid import Valid, all_valid
+from kills import SLOW, Command, begin, calls_of, commands, differences, files, side_by_side, source_changed, tried
+from valid import Valid, all_valid, second_of_each
 
 from lowq_cli.run.pipeline import quantize
+from lowq_kernels.products.cpu import native
 
-FOUND = Path(__file__).with_name("found.json")  # bends that failed once: [seed, format]
+FOUND = Path(__file__).with_name("found.json")  # bends that failed once: [seed, format, whether the second file of it]
 KILL_SHARE = 0.5  # of the time
-TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 80
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 
 
 class Ground:
-    """Valid files of every format in a folder, and the commands that write."""
+    """Valid files of every format in a folder, and the commands that write; of those that take seconds only with `slow`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, slow: bool = True) -> None:
+        self.slow = slow
         torch.set_num_threads(1)
         os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = str(folder / "cache"), str(folder / "state")
         (folder / "valid").mkdir(parents=True)
         self.folder, self.bent, self.out = folder, folder / "bent", folder / "kills"
         self.valid: list[Valid] = all_valid(folder / "valid")
+        self.second = second_of_each(folder / "second")
         self.paths = {v.format: v.model for v in self.valid} | {"packed": folder / "packed"}
         quantize(self.paths["dense"], self.paths["packed"], bits=4, group=32, method="rtn", zero="none", lm_head="keep")
         (folder / "text.txt").write_text(TEXT)
+        self.paths["speaking"] = shutil.copytree(self.paths["dense"], folder / "speaking")
+        facts = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "!"}
+        (self.paths["speaking"] / "tokenizer_config.json").write_text(json.dumps(facts))
         self.commands: list[Command] = []
         self.wanted: dict[str, tuple[dict[str, bytes], int]] = {}
 
-    def bends(self, seed: int, only: str | None = None) -> tuple[str, dict[str, Any], Any]:
-        """The bend of one seed: format, what was bent, verdict."""
+    def bends(self, seed: int, only: str | None = None, second: bool | None = None) -> tuple[str, dict[str, Any], Any]:
+        """The bend of one seed: format, what was bent, verdict. second: of the other file of a format; half of them are."""
         rng = Random(seed)
         valid = rng.choice(self.valid)
         if only is not None:
             valid = next(v for v in self.valid if v.format == only)
-        what = bend(valid.model, self.bent, rng)
-        model = self.bent if valid.model.is_dir() else self.bent / valid.model.name
-        return valid.format, what, judge(valid, model, what)
+        if Random(-seed).random() < 0.5 if second is None else second:
+            valid = self.second[valid.format]
+        what, model = self.bend(valid, rng)
+        return valid.format, what, judge(valid, model)
 
-    def prepare_kills(self) -> None:
-        """Each command undisturbed: its files, and how many calls it makes."""
-        self.commands = commands(self.paths, self.folder / "text.txt")
-        for command in self.commands:
+    def bend(self, valid: Valid, rng: Random) -> tuple[dict[str, Any], Path]:
+        """What was bent in a copy of a valid file, and the copy."""
+        out = self.bent / f"{valid.format}-{valid is self.second[valid.format]}"
+        out.parent.mkdir(exist_ok=True)
+        what = bend(valid.model, out, rng)
+        return what, out if valid.model.is_dir() else out / valid.model.name
+
+    def prepared(self, command: Command) -> tuple[dict[str, bytes], int]:
+        """What a command leaves that nothing disturbs, and how many calls it makes."""
+        if command.name not in self.wanted:
             for count in (False, True):
-                shutil.rmtree(self.out, ignore_errors=True)
-                self.out.mkdir()
-                os.environ["XDG_STATE_HOME"] = str(self.out / "state")
+                begin(command, self.out)
                 calls = calls_of(command, self.out) if count else 0
                 command.run(self.out)
-                self.wanted[command.name] = files(self.out), calls
+                found = files(self.out), calls
+                assert not (count and differences(self.wanted[command.name][0], found[0], command.name)), (
+                    "other bytes each time"
+                )
+                self.wanted[command.name] = found
+        return self.wanted[command.name]
 
     def kills(self, seed: int) -> tuple[str, str, str]:
         """One stopped run: command, how it was stopped, what was wrong then or ""."""
+        if not self.commands:
+            made = commands(self.paths, self.folder / "text.txt")
+            self.commands = [c for c in made if self.slow or c.name not in SLOW]
+            if self.slow:
+                native.library()  # compiled before, or the first of all commands would leave it
         rng = Random(seed)
-        command = rng.choice(self.commands)
+        (command,) = rng.choices(self.commands, [1 if c.name in SLOW else 4 for c in self.commands])
         how = rng.choice(("kill", "kill", "kill", "kill", "kill", "int", "term", "hup", "two", "source"))
-        wanted, calls = self.wanted[command.name]
         if how == "source":
-            return "quantize", how, source_changed(self.paths, self.out, rng)
+            name, said = source_changed(self.paths, self.folder / "text.txt", self.out, rng)
+            return f"{name}, its source changed", how, said
+        wanted, calls = self.prepared(command)
         if how == "two":
             return command.name, how, side_by_side(command, self.out, wanted)
         return command.name, how, tried(command, self.out, wanted, calls, rng, how)
@@ -81,10 +103,9 @@ def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path) -> 
     began, faults = time.monotonic(), []
     bent: dict[str, dict[str, Any]] = defaultdict(lambda: {"bent": 0, "accepted": 0, "faults": 0, "slowest_s": 0.0})
     killed: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    with tempfile.TemporaryDirectory(prefix="lowq-fuzz-") as folder:
+    memory = Path("/dev/shm")  # where deleting a file takes no time: half of all otherwise
+    with tempfile.TemporaryDirectory(prefix="lowq-fuzz-", dir=memory if memory.is_dir() else None) as folder:
         ground = Ground(Path(folder) / "ground")
-        if kills:
-            ground.prepare_kills()
         done = [0, 0]
         spent = [0.0, 0.0]
         told = time.monotonic()
@@ -116,7 +137,7 @@ def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path) -> 
     for fault in faults[:20]:
         print(json.dumps(fault))
     print(f"{done[0]} bends, {done[1]} kills, {len(faults)} faults: {out}")
-    if new := [[f["bend"], f["format"]] for f in faults if "bend" in f]:
+    if new := [[f["bend"], f["format"], Random(-f["bend"]).random() < 0.5] for f in faults if "bend" in f]:
         kept = json.loads(FOUND.read_text()) if FOUND.is_file() else []
         FOUND.write_text(json.dumps(kept + [row for row in new[:50] if row not in kept]) + "\n")
     return int(bool(faults))

@@ -1,86 +1,106 @@
 """What a bent file may do: be refused in one line within 5 s and 1 GB, or be read as its own reader reads it."""
 
 import resource
+import signal
+import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from valid import Valid, gguf_weights, weights
+from reference import gguf, reading
+from valid import Valid, weights
 
 from lowq_cli.interop.inspection import inspect_model
 from lowq_packers.errors import LowqError
 
-SECONDS, BYTES = 5.0, 1 << 30
-# Fields whose other value is another, sound reading of the same bytes: the format's own reader would follow them too.
-MEANT = {
-    "gptq": {"checkpoint_format", "format"},
-    "lowq": {"group_size", "zero", "bits", "layout"},
-    "humming": {"is_fp_zero_point"},
-    "fp8": {"weight_block_size"},
-}
+SECONDS, BYTES = 5.0, 1 << 30  # of processor time: others may be on the machine
+HANGS = 20.0  # after so many a case is ended
+NEAR = 2**-8  # parts of a matrix's largest weight: dense copies are rounded to fp16 or bf16
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one bend. fault: what should not have, or ""."""
+    """What became of one bend. fault: what should not have, or ""; seconds: of processor time."""
 
     accepted: bool
     fault: str
     seconds: float
 
 
-def judge(valid: Valid, model: Path, bent: dict[str, Any]) -> Verdict:
+class Hang(BaseException):
+    """A case that goes on for ever."""
+
+
+def judge(valid: Valid, model: Path) -> Verdict:
     """Inspect a bent model and read all its weights."""
-    began, memory = time.monotonic(), _peak()
+    began, memory = time.process_time(), _peak()
     fault, found = "", None
     try:
-        inspect_model(str(model))
-        found = weights(model)
+        with _ended():
+            inspect_model(str(model))
+            found = weights(model)
     except LowqError as e:
         if not str(e) or "\n" in str(e).strip():
             fault = f"an error of several lines: {e}"
-    except Exception:
+    except (Exception, Hang):
         fault = "internal error: " + traceback.format_exc().strip().splitlines()[-1] + " " + _where()
-    seconds = time.monotonic() - began
+    seconds = time.process_time() - began
     if seconds > SECONDS:
         fault = fault or f"took {seconds:.1f} s"
     if (more := _peak() - memory) > BYTES:
         fault = fault or f"took {more >> 20} MB"
-    if found is not None and not fault and bent["kind"] != "values":
-        fault = _other_weights(valid, model, bent, found)
+    if found is not None and not fault:
+        fault = _other_weights(valid, model, found)
     return Verdict(found is not None, fault, seconds)
 
 
-def _other_weights(valid: Valid, model: Path, bent: dict[str, Any], found: dict[str, torch.Tensor]) -> str:
-    """Which weight is not what it was, unless that is how its format has it; "" where all are."""
-    if bent["kind"] == "tensor" or bent.get("how") == "dtype" or set(bent.get("place", ())) & MEANT.get(valid.format, set()):
-        return ""  # tensors that are exchanged or gone, dtypes and fields that every reader believes
+def _other_weights(valid: Valid, model: Path, found: dict[str, torch.Tensor]) -> str:
+    """Which weight is not what the format's own reader makes of the file; where that makes nothing of it, not what it was.
+
+    Then a tensor under a name that the valid file has not (a config that is gone, a renamed part) is nobody's weight, and the
+    one that it was is missing, which is an error when the model is loaded: there is nothing to compare it with.
+    """
+    changed = {n for n, now in found.items() if (b := valid.weights.get(n)) is not None and not torch.equal(now, b)}
+    ask = valid.format != "gguf" or changed  # the gguf package takes 20 ms: only where lowq reads anything else than before
+    theirs = (gguf(model) if valid.format == "gguf" else reading(valid.format, model)) if ask else None
     for name, now in found.items():
-        before = valid.weights.get(name)
-        if before is not None and (now.shape != before.shape or not torch.equal(now, before)):
-            if valid.format == "gguf" and _as_gguf_has_it(model, name, now):
-                continue
-            if bent.get("tensor") in (f"{name}.weight", f"{name}.bias") and _is_kept(valid, name):
-                continue  # a dtype or shape of a tensor that is not packed: nothing else says which, but for checksums
+        if theirs is not None and name in theirs:
+            if not _same(now, theirs[name]):
+                return f"{name} has other weights than its own reader reads"
+        elif name in changed:
             return f"{name} has other weights"
     return ""
 
 
-def _is_kept(valid: Valid, name: str) -> bool:
-    return valid.format == "dense" or name.endswith(("norm", "embed_tokens", "lm_head"))
-
-
-def _as_gguf_has_it(model: Path, name: str, now: torch.Tensor) -> bool:
-    """Whether the gguf package reads the same numbers, in any order of rows."""
-    theirs = gguf_weights(model)
-    if theirs is None:
+def _same(now: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if now.shape != theirs.shape:
         return False
-    wanted = now.flatten().sort().values
-    same = [t for t in theirs.values() if t.numel() == now.numel()]
-    return any(torch.allclose(t.flatten().sort().values, wanted, rtol=2e-3, atol=1e-7, equal_nan=True) for t in same)
+    if torch.equal(now, theirs):
+        return True
+    most = torch.finfo(torch.float16).max  # what half a precision holds is all that a dense copy in it can
+    now, theirs = now.clamp(-most, most), theirs.clamp(-most, most)
+    near = NEAR * torch.nan_to_num(theirs).abs().max()
+    return bool(torch.where(theirs.isnan(), now.isnan(), (now - theirs).abs() <= near).all())
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """What hangs is ended: by a clock that only counts what this process computes."""
+
+    def end(*_: object) -> None:
+        raise Hang(f"not done after {HANGS:.0f} s")
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, HANGS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _peak() -> int:
@@ -88,7 +108,5 @@ def _peak() -> int:
 
 
 def _where() -> str:
-    import sys
-
     frames = traceback.extract_tb(sys.exc_info()[2])
     return " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))

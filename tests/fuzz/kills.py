@@ -4,6 +4,7 @@ Then the same command again: it leaves the bytes of one that nothing disturbed, 
 """
 
 import io
+import json
 import os
 import shutil
 import signal
@@ -15,51 +16,162 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from lowq_packers.errors import LowqError
+import torch
+from _pytest.monkeypatch import MonkeyPatch
+
+from lowq_packers.errors import LowqError, UsageError
 
 CALLS = (
     *("pwrite", "write", "replace", "rename", "link", "fsync", "posix_fallocate", "ftruncate", "unlink", "rmdir", "mkdir"),
     "open",
 )
 SIGNALS = {"kill": signal.SIGKILL, "int": signal.SIGINT, "term": signal.SIGTERM, "hup": signal.SIGHUP}
-UNTOLD = ("lowq.log",)  # a file that tells times
+SLOW = (
+    "quantize learn",
+    "quantize distill",
+    "quantize --bpw",
+    "quantize --calib self",
+)  # seconds a run: stopped a quarter as often
+TALK = [{"role": "user", "content": "x" * 9999}]
+UNTOLD = ("lowq.log", "rate.json")  # files that tell times
 
 
 @dataclass(frozen=True)
 class Command:
-    """Something that writes `out` below a folder."""
+    """Something that writes below a folder. before: what is made there first, undisturbed."""
 
     name: str
     run: Callable[[Path], object]
+    before: Callable[[Path], object] = lambda folder: None
+
+
+def begin(command: Command, folder: Path) -> None:
+    """An empty folder, with the homes of a user in it, and what a command needs."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.environ["XDG_STATE_HOME"], os.environ["XDG_CACHE_HOME"] = str(folder / "state"), str(folder / "cache")
+    command.before(folder)
 
 
 def commands(valid: dict[str, Path], text: Path) -> list[Command]:
-    """One of each kind: runs with and without a text, fp8, budgets, folders and files of other formats, imports, tables."""
+    """One of each kind: every method, fp8, budgets, own texts, exports, imports, tables, uploads, conversations."""
+    from lowq_cli.commands.chat import _save
     from lowq_cli.interop.exporter import export
     from lowq_cli.interop.importer import runnable
+    from lowq_cli.interop.serving import prepare
     from lowq_cli.run.pipeline import quantize
+    from lowq_cli.tuning.tuner import save
     from lowq_packers.atomic import write_whole
 
     model, packed = valid["dense"], valid["packed"]
-    how = {"bits": 4, "group": 32, "lm_head": "keep"}
     calib = {"calib": str(text), "calib_tokens": 4096}
 
-    def importing(folder: Path) -> object:
-        os.environ["XDG_CACHE_HOME"] = str(folder / "out")
-        return runnable(valid["gptq"])
+    def quantizing(name: str, **how: Any) -> Command:
+        how = {"lm_head": "keep"} | ({} if {"format", "bpw"} & how.keys() else {"bits": 4, "group": 32}) | how
+
+        def run(folder: Path) -> None:
+            own = how.get("calib") == "self"
+            with small(own):
+                quantize(valid["speaking"] if own else model, folder / "out", **how)
+
+        return Command(name, run)
+
+    def and_export(folder: Path) -> None:
+        quantize(model, folder / "out", bits=4, group=32, method="rtn", zero="none", lm_head="keep")
+        export(folder / "out", "compressed-tensors", folder / "exported")
+
+    def copied(folder: Path) -> None:
+        shutil.copytree(packed, folder / "out")
 
     return [
-        Command("quantize", lambda folder: quantize(model, folder / "out", method="rtn", shard_size=20_000, **how)),
-        Command(
-            "quantize gptq",
-            lambda folder: quantize(model, folder / "out", method="gptq", **calib, **how),
-        ),
-        Command("quantize fp8", lambda folder: quantize(model, folder / "out", format="fp8")),
-        Command("export folder", lambda folder: export(packed, "compressed-tensors", folder / "out")),
-        Command("export file", lambda folder: export(packed, "gguf", folder / "out")),
-        Command("import", importing),
+        quantizing("quantize", method="rtn", shard_size=20_000),
+        quantizing("quantize lsq", method="lsq"),
+        quantizing("quantize gptq", method="gptq", **calib),
+        quantizing("quantize awq", method="awq", **calib),
+        quantizing("quantize learn", method="learn", **calib),
+        quantizing("quantize distill", method="distill", **calib),
+        quantizing("quantize --bpw", method="rtn", bpw=5.0, **calib),
+        quantizing("quantize --format fp8", format="fp8"),
+        quantizing("quantize --calib self", method="gptq", calib="self", calib_tokens=4096),
+        Command("quantize --export", and_export),
+        Command("export, a folder", lambda folder: export(packed, "compressed-tensors", folder / "out")),
+        Command("export, a file", lambda folder: export(packed, "gguf", folder / "out")),
+        Command("generate: import", lambda folder: runnable(valid["gptq"])),
+        Command("serve: export", lambda folder: prepare(packed, native=False)),
+        Command("chat: /save", lambda folder: _saved(_save, TALK, folder / "talk.json")),
+        Command("tune", lambda folder: save(folder / "out", torch.device("cpu"), entries()), copied),
+        Command("push", lambda folder: pushed(folder / "out", folder / "hub"), copied),
         Command("one file", lambda folder: write_whole(folder / "out" / "table.json", b"x" * 10_000)),
     ]
+
+
+@contextmanager
+def small(own: bool) -> Iterator[None]:
+    """Short windows of text, learnt from once; with `own` the model's own is written by few side by side, and a quick copy."""
+    from lowq_cli.calibrate import end_to_end, learn, texts
+    from lowq_cli.run import own_text
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(texts, "WINDOW", 32)
+        patch.setattr(texts, "BATCH", 2)
+        patch.setattr(learn, "EPOCHS", 1)
+        patch.setattr(end_to_end, "PASSES", 1)
+        if own:
+            patch.setattr(own_text, "SIDE", {"cpu": 8})
+            patch.setattr(own_text, "FEW", 1)
+            patch.setattr(own_text, "_bits", lambda *_: 8)
+        yield
+
+
+def _saved(save: Callable[[Any, str], None], messages: Any, path: Path) -> None:
+    """/save, which never writes over a file: one that is there must be whole."""
+    try:
+        save(messages, str(path))
+    except UsageError:
+        assert json.loads(path.read_text()) == messages
+
+
+def entries() -> list[Any]:
+    """What a measurement of kernels might have found."""
+    from lowq_kernels.dispatch.tuning_file import Entry
+
+    return [
+        Entry(4, 32, "none", "bfloat16", 128, 128, M, "rowstream", "reference", {}, 10.0 * M, "0" * 12, ()) for M in (1, 2, 4)
+    ]
+
+
+class Hub:
+    """The hub, as far as `push` asks it: a folder that takes files whole."""
+
+    folder = Path()
+
+    def create_repo(self, repo: str, **_: Any) -> str:
+        return f"https://hub/{repo}"
+
+    def upload_folder(self, folder_path: str, allow_patterns: list[str], **_: Any) -> None:
+        from lowq_packers.atomic import write_whole
+
+        for path in sorted(Path(folder_path).iterdir()):
+            if any(path.match(p) for p in allow_patterns):
+                write_whole(self.folder / path.name, path.read_bytes())
+
+    def upload_file(self, path_or_fileobj: bytes, path_in_repo: str, **_: Any) -> None:
+        from lowq_packers.atomic import write_whole
+
+        write_whole(self.folder / path_in_repo, path_or_fileobj)
+
+
+def pushed(checkpoint: Path, hub: Path) -> None:
+    """`lowq push` to a folder."""
+    import huggingface_hub
+
+    from lowq_cli.interop.publish import publish
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(Hub, "folder", hub)
+        patch.setattr(huggingface_hub, "HfApi", Hub)
+        patch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
+        publish(checkpoint, "me/model")
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -144,9 +256,7 @@ def stopped_at(command: Command, folder: Path, at: int, by: str) -> int:
 
 def tried(command: Command, folder: Path, wanted: dict[str, bytes], calls: int, rng: Random, by: str) -> str:
     """Stop a run once to three times, run it again to its end: what is wrong then, or ""."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
+    begin(command, folder)
     at = [rng.randrange(calls) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
     for n in at:
         stopped_at(command, folder, n, by)
@@ -168,9 +278,7 @@ def differences(wanted: dict[str, bytes], found: dict[str, bytes], what: str) ->
 
 def side_by_side(command: Command, folder: Path, wanted: dict[str, bytes]) -> str:
     """Two processes at once: one is done, the other too or refused; then one more, which finds it done."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
+    begin(command, folder)
     pids = [in_child(lambda: command.run(folder)) for _ in range(2)]
     codes = sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
     if codes not in ([0, 0], [0, 2]):
@@ -178,27 +286,50 @@ def side_by_side(command: Command, folder: Path, wanted: dict[str, bytes]) -> st
     return differences(wanted, files(folder), f"{command.name}, two at once")
 
 
-def source_changed(valid: dict[str, Path], folder: Path, rng: Random) -> str:
-    """A run killed, its source edited, the same command: refused, or with --fresh what the new source gives."""
+CHANGING = ("quantize", "quantize gptq", "export", "import")  # commands whose source is changed
+
+
+def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random) -> tuple[str, str]:
+    """A run killed, its source edited, the same command: refused, or with --fresh what the new source gives.
+
+    The command, and what was wrong or "".
+    """
     from safetensors.torch import load_file, save_file
 
+    from lowq_cli.interop.exporter import export
+    from lowq_cli.interop.foreign import foreign_matrices, open_foreign
+    from lowq_cli.interop.importer import import_checkpoint
     from lowq_cli.run.pipeline import quantize
 
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    os.environ["XDG_STATE_HOME"] = str(folder / "state")
-    model = shutil.copytree(valid["dense"], folder / "model")
-    how = {"bits": 4, "group": 32, "lm_head": "keep", "method": "rtn", "shard_size": 20_000}
-    command = Command("quantize", lambda to: quantize(model, to / "out", **how))
-    stopped_at(command, folder, rng.randrange(30, 120), "kill")
-    found = load_file(model / "model.safetensors")
-    save_file({n: t * 2 for n, t in found.items()}, model / "model.safetensors", metadata={"format": "pt"})
+    name = rng.choice(CHANGING)
+    begin(Command(name, print), folder)
+    model = shutil.copytree(valid[{"export": "packed", "import": "gptq"}.get(name, "dense")], folder / "model")
+    (model / "lowq_report.json").unlink(missing_ok=True)
+
+    def run(out: Path, fresh: bool = False) -> None:
+        if name == "export":
+            export(model, "compressed-tensors", out)
+        elif name == "import":
+            with open_foreign(str(model)) as source:
+                found = foreign_matrices(source)
+                assert found
+                import_checkpoint(source, found[1], out)
+        else:
+            how = {"method": "gptq", "calib": str(text), "calib_tokens": 4096} if "gptq" in name else {"method": "rtn"}
+            with small(False):
+                quantize(model, out, bits=4, group=32, lm_head="keep", shard_size=20_000, fresh=fresh, **how)
+
+    stopped_at(Command(name, lambda to: run(to / "out")), folder, rng.randrange(5, 90), "kill")
+    for path in model.glob("*.safetensors"):
+        found = {n: t * 2 if t.is_floating_point() else t for n, t in load_file(path).items()}
+        save_file(found, path, metadata={"format": "pt"})
     refused = False
     try:
-        command.run(folder)
+        run(folder / "out")
     except LowqError:
         refused = True
-        quantize(model, folder / "out", fresh=True, **how)
-    quantize(model, folder / "new", **how)
-    said = differences(files(folder / "new"), files(folder / "out"), "source changed after a kill")
-    return said and f"{said} (refused first: {refused})"
+        run(folder / "out", fresh=True)
+    run(folder / "new")
+    said = differences(files(folder / "new"), files(folder / "out"), f"{name}, source changed after a kill")
+    left = [p.name for p in folder.iterdir() if p.name not in ("model", "out", "new", "state", "cache")]
+    return name, (said and f"{said} (refused first: {refused})") or (f"{name}: left {left[0]}" if left else "")

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
-import bend as bending
 import judge as judging
 import kills
 from campaign import FOUND, Ground
@@ -23,7 +22,7 @@ BEND_SECONDS, KILL_SECONDS = 8, 12
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
     before = {name: os.environ.get(name) for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME")}
-    yield Ground(tmp_path_factory.mktemp("fuzz") / "ground")
+    yield Ground(tmp_path_factory.mktemp("fuzz") / "ground", slow=False)
     for name, value in before.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
@@ -38,19 +37,18 @@ def test_a_bent_file_is_refused_in_a_line_or_read_as_its_own_reader_reads_it(gro
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-@given(which=st.integers(0, 9), draws=st.randoms(use_true_random=False))
+@given(which=st.integers(0, 19), draws=st.randoms(use_true_random=False))
 def test_so_is_what_hypothesis_bends(ground, which, draws):
     """As above; what fails is made small."""
-    valid = ground.valid[which]
-    what = bending.bend(valid.model, ground.bent, draws)
-    model = ground.bent if valid.model.is_dir() else ground.bent / valid.model.name
-    verdict = judging.judge(valid, model, what)
+    valid = (*ground.valid, *ground.second.values())[which]
+    what, model = ground.bend(valid, draws)
+    verdict = judging.judge(valid, model)
     assert not verdict.fault, f"{valid.format}: {what}"
 
 
-@pytest.mark.parametrize(("seed", "name"), json.loads(FOUND.read_text()) if FOUND.is_file() else [])
-def test_what_was_found_once_stays_mended(ground, seed, name):
-    found, what, verdict = ground.bends(seed)
+@pytest.mark.parametrize(("seed", "name", "second"), json.loads(FOUND.read_text()) if FOUND.is_file() else [])
+def test_what_was_found_once_stays_mended(ground, seed, name, second):
+    found, what, verdict = ground.bends(seed, second=second)
     assert found == name, "the formats are others now: find it again"
     assert not verdict.fault, what
 
@@ -59,8 +57,8 @@ def test_a_fault_is_seen(ground, monkeypatch):
     """The judge sees an internal error, other weights, and what takes long."""
     valid = next(v for v in ground.valid if v.format == "gptq")
 
-    def verdict(kind="config"):
-        return judging.judge(valid, valid.model, {"kind": kind, "place": ["x"]})
+    def verdict():
+        return judging.judge(valid, valid.model)
 
     assert verdict() == judging.Verdict(True, "", pytest.approx(0, abs=5))
     real = judging.weights
@@ -68,19 +66,27 @@ def test_a_fault_is_seen(ground, monkeypatch):
     assert "has other weights" in verdict().fault
     monkeypatch.setattr(judging, "weights", lambda model: {}["x"])
     assert "internal error: KeyError" in verdict().fault
-    monkeypatch.setattr(judging, "weights", lambda model: time.sleep(0.3) or {})
+
+    def busy(model):
+        began = time.process_time()
+        while time.process_time() - began < 0.3:
+            pass
+        return {}
+
+    monkeypatch.setattr(judging, "weights", busy)
     monkeypatch.setattr(judging, "SECONDS", 0.2)
     assert verdict().fault.startswith("took ")
+    monkeypatch.setattr(judging, "HANGS", 0.1)
+    assert "Hang: not done after" in verdict().fault
 
 
 def test_a_stopped_command_leaves_the_same_bytes_and_nothing_else(ground):
-    ground.prepare_kills()
     began, seed = time.monotonic(), 0
     while time.monotonic() - began < KILL_SECONDS:
         name, how, said = ground.kills(seed)
         assert not said, f"seed {seed}: {name}, {how}: {said}"
         seed += 1
-    wanted, _ = ground.wanted["one file"]
+    wanted, _ = ground.prepared(next(c for c in ground.commands if c.name == "one file"))
     assert kills.differences(wanted, {**wanted, ".x": b""}, "it") == "it: left .x"
     assert kills.differences(wanted, {}, "it").startswith("it: lost")
 

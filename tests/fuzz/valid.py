@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,11 @@ SIZES = {
     **{"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "vocab_size": 256, "tie_word_embeddings": True},
 }
+WIDER = SIZES | {"intermediate_size": 192, "tie_word_embeddings": False}  # of the second file of a format
+SECOND = {  # format -> bits, group, zero of that
+    **{"lowq": (3, 64, "int"), "gptq": (3, 32, "int"), "awq": (4, 64, "int"), "compressed-tensors": (3, 64, "none")},
+    **{"hqq": (2, 64, "float"), "humming": (8, 32, "int"), "mlx": (3, 32, "float"), "gguf": (8, 32, "none")},
+}
 SCHEMES = {"awq": "int", "compressed-tensors": "int", "gptq": "none", "gguf": "none", "hqq": "float"}  # the others: none
 
 
@@ -29,13 +35,13 @@ class Valid:
     weights: dict[str, torch.Tensor]
 
 
-def dense(folder: Path) -> Path:
+def dense(folder: Path, sizes: dict[str, Any] = SIZES) -> Path:
     """A random Llama of one layer, with a tokenizer of bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).half()
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).half()
     model.save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
@@ -55,17 +61,6 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
         return {n.removesuffix(".weight"): source.read(n).reshape(h.shape).float() for n, h in source.headers.items()}
 
 
-def gguf_weights(path: Path) -> dict[str, torch.Tensor] | None:
-    """What the gguf package reads of a file, under its own names; None where it refuses."""
-    from gguf import GGUFReader, dequantize
-
-    try:
-        found = GGUFReader(path)
-        return {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type).copy()).float() for t in found.tensors}
-    except Exception:
-        return None
-
-
 def all_valid(folder: Path) -> list[Valid]:
     """One of each format: dense, lowq's own, fp8, and all that lowq writes."""
     made = {"dense": dense(folder / "dense")}
@@ -82,3 +77,22 @@ def all_valid(folder: Path) -> list[Valid]:
         export(packed, name, made[name])
     shutil.rmtree(folder / "packed-none")
     return [Valid(name, path, weights(path)) for name, path in made.items()]
+
+
+def second_of_each(folder: Path) -> dict[str, Valid]:
+    """Another file of each format: other widths, groups, zeros and sizes, and a head of its own."""
+    model = dense(folder / "dense", WIDER)
+    found = {"dense": Valid("dense", model, weights(model))}
+    quantize(model, folder / "fp8", format="fp8")
+    found["fp8"] = Valid("fp8", folder / "fp8", weights(folder / "fp8"))
+    for name, (bits, group, zero) in SECOND.items():
+        packed = folder / f"packed-{name}"
+        quantize(model, packed, bits=bits, group=group, method="rtn", zero=zero, lm_head="keep")
+        path = packed
+        if name != "lowq":
+            path = folder / name / ("model.gguf" if name == "gguf" else "")
+            path.parent.mkdir(exist_ok=True)
+            export(packed, name, path, rounding=True)
+            shutil.rmtree(packed)
+        found[name] = Valid(name, path, weights(path))
+    return found

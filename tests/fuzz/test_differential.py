@@ -1,0 +1,112 @@
+"""Each format's fields, one by one, held against a second reader; a reader that passes over one field is found."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import judge as judging
+from bend import mend
+from valid import all_valid, second_of_each
+
+from lowq_cli.interop import gguf_source
+from lowq_packers import formats
+
+# format -> which of its files, and a field with a value that gives the same bytes another meaning
+EDITS = {
+    "gptq": (1, "quantization_config.checkpoint_format", "gptq"),
+    "awq": (0, "quantization_config.zero_point", False),
+    "compressed-tensors": (0, "quantization_config.config_groups.group_0.weights.symmetric", True),
+    "humming": (1, "quantization_config.has_zero_point", False),
+    "fp8": (1, "quantization_config.weight_block_size", [150, 128]),
+}
+LEAVES = {"mlx": "biases", "hqq": "zero"}  # of formats whose configs say what shapes say too: a tensor
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    before, folder = {n: os.environ.get(n) for n in ("XDG_CACHE_HOME", "XDG_STATE_HOME")}, tmp_path_factory.mktemp("second")
+    os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = str(folder / "cache"), str(folder / "state")
+    (folder / "first").mkdir()
+    yield {v.format: v for v in all_valid(folder / "first")}, second_of_each(folder / "second")
+    for name, value in before.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def edited(valid, out, path, value):
+    """A copy of a model with one field of config.json set."""
+    mend(valid.model, out)
+    config = table = json.loads((out / "config.json").read_text())
+    *above, last = path.split(".")
+    for key in above:
+        table = table[key]
+    was, table[last] = table[last], value
+    (out / "config.json").write_text(json.dumps(config))
+    return was
+
+
+def unread(name, monkeypatch, path, value):
+    """Break a format's reader: it takes `value` for a field, whatever the config says."""
+    real = formats.FORMATS[name]
+
+    def matrices(config, headers, fetch):
+        config = table = json.loads(json.dumps(config))
+        *above, last = path.split(".")
+        for key in above:
+            table = table[key]
+        table[last] = value
+        return real.matrices(config, headers, fetch)
+
+    monkeypatch.setitem(formats.FORMATS, name, dataclasses.replace(real, matrices=matrices))
+
+
+def misread(name, monkeypatch, leaf):
+    """Break a format's reader: it takes a kind of tensors with the other sign."""
+    real = formats.FORMATS[name]
+
+    def matrices(config, headers, fetch):
+        def wrong(m):
+            return lambda fetch: m.read(lambda n, *i: -fetch(n, *i) if n.endswith(f".{leaf}") else fetch(n, *i))
+
+        return [dataclasses.replace(m, read=wrong(m)) for m in real.matrices(config, headers, fetch)]
+
+    monkeypatch.setitem(formats.FORMATS, name, dataclasses.replace(real, matrices=matrices))
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_reader_that_passes_over_a_field_is_found(files, tmp_path, monkeypatch, name):
+    which, path, value = EDITS[name]
+    valid = files[which][name]
+    was = edited(valid, tmp_path / "m", path, value)
+    assert not judging.judge(valid, tmp_path / "m").fault
+    unread(name, monkeypatch, path, was)
+    verdict = judging.judge(valid, tmp_path / "m")
+    assert verdict.accepted
+    assert "than its own reader reads" in verdict.fault
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_reader_that_takes_a_tensor_wrongly_is_found(files, monkeypatch, name):
+    for valid in (files[0][name], files[1][name]):
+        assert not judging.judge(valid, valid.model).fault
+        with monkeypatch.context() as broken:
+            misread(name, broken, LEAVES[name])
+            assert "than its own reader reads" in judging.judge(valid, valid.model).fault
+
+
+def test_rows_left_in_llama_cpps_order_are_found(files, monkeypatch):
+    """As k_proj's were beside a config.json without num_key_value_heads: relative error 1.37, exit 0."""
+    valid = files[0]["gguf"]
+    monkeypatch.setattr(gguf_source, "_heads", lambda config, path: {"q_proj": 4})
+    assert "k_proj has other weights than its own reader reads" in judging.judge(valid, valid.model).fault
+
+
+def test_every_format_that_lowq_reads_is_held_against_a_second_reader(files):
+    known = {f for f in formats.FORMATS if f != "gemlite"}  # a library of kernels, whose own tests are in packers/formats
+    assert {*EDITS, *LEAVES, "gguf"} == known
+    for valid in (*files[0].values(), *files[1].values()):
+        assert judging.judge(valid, valid.model) == judging.Verdict(True, "", pytest.approx(0, abs=5)), valid.format
