@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli import console
-from lowq_cli.files.safetensors_io import read_json
 from lowq_packers.atomic import alone, write_whole
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError
+from lowq_packers.errors import NotFoundError
 from lowq_packers.home import cache_dir, state_dir
 
 LAST = "last.json"
@@ -53,20 +52,15 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
     """
     path = state_dir() / LAST
     try:
-        found = _known(read_json(path)) if path.exists() else []
-    except LowqError as e:
-        said(f"the list of checkpoints written on this machine cannot be read ({e}); the next one written starts it anew")
+        table = json.loads(path.read_text(encoding="utf-8"))
+        rows = table.get("known") or [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
+        found = [Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0))) for r in rows]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
     return [k for k in found if k.checkpoint.is_dir()]
-
-
-def _known(table: dict[str, Any]) -> list[Known]:
-    """Raises DamagedError."""
-    try:
-        rows = table.get("known") or [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
-        return [Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0))) for r in rows]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedError(f"{state_dir() / LAST} holds no list of checkpoints") from None
 
 
 def remember(checkpoint: Path) -> None:

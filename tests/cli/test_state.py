@@ -68,7 +68,7 @@ def test_a_spoilt_note_counts_as_none_and_is_said_to_be_spoilt(content, tmp_path
     with pytest.raises(NotFoundError, match="run: lowq quantize demo"):
         state.checkpoint_or_last(None)
     said = capsys.readouterr().err
-    assert said.startswith("the list of checkpoints written on this machine cannot be read (")
+    assert said.startswith(f"the list of checkpoints in {home.state_dir() / state.LAST} cannot be read")
     assert said.count("\n") == 1
     (tmp_path / "new").mkdir()
     state.remember(tmp_path / "new")
