@@ -25,7 +25,8 @@ from lowq_cli.calibrate.allocation import Choice, allocate
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.files.source import Source
 from lowq_cli.plan.planner import Candidate, free_candidates, make_plan, scale_dtype
-from lowq_cli.plan.recipe import BUDGETS, Override, Recipe
+from lowq_cli.plan.recipe import BUDGETS, Recipe
+from lowq_cli.plan.values import Override
 from lowq_packers.atomic import write_whole
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError

@@ -9,6 +9,7 @@ import typer
 
 from lowq_cli import completion, console, recipes
 from lowq_cli.commands import Device
+from lowq_cli.telling import follow
 
 EXAMPLES = """Examples:
   lowq run demo 'Once upon a time'
@@ -63,7 +64,7 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
         return model
     with ExitStack() as stack:
         with console.status(f"reading {model}"):
-            from lowq_cli.commands.quantize import follow, maker
+            from lowq_cli.commands.quantize import maker
             from lowq_cli.interop.foreign import open_foreign
             from lowq_cli.plan.plan import default_out
             from lowq_cli.run.pipeline import execute, prepare

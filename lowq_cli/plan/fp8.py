@@ -6,7 +6,8 @@ from lowq_cli.files.roles import Role
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.source import WHOLE, Source
 from lowq_cli.plan.plan import Item
-from lowq_cli.plan.recipe import Recipe, matches
+from lowq_cli.plan.recipe import Recipe
+from lowq_cli.plan.values import matches
 from lowq_packers.scheme import BLOCKS, scale_shape
 
 KEPT = ("norm", "embedding", "router", "other")

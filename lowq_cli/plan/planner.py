@@ -17,7 +17,8 @@ from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, b
 from lowq_cli.files.source import SINGLE, WHOLE, Cut, Source
 from lowq_cli.plan.fp8 import fp8_items
 from lowq_cli.plan.plan import Item, Plan, Shard
-from lowq_cli.plan.recipe import Group, Keep, Recipe, matches
+from lowq_cli.plan.recipe import Recipe
+from lowq_cli.plan.values import Group, Keep, matches
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.layouts import DISK, stored
 from lowq_packers.scheme import GROUP_STEP, Scheme, fit_group

@@ -14,22 +14,20 @@ A pattern is a glob over whole dotted components anywhere in a name: `down_proj`
 fits no name that way is tried as a regular expression. Later overrides win over earlier ones, `skip` over all.
 """
 
-import difflib
-import fnmatch
-import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lowq_cli import quantizers, recipes
+from lowq_cli.plan import values
 from lowq_cli.plan.table_formats import TABLE_FORMATS, TableFormat
+from lowq_cli.plan.values import Group, Keep, Override, spelled
 from lowq_packers.errors import NotFoundError, UsageError
-from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, GROUP_STEP, ZERO_KINDS, Act, Scheme, ZeroKind
+from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, ZERO_KINDS, Act, Scheme, ZeroKind
 
-Group = int | Literal["channel"]
-Keep = Literal["keep"]
 DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
 Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -44,47 +42,6 @@ BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # what may stand in the place of
 LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # what files may hold
 FORMATS = ("lowq", "fp8", *TABLE_FORMATS)
 OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # what of a recipe the format fp8 takes
-
-
-@dataclass(frozen=True)
-class Override:
-    """Tensors that `pattern` fits get `bits` ("keep": stay as they are) and `group` (None: the recipe's)."""
-
-    pattern: str
-    bits: int | Keep
-    group: Group | None = None
-
-    def __post_init__(self) -> None:
-        if not self.pattern:
-            raise UsageError("an override needs a pattern: --override PATTERN=BITS[:GROUP], such as '*.down_proj=8:64'")
-        if self.bits != "keep":
-            check_bits(self.bits, f"override {self.pattern}")
-        if self.group is not None:
-            check_group(self.group, f"override {self.pattern}")
-
-    @classmethod
-    def parse(cls, text: str) -> "Override":
-        """From "PATTERN=BITS", "PATTERN=BITS:GROUP" or "PATTERN=keep". Raises UsageError."""
-        pattern, sign, value = text.rpartition("=")
-        if not sign:
-            raise UsageError(f"override {text!r} has no '='; write PATTERN=BITS[:GROUP], such as '*.down_proj=8:64'")
-        return cls.of(pattern.strip(), value)
-
-    @classmethod
-    def of(cls, pattern: str, value: object) -> "Override":
-        """From a pattern and 8, "8", "8:64", "8:channel", "keep" or {bits, group}. Raises UsageError."""
-        if isinstance(value, Mapping):
-            check_keys(value, ("bits", "group"), f"override {pattern}")
-            if "bits" not in value:
-                raise UsageError(f"override {pattern} has no bits")
-            bits, group = value["bits"], value.get("group")
-        else:
-            bits, _, group = str(value).strip().partition(":")
-        where = f"override {pattern}"
-        keep = str(bits).strip() == "keep"
-        if keep and group:
-            raise UsageError(f"{where}: a tensor that is kept has no group")
-        return cls(pattern, "keep" if keep else number(bits, where), group_of(group, where) if group else None)
 
 
 @dataclass(frozen=True)
@@ -146,9 +103,9 @@ class Recipe:
     skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_bits(self.bits, "bits")
+        values.check_bits(self.bits, "bits")
         if self.group is not None:
-            check_group(self.group, "group")
+            values.check_group(self.group, "group")
         for name, value, known in (
             ("method", self.method, ("auto", *quantizers.methods())),
             ("zero", self.zero, ZERO_KINDS),
@@ -160,18 +117,16 @@ class Recipe:
         ):
             if value not in known:
                 raise UsageError(f"{name}={spelled(value)} does not exist; use one of {', '.join(known)}")
-        if type(self.calib_tokens) is not int or self.calib_tokens < 4096:
-            raise UsageError(f"calib_tokens={spelled(self.calib_tokens)} must be a whole number of at least 4096")
-        if type(self.calib_seed) is not int or not 0 <= self.calib_seed < 1 << 32:
-            raise UsageError(f"calib_seed={spelled(self.calib_seed)} must be a whole number from 0 to 2^32 - 1")
+        self._check_whole("calib_tokens", 4096, 1 << 62, "a whole number of at least 4096")
+        self._check_whole("calib_seed", 0, (1 << 32) - 1, "a whole number from 0 to 2^32 - 1")
         if self.calib is not None and not self.budgeted and (self.method == "auto" or not quantizers.needs_text(self.method)):
             raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
         if not isinstance(self.rotate, bool):
             raise UsageError(f"rotate={spelled(self.rotate)} must be true or false")
         if self.lm_head not in ("keep", "auto"):
-            check_bits(self.lm_head, "lm_head")
+            values.check_bits(self.lm_head, "lm_head")
         if self.embedding != "keep":
-            check_bits(self.embedding, "embedding")
+            values.check_bits(self.embedding, "embedding")
         if self.format == "fp8" and self.act == "int8":
             raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
         self._check_budget()
@@ -195,6 +150,11 @@ class Recipe:
     def bounded(self) -> bool:
         """Whether the loss is what is asked for."""
         return self.max_kl is not None or self.max_ppl is not None
+
+    def _check_whole(self, name: str, least: int, most: int, said: str) -> None:
+        value = getattr(self, name)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise UsageError(f"{name}={spelled(value)} must be {said}")
 
     @property
     def table(self) -> TableFormat | None:
@@ -234,20 +194,18 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1000):
                 raise UsageError(f"{name}={spelled(value)} must be a positive number, such as {EXAMPLE[name]}")
-        if self.fit is not None and (type(self.fit) is not int or self.fit < 1):
-            raise UsageError(f"fit={spelled(self.fit)} must be a positive number of bytes")
+        self._check_whole("fit", 1, 1 << 62, "a positive number of bytes")
         for name in ("fit", "judge"):
             if getattr(self, name) is not None and not self.bounded:
                 alone = "; alone it is --size" if name == "fit" else ""
                 raise UsageError(f"--{name} goes with --max-kl or --max-ppl{alone}")
         if self.bpw is not None and not (isinstance(self.bpw, int | float) and 1 <= self.bpw <= 16):
             raise UsageError(f"bpw={spelled(self.bpw)} must be a number of bits per weight from 1 to 16, such as 3.2")
-        if self.size is not None and (type(self.size) is not int or self.size < 1):
-            raise UsageError(f"size={spelled(self.size)} must be a positive number of bytes")
+        self._check_whole("size", 1, 1 << 62, "a positive number of bytes")
         if not self.widths:
             raise UsageError("widths must name at least one width, such as 8,4,3,2")
         for bits in self.widths:
-            check_bits(bits, "widths")
+            values.check_bits(bits, "widths")
 
     def group_for(self, bits: int) -> Group:
         """The group size at a width."""
@@ -265,15 +223,26 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Plain values, with the keys of the TOML file. `make_recipe(**plain)` gives an equal recipe."""
         plain = asdict(self)
-        plain["overrides"] = [f"{o.pattern}={_spell(o)}" for o in self.overrides]
+        plain["overrides"] = list(map(str, self.overrides))
         plain["skip"] = list(self.skip)
         plain["widths"] = list(self.widths)
         left_out = ("block",) if self.table else ("format", "block")
         return {k: v for k, v in plain.items() if (k in OF_FP8 if self.format == "fp8" else k not in left_out)}
 
 
-def _spell(o: Override) -> str:
-    return str(o.bits) if o.group is None else f"{o.bits}:{o.group}"
+READ: dict[str, Callable[[object], Any]] = {  # field -> what reads its words; the others are taken as they are
+    "overrides": values.overrides,
+    "skip": values.patterns,
+    "bits": partial(values.number, where="bits"),
+    "widths": values.widths,
+    "size": values.parse_size,
+    "fit": values.parse_size,
+    "max_ppl": values.percent,
+    "group": partial(values.group_of, where="group"),
+    "lm_head": partial(values.bits_or_word, where="lm_head"),
+    "embedding": partial(values.bits_or_word, where="embedding"),
+}
+ADDED = ("overrides", "skip")  # flags' come behind the file's
 
 
 def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
@@ -284,80 +253,34 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     """
     given = read_recipe(file) if file is not None else {}
     known = [f.name for f in fields(Recipe)]
-    check_keys(given, known, f"recipe {file}")
-    check_keys(flags, known, "recipe")
-    values: dict[str, Any] = {}
+    values.check_keys(given, known, f"recipe {file}")
+    values.check_keys(flags, known, "recipe")
+    found: dict[str, Any] = {}
     for source in (given, flags):
         for name, value in source.items():
-            if value is None:
-                continue
-            if name == "overrides":
-                values[name] = (*values.get(name, ()), *_overrides(value))
-            elif name == "skip":
-                values[name] = (*values.get(name, ()), *_strings(value))
-            elif name == "bits":
-                values[name] = number(value, name)
-            elif name == "widths":
-                parts = value.split(",") if isinstance(value, str) else _listed(value)
-                values[name] = tuple(number(v, name) for v in parts)
-            elif name in ("size", "fit"):
-                values[name] = parse_size(str(value))
-            elif name == "max_ppl" and isinstance(value, str):
-                values[name] = _percent(value)
-            elif name == "group":
-                values[name] = group_of(value, name)
-            elif name in ("lm_head", "embedding"):
-                values[name] = value if value in ("keep", "auto", "fp8") else number(value, name)
-            else:
-                values[name] = value
-    if values.get("format") == "fp8":
-        _check_fp8(values)
-    elif "block" in values:
+            if value is not None:
+                read = READ[name](value) if name in READ else value
+                found[name] = (*found.get(name, ()), *read) if name in ADDED else read
+    if found.get("format") == "fp8":
+        _check_fp8(found)
+    elif "block" in found:
         raise UsageError("--block needs --format fp8")
-    chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if values.get(name)]
-    if "bits" in values and chosen:
+    chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if found.get(name)]
+    if "bits" in found and chosen:
         raise UsageError(f"{chosen[0]} chooses the bits of every weight; leave --bits out, or name its choices with --widths")
-    return Recipe(**values)
+    return Recipe(**found)
 
 
-def _check_fp8(values: dict[str, Any]) -> None:
+def _check_fp8(found: dict[str, Any]) -> None:
     """Fill in what is another default for fp8. Raises UsageError for what it does not take."""
-    for name in values:
+    for name in found:
         if name not in OF_FP8:
             raise UsageError(f"--{name.replace('overrides', 'override').replace('_', '-')} is for --format lowq; leave it out")
-    values.setdefault("act", "fp8")
-    if values.get("lm_head", "auto") not in ("auto", "keep", "fp8", 8):
-        raise UsageError(f"--lm-head {values['lm_head']} with --format fp8: write --lm-head fp8, or keep")
-    if values.get("lm_head") == "fp8":
-        values["lm_head"] = 8
-
-
-def parse_size(text: str) -> int:
-    """Bytes in '2GiB', '500MB' or '4096'. Raises UsageError."""
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-    digits = text.rstrip("bBkKmMgGiI ")
-    unit = text[len(digits) :].strip().lower()
-    try:
-        size = int(float(digits) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size <= 0:
-        raise UsageError(f"size {text!r} is not one; write 2GiB, 500MB or a number of bytes")
-    return size
-
-
-def _percent(text: str) -> float:
-    """The number in '1%' or '1'. Raises UsageError."""
-    try:
-        return float(text.strip().removesuffix("%"))
-    except ValueError:
-        raise UsageError(f"max_ppl={text!r} is no percentage; write 1% or 0.5") from None
-
-
-def _listed(value: object) -> Iterable[object]:
-    if not isinstance(value, Iterable):
-        raise UsageError(f"widths={spelled(value)} must be a list of widths")
-    return value
+    found.setdefault("act", "fp8")
+    if found.get("lm_head", "auto") not in ("auto", "keep", "fp8", 8):
+        raise UsageError(f"--lm-head {found['lm_head']} with --format fp8: write --lm-head fp8, or keep")
+    if found.get("lm_head") == "fp8":
+        found["lm_head"] = 8
 
 
 def read_recipe(recipe: str | Path) -> dict[str, Any]:
@@ -376,88 +299,3 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise NotFoundError(f"cannot read recipe {path}: {e.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise UsageError(f"recipe {path} is not valid TOML: {e}") from None
-
-
-def _overrides(value: object) -> tuple[Override, ...]:
-    if isinstance(value, Mapping):
-        return tuple(Override.of(pattern, v) for pattern, v in value.items())
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return tuple(v if isinstance(v, Override) else Override.parse(str(v)) for v in value)
-    raise UsageError(f"overrides={spelled(value)} must be a table, pattern = bits")
-
-
-def _strings(value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise UsageError(f"skip={spelled(value)} must be a list of patterns")
-    return tuple(value)
-
-
-def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raise UsageError for a key that does not exist, naming the nearest one that does."""
-    known = list(known)
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-            raise UsageError(f"{where} has the unknown key {key!r}; {hint}")
-
-
-def number(value: object, where: str) -> int:
-    """A whole number from 4 or "4". Raises UsageError."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit():
-        return int(value)
-    raise UsageError(f"{where}={spelled(value)} is not a whole number")
-
-
-def spelled(value: object) -> str:
-    """A value as a recipe file would hold it, short: not the Python for it."""
-    if isinstance(value, Mapping):
-        return f"[a table of {', '.join(map(str, value))}]"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(spelled, value))}]"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def group_of(value: object, where: str) -> Group:
-    """64, "64" or "channel". Raises UsageError."""
-    if value == "channel":
-        return "channel"
-    try:
-        return number(value, where)
-    except UsageError as e:
-        raise UsageError(f"{e} and not 'channel'; use 32, 64, 128 or channel") from None
-
-
-def check_bits(bits: object, where: str) -> None:
-    """Raise UsageError unless `bits` is a width that lowq packs."""
-    if type(bits) is not int or bits not in BITS:
-        raise UsageError(f"{where}: {spelled(bits)} is not a width lowq packs; use one of {', '.join(map(str, BITS))}")
-
-
-def check_group(group: object, where: str) -> None:
-    """Raise UsageError unless `group` is "channel" or a positive multiple of 16."""
-    if group != "channel" and (type(group) is not int or group < 1 or group % GROUP_STEP):
-        place = "" if where == "group" else f"{where}: "
-        raise UsageError(
-            f"{place}group {spelled(group)} is neither a positive multiple of {GROUP_STEP} nor 'channel'; use 32, 64 or 128"
-        )
-
-
-def matches(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern fits (see the top of this file), in their order. Raises UsageError if none does."""
-    names = list(names)
-    glob = re.compile(fnmatch.translate(f"*.{pattern}.*"))
-    found = [n for n in names if glob.match(f".{n}.")]
-    if not found:
-        try:
-            expression = re.compile(pattern)
-        except re.error:
-            expression = None
-        found = [n for n in names if expression is not None and expression.search(n)]
-    if not found:
-        near = difflib.get_close_matches(pattern, {*names, *(p for n in names for p in n.split("."))}, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else "; lowq inspect MODEL --tensors lists the names"
-        raise UsageError(f"pattern {pattern!r} fits no weight of this model{hint}")
-    return found

@@ -3,7 +3,8 @@
 import pytest
 
 from lowq_cli import recipes
-from lowq_cli.plan.recipe import Override, Recipe, make_recipe, matches
+from lowq_cli.plan.recipe import Recipe, make_recipe
+from lowq_cli.plan.values import Override, matches
 from lowq_packers.errors import NotFoundError, UsageError
 
 NAMES = [f"model.layers.{i}.{m}" for i in range(12) for m in ("mlp.down_proj", "mlp.up_proj", "self_attn.q_proj")] + ["lm_head"]

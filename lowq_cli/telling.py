@@ -1,0 +1,154 @@
+"""What a run says of itself: the plan before it, progress and a line a layer while it goes."""
+
+from collections import Counter
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from lowq_cli import console, quantizers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lowq_cli.calibrate.mixed import Mixed
+    from lowq_cli.plan.plan import Plan
+    from lowq_cli.run.events import Event, LayerDone, Result
+    from lowq_cli.run.prepare import Prepared
+
+FEW_BITS = 3  # from here down calibration halves what quantization costs: docs/accuracy.md
+BAR = "#"
+EMBEDDING_BITS = 8.5  # of an 8-bit embedding with a scale and zero per 64 weights
+MUCH = 0.2  # of the file, from which an embedding that stays 16-bit is worth a line
+STEPS = 1000  # of a bar that is shown before it is known how many steps there are
+
+
+def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
+    """The table of classes, then totals, budget, notes and warnings: everything worth knowing before long work.
+
+    on_stdout: the plan is the result that was asked for.
+    """
+    plan, budget = prepared.plan, prepared.budget
+    say = console.out_line if on_stdout else console.say
+    rows = [
+        (c.kind, c.tensors, f"{c.params / 1e6:,.1f} M", ", ".join(c.schemes), f"{c.bits:.2f}", console.size(c.nbytes))
+        for c in plan.classes
+    ]
+    columns = ("weights", ">tensors", ">parameters", "scheme", ">bits each", ">size")
+    console.table(f"{plan.source} -> {prepared.out}", columns, rows, on_stdout=on_stdout)
+    say(
+        f"{plan.coverage:.1%} of {plan.params / 1e6:,.1f} M parameters quantized; {console.size(plan.source_bytes)} -> "
+        f"{console.size(plan.nbytes)}, {plan.bpw:.2f} bits per weight ({plan.quantized_bpw:.2f} where quantized)"
+    )
+    time = "" if budget.seconds is None else f", about {console.duration(budget.seconds)}"
+    available = "" if budget.available_bytes is None else f" of {console.size(budget.available_bytes)} available"
+    methods = Counter(i.method for i in plan.items if i.method)
+    by = ", ".join(f"{method} ({n})" if len(methods) > 1 else str(method) for method, n in methods.most_common())
+    where = ", ".join(map(str, prepared.devices))
+    by = f"by {by}, " if by else ""
+    say(f"{by}on {where}{time}, peak memory about {console.size(budget.peak_bytes)}{available}")
+    if prepared.mixed:
+        _show_mixed(prepared.mixed, on_stdout)
+    if prepared.bound:
+        say(prepared.bound.told)
+    if plan.recipe.act != "none":
+        but = ", experts take them as they are" if any(c.kind == "expert" for c in plan.classes) else ""
+        say(f"note: linear layers will round their inputs to {plan.recipe.act} while running{but}")
+    for note in (*plan.notes, *_kept_embedding(plan)):
+        say(f"note: {note}")
+    for warning in plan.warnings:
+        console.warn(warning)
+    from lowq_cli.plan.recipe import NOT_CALIBRATED
+
+    few = (i for i in plan.items if i.scheme and i.scheme.bits <= FEW_BITS and i.kind not in NOT_CALIBRATED)
+    if any(i.method and not quantizers.needs_text(i.method) for i in few):
+        say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
+
+
+def _kept_embedding(plan: "Plan") -> "Iterator[str]":
+    """Where an embedding that is the head too stays as it is and takes much of the file: what would change that."""
+    kept = next((i for i in plan.items if i.kind == "embedding" and not i.scheme), None)
+    if kept is None or plan.recipe.skip or plan.recipe.format == "fp8" or any(i.kind == "head" for i in plan.items):
+        return
+    share, smaller = kept.nbytes / plan.nbytes, kept.params * EMBEDDING_BITS / 8
+    if share > MUCH:
+        bpw = 8 * (plan.nbytes - kept.nbytes + smaller) / plan.params
+        yield (
+            f"the embedding, which is the output head too, stays {8 * kept.nbytes // kept.params}-bit and is {share:.0%} of "
+            f"the file; --embedding 8 would make the whole {bpw:.2f} bits per weight"
+        )
+
+
+def _show_mixed(mixed: "Mixed", on_stdout: bool) -> None:
+    """How many groups and weights got which scheme, and what it is expected to cost."""
+    params = sum(s.params for s in mixed.shares)
+    rows = [(scheme, groups, f"{100 * n / params:.1f}%", BAR * round(40 * n / params)) for scheme, groups, n in mixed.histogram]
+    console.table("bits where they matter most", ("scheme", ">groups", ">weights", ""), rows, on_stdout=on_stdout)
+    expected = f"expected KL divergence from the original {mixed.error:.4f} nats per token"
+    by_weights = f"by the errors of the weights alone, because {mixed.why_not_nats}"
+    say = console.out_line if on_stdout else console.say
+    say(f"{mixed.bpw:.3f} bits per weight over {len(mixed.shares)} groups; {expected if mixed.in_nats else by_weights}")
+
+
+def follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
+    """Follow the run: progress and a line per calibrated layer, then a progress bar; the result. Ctrl-C says how to go on."""
+    try:
+        return _follow(events, plan)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from None
+
+
+def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
+    from lowq_cli.calibrate.need import is_calibrated
+    from lowq_cli.run.events import Finished, LayerDone, MatrixDone, PassDone, TensorDone
+
+    if is_calibrated(plan):
+        told: set[str] = set()
+        events = _follow_text(events)
+        with console.progress("calibrate", STEPS) as advance:
+            for event in events:
+                if isinstance(event, MatrixDone):
+                    advance(STEPS * event.index // event.total, f"{event.index}/{event.total} {event.name}")
+                elif isinstance(event, LayerDone):
+                    _show_layer(event, told)
+                elif isinstance(event, PassDone):
+                    told_of = f"pass {event.index} of {event.total}"
+                    console.say(f"learnt together, {told_of}: {event.loss:.4f} nats from the original")
+                else:
+                    events = chain([event], events)
+                    break
+    with console.progress("quantize", plan.params) as advance:
+        for event in events:
+            if isinstance(event, TensorDone):
+                error = "kept" if event.rel_error is None else f"error {event.rel_error:.4f}"
+                advance(event.params_done, f"{event.index}/{event.total} {event.name} {error}")
+            elif isinstance(event, Finished):
+                return event.result
+    raise AssertionError("a run ends with Finished")
+
+
+def _follow_text(events: "Iterator[Event]") -> "Iterator[Event]":
+    """The events behind the model's writing of its own text, which is shown as it goes."""
+    from lowq_cli.run.events import TextStep
+
+    first = next(events)
+    if isinstance(first, TextStep):
+        with console.progress("write", first.total) as advance:
+            while isinstance(first, TextStep):
+                advance(first.tokens, f"{first.tokens:,} of {first.total:,} tokens of its own text")
+                first = next(events)
+    return chain([first], events)
+
+
+def _show_layer(layer: "LayerDone", told: set[str]) -> None:
+    """A calibrated layer's error, and what could not be done to it; what `told` holds is said of another layer already."""
+    left = layer.total - layer.index
+    if layer.resumed:
+        console.say(f"layer {layer.index} of {layer.total} was calibrated before")
+    else:
+        eta = f", eta {console.duration(layer.seconds * left)}" if left else ""
+        console.say(f"calibrated layer {layer.index} of {layer.total}: output error {layer.error:.4f}{eta}")
+    for name, note in layer.notes.items():
+        console.say(f"note: {name}: {note}")
+    for place in layer.unscaled:
+        if place not in told:
+            console.say(f"note: the inputs of {place} are not scaled: nothing before it takes the factor exactly")
+            told.add(place)
