@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels import gpu
 from lowq_kernels.counters import counters
+from lowq_kernels.dispatch import policy
 from lowq_packers.fp8 import FP8, FP8_MAX, LEAST, Block, Fp8Matrix
 
 _MAX = tl.constexpr(FP8_MAX)
@@ -138,18 +140,19 @@ SPREAD_PLANS: tuple[Plan, ...] = tuple({"PLAN": "spread", "PARTS": p, "num_warps
 
 
 def plan_for(M: int, K: int, block: Block) -> Plan:
-    """The plan that measured fastest on an H100 (docs/fp8.md) for a matrix of this size."""
+    """What was fastest (docs/fp8.md) for a matrix of this size."""
+    model = policy.model("fp8_block_quant", gpu.here())
     if block[0] == 1:
         if block[1] != 128:
             return {"PLAN": "row", "num_warps": 8}
-        rows, groups = (1, 8) if M < 16 else (16, 2)
+        rows, groups = (1, 8) if model["rows_together_from"] > M else (16, 2)
         return {"PLAN": "tile", "ROWS": rows, "GROUPS": groups, "num_warps": 4}
-    if block[0] * block[1] < 1 << 16:
+    if block[0] * block[1] < model["tile_below"]:
         return {"PLAN": "tile", "num_warps": 8}
     blocks = triton.cdiv(M, block[0]) * triton.cdiv(K, block[1])
-    if blocks < 128:  # fewer than multiprocessors: several programs a block
+    if blocks < model["spread_below"]:  # fewer than multiprocessors: several programs a block
         return SPREAD_PLANS[1]
-    return STRIDE_PLANS[2] if blocks < 512 else TILE_PLANS[1]
+    return STRIDE_PLANS[2] if blocks < model["stride_below"] else TILE_PLANS[1]
 
 
 def empty_scales(M: int, K: int, block: Block, device: torch.device) -> torch.Tensor:

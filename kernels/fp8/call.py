@@ -5,11 +5,11 @@ from typing import ClassVar
 
 import torch
 
+from lowq_kernels import gpu
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Op
 from lowq_kernels.gpu import capability
 from lowq_packers.fp8 import Block, Fp8Matrix
-
-WIDEN_M = 128  # rows beyond which 16-bit activations are worth widening the weight for
 
 
 @dataclass(frozen=True)
@@ -36,3 +36,9 @@ class Fp8Call:
         block, M = (x.block, x.q.shape[0]) if isinstance(x, Fp8Matrix) else (None, x.shape[0])
         N, K = w.q.shape
         return cls(M, N, K, block, w.block, dtype, w.q.device.type, capability(w.q.device))
+
+    @property
+    def widens(self) -> bool:
+        """Whether 16-bit activations have so many rows that widening the weight for them is worth it."""
+        most: int = policy.model("fp8_widened", gpu.of(self.capability))["above_rows"]
+        return self.x_block is None and most < self.M

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 from lowq_kernels import gpu
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Config, configs_of, register
-from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
+from lowq_kernels.fp8.call import Fp8Call
 from lowq_kernels.products.triton.partial import split_scratch, store_split_tile
 from lowq_packers.fp8 import Fp8Matrix
 
@@ -66,18 +67,18 @@ SPLITK_CONFIGS = configs_of(KEYS, (  # what won somewhere on an H100
 ))  # fmt: skip
 GEMM_CONFIGS = configs_of(KEYS, ((64, 64, 128, 1, 4, 5), (64, 128, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3)))
 BLOCK_K = 128  # of every config
-PROGRAMS = 512  # that fill a large GPU
 
 
-def config_for(M: int, N: int, K: int) -> Config:
+def config_for(M: int, N: int, K: int, on: gpu.Gpu | None = None) -> Config:
     """A config by rule: tiles that fit M, and the split that comes nearest to filling a GPU."""
+    model = policy.model("triton/fp8_gemm", on or gpu.here())
     if M > 64:
         return GEMM_CONFIGS[2] if M > 128 else GEMM_CONFIGS[1]
     fitting = [
         c for c in (*SPLITK_CONFIGS, *GEMM_CONFIGS[:1]) if c["BLOCK_N"] == 64 and c["BLOCK_M"] == (16 if M <= 16 else 64)
     ]
-    legal = [c for c in fitting if c["SPLIT_K"] <= max(1, K // 512)] or fitting[:1]
-    return min(legal, key=lambda c: abs(PROGRAMS - triton.cdiv(N, 64) * c["SPLIT_K"]))
+    legal = [c for c in fitting if c["SPLIT_K"] <= max(1, K // model["least_k"])] or fitting[:1]
+    return min(legal, key=lambda c: abs(model["programs"] - triton.cdiv(N, 64) * c["SPLIT_K"]))
 
 
 def _refuse(call: Fp8Call) -> str | None:
@@ -93,10 +94,10 @@ def _refuse(call: Fp8Call) -> str | None:
     devices=("cuda",),
     min_capability=gpu.since(lambda g: g.fp8),
     rank=20,
-    prefer=lambda call: call.x_block is not None or call.M <= WIDEN_M,
+    prefer=lambda call: not call.widens,
     configs=SPLITK_CONFIGS + GEMM_CONFIGS,
     refuse=_refuse,
-    default_config=lambda call, legal: config_for(call.M, call.N, call.K),
+    default_config=lambda call, legal: config_for(call.M, call.N, call.K, gpu.of(call.capability)),
 )
 def fp8_gemm(
     x: Fp8Matrix | torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype, config: Config

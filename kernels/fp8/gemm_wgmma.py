@@ -14,6 +14,7 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import TYPES, share_of_block
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Config, configs_of, register
 from lowq_kernels.fp8.call import Fp8Call
 from lowq_packers.errors import UnsupportedError
@@ -26,8 +27,6 @@ SHARED = {blocks: share_of_block(gpu.HOPPER.smem_sm, blocks) for blocks in (1, 2
 MAX_STAGES = 24
 KEYS = ("SWAP", "ROW_TILES_64", "TILE_COLUMNS", "SPLIT_K", "WARPGROUPS_K", "BLOCKS_PER_SM", "BAND")
 LARGE = configs_of(KEYS, ((0, 2, 128, 1, 1, 1, 2048), (0, 1, 128, 1, 1, 1, 2048), (0, 1, 64, 1, 1, 1, 2048)))
-# what a column of a tile takes, by (ROW_TILES_64, TILE_COLUMNS), relative to the first
-LARGE_COST = {(2, 128): 1.0, (1, 128): 1.2, (1, 64): 1.65}
 SMALL = configs_of(
     KEYS,
     (
@@ -93,9 +92,10 @@ def refuse(call: Fp8Call, config: Config) -> str | None:
 
 
 def config_for(call: Fp8Call, legal: list[Config]) -> Config:
-    """The config that measured fastest on an H100 for the like (docs/fp8.md): W's rows in front up to M = 64, x's beyond."""
+    """What was fastest for the like (docs/fp8.md): W's rows in front for few rows of x, x's beyond, by what a column takes."""
     M, N, K, sms = call.M, call.N, call.K, gpu.here().sms
-    if M <= 64:
+    model = policy.model("cuda/fp8_gemm", gpu.of(call.capability))
+    if model["swapped_up_to"] >= M:
         nb = max(8, 1 << (M - 1).bit_length())
         tiles = math.ceil(N / 64)
         split = max(k for k in (1, 2, 4) if k == 1 or (tiles * k <= sms and k <= K // BLOCK_K))
@@ -103,7 +103,8 @@ def config_for(call: Fp8Call, legal: list[Config]) -> Config:
 
     def cost(c: Config) -> float:
         rounds = math.ceil(math.ceil(M / (128 * c["ROW_TILES_64"])) * math.ceil(N / c["TILE_COLUMNS"]) / sms)
-        return rounds * c["ROW_TILES_64"] * c["TILE_COLUMNS"] * LARGE_COST[c["ROW_TILES_64"], c["TILE_COLUMNS"]]
+        rows, columns = c["ROW_TILES_64"], c["TILE_COLUMNS"]
+        return rounds * rows * columns * model["column_cost"][f"{rows}x{columns}"]
 
     return min((c for c in LARGE if c in legal), key=cost)
 

@@ -11,7 +11,7 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.activations import Act
 from lowq_kernels.dispatch.registry import Config, register, select
-from lowq_kernels.fp8.call import WIDEN_M, Fp8Call
+from lowq_kernels.fp8.call import Fp8Call
 from lowq_kernels.gpu import capability
 from lowq_kernels.products.dequant import SLAB_BYTES
 from lowq_packers.errors import UnsupportedError
@@ -54,7 +54,7 @@ def matmul(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None = None, act:
     op="fp8_product",
     devices=("cuda",),
     m_range=(0, 1 << 62),
-    preferred_m=(WIDEN_M + 1, 1 << 62),
+    prefer=lambda call: call.widens,
     rank=30,
     refuse=lambda call: None if call.x_block is None else "takes activations in 16 bits",
 )

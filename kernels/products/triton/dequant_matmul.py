@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, register
 from lowq_kernels.products.triton.decode import codes_per_step, decoded, scales_zeros
 from lowq_kernels.products.triton.product import block_k, constants, native_ptx
@@ -88,7 +89,7 @@ CONFIGS: tuple[Config, ...] = tuple(
     "triton/dequant_matmul",
     layouts=("strided",),
     devices=("cuda",),
-    preferred_m=(192, 1 << 62),
+    prefer=policy.prefers("triton/dequant_matmul"),
     rank=55,
     configs=CONFIGS,
     config_refuse=_refuse,

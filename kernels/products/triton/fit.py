@@ -3,6 +3,7 @@
 import triton
 
 from lowq_kernels import gpu
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config
 from lowq_kernels.products.triton.decode import codes_per_step
 
@@ -50,24 +51,25 @@ def tile_refusal(call: Call, config: Config) -> str | None:
     return None if need <= limit else f"needs {triton.cdiv(need, 1024)} KiB of shared memory, a block has {limit >> 10}"
 
 
-def imbalance(call: Call, config: Config, wanted: int = 3) -> float:
-    """How far a config's programs are from `wanted` a multiprocessor, fewer weighing more; least 1/4."""
+def imbalance(call: Call, config: Config, model: dict[str, float]) -> float:
+    """How far a config's programs are from the model's `programs` a multiprocessor, fewer weighing more; least 1/4."""
     tiles = triton.cdiv(call.M, config.get("BLOCK_M", 1)) * triton.cdiv(call.N, config["BLOCK_N"])
-    fill = tiles * max(config.get("SPLIT_K", 1), 1) / (wanted * gpu.of(call.capability).sms)
+    fill = tiles * max(config.get("SPLIT_K", 1), 1) / (model["programs"] * gpu.of(call.capability).sms)
     return 1 / fill if fill < 1 else fill / 4
 
 
 def closest_config(call: Call, legal: list[Config]) -> Config:
-    """A config for a call that nobody measured: tiles that fit M, programs that fill the GPU, and what the H100 taught.
-
-    There, 8-row tiles lost to 16-row ones, and 32 codes a word (1 and 3 bits) were decoded fastest by few warps.
-    """
+    """A config for a call that nobody measured: tiles that fit M, programs that fill the GPU, and what the model holds against
+    8-row tiles, and against many warps for 32 codes a word (1 and 3 bits)."""
+    model = policy.model("triton/gemm", gpu.of(call.capability))
     wide = codes_per_step(call.scheme.bits) == 32
 
     def cost(c: Config) -> float:
         tiles_m = triton.cdiv(call.M, c["BLOCK_M"])
         padding = tiles_m * c["BLOCK_M"] / max(call.M, 16)
-        lesson = 0.5 * (c["BLOCK_M"] == 8) + 0.7 * (wide and not c["NATURAL"] and c["num_warps"] > 2)
-        return 2 * tiles_m + padding / 2 + imbalance(call, c) + lesson
+        lesson = model["8_rows"] * (c["BLOCK_M"] == 8) + model["many_warps"] * (
+            wide and not c["NATURAL"] and c["num_warps"] > 2
+        )
+        return 2 * tiles_m + padding / 2 + imbalance(call, c, model) + lesson
 
     return min(legal, key=cost)

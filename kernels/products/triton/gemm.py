@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_kernels.products.triton.fit import closest_config, tile_refusal
 from lowq_kernels.products.triton.overlap import overlap_previous
@@ -102,5 +103,5 @@ GEMM_CONFIGS = configs_of(KEYS, (
     (256, 128, 8, 1, 0, 1, 8, 3), (256, 128, 4, 1, 0, 1, 8, 3), (256, 128, 2, 1, 0, 1, 8, 3),
 ))  # fmt: skip
 _FACTS = {"layouts": ("strided",), "devices": ("cuda",), "config_refuse": _refuse, "default_config": closest_config}
-register("triton/gemm_splitk", preferred_m=(1, 64), rank=40, configs=SPLITK_CONFIGS, **_FACTS)(_launch)
-register("triton/gemm", preferred_m=(65, 191), rank=50, configs=GEMM_CONFIGS, **_FACTS)(_launch)
+register("triton/gemm_splitk", prefer=policy.prefers("triton/gemm_splitk"), rank=40, configs=SPLITK_CONFIGS, **_FACTS)(_launch)
+register("triton/gemm", prefer=policy.prefers("triton/gemm"), rank=50, configs=GEMM_CONFIGS, **_FACTS)(_launch)

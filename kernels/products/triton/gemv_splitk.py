@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels import gpu
+from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_kernels.products.triton.decode import codes_per_step, decode_ptx, decoded
 from lowq_kernels.products.triton.fit import imbalance
@@ -25,7 +27,6 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.scheme import Scheme
 
 MOST_CODES = 1024  # decoded codes a thread may hold between two loads of scales: 2048 spilled, and took 80 s to compile
-PROGRAMS = 6  # a multiprocessor, where nothing was measured: what the winners on an H100 came to
 M_MAX = 4  # GemLite's range: above it the dot kernels, which read W once for all rows, are faster
 
 
@@ -178,11 +179,17 @@ def configs(*rows: tuple[int, ...], share: int = 1) -> tuple[Config, ...]:
     return configs_of(KEYS, ((*row, share) for row in rows))
 
 
+def default_config(call: Call, legal: list[Config]) -> Config:
+    """Where nothing was measured: what comes nearest to the programs of the winners."""
+    model = policy.model("triton/gemv_splitk", gpu.of(call.capability))
+    return min(legal, key=lambda c: imbalance(call, c, model))
+
+
 FACTS = {"layouts": ("strided",), "devices": ("cuda",), "m_range": (1, M_MAX), "config_refuse": refuse}
 register(
     "triton/gemv_splitk",
-    default_config=lambda call, legal: min(legal, key=lambda c: imbalance(call, c, PROGRAMS)),
-    preferred_m=(1, 1),
+    default_config=default_config,
+    prefer=policy.prefers("triton/gemv_splitk"),
     rank=38,  # before gemm_splitk where both are preferred, at M = 1: it won there at 4, 3, 2 and 1 bits
     configs=configs(
         (128, 32, 4, 4, 4), (32, 64, 4, 2, 4), (64, 64, 8, 4, 4), (256, 16, 2, 4, 4), (128, 16, 8, 2, 2), (64, 32, 16, 2, 2),
