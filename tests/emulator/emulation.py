@@ -1,9 +1,11 @@
 """What every test of emulated sources needs: a skip where they cannot run, and a Hopper GPU that is not there."""
 
 import dataclasses
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -91,6 +93,43 @@ def operands(case: Any, device: str) -> tuple[torch.Tensor, PackedWeight, torch.
 def error(y: torch.Tensor, truth: torch.Tensor) -> float:
     """Relative Frobenius error."""
     return float((y.double() - truth.double()).norm() / truth.double().norm())
+
+
+def twice(launch: Callable[[], Any]) -> Any:
+    """What a launch gives (a tensor, or several): the same with its threads in the other order, and wgmma as late as it may."""
+    import simt
+
+    found = []
+    for order in (1, -1):
+        with mock.patch.object(simt.Kernel, "order", order):
+            found.append(launch())
+    pairs = [found] if isinstance(found[0], torch.Tensor) else zip(*found, strict=True)
+    for a, b in pairs if not simt.Kernel.recording else ():
+        same = torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert same, "the order of the threads changes the result"
+    return found[0]
+
+
+@contextmanager
+def defect(module: ModuleType, file: str, good: str, bad: str, *more: tuple[str, str]) -> Iterator[None]:
+    """Inside, `module` launches the source `file` with `bad` in the place of `good`, its includes written out."""
+    import simt
+    from lowq_kernels.cuda import nvrtc
+
+    source = re.sub(r'#include "(fold|split_int8)\.cuh"', lambda m: nvrtc.sources()[f"{m[1]}.cuh"], nvrtc.sources()[file])
+    assert good in source
+    for wrong in ((good, bad), *more):
+        source = source.replace(*wrong)
+    name = f"bad_{file}"
+    (Path(simt._folder().name) / name).write_text(simt.host_source(source))
+
+    def kernel(asked: str, *rest: Any, **how: Any) -> Any:
+        return simt.Kernel(name if asked == file else asked, *rest, **how)
+
+    forget(module)
+    with mock.patch.object(module, "Kernel", kernel), mock.patch.object(simt.Kernel, "made", {}):
+        yield
+    forget(module)
 
 
 def forget(*modules: ModuleType) -> None:

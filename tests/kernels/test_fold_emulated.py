@@ -1,7 +1,6 @@
 """Products that add to the residual stream, take its norm, or multiply act(gate) by up (fold.cuh), emulated on the CPU."""
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
-import simt
 from lowq_kernels.decode import fold, reference
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cuda import tile_mma
@@ -51,17 +49,8 @@ def config(monkeypatch, request):
     monkeypatch.setattr(fold, "select", lambda call: (registry.named("cuda/tile_mma_folded"), chosen))
 
 
-def twice(launch):
-    """What a launch gives, the same with its threads in the other order."""
-    first = launch()
-    with mock.patch.object(simt.Kernel, "order", -1):
-        again = launch()
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), "the order of the threads changes the result"
-    return first
-
-
 def close(y, ref, dtype):
-    error = float((y.float() - ref).norm() / ref.norm())
+    error = emulation.error(y, ref)
     assert error < TOLERANCE[dtype], f"error {error:.1e}"
 
 
@@ -78,7 +67,7 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
         s = fold.product_add(layer, y, r, weight, EPS, scale)
         return r, s.x, s.squares
 
-    r, x, squares = twice(add)
+    r, x, squares = emulation.twice(add)
     sums = residual.float() + y.float() @ W.t() + bias
     close(r, sums, dtype)
     close(x, sums * weight.float() * scale[:, None], dtype)
@@ -90,10 +79,10 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
     prepared = (wide.float() * gain.float() * prescale[:, None]).to(dtype)
     stream = fold.Residual(prepared, wide.float().square().reshape(M, -1, fold.SQUARES).sum(-1), prescale, EPS)
     normed = reference.rms_norm(wide, gain, EPS) @ W.t() + bias
-    out, inverse = twice(lambda: fold.norm_product(layer, stream))
+    out, inverse = emulation.twice(lambda: fold.norm_product(layer, stream))
     close(out, normed, dtype)
     assert torch.allclose(inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS), rtol=1e-5)
-    (out, _) = twice(lambda: fold.norm_product_gate(layer, stream, act))
+    (out, _) = emulation.twice(lambda: fold.norm_product_gate(layer, stream, act))
     close(out, reference.gated(normed, act), dtype)
 
     wrong = replace(stream, squares=stream.squares * 1.1)

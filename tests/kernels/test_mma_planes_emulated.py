@@ -2,8 +2,6 @@
 
 import dataclasses
 from functools import partial
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
 import simt
-from lowq_kernels.cuda import nvrtc
 from lowq_kernels.products.cuda import tile_mma
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -76,12 +73,7 @@ def product(case, x):
     config = tile_mma.config_of(*case[7], 1)
     call = dataclasses.replace(Call.of(x, p), device="cuda")
     assert tile_mma._config_refuse(call, config) is None
-    y = tile_mma.tile_mma(x, p, None, config)
-    with mock.patch.object(simt.Kernel, "order", -1):
-        again = tile_mma.tile_mma(x, p, None, config)
-    if not simt.Kernel.recording:
-        assert torch.equal(y.view(torch.int16), again.view(torch.int16)), "the order of the threads changes the result"
-    return y, x.double() @ q.dequantize().double().t()
+    return emulation.twice(lambda: tile_mma.tile_mma(x, p, None, config)), x.double() @ q.dequantize().double().t()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"b{c[0]}-g{c[2]}-{c[3]}-{c[4]}x{c[5]}x{c[6]}")
@@ -148,28 +140,21 @@ NAN_STAYS = ("if (!(v * 0.f == 0.f))", "if (false)")
 
 
 @pytest.mark.parametrize(
-    ("name", "good", "bad"),
+    ("good", "bad"),
     [
-        ("no_wait", "copy_wait<0>();\n        __syncwarp();\n        planes.store();", "planes.store();"),
-        ("no_barrier", "planes.store();\n        __syncwarp();", "planes.store();"),
-        ("low", "__byte_perm(even, odd, 0x5410) ^ 0x80808080u", "__byte_perm(even, odd, 0x5410)"),
-        ("columns", "(row * EACH + span % EACH) * 64", "row * EACH * 64"),
-        ("nan", *NAN_STAYS),
+        ("copy_wait<0>();\n        __syncwarp();\n        planes.store();", "planes.store();"),
+        ("planes.store();\n        __syncwarp();", "planes.store();"),
+        ("__byte_perm(even, odd, 0x5410) ^ 0x80808080u", "__byte_perm(even, odd, 0x5410)"),
+        ("(row * EACH + span % EACH) * 64", "row * EACH * 64"),
+        NAN_STAYS,
     ],
     ids=["x is not waited for", "nor are planes", "low planes off by 128", "spans share columns", "nan stays"],
 )
-def test_the_emulator_notices(name, good, bad, monkeypatch):
+def test_the_emulator_notices(good, bad):
     """Defects put into the source fail, as an error text or as a wrong number. (A nan that is made again hides some.)"""
-    sources = nvrtc.sources()
-    source = sources["tile_mma.cu"].replace('#include "split_int8.cuh"', sources["split_int8.cuh"])
-    assert good in source
-    (Path(simt._folder().name) / f"{name}.cu").write_text(simt.host_source(source.replace(good, bad).replace(*NAN_STAYS)))
-    monkeypatch.setattr(tile_mma, "Kernel", lambda file, *rest, **more: simt.Kernel(f"{name}.cu", *rest, **more))
-    emulation.forget(tile_mma)
-    fails = partial(test_no_finite_numbers, 2) if name == "nan" else partial(test_right_numbers, CASES[1])
-    with pytest.raises(AssertionError):
+    fails = partial(test_no_finite_numbers, 2) if good == NAN_STAYS[0] else partial(test_right_numbers, CASES[1])
+    with emulation.defect(tile_mma, "tile_mma.cu", good, bad, NAN_STAYS), pytest.raises(AssertionError):
         fails()
-    emulation.forget(tile_mma)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import shutil
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_int8x2", compiler=False)
-import simt
 from lowq_kernels.cuda import nvrtc
 from lowq_kernels.products.cuda import int8_planes, tile_int8x2
 
@@ -73,13 +70,8 @@ def test_emulated(case):
     call = dataclasses.replace(Call.of(x, p), device="cuda", capability=(9, 0))
     assert SPEC.why_not(call) is None, SPEC.why_not(call)
     assert config in SPEC.legal_configs(call)
-    found = []
     with emulation.hopper(tile_int8x2, int8_planes), emulation.sms(case.sms):
-        for order in (1, -1):
-            with mock.patch.object(simt.Kernel, "order", order):
-                found.append(SPEC.launch(x, p, bias, config))
-    assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num()), "the order of the threads changes the result"
-    check(case, found[0], ref)
+        check(case, emulation.twice(lambda: SPEC.launch(x, p, bias, config)), ref)
 
 
 @emulated
@@ -100,29 +92,14 @@ def test_emulated(case):
         "other span",
     ],
 )
-def test_the_emulator_notices(good, bad, monkeypatch):
+def test_the_emulator_notices(good, bad):
     """Defects put into the source fail, as an error text or as a wrong number."""
-    source = nvrtc.sources()["tile_int8x2.cu"]
-    assert good in source
-    (Path(simt._folder().name) / "tile_int8x2_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
-    monkeypatch.setattr(simt.Kernel, "made", {})
-
-    def broken(file, *rest, **more):
-        return simt.Kernel(file.replace("tile_int8x2", "tile_int8x2_bad"), *rest, **more)
-
     case = Case((2, 2, 2, 1), 1, HALF, 128, "float", 6, 264, 4096, sms=1, special=bad == "if (false)")
     config = dict(zip(tile_int8x2.KEYS, case.config, strict=True))
-
-    def both_orders():
-        for order in (1, -1):
-            with mock.patch.object(simt.Kernel, "order", order):
-                check(case, SPEC.launch(x, p, bias, config), ref)
-
     with emulation.hopper(tile_int8x2, int8_planes), emulation.sms(1):
-        monkeypatch.setattr(tile_int8x2, "Kernel", broken)
         x, p, bias, ref = operands(case)
-        with pytest.raises(AssertionError):
-            both_orders()
+        with emulation.defect(tile_int8x2, "tile_int8x2.cu", good, bad), pytest.raises(AssertionError):
+            check(case, emulation.twice(lambda: SPEC.launch(x, p, bias, config)), ref)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])

@@ -6,8 +6,6 @@ that is handed back too early, or registers overwritten under a product, give tw
 
 import dataclasses
 import random
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +19,6 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, Scheme
 
 emulation.require("cuda/tile_wgmma")
-import simt
-from lowq_kernels.cuda import nvrtc
 from lowq_kernels.products.cuda import tile_wgmma
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
@@ -79,16 +75,9 @@ def check(case):
     with emulation.sms(case.sms):
         if config not in spec.legal_configs(call):
             pytest.skip(f"{config} does not take this")
-    found = []
-    for order in (1, -1):
-        with (
-            mock.patch.object(simt.Kernel, "order", order),
-            emulation.sms(case.sms),
-        ):
-            found.append(spec.launch(x, p, bias, config))
+        y = emulation.twice(lambda: spec.launch(x, p, bias, config))
     ref = x.float() @ q.dequantize().t() + (0 if bias is None else bias.float())
-    assert torch.equal(*found), "the order of the threads changes the result"
-    error = float((found[0].float() - ref).norm() / ref.norm())
+    error = emulation.error(y, ref)
     assert error < TOLERANCE[case.dtype], f"error {error:.2e}"
 
 
@@ -122,16 +111,10 @@ def test_right_numbers(case):
         "a scale that has no place",
     ],
 )
-def test_the_emulator_notices(columns, good, bad, monkeypatch):
+def test_the_emulator_notices(columns, good, bad):
     """Defects put into the source fail, as an error text or as a wrong number."""
-    source = nvrtc.sources()["tile_wgmma.cu"]
-    assert good in source
-    (Path(simt._folder().name) / "tile_wgmma_bad.cu").write_text(simt.host_source(source.replace(good, bad)))
-    monkeypatch.setattr(tile_wgmma, "Kernel", lambda file, *rest, **more: simt.Kernel("tile_wgmma_bad.cu", *rest, **more))
-    monkeypatch.setattr(simt.Kernel, "made", {})
     split = tile_wgmma.STREAM_K if "other" in good else 1
     config = next(i for i, c in enumerate(tile_wgmma.CONFIGS) if c["BLOCK_M"] == columns and c["SPLIT_K"] == split)
-    with pytest.raises(AssertionError):
-        check(
-            Case(config, 8 if bad == "true" else 4, torch.float16, 128, "float", 40, 201, 4096, 3 if split != 1 else 1, False)
-        )
+    bits, sms = 8 if bad == "true" else 4, 3 if split != 1 else 1
+    with emulation.defect(tile_wgmma, "tile_wgmma.cu", good, bad), pytest.raises(AssertionError):
+        check(Case(config, bits, torch.float16, 128, "float", 40, 201, 4096, sms, False))
