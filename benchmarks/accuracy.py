@@ -93,7 +93,8 @@ def free_cells(model: str, args: Args) -> Iterator[Row]:
         yield {"model": model, "method": "fp32"}
     for bits, group in itertools.product(args.bits, args.group):
         default = quantizers.default_method(bits, group)
-        names = [("hqq package", "float32"), *((m, "float32") for m in quantizers.data_free()), (default, "bfloat16")]
+        free = [m for m in quantizers.methods() if not quantizers.needs_text(m)]
+        names = [("hqq package", "float32"), *((m, "float32") for m in free), (default, "bfloat16")]
         for name, stored in names:
             if not args.methods or name in args.methods:
                 bpw = Scheme(bits, group).bits_per_weight()

@@ -44,6 +44,7 @@ USERS = {1: 6, 16: 48, 64: 160, 128: 256}  # -> requests that are answered
 SIZES = (1, 2, 4, *range(8, 257, 8), 320, 384, 448, 512)  # batches that are captured: vLLM's own, thinned above 256
 PROFILED = (1, 64)
 STEPS = 24
+LONG = (8, 4400)  # prompts that are read at once, tokens of each
 Row = dict[str, Any]
 
 
@@ -82,6 +83,12 @@ def make(folder: Path, shape: str, bits: int, device: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(demo.__path__[0]) / file, folder / file)
+
+
+def read_long(llm: Any) -> Row:
+    """Tokens of long prompts read per second."""
+    (count, tokens), times = LONG, vllm_speed.timed(llm, *LONG, 1, 2)
+    return {"what": "prefill", "batch": count, "prompt": tokens, "seconds": times, "tokens_per_s": count * tokens / times[0]}
 
 
 def profiled(llm: Any, batch: int) -> Row:
@@ -135,7 +142,7 @@ def served(llm: Any, users: int, count: int) -> Row:
 def one(args: argparse.Namespace) -> None:
     """One engine: start, wait for the GPU, measure, write."""
     full = args.full == "yes"
-    longest = max(LONGEST_PROMPT + LONGEST_NEW, vllm_speed.LONG[1]) + 8 if full else 512
+    longest = max(LONGEST_PROMPT + LONGEST_NEW, LONG[1]) + 8 if full else 512
     batches = [int(b) for b in args.batches.split(",")]
     more: dict[str, Any] = {
         "max_num_seqs": max(batches),
@@ -171,7 +178,7 @@ def one(args: argparse.Namespace) -> None:
         fcntl.flock(turn, fcntl.LOCK_EX)
         steps = [lambda b=b: vllm_speed.measure(llm, [b])[0] for b in batches]
         if full:
-            steps += [lambda: vllm_speed.read_long(llm)] if not args.eager else []
+            steps += [lambda: read_long(llm)] if not args.eager else []
             served(llm, min(64, max(batches)), 64)  # prompts of all lengths: kernels for numbers of rows not met yet
             steps += [lambda u=u, n=n: served(llm, u, n) for u, n in USERS.items() if u <= max(batches)]
             steps += [lambda b=b: profiled(llm, b) for b in PROFILED if b <= max(batches)]

@@ -14,7 +14,7 @@ LARGEST = 64  # of a power of two, so that a product costs 64 multiplications pe
 class Rotation:
     """R = diag(signs) (F1 x F2 x ...), (n, n) with R R^T = 1: random signs before a Kronecker product of small factors.
 
-    Deterministic for n and seed. exact_spread: every entry is +-n**-0.5.
+    Deterministic for n and seed. Every entry is +-n**-0.5 where `_odd_factor` has such a matrix.
     """
 
     def __init__(self, n: int, seed: int) -> None:
@@ -23,7 +23,6 @@ class Rotation:
         self.signs = torch.randint(0, 2, (n,), generator=g).float() * 2 - 1
         odd = n & -n  # the power of two in n
         self.factors, power = _odd_factor(n // odd, odd, g)
-        self.exact_spread = all(bool(((f.abs() - f.shape[0] ** -0.5).abs() < 1e-6).all()) for f in self.factors)
         while power > 1:
             step = min(power, LARGEST)
             self.factors.append(_sylvester(step))

@@ -25,7 +25,6 @@ from lowq_cli import console
 from lowq_packers.errors import UnsupportedError
 
 BATCHES, PROMPT, NEW = (1, 16, 64, 256), 128, 256
-LONG = (8, 4400)  # prompts that are read at once, tokens of each
 REPEATS = 3
 ENGINE = {  # the environment of an engine: in this process, nothing fetched, nothing told
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -89,12 +88,6 @@ def measure(llm: Any, batches: Sequence[int] = BATCHES, prompt: int = PROMPT, ne
         rows.append({"what": "decode", "batch": batch, "prompt": prompt, "new": new, "seconds": times})
         rows[-1]["tokens_per_s"] = batch * new / statistics.median(times)
     return rows
-
-
-def read_long(llm: Any, count: int = LONG[0], tokens: int = LONG[1]) -> dict[str, Any]:
-    """A row: tokens of long prompts read per second."""
-    times = timed(llm, count, tokens, 1, 2)
-    return {"what": "prefill", "batch": count, "prompt": tokens, "seconds": times, "tokens_per_s": count * tokens / times[0]}
 
 
 def run(folder: Path, *arguments: str) -> dict[str, Any]:

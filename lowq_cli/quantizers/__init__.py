@@ -89,11 +89,6 @@ def _says(name: str, fact: str) -> bool:
     return f"\n{fact} = True" in text
 
 
-def data_free() -> list[str]:
-    """The methods that look at nothing but the weight."""
-    return [name for name in methods() if not needs_text(name)]
-
-
 def default_method(bits: int, group_size: int | None = None, zero: str = "float") -> str:
     """The method `quantize` takes at a width and group size when none is asked for."""
     small = (m for (b, largest), m in DEFAULT_SMALL.items() if group_size and b == bits and group_size <= largest)

@@ -23,9 +23,7 @@ def test_every_size_is_orthogonal(n):
     R = rotation.apply(torch.eye(n))
     assert torch.allclose(R @ R.T, torch.eye(n), atol=2e-6)
     assert torch.equal(R, Rotation(n, 3).apply(torch.eye(n)))
-    if rotation.exact_spread:
-        assert torch.allclose(R.abs(), torch.full((n, n), n**-0.5), atol=1e-6)
-    assert rotation.exact_spread == (n not in (15, 22, 100))
+    assert torch.allclose(R.abs(), torch.full((n, n), n**-0.5), atol=1e-6) == (n not in (15, 22, 100))
     assert n == 1 or not torch.equal(R, Rotation(n, 4).apply(torch.eye(n)))
 
 
