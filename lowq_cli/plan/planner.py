@@ -102,16 +102,7 @@ def _planned(source: Source, recipe: Recipe, items: list[Item], notes: list[str]
         )
     untie = any(i.kind == "head" and i.scheme for i in items)
     shards = assign(items, shard_size)
-    plan = Plan(
-        source.name,
-        recipe,
-        tuple(items),
-        shards,
-        source.nbytes,
-        untie,
-        tuple(notes),
-        (),
-    )
+    plan = Plan(source.name, recipe, tuple(items), shards, source.nbytes, untie, tuple(notes), ())
     return replace(plan, warnings=tuple(_warnings(plan)))
 
 
