@@ -50,6 +50,11 @@ JudgeText = Annotated[str | None, typer.Option(help="UTF-8 text file. Default: a
 JudgeTokens = Annotated[int | None, typer.Option(min=2, help="Read only so many tokens of the text.")]
 
 
+def option(help: str, complete: completion.Complete | None = None, metavar: str | None = None, *names: str) -> Any:
+    """An option that is completed; `names` where they are not the parameter's."""
+    return typer.Option(*names, help=help, metavar=metavar, autocompletion=complete)
+
+
 def checkpoint_argument(help: str) -> Any:
     """A checkpoint, by default the last one written; `help` says what it may be."""
     return typer.Argument(metavar="CKPT", help=f"{help} Default: the last one written.", autocompletion=completion.checkpoints)

@@ -1,7 +1,8 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
+import inspect
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console, drawing, quantizers, recipes
-from lowq_cli.commands import AsJson
+from lowq_cli.commands import AsJson, option
 from lowq_cli.telling import STEPS, follow, show_plan
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -35,6 +36,59 @@ Methods:
 """ + "\n".join(fill(summary, 76, initial_indent=f"  {name:6}", subsequent_indent=" " * 8) for name, summary in METHODS.items())
 
 
+# The options that give a recipe's fields their values: field -> its type, and how it is asked for
+FLAGS: dict[str, tuple[type, Any]] = {
+    "bits": (int, option("Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]", completion.bits)),
+    "group": (str, option("Weights that share a scale, or channel.  [default: 64]")),
+    "method": (str, option(f"auto (the measured best per width), or {', '.join(METHODS)}: see below.", completion.methods)),
+    "zero": (str, option("Kind of zero: float, int or none (symmetric).  [default: float]", completion.zeros)),
+    "bpw": (float, option("Mixed widths: so many bits per weight, spent where they matter most.", metavar="BITS")),
+    "size": (str, option("Mixed widths: as --bpw, for weight files of so many bytes.", metavar="4GB")),
+    "max_kl": (float, option("Mixed widths: the smallest checkpoint of at most so much KL divergence.", metavar="NATS")),
+    "max_ppl": (str, option("Mixed widths: the smallest one with perplexity at most so much higher.", metavar="1%")),
+    "fit": (str, option("With --max-kl or --max-ppl: weight files of at most so many bytes.", metavar="16GB")),
+    "judge": (str, option("With them: the text to measure on.  [default: a sample of novels]", metavar="FILE")),
+    "widths": (str, option("Widths that these may choose.  [default: 8,4,3,2]", metavar="8,4,3,2")),
+    "layout": (str, option("Order of the words in the files: auto (rowstream), tile for CUDA, or cpu.")),
+    "overrides": (
+        list[str],
+        option("Other bits for some weights; or PATTERN=keep.", None, "PATTERN=BITS[:GROUP]", "--override"),
+    ),
+    "skip": (list[str], option("Leave these weights as they are.", metavar="PATTERN")),
+    "lm_head": (str, option("Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]", metavar="BITS|keep")),
+    "embedding": (str, option("Input embedding.  [default: keep]", metavar="BITS|keep")),
+    "calib": (
+        str,
+        option(
+            "Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, if that is quick]",
+            None,
+            "self|FILE|DIR",
+        ),
+    ),
+    "calib_tokens": (int, option("How many tokens of it to read.  [default: 65536]")),
+    "calib_seed": (int, option("With --calib self: another text.  [default: 0]")),
+    "rotate": (bool, option("Turn the model's space first, folded into the weights.", None, None, "--rotate/--no-rotate")),
+    "format": (str, option("lowq; nvfp4, mxfp4 or nf4 (values of a table); fp8 (e4m3, as DeepSeek's files).  [default: lowq]")),
+    "block": (str, option("With --format fp8: 128x128 or 256x256.  [default: 128x128]")),
+    "act": (
+        str,
+        option("Round activations while running: none, int8 or fp8.  [default: none; --format fp8: fp8]", completion.acts),
+    ),
+    "dtype": (str, option("Of scales and kept tensors: source, float16, bfloat16, float32.")),
+}
+
+
+def with_recipe_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """A command of a model, with FLAGS as options in the place of its **flags."""
+    shown = inspect.signature(command)
+    model, *others, _ = shown.parameters.values()
+    how = {name: Annotated[kind | None, option] for name, (kind, option) in FLAGS.items()}
+    flags = [inspect.Parameter(name, model.kind, default=None, annotation=how[name]) for name in FLAGS]
+    command.__signature__ = shown.replace(parameters=[model, *flags, *others])  # type: ignore[attr-defined]
+    return command
+
+
+@with_recipe_flags
 def quantize(
     model: Annotated[
         str,
@@ -42,137 +96,58 @@ def quantize(
             metavar="MODEL", help="Model folder, hub id, or demo (the bundled model).", autocompletion=completion.models
         ),
     ],
-    bits: Annotated[
-        int | None,
-        typer.Option(help="Width of the codes: 8, 4, 3, 2 or 1.  [default: 4]", autocompletion=completion.bits),
-    ] = None,
-    group: Annotated[str | None, typer.Option(help="Weights that share a scale, or channel.  [default: 64]")] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help=f"auto (the measured best per width), or {', '.join(METHODS)}: see below.", autocompletion=completion.methods
-        ),
-    ] = None,
-    zero: Annotated[
-        str | None,
-        typer.Option(help="Kind of zero: float, int or none (symmetric).  [default: float]", autocompletion=completion.zeros),
-    ] = None,
-    bpw: Annotated[
-        float | None, typer.Option(metavar="BITS", help="Mixed widths: so many bits per weight, spent where they matter most.")
-    ] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="4GB", help="Mixed widths: as --bpw, for weight files of so many bytes.")
-    ] = None,
-    max_kl: Annotated[
-        float | None,
-        typer.Option(metavar="NATS", help="Mixed widths: the smallest checkpoint of at most so much KL divergence."),
-    ] = None,
-    max_ppl: Annotated[
-        str | None, typer.Option(metavar="1%", help="Mixed widths: the smallest one with perplexity at most so much higher.")
-    ] = None,
-    fit: Annotated[
-        str | None, typer.Option(metavar="16GB", help="With --max-kl or --max-ppl: weight files of at most so many bytes.")
-    ] = None,
-    judge: Annotated[
-        str | None, typer.Option(metavar="FILE", help="With them: the text to measure on.  [default: a sample of novels]")
-    ] = None,
-    widths: Annotated[
-        str | None, typer.Option(metavar="8,4,3,2", help="Widths that these may choose.  [default: 8,4,3,2]")
-    ] = None,
     plot: Annotated[
         str | None, typer.Option(metavar="FILE.png", help="With mixed widths: draw the width of every layer.")
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Order of the words in the files: auto (rowstream), tile for CUDA, or cpu.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--override", metavar="PATTERN=BITS[:GROUP]", help="Other bits for some weights; or PATTERN=keep."),
-    ] = None,
-    skip: Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these weights as they are.")] = None,
-    lm_head: Annotated[
-        str | None, typer.Option(metavar="BITS|keep", help="Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]")
-    ] = None,
-    embedding: Annotated[str | None, typer.Option(metavar="BITS|keep", help="Input embedding.  [default: keep]")] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Only what this takes exactly: vllm, llama.cpp, mlx; or a format: gptq, awq, humming, hqq.",
+            completion.engines,
+            "ENGINE",
             "--for",
-            metavar="ENGINE",
-            help="Only what this takes exactly: vllm, llama.cpp, mlx; or a format: gptq, awq, humming, hqq.",
-            autocompletion=completion.engines,
         ),
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "Only what this format takes exactly, and export it: compressed-tensors, gguf, mlx, gptq, awq, humming, hqq.",
+            completion.exports,
+            "FORMAT",
             "--export",
-            metavar="FORMAT",
-            help="Only what this format takes exactly, and export it: compressed-tensors, gguf, mlx, gptq, awq, humming, hqq.",
-            autocompletion=completion.exports,
-        ),
-    ] = None,
-    calib: Annotated[
-        str | None,
-        typer.Option(
-            metavar="self|FILE|DIR",
-            help="Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, if that is quick]",
-        ),
-    ] = None,
-    calib_tokens: Annotated[int | None, typer.Option(help="How many tokens of it to read.  [default: 65536]")] = None,
-    calib_seed: Annotated[int | None, typer.Option(help="With --calib self: another text.  [default: 0]")] = None,
-    rotate: Annotated[
-        bool | None, typer.Option("--rotate/--no-rotate", help="Turn the model's space first, folded into the weights.")
-    ] = None,
-    format: Annotated[
-        str | None,
-        typer.Option(help="lowq; nvfp4, mxfp4 or nf4 (values of a table); fp8 (e4m3, as DeepSeek's files).  [default: lowq]"),
-    ] = None,
-    block: Annotated[str | None, typer.Option(help="With --format fp8: 128x128 or 256x256.  [default: 128x128]")] = None,
-    act: Annotated[
-        str | None,
-        typer.Option(
-            help="Round activations while running: none, int8 or fp8.  [default: none; --format fp8: fp8]",
-            autocompletion=completion.acts,
         ),
     ] = None,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|FILE.toml",
-            help=f"A recipe: {', '.join(PRESETS)}, or a file; flags win over it.",
-            autocompletion=completion.words(*PRESETS),
-        ),
+        option(f"A recipe: {', '.join(PRESETS)}, or a file; flags win over it.", completion.words(*PRESETS), "NAME|FILE.toml"),
     ] = None,
     out: Annotated[
         str | None,
         typer.Option("--out", "-o", help="Folder to write.  [default: ./MODEL-lowq-4b-g64, and what is not default]"),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", autocompletion=completion.devices)
-    ] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="Of scales and kept tensors: source, float16, bfloat16, float32.")] = None,
+    device: Annotated[str, option("auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", completion.devices)] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan from the headers alone and stop.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing what is in the folder.")] = False,
     as_json: AsJson = False,
+    **flags: Any,
 ) -> None:
     """Quantize a model into a checkpoint folder; run it again after an interruption and it continues."""
-    given = dict(locals())  # flags of the recipe have its fields' names
     from lowq_cli import state
     from lowq_cli.commands import export
     from lowq_cli.plan import targets
-    from lowq_cli.plan.recipe import Recipe
     from lowq_cli.plan.values import parse_size
 
     engine = targets.of_export(to, engine) if to else engine
-    asked = _recipes(recipe, {f.name: given[f.name] for f in fields(Recipe)}, engine)
+    asked = _recipes(recipe, flags, engine)
     largest = parse_size(shard_size)
     budgeted = any(one.budgeted for one in asked)
-    for name, value in (("plot", plot), ("widths", widths)):
+    for name, value in (("plot", plot), ("widths", flags["widths"])):
         if value and not budgeted:
             raise UsageError(f"--{name} {value} needs --bpw, --size, --max-kl or --max-ppl")
-    if calib_tokens is not None and not any(one.method != "auto" and quantizers.needs_text(one.method) for one in asked):
+    if flags["calib_tokens"] is not None and not any(
+        one.method != "auto" and quantizers.needs_text(one.method) for one in asked
+    ):
         raise UsageError(f"--calib-tokens is for methods that read a text; {asked[0].method} does not: add --method gptq")
     if plot:
         drawing.check(Path(plot))

@@ -1,8 +1,11 @@
 """Recipes: flags and TOML mean the same, mistakes are named, patterns fit what they say."""
 
+from dataclasses import fields
+
 import pytest
 
 from lowq_cli import recipes
+from lowq_cli.commands.quantize import FLAGS
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.plan.values import Override, matches
 from lowq_packers.errors import NotFoundError, UsageError
@@ -117,3 +120,7 @@ def test_the_three_recipes_go_from_small_to_large():
     assert [make_recipe(n).bits for n in recipes.names()] == [3, 4, 8]
     with pytest.raises(NotFoundError, match="one of small, balanced, best"):
         make_recipe("smal")
+
+
+def test_every_field_has_its_option():
+    assert set(FLAGS) == {f.name for f in fields(Recipe)}
