@@ -54,7 +54,8 @@ def test_everything_that_ships_names_kernels_and_configs_that_exist():
             pairs = [tuple(v) for values in file["gated"].values() for v in values]
             assert rows
             assert set(rows + pairs) <= set(known)
-        assert {row["kernel"] for row in file["prefer"]} | set(file["models"]) <= set(registry.kernels())
+        known = {*registry.kernels(), *registry.kernels("fp8_product"), "fp8_block_quant"}
+        assert {row["kernel"] for row in file["prefer"]} | set(file["models"]) <= known
         on = gpu.row(tuple(file["capability"]))
         table = tuning.shipped(on)
         assert len(table)
