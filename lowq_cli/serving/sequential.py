@@ -34,7 +34,8 @@ class SequentialEngine:
     name = "one after another"
 
     def __init__(self, model: Any, waiting: int, reason: str = "", kv: str = PLAIN) -> None:
-        self.model, self.reason, self.decoder = model, reason, decoder_of(model, kv)
+        self.model, self.reason = model, reason
+        self.decoder: Any = decoder_of(model, kv)  # some hold what they have read
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.limits = _limits(model, waiting, kv)
         self._changed = threading.Condition()

@@ -52,8 +52,8 @@ class Writer:
         text, cut, taken = "", False, list[Event]()
         # a token at a time where texts end it: what came along with the one that completed a stop is no part of the answer
         for some in [[e] for e in events] if self.stopper.stops else [events]:
-            piece, cut = self._text(some)
-            text, taken = text + piece, taken + some
+            more, cut = self._text(some)
+            text, taken = text + more, taken + some
             if cut:
                 break
         self.cached += sum(e.cached for e in taken)
