@@ -17,7 +17,7 @@ import triton.language as tl
 
 from lowq_kernels.decode.elementwise import gated
 from lowq_kernels.gpu import capability
-from lowq_kernels.modules.stack import Stack
+from lowq_kernels.modules.stack import Facts, Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
 from lowq_packers.layouts import PackedWeight
 
@@ -94,13 +94,12 @@ def place(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, tor
     return row, tokens, of_tile, valid
 
 
-def why_not(up: Stack, down: Stack, device: torch.device) -> str | None:
-    """The reason that these experts are not taken, or None."""
-    if device.type != "cuda" or up.scheme is None or down.scheme is None:
-        return "takes packed experts on a GPU"
-    for s in (up, down):
-        assert s.scheme is not None
-        if why := tile_wgmma_grouped.why_not(s.scheme, s.K, s.layout, capability(device)):
+def why_not(up: Facts, down: Facts, device: torch.device) -> str | None:
+    """The reason that such experts are not taken, or None."""
+    for _, K, scheme, layout in (up, down):
+        if scheme is None or scheme.table:
+            return "takes packed experts whose values are codes, not in a table"
+        if why := tile_wgmma_grouped.why_not(scheme, K, layout, capability(device)):
             return why
     return None
 

@@ -17,8 +17,8 @@ from lowq_cli.engine import explain
 from lowq_cli.engine.blocks import Mlp
 from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.hf.experts import FEW_TOKENS
 from lowq_kernels.decode.attend import LONG
+from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.modules.linear import QuantLinear
 
@@ -115,7 +115,8 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
         work.append(partial(ops.gated, make(batch, first.mlp.gate_up.out_features), blocks.act))
         work.append(partial(decoder.mlp, x, first.mlp))
     else:
-        work += [partial(decoder.mlp, make(M, x.shape[1]), first.mlp) for M in rows if M <= FEW_TOKENS]
+        grouped = first.mlp.experts.grouped(decoder.dtype)
+        work += [partial(decoder.mlp, make(M, x.shape[1]), first.mlp) for M in rows if M <= FEW_TOKENS or grouped]
     return work
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
+from lowq_kernels.decode.mixture import grouped_problem, mixture
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice
 from lowq_kernels.modules.linear import blank_table, only_moved
@@ -23,7 +24,6 @@ from lowq_packers.scheme import Scheme
 
 LEAVES = ("", "_scale", "_zero", "_table")  # what follows a stack's name in those of its tensors
 FEW_ROWS = 32  # tokens x experts per token: decoding, where waiting for the device outweighs copying packed experts
-FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 256 launches, one or two for every expert
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # classes of transformers and torch
 
 
@@ -111,17 +111,16 @@ class QuantExperts(nn.Module):
     ) -> torch.Tensor:
         """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H); of the kind `every_token` as that says.
 
-        Sums a token's experts in fp32 in the order of top_k_index, so two runs agree bit for bit. A few tokens on a GPU take
-        one kernel that reads nothing but their experts; the rest is grouped by expert.
+        Sums a token's experts in fp32 in the order of top_k_index, so two runs agree bit for bit. Tokens on a GPU take kernels
+        that never wait for it (`mixture`), where they can; all others are grouped by expert on the host.
         """
         if top_k_index is None or top_k_weights is None:
             return self._every_token(hidden_states)
-        top_k, few = top_k_index.shape[-1], hidden_states.dim() == 2 and hidden_states.shape[0] <= FEW_TOKENS
-        few = hidden_states.is_cuda and (few or torch.cuda.is_current_stream_capturing())
-        if few and not through_autograd(hidden_states) and (chosen := self.fused(hidden_states.dtype, top_k)):
-            spec, config = chosen
-            stacks = (self.stack(name) for name in self.kind.stacks)
-            return spec.launch(hidden_states, top_k_index, top_k_weights, *stacks, self.act, config)
+        top_k = top_k_index.shape[-1]
+        if hidden_states.is_cuda and hidden_states.dim() == 2 and self.act and not through_autograd(hidden_states):
+            up, down = (self.stack(name) for name in self.kind.stacks)
+            if (y := mixture(hidden_states, top_k_index, top_k_weights, up, down, self.act)) is not None:
+                return y
         x, experts = hidden_states.repeat_interleave(top_k, 0), top_k_index.reshape(-1)
         weighted = self._each(x, experts).float() * top_k_weights.reshape(-1, 1).float()
         return weighted.reshape(*hidden_states.shape[:-1], top_k, -1).sum(-2).to(hidden_states.dtype)
@@ -166,6 +165,11 @@ class QuantExperts(nn.Module):
             return None
         up, down = (self.stack(name) for name in self.kind.stacks)
         return fused(up, down, top_k, self.act, dtype)
+
+    def grouped(self, dtype: torch.dtype) -> bool:
+        """Whether any number of tokens is computed without waiting for the device, so that a CUDA graph can hold it."""
+        up, down = (self.stack(name) for name in self.kind.stacks)
+        return bool(self.act) and grouped_problem(up.facts, down.facts, self.act, dtype, up.words.device) is None
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""

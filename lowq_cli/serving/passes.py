@@ -17,12 +17,12 @@ import torch
 from lowq_cli.engine.blocks import Layer, Mixture
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.graph import Captured, capture
-from lowq_cli.hf.experts import FEW_TOKENS
 from lowq_cli.serving.pace import Pace
 from lowq_cli.serving.rows import Rows, upload
 from lowq_cli.serving.schedule import READERS, buckets
 from lowq_kernels import counters
 from lowq_kernels.decode.kv import Cache
+from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.decode.reference import Packed, tile_rows
 from lowq_packers.errors import one_line
 
@@ -69,9 +69,10 @@ class Passes:
         self.tile = tile_rows(self.blocks.layers[0].heads.D)
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS
-        # a mixture's experts are grouped by the host where tokens are many, which cannot be recorded
-        mixture = any(isinstance(layer.mlp, Mixture) for layer in self.blocks.layers)
-        self.most_recorded = min(RECORDED, FEW_TOKENS) if mixture else RECORDED
+        # where no kernel groups a mixture's experts, the host does, if tokens are many: that cannot be recorded
+        mixtures = [layer.mlp.experts for layer in self.blocks.layers if isinstance(layer.mlp, Mixture)]
+        by_host = not all(experts.grouped(decoder.dtype) for experts in mixtures)
+        self.most_recorded = min(RECORDED, FEW_TOKENS) if by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.reason = ""  # why passes are not recorded that should be
         self.pace = Pace(self.totals)

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
-from lowq_cli.hf.experts import FEW_ROWS, FEW_TOKENS, experts_linear
+from lowq_cli.hf.experts import FEW_ROWS, experts_linear
 from lowq_cli.vllm_plugin.linear import Held, LowqLinearMethod, check_companions
 from lowq_cli.vllm_plugin.warm import warm
+from lowq_kernels.decode.mixture import mixture
 from lowq_kernels.dispatch.layouts import best_layout
-from lowq_kernels.modules.stack import Stack, fused
+from lowq_kernels.modules.stack import Stack
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK, pack_facts
 from lowq_packers.scheme import Scheme
@@ -25,8 +26,6 @@ ACTS = {
     "gelu": nn.functional.gelu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
 }
-MOST_READS = 0.25  # of all experts: 32 slots of Qwen3-30B's 128 take 42 us a layer, grouped 40; 8 of Mixtral's 8 259 and 163
-GROUPED_ACTS = ("silu", "gelu_tanh")
 LEAVES = ("weight", "weight_scale", "weight_zero")
 
 
@@ -90,12 +89,11 @@ class LowqExpertsMethod(FusedMoEMethodBase):
                 setattr(layer, f"{weight}_{leaf}", None if t is None else nn.Parameter(t, requires_grad=False))
             layer.lowq[weight] = Held(p.scheme, p.N, p.K, stack.layout)
         up, down = (_current(layer, weight) for weight in ("w13", "w2"))
-        layer.lowq_grouped = _grouped_problem(up, down, words.device) is None
 
         def launch(tokens: int) -> None:
             x = torch.zeros(tokens, up.K, dtype=scales.dtype, device=words.device)
             ids = torch.arange(top_k, device=words.device).repeat(tokens, 1)
-            _few_or_grouped(x, ids, torch.ones(ids.shape, device=words.device), up, down, "silu", layer.lowq_grouped)
+            mixture(x, ids, torch.ones(ids.shape, device=words.device), up, down, "silu")
 
         top_k = min(self.moe.experts_per_token, words.shape[0])
         warm((up.facts, down.facts, words.shape[0], top_k, scales.dtype), launch, words.device)
@@ -121,7 +119,7 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         if layer.apply_router_weight_on_input:  # models that do have one expert a token
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
         up, down = (_current(layer, weight) for weight in ("w13", "w2"))
-        y = _few_or_grouped(x, ids, weights, up, down, act, layer.lowq_grouped)
+        y = mixture(x, ids, weights, up, down, act)
         if y is not None:
             return y
         top_k, experts = ids.shape[-1], ids.reshape(-1)
@@ -136,32 +134,6 @@ def _current(layer: Any, weight: str) -> Stack:
     s = layer.lowq[weight]
     words, scales, zeros, aux = (getattr(layer, f"{weight}_{leaf}") for leaf in (*LEAVES, "weight_aux"))
     return Stack(words, scales, zeros, aux, s.scheme, s.N, s.K, s.layout)
-
-
-def _few_or_grouped(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str, grouped: bool
-) -> torch.Tensor | None:
-    """What a kernel computes that never waits for the device, where one takes the call; None otherwise."""
-    if not x.is_cuda:
-        return None
-    few = ids.numel() <= MOST_READS * up.words.shape[0]
-    if grouped and not few and act in GROUPED_ACTS:
-        from lowq_kernels.decode.grouped_experts import grouped_experts
-
-        return grouped_experts(x, ids, weights, up, down, act)
-    if x.shape[0] > FEW_TOKENS and not torch.cuda.is_current_stream_capturing():
-        return None
-    chosen = fused(up, down, ids.shape[-1], act, x.dtype)
-    return chosen[0].launch(x, ids, weights, up, down, act, chosen[1]) if chosen else None
-
-
-def _grouped_problem(up: Stack, down: Stack, device: torch.device) -> str | None:
-    """Why products grouped by expert do not take these weights."""
-    if device.type != "cuda":
-        return "takes a GPU"
-    from lowq_kernels.decode.grouped_experts import why_not  # imports Triton
-
-    return why_not(up, down, device)
 
 
 def _product(x: torch.Tensor, experts: torch.Tensor, s: Stack) -> torch.Tensor:

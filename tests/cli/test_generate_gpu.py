@@ -11,7 +11,8 @@ from lowq_cli import demo
 from lowq_cli.engine import stream
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
-from lowq_cli.hf.experts import STACKS, QuantExperts
+from lowq_cli.hf.expert_kinds import Kind
+from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
@@ -116,11 +117,11 @@ def test_packed_mixtures(kind, bits):
             model.set_submodule(path, QuantLinear.from_quantized(q, dtype=torch.float16))
         if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
             packed = {}
-            for leaf in STACKS:
+            for leaf in Kind().stacks:
                 qs = [rtn.quantize(w.float(), scheme) for w in getattr(module, leaf).data]
                 packed[leaf] = [pack(q, "rowstream") for q in qs]
                 getattr(truth.get_submodule(path), leaf).data = torch.stack([q.dequantize() for q in qs])
-            experts = QuantExperts(module, dict.fromkeys(STACKS, scheme), torch.float16)
+            experts = QuantExperts(module, dict.fromkeys(Kind().stacks, scheme), torch.float16)
             for leaf, ps in packed.items():
                 words, scales, zeros = (torch.stack([getattr(p, f) for p in ps]) for f in ("words", "scales", "zeros"))
                 experts._hold(leaf, Stack(words, scales.half(), zeros.half(), None, scheme, ps[0].N, ps[0].K, "rowstream"))
@@ -128,7 +129,11 @@ def test_packed_mixtures(kind, bits):
             assert experts.fused(torch.float16, 2) is not None
     decoder = FusedDecoder(model)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
-    for prompts in ([5, 6, 7], [[9, 8], [1, 2, 3, 4], [7] * 80]):
+    for prompts in (
+        [5, 6, 7],
+        [[9, 8], [1, 2, 3, 4], [7] * 80],
+        [list(range(3, 303))],
+    ):  # the last by grouped products on Hopper
         g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)
         list(g.pieces())
         assert decoder.reason == ""
