@@ -109,7 +109,7 @@ __device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int PAGE>
 __global__ void __launch_bounds__(WARPS * 32, CLUSTER > 1 ? 16 / WARPS : 1)
 attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const int* table, const u16* cos_table, const u16* sin_table,
-       const void* q_norm, const void* k_norm, u16* y, float4* partial, u32* arrived, int S, int HKV, int window, float scale,
+       const void* q_norm, const void* k_norm, const float* sinks, u16* y, float4* partial, u32* arrived, int S, int HKV, int window, float scale,
        float eps) {
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
     constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
@@ -204,6 +204,8 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const i
     }
 
     float top = NONE, total = 0.f, acc[VH][4][4] = {};  // [..][j][c]: query 2 t + c % 2, dim 8 g + 2 j + c / 2, plus 64 h
+    if (sinks != nullptr && rank == 0 && warp == 0 && g < G)  // one score more, without a value
+        top = sinks[h * G + g] * 1.44269504f, total = t == 0 ? 1.f : 0.f;
     int stage = 0;
     for (int tile = mine; tile < tiles; tile += ROUND) {
         const int start = first + tile * 16;

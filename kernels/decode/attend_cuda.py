@@ -22,7 +22,7 @@ from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
-PARAMETERS = (*(ctypes.c_void_p,) * 12, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
+PARAMETERS = (*(ctypes.c_void_p,) * 13, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
 WIDE = 8  # warps of a block where blocks fill the GPU
 CLUSTER = 8  # blocks: what every GPU with clusters allows
 MOST_PER_SM = 1  # key heads of all sequences together, where blocks fill the GPU
@@ -108,6 +108,7 @@ def attend(
         sin.data_ptr(),
         0 if h.q_norm is None else h.q_norm.data_ptr(),
         0 if h.k_norm is None else h.k_norm.data_ptr(),
+        0 if h.sinks is None else h.sinks.data_ptr(),
         y.data_ptr(),
         0 if partial is None else partial.data_ptr(),
         0 if arrived is None else arrived.data_ptr(),

@@ -69,6 +69,7 @@ def _attend_kernel(
     sin_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    sinks_ptr,
     part_ptr,
     sums_ptr,
     count_ptr,
@@ -89,6 +90,7 @@ def _attend_kernel(
     PAGE: tl.constexpr,
     LEAST: tl.constexpr,
     NORM: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):
@@ -164,6 +166,9 @@ def _attend_kernel(
 
     top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_G,), tl.float32)
+    if SINKS:  # one score more, without a value, in the first split
+        sink = tl.load(sinks_ptr + h * G + offs_g, mask=mask_g, other=0.0) * 1.4426950408889634
+        top, total = tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for start in range(begin, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
@@ -272,6 +277,7 @@ def attend(
         sin,
         h.q_norm,
         h.k_norm,
+        h.sinks,
         part,
         sums,
         count,
@@ -292,6 +298,7 @@ def attend(
         PAGE=page,
         LEAST=LEAST if page and B * h.HKV >= PROGRAMS else 0,
         NORM=h.q_norm is not None,
+        SINKS=h.sinks is not None,
         num_warps=NUM_WARPS,
         num_stages=1,
         **pdl(qkv),

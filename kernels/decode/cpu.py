@@ -30,7 +30,7 @@ ARGS = (
     _struct("Gated", p="x y", i="M I dtype gelu threads"),
     _struct(
         "Attend",
-        p="qkv k v cos sin pos table q_norm k_norm y",
+        p="qkv k v cos sin pos table q_norm k_norm sinks y",
         q="block head",
         i="B HQ HKV D R BLOCK wide window dtype meta threads",
         f="scale eps",
@@ -98,6 +98,6 @@ def attend(
     sizes = {"B": B, "HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "BLOCK": k_cache.shape[2], "window": h.window}
     strides = {"block": k_cache.stride(0), "head": k_cache.stride(1), "wide": 0 if table is None else table.stride(0)}
     meta = DTYPES[dtype if h.q_norm is None else h.q_norm.dtype]
-    norms_y = {"q_norm": h.q_norm, "k_norm": h.k_norm, "y": y}
+    norms_y = {"q_norm": h.q_norm, "k_norm": h.k_norm, "sinks": h.sinks, "y": y}
     _run(ATTEND, dtype, tensors | norms_y, **sizes, **strides, meta=meta, scale=h.scale, eps=h.eps)
     return y

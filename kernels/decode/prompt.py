@@ -106,9 +106,9 @@ def _block(
 
 @triton.jit(do_not_specialize=SIZES)
 def _attend_prompt_kernel(
-    k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, y_ptr, T, start, S, WIDTH, window, scale,
+    k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, sinks_ptr, y_ptr, T, start, S, WIDTH, window, scale,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,
+    PAGE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     b, h = tl.program_id(0) // HQ, tl.program_id(0) % HQ
@@ -135,6 +135,8 @@ def _attend_prompt_kernel(
     end = tl.minimum(start + first + BLOCK_M, start + T)
     top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:  # one score more, without a value
+        top, total = top * 0 + tl.load(sinks_ptr + h) * 1.4426950408889634, total + 1
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     page = 0
     if PAGE:
@@ -207,10 +209,9 @@ def _launch(
     if p is not None:  # a block of keys lies in one block of the cache; S: its slots, of all key heads
         config, S = {**config, "BLOCK_N": min(config["BLOCK_N"], S)}, S * h.HKV
     tiles = None if p is None else p.tiles
-    pointers, of_layer = (k_cache, v_cache, *of_tokens, tiles, y), (h.window or longest, h.scale * LOG2E)
-    _attend_prompt_kernel[(sequences * h.HQ, blocks)](
-        *pointers, T, start, S, width, *of_layer, **facts, G=h.HQ // h.HKV, **config
-    )
+    pointers, of_layer = (k_cache, v_cache, *of_tokens, tiles, h.sinks, y), (h.window or longest, h.scale * LOG2E)
+    facts |= {"G": h.HQ // h.HKV, "SINKS": h.sinks is not None}
+    _attend_prompt_kernel[(sequences * h.HQ, blocks)](*pointers, T, start, S, width, *of_layer, **facts, **config)
     return y
 
 

@@ -25,7 +25,8 @@ SMALLEST_RACE = 2.0**-24
 class Heads:
     """Geometry of one layer's attention. window: a token sees itself and the window - 1 before it; 0 is all of them.
 
-    q_norm, k_norm: (D,) RMSNorm weights over each head, or None; eps is theirs.
+    q_norm, k_norm: (D,) RMSNorm weights over each head, or None; eps is theirs. sinks: (HQ,) fp32, a score of each head that
+    takes its share of the softmax and has no value; or None.
     """
 
     HQ: int
@@ -36,6 +37,7 @@ class Heads:
     eps: float = 0.0
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 TILE = 128  # tokens of a tile of `Packed` at most; half of it for heads past 128 dims
@@ -137,7 +139,7 @@ def attend(
     plain = min(places) == n - 1 and not (h.window and n > h.window)
     bias = None if plain else mask[:, None, None]
     k_all, v_all = k_cache[:, :, :n], v_cache[:, :, :n]
-    y = F.scaled_dot_product_attention(q.to(k_all.dtype), k_all, v_all, bias, scale=h.scale)
+    y = _softmax_product(q.to(k_all.dtype), k_all, v_all, bias, h)
     return y.reshape(B, h.HQ * h.D).to(qkv.dtype)
 
 
@@ -157,14 +159,14 @@ def attend_prompt(
     k_cache[:, :, start:end], v_cache[:, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
     k_all, v_all = (c[:, :, :end].repeat_interleave(h.HQ // h.HKV, 1) for c in (k_cache, v_cache))
     q = q.to(k_all.dtype)
-    if start == 0 and not (h.window and end > h.window):
+    if start == 0 and h.sinks is None and not (h.window and end > h.window):
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, is_causal=True, scale=h.scale)
     else:
         seen, own = torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None]
         mask = seen <= own
         if h.window:
             mask &= seen > own - h.window
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, mask, scale=h.scale)
+        y = _softmax_product(q.transpose(1, 2), k_all, v_all, mask, h)
     return y.transpose(1, 2).reshape(B, T, h.HQ * h.D).to(qkv.dtype)
 
 
@@ -214,10 +216,22 @@ def _causal(
         mask &= seen > own - h.window
     if T == 1:  # the queries of one key head side by side: one product for all of them
         q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.window else None
-        return F.scaled_dot_product_attention(q, k[None], v[None], bias, scale=h.scale).reshape(1, h.HQ * h.D).to(dtype)
+        return _softmax_product(q, k[None], v[None], bias, h).reshape(1, h.HQ * h.D).to(dtype)
     k, v = (c.repeat_interleave(h.HQ // h.HKV, 0)[None] for c in (k, v))
-    y = F.scaled_dot_product_attention(q[None], k, v, mask, scale=h.scale)[0]
+    y = _softmax_product(q[None], k, v, mask, h)[0]
     return y.transpose(0, 1).reshape(T, h.HQ * h.D).to(dtype)
+
+
+def _softmax_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, h: Heads) -> torch.Tensor:
+    """Attention of q (B, rows, columns, D), HQ heads one after another, where `mask` is true; sinks as one slot more."""
+    if h.sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=h.scale)
+    bias = torch.zeros(*q.shape[:3], k.shape[2] + 1, dtype=q.dtype, device=q.device)
+    if mask is not None:
+        bias[..., :-1].masked_fill_(~mask, -torch.inf)
+    bias[..., -1] = h.sinks.reshape(q.shape[1], -1).to(q.dtype)
+    k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    return F.scaled_dot_product_attention(q, k, v, bias, scale=h.scale)
 
 
 def _slots(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
@@ -232,13 +246,13 @@ def _slots(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool
+    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H): the likeliest by router (E, H).
+    """Experts (M, top_k) int64 and weights (M, top_k) fp32 of each row of x (M, H): the likeliest by router (E, H), bias (E,).
 
     normalise: the weights sum to 1. rounded: they are rounded to x's dtype, as some models do.
     """
-    top = F.linear(x, router).softmax(-1, dtype=torch.float32).topk(top_k)
+    top = F.linear(x, router, bias).softmax(-1, dtype=torch.float32).topk(top_k)
     weights = top.values / top.values.sum(-1, keepdim=True) if normalise else top.values
     return top.indices, weights.to(x.dtype).float() if rounded else weights
 

@@ -26,9 +26,9 @@ BLOCK_H = 2048
 
 @triton.jit
 def _route_kernel(
-    x_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, weights_ptr, H, E,
-    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROUND: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_H: tl.constexpr, ALL_E: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    x_ptr, router_ptr, bias_ptr, logits_ptr, count_ptr, ids_ptr, weights_ptr, H, E,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROUND: tl.constexpr, BIAS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, ALL_E: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     experts, offs_h = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_H)
@@ -46,7 +46,10 @@ def _route_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
         ahead = here + BLOCK_H
         w = tl.load(rows + ahead[None, :], mask=(experts < E)[:, None] & (ahead < H)[None, :], other=0.0)
-    logits = tl.sum(acc, 1).to(dtype).to(tl.float32)
+    logits = tl.sum(acc, 1)
+    if BIAS:
+        logits += tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
+    logits = logits.to(dtype).to(tl.float32)
     tl.store(logits_ptr + row * ALL_E + experts, logits, mask=experts < E)
     tl.debug_barrier()  # every thread's logits are written before one of them says so
     if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
@@ -81,20 +84,21 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
 
 
 def route(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool
+    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.route`; x (M, H) and router (E, H) contiguous, of one dtype."""
     (M, H), E = x.shape, router.shape[0]
     if M > FEW:
-        return reference.route(x, router, top_k, normalise, rounded)
+        return reference.route(x, router, top_k, normalise, rounded, bias)
     ALL_E = triton.next_power_of_2(E)
     logits, count = _scratch(x.device, M, ALL_E)
     ids = torch.empty(M, top_k, dtype=torch.int64, device=x.device)
     weights = torch.empty(M, top_k, dtype=torch.float32, device=x.device)
     BLOCK_E = 2 if E >= 64 else 1
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
-        x, router, logits, count, ids, weights, H, E, TOP_K=top_k, NORMALISE=normalise, ROUND=rounded,
-        BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E, BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E,
+        x, router, bias, logits, count, ids, weights, H, E, TOP_K=top_k, NORMALISE=normalise, ROUND=rounded,
+        BIAS=bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
+        BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E,
         num_warps=4, **pdl(x),
     )  # fmt: skip
     return ids, weights

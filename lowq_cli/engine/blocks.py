@@ -39,18 +39,19 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sum over a token's top_k experts, weighted as `reference.route` says. router (E, H)."""
+    """The sum over a token's top_k experts, weighted as `reference.route` says. router (E, H), bias (E,) or None."""
 
     router: torch.Tensor
     experts: QuantExperts
     top_k: int
     normalise: bool
     rounded: bool
+    bias: torch.Tensor | None = None
 
     @property
-    def route(self) -> tuple[torch.Tensor, int, bool, bool]:
+    def route(self) -> tuple[torch.Tensor, int, bool, bool, torch.Tensor | None]:
         """What `reference.route` takes after x."""
-        return self.router, self.top_k, self.normalise, self.rounded
+        return self.router, self.top_k, self.normalise, self.rounded, self.bias
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ class Tensors(Protocol):
         """The layers `names` of a module as one, along N."""
         ...
 
-    def vector(self, name: str) -> torch.Tensor:
-        """A norm's weight."""
+    def vector(self, name: str, leaf: str = "weight") -> torch.Tensor:
+        """A norm's weight, or another parameter of a module."""
         ...
 
     def experts(self, parent: str) -> tuple[torch.Tensor, QuantExperts] | None:
@@ -113,12 +114,15 @@ class _ModelTensors:
         module = self.model.get_submodule(parent)
         return getattr(module, names[0]) if len(names) == 1 else join(module, names)
 
-    def vector(self, name: str) -> torch.Tensor:
-        return self.model.get_submodule(name).weight.detach()
+    def vector(self, name: str, leaf: str = "weight") -> torch.Tensor:
+        return getattr(self.model.get_submodule(name), leaf).detach()
 
     def experts(self, parent: str) -> tuple[torch.Tensor, QuantExperts] | None:
         mlp = self.model.get_submodule(parent)
-        return (mlp.gate.weight.detach(), mlp.experts) if hasattr(mlp, "experts") else None
+        mixture = families()[self.model.config.get_text_config().model_type].mixture
+        if mixture is None or not hasattr(mlp, "experts"):
+            return None
+        return getattr(mlp, mixture.router).weight.detach(), mlp.experts
 
 
 def blocks_of(model: Any) -> Blocks:
@@ -201,7 +205,8 @@ def _layer(tensors: Tensors, index: int, config: Any, family: Family) -> Layer:
         float(getattr(config, family.attention_scale) if family.attention_scale else D) ** -0.5,
         _window(index, config, family),
         float(config.rms_norm_eps) if family.qk_norm else 0.0,
-        *(_scaled(tensors.vector(n), family) for n in of_heads),
+        *[_scaled(tensors.vector(n), family) for n in of_heads] or (None, None),
+        tensors.vector(attention, "sinks").float() if family.sinks else None,
     )
     after = "post_attention_layernorm"  # where nothing norms what is added, the norm before the MLP
     posts = (after, "post_feedforward_layernorm") if family.post_norms else ()
@@ -211,7 +216,7 @@ def _layer(tensors: Tensors, index: int, config: Any, family: Family) -> Layer:
     return Layer(
         qkv=tensors.linear(attention, family.qkv),
         o=tensors.linear(attention, ("o_proj",)),
-        mlp=_mixture(*routed, config, family) if routed else Mlp(*plain),
+        mlp=_mixture(*routed, mlp, tensors, config, family) if routed else Mlp(*plain),
         heads=heads,
         rope=config.layer_types[index] if family.rope_by_layer_type else "",
         before_attention=_norm(tensors, f"{layer}.input_layernorm", config, family),
@@ -221,10 +226,15 @@ def _layer(tensors: Tensors, index: int, config: Any, family: Family) -> Layer:
     )
 
 
-def _mixture(router: torch.Tensor, experts: QuantExperts, config: Any, family: Family) -> Mixture:
-    assert family.mixture
-    always = family.mixture.normalises
-    return Mixture(router, experts, int(config.num_experts_per_tok), always or bool(config.norm_topk_prob), rounded=not always)
+def _mixture(
+    router: torch.Tensor, experts: QuantExperts, parent: str, tensors: Tensors, config: Any, family: Family
+) -> Mixture:
+    mixture = family.mixture
+    assert mixture
+    always = mixture.normalises
+    normalise, rounded = always or bool(config.norm_topk_prob), mixture.rounded or not always
+    bias = tensors.vector(f"{parent}.{mixture.router}", "bias") if mixture.router_bias else None
+    return Mixture(router, experts, int(config.num_experts_per_tok), normalise, rounded, bias)
 
 
 def _named(layer: Layer) -> nn.ModuleDict:

@@ -114,6 +114,8 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     if source.folder is None or (quantization is not None and quantization.get("quant_method") != METHOD):
         raise NotPlain("not a folder of plain or lowq's tensors")
     config, family = read_config(source.config, len(source.headers))
+    if family.stacked:
+        raise NotPlain(family.stacked)
     if reason := why_not_config(config):
         raise NotPlain(reason)
     if family.mixture:
@@ -211,7 +213,8 @@ class _FileTensors:
     def linear(self, parent: str, names: tuple[str, ...]) -> nn.Module:
         return self.linears[parent, names]
 
-    def vector(self, name: str) -> torch.Tensor:
+    def vector(self, name: str, leaf: str = "weight") -> torch.Tensor:
+        assert leaf == "weight", leaf  # families with others are `stacked`
         return self.vectors[name].detach()
 
     def experts(self, parent: str) -> tuple[torch.Tensor, QuantExperts] | None:

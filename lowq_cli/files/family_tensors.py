@@ -74,6 +74,8 @@ def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> 
         config, family = read_config(raw, len(headers))
     except NotPlain:
         return None
+    if family.stacked:
+        return None
     found = dict(_roles(config, family))
     fits = found.keys() == headers.keys() and all(
         tuple(headers[n].shape) == shape and headers[n].dtype in FLOATS for n, (shape, _) in found.items()

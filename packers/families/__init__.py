@@ -17,13 +17,16 @@ class Mixture:
     """The experts of a layer. normalises: their weights sum to 1, in fp32; else norm_topk_prob says, and they are rounded.
 
     parent: their module in files. leaves: of an expert's gate, up and down there. width: config.json's field of how many values
-    an expert has inside.
+    an expert has inside. router: the module that chooses them. rounded: their weights are rounded even where they sum to 1.
     """
 
     normalises: bool
     parent: str = "mlp"
     leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     width: str = "moe_intermediate_size"
+    router: str = "gate"
+    router_bias: bool = False
+    rounded: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     qkv_bias: bool | None = None  # q, k, v have biases and o has none; None: all four or none, by attention_bias
     qk_norm: bool = False  # an RMSNorm over each head of q and k
+    sinks: bool = False  # a score of each head that takes part in the softmax and has no value
     mixture: Mixture | None = None
     # what is computed
     norm_adds_one: bool = False  # RMSNorm multiplies by 1 + w
@@ -52,6 +56,7 @@ class Family:
     attention_scale: str = ""  # the field whose inverse square root scales attention, in place of head_dim's
     # elsewhere
     llama_shapes: bool = True  # linear layers of the shapes that config.json implies for Llama
+    stacked: str = ""  # why files are read by way of transformers only
     not_rotated: str = ""  # why the residual stream cannot be rotated, "" where that is exact
     gguf: str = ""  # llama.cpp's architecture
     gguf_class: str = ""  # the transformers class of a file of that architecture, where this is the family it is read as

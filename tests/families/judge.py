@@ -160,13 +160,13 @@ def finite(distance: torch.Tensor) -> float:
     return float(distance) if torch.isfinite(distance) else float("inf")
 
 
-def loaded(folder: str) -> PreTrainedModel:
+def loaded(folder: str | Path) -> PreTrainedModel:
     """A checkpoint in fp32."""
     with open_source(folder) as source:
         return load_model(source, "cpu", torch.float32)
 
 
-def same_files(one: str, other: str) -> bool:
+def same_files(one: str | Path, other: str | Path) -> bool:
     """Whether two checkpoints hold the same tensors."""
     a, b = (load_file(Path(folder) / "model.safetensors") for folder in (one, other))
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

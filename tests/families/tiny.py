@@ -150,16 +150,16 @@ ODD: dict[str, dict[str, Any]] = {  # what a family needs besides, of its own na
 }
 
 
-def config_of(model_type: str) -> Any:
-    """The tiny config of a model_type."""
+def config_of(model_type: str, **more: Any) -> Any:
+    """The tiny config of a model_type; `more` wins over it."""
     cls = CONFIG_MAPPING[model_type]
-    return cls(**fields_of(cls().to_dict(), ODD.get(model_type, {})))
+    return cls(**fields_of(cls().to_dict(), ODD.get(model_type, {})) | more)
 
 
-def build(model_type: str) -> PreTrainedModel:
+def build(model_type: str, **more: Any) -> PreTrainedModel:
     """The tiny model, in fp32, its weights large enough that every layer shows in the logits: transformers' are of 0.02."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(model_type), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config_of(model_type, **more), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]

@@ -50,7 +50,8 @@ def test_norms_and_gates(isa, monkeypatch, dtype, M, H):
 @pytest.mark.parametrize("paged", [False, True])
 def test_attention_of_a_step(isa, monkeypatch, dtype, HQ, HKV, D, R, window, normed, paged):
     norms = [draw(D, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
-    heads = Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms)
+    sinks = draw(HQ, dtype=torch.float32, seed=9) + 2 if window else None
+    heads = Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms, sinks)
     qkv, pos = draw(3, (HQ + 2 * HKV) * D, dtype=dtype), torch.tensor([5, 63, 0], dtype=torch.int32)
     cos, sin = draw(64, R, dtype=dtype, seed=3), draw(64, R, dtype=dtype, seed=4)
     shape = (HKV, 20, 16, D) if paged else (3, HKV, 64, D)

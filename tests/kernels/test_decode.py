@@ -61,6 +61,8 @@ ATTENTION = {
     "one head": (1, 1, 16, 16, 0, False, [70]),
     "window": (4, 1, 32, 32, 40, True, [39, 40, 95]),
     "many": (12, 4, 16, 16, 0, False, [95, 64]),
+    "sinks": (6, 2, 32, 32, 0, False, [70, 3]),
+    "sinks and a window": (4, 1, 16, 16, 24, True, [95, 10]),
 }
 
 
@@ -68,7 +70,8 @@ def attention_case(name, dtype=DTYPE):
     HQ, HKV, D, R, window, norm, places = ATTENTION[name]
     B, S = len(places), 100
     q_norm, k_norm = (randn(D, dtype=dtype), randn(D, dtype=dtype)) if norm else (None, None)
-    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, q_norm, k_norm)
+    sinks = randn(HQ, dtype=torch.float32) + 2 if "sinks" in name else None
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, q_norm, k_norm, sinks)
     angles = torch.rand(S, R // 2).repeat(1, 2) * 6
     caches = [randn(B, HKV, S, D, dtype=dtype) for _ in range(2)]
     pos = torch.tensor(places, dtype=torch.int32, device=DEVICE)
@@ -169,7 +172,13 @@ def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not(monke
     assert error(attend_triton.attend(qkv, *pools, pos, *tables, h, table), wanted) < TOLERANCE
 
 
-PASSES = {"llama": [(0, 90)], "qwen3": [(0, 33), (33, 97)], "phi3": [(0, 1), (1, 40)], "window": [(0, 100), (100, 150)]}
+PASSES = {
+    "llama": [(0, 90)],
+    "qwen3": [(0, 33), (33, 97)],
+    "phi3": [(0, 1), (1, 40)],
+    "window": [(0, 100), (100, 150)],
+    "sinks": [(0, 40), (40, 50)],
+}
 
 
 @pytest.mark.parametrize("name", PASSES)
@@ -199,10 +208,11 @@ PIECES = {  # tokens of each sequence that were there before, and those that are
     "qwen3": [(63, 40), (0, 32)],
     "phi3": [(31, 2), (5, 1)],
     "window": [(70, 35), (0, 80), (39, 2)],
+    "sinks": [(20, 3), (0, 33)],
 }
 
 
-@pytest.mark.parametrize(("name", "page"), [("llama", 16), ("qwen3", 64), ("phi3", 64), ("window", 16)])
+@pytest.mark.parametrize(("name", "page"), [("llama", 16), ("qwen3", 64), ("phi3", 64), ("window", 16), ("sinks", 16)])
 def test_attend_packed(name, page, monkeypatch):
     """Pieces of several texts in one pass, by the kernel and by the reference, each as that text's own prompt would be."""
     monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2})
@@ -240,6 +250,20 @@ def test_attend_packed(name, page, monkeypatch):
                 assert collected(pool, table)[b, :, start + new :].isnan().all()
 
 
+def test_a_sink_takes_its_share_of_the_softmax():
+    """By the formula, of one key head with two queries."""
+    q, k, v = (
+        randn(1, 2, 1, 8, dtype=torch.float32),
+        randn(1, 1, 5, 8, dtype=torch.float32),
+        randn(1, 1, 5, 8, dtype=torch.float32),
+    )
+    sinks = torch.tensor([1.5, -0.5], device=DEVICE)
+    y = reference._softmax_product(q.transpose(1, 2), k, v, None, reference.Heads(2, 1, 8, 0.3, sinks=sinks))
+    for head in range(2):
+        p = (q[0, head, 0] @ k[0, 0].T * 0.3).exp()
+        assert error(y[0, 0, head], p @ v[0, 0] / (p.sum() + sinks[head].exp())) < 1e-5
+
+
 def test_attend_reference_is_attention_over_the_text_so_far():
     """The reference itself, one token at a time, against one causal pass over the whole text."""
     h = reference.Heads(4, 2, 16, 0.3, 5, 1e-6, randn(16), randn(16))
@@ -263,13 +287,13 @@ ROUTERS = [(8, 64, 2, True, False), (128, 200, 8, True, True), (60, 96, 4, False
 
 @pytest.mark.parametrize(("E", "H", "top_k", "normalise", "rounded"), ROUTERS)
 def test_route(E, H, top_k, normalise, rounded):
-    x, weight = randn(3, H), randn(E, H) / H**0.5
+    x, weight, bias = randn(3, H), randn(E, H) / H**0.5, randn(E) if E > 5 else None
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
-        ids, weights = router.route(x, weight, top_k, normalise, rounded)
-    wanted_ids, wanted = reference.route(x, weight, top_k, normalise, rounded)
+        ids, weights = router.route(x, weight, top_k, normalise, rounded, bias)
+    wanted_ids, wanted = reference.route(x, weight, top_k, normalise, rounded, bias)
     assert torch.equal(ids, wanted_ids)
     assert torch.allclose(weights, wanted, atol=1e-3 if rounded else 1e-6)
-    many = router.route(x.repeat(40, 1), weight, top_k, normalise, rounded)  # so many take a matrix product
+    many = router.route(x.repeat(40, 1), weight, top_k, normalise, rounded, bias)  # so many take a matrix product
     assert torch.equal(many[0][-3:], ids)
 
 

@@ -44,6 +44,8 @@ HEADS = {
     "long, blocks meet in memory": (3, 1, 64, 64, 0, 0, [300, 15], F16, 8, 4096),
     "long, more heads than SMs by half": (8, 4, 128, 128, 0, 0, [4095, 0], BF16, 8, 4096),
     "long, a window": (2, 1, 128, 128, 50, 0, [4000], F16, 8, 4096),
+    "sinks": (6, 2, 64, 64, 0, 0, [130, 5], F16, 4, 200),
+    "long, with sinks": (2, 1, 128, 128, 0, 0, [300], BF16, 8, 4096),
     "no cluster": (3, 1, 64, 64, 0, 0, [16, 15], F16, 1, 100),
 }
 PAGES = {"8b": 64, "norm, windows, part turned": 16, "long, more heads than SMs by half": 64, "long, a window": 32}
@@ -105,7 +107,8 @@ def attend(name, page=0):
     HQ, HKV, D, R, window, norm, places, dtype, cluster, S = HEADS[name]
     torch.manual_seed(3)
     weights = [torch.randn(D).to(torch.float32 if norm == 2 else dtype) if norm else None for _ in range(2)]
-    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *weights)
+    sinks = torch.randn(HQ) + 4 if "sinks" in name else None
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *weights, sinks)
     angles = torch.rand(S, R) * 6
     tables = angles.cos().to(dtype), angles.sin().to(dtype)
     caches = [torch.randn(len(places), HKV, S, D).to(dtype) for _ in range(2)]

@@ -43,6 +43,7 @@ struct Attend {
     const void *cos, *sin;    // (slots, R) `dtype`
     const int32_t *pos, *table;  // pos (B,); table (B, wide), or null: sequence b is block b
     const void *q_norm, *k_norm;  // (D,) `meta`, or null
+    const float* sinks;           // (HQ,), or null: a score of each head without a value
     void* y;                  // (B, HQ * D)
     int64_t block, head;
     int32_t B, HQ, HKV, D, R, BLOCK, wide, window, dtype, meta, threads;

@@ -121,7 +121,8 @@ constexpr int HEADS = 4;  // queries that share a key while it is in registers
 
 // The queries first .. first + HEADS of one key head: scores[g][s] of slots from .. end, then the sums of values, in q's place.
 template <int T>
-inline void attend_heads(const Attend& a, int b, int kv, int from, int end, float* q, int heads, float* scores) {
+inline void attend_heads(const Attend& a, int b, int kv, int from, int end, float* q, int heads, float* scores,
+                         const float* sinks) {
     using F = Isa::F;
     constexpr int L = Isa::LANES;
     const int n = end - from, D = a.D;
@@ -140,10 +141,11 @@ inline void attend_heads(const Attend& a, int b, int kv, int from, int end, floa
         for (int g = 0; g < heads; g++) scores[(size_t)g * n + s] = Isa::total(sum[g]) * a.scale;
     }
     for (int g = 0; g < heads; g++) {
-        float *p = scores + (size_t)g * n, most = p[0], total = 0;
-        for (int s = 1; s < n; s++) most = p[s] > most ? p[s] : most;
+        float *p = scores + (size_t)g * n, most = sinks ? sinks[g] : p[0], total = 0;
+        for (int s = 0; s < n; s++) most = p[s] > most ? p[s] : most;
         for (int s = 0; s < n; s++) p[s] = exponential(p[s] - most);
         for (int s = 0; s < n; s++) total += p[s];
+        if (sinks) total += exponential(sinks[g] - most);
         const float by = 1 / total;
         for (int s = 0; s < n; s++) p[s] *= by;
     }
@@ -184,7 +186,7 @@ void attend(const Attend& a) {
                     widen<T>(q + g * D, a.qkv, row + (size_t)(kv * G + g0 + g) * D, D);
                     turn<T>(a, q + g * D, spare, (char*)a.y + (to + (size_t)g * D) * size, at, a.q_norm);
                 }
-                attend_heads<T>(a, b, kv, from, end, q, heads, scores);
+                attend_heads<T>(a, b, kv, from, end, q, heads, scores, a.sinks ? a.sinks + kv * G + g0 : nullptr);
                 round_to<T>(a.y, to, q, heads * D);
             }
         }
