@@ -197,7 +197,8 @@ def _window(index: int, config: Any, family: Family) -> int:
 def _layer(tensors: Tensors, index: int, config: Any, family: Family) -> Layer:
     layer = f"model.layers.{index}"
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    D, of_heads = head_dim(config), [f"{attention}.{n}_norm" for n in "qk"] if family.qk_norm else []
+    D, of_heads = head_dim(config), [f"{attention}.{n}_norm" if family.qk_norm else "" for n in "qk"]
+    q_norm, k_norm = (_scaled(tensors.vector(n), family) if n else None for n in of_heads)
     heads = Heads(
         config.num_attention_heads,
         config.num_key_value_heads,
@@ -205,7 +206,8 @@ def _layer(tensors: Tensors, index: int, config: Any, family: Family) -> Layer:
         float(getattr(config, family.attention_scale) if family.attention_scale else D) ** -0.5,
         _window(index, config, family),
         float(config.rms_norm_eps) if family.qk_norm else 0.0,
-        *[_scaled(tensors.vector(n), family) for n in of_heads] or (None, None),
+        q_norm,
+        k_norm,
         tensors.vector(attention, "sinks").float() if family.sinks else None,
     )
     after = "post_attention_layernorm"  # where nothing norms what is added, the norm before the MLP
