@@ -5,6 +5,8 @@ exits with `exit_code`; library callers catch `LowqError`. An exception that is 
 """
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says where nothing more can be written
 
@@ -63,3 +65,14 @@ def disk_full(e: OSError, path: object, then: str = "run the same command again"
     if e.errno not in _DISK_FULL:
         return None
     return DoesNotFitError(f"the disk is full{f' ({path})' if path else ''}; make room and {then}")
+
+
+@contextmanager
+def no_panic(what: str) -> Iterator[None]:
+    """Turn a panic of a library written in Rust, which is no Exception, into a DamagedError of what it was fed."""
+    try:
+        yield
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        raise DamagedError(f"{what} is damaged: {one_line(e)}") from None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lowq_cli.state import user_path
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.errors import NotFoundError, UsageError, no_panic
 from lowq_packers.lazy import torch
 
 WINDOW = 512
 BATCH = 8  # windows at a time
+MAX_TEXT = 1 << 32  # bytes of a file
 DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
 SELF, BUNDLED = "self", "bundled"  # what a recipe calls the model's own text and ours
 
@@ -50,7 +52,7 @@ def read_text(path: str | None) -> str:
     """
     root = DEFAULT_TEXT if path in (None, BUNDLED) else user_path(str(path))
     if root.is_dir():
-        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl"))
+        files = sorted(p for p in root.iterdir() if p.suffix in (".txt", ".jsonl") and p.is_file())
         if not files:
             raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
         return "\n\n".join(read_text(str(p)) for p in files)
@@ -58,7 +60,8 @@ def read_text(path: str | None) -> str:
     if root.suffix == ".jsonl":
         try:
             text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
-        except (ValueError, KeyError, TypeError):
+            text.encode()  # half of a surrogate pair is no character
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
     if not text.strip():
         raise UsageError(f"the calibration text {root} is empty")
@@ -107,12 +110,17 @@ def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = No
 
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
     """(T,) token ids of the text, without special tokens added."""
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+    with no_panic("the tokenizer"):
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.long)
 
 
 def read_utf8(file: Path, what: str) -> str:
     """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
     try:
+        facts = file.stat()
+        if stat.S_ISCHR(facts.st_mode) or facts.st_size > MAX_TEXT:  # a pipe, as of <(a command), is no device
+            raise UsageError(f"the {what} {file} is a device, or of more than {MAX_TEXT >> 30} GiB; give less of it")
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None

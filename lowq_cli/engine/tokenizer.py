@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.family_config import NotPlain
+from lowq_packers.errors import no_panic
 
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 ALWAYS_AS_IT_IS, ALWAYS_QWEN = ("phi3",), ("qwen2",)  # model types whose tokenizer_class transformers does not believe
@@ -40,7 +41,8 @@ class FileTokenizer:
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
         # as a batch, for which the library lets other threads run: a megabyte takes a second
-        return {"input_ids": self.tokens.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids}
+        with no_panic("tokenizer.json"):  # a regular expression that its engine gives up
+            return {"input_ids": self.tokens.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids}
 
     def __len__(self) -> int:
         return self.tokens.get_vocab_size()
@@ -51,7 +53,8 @@ class FileTokenizer:
 
     def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of these tokens."""
-        return self.tokens.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        with no_panic("tokenizer.json"):
+            return self.tokens.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -78,7 +81,8 @@ def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
         raise NotPlain("tokenizer files of another kind")
     try:
         text = file.read_text(encoding="utf-8")
-        tokens = Tokenizer.from_str(text)
+        with no_panic(str(file)):
+            tokens = Tokenizer.from_str(text)
     except Exception as e:  # the library raises Exception itself
         raise NotPlain(f"tokenizer.json: {e}") from None
     head = _without_vocabulary(text)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lowq_cli.files.source import Source
 from lowq_cli.files.view import only_its_files
 from lowq_cli.hf.chat_template import render
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, one_line
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, no_panic, one_line
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
@@ -16,7 +16,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read.
     """
     try:  # False: left out, transformers asks on stdin whether to run the folder's own code
-        with only_its_files(source) as view:
+        with only_its_files(source) as view, no_panic(f"the tokenizer of {source.name}"):
             found = AutoTokenizer.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
         found.name_or_path = str(source.folder)
     except LowqError:

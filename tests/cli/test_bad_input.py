@@ -1,6 +1,7 @@
 """Every way to hand over something wrong: one line that says what and the way out, its exit code, nothing that looks whole."""
 
 import json
+import os
 import shutil
 import struct
 from collections import namedtuple
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from lowq_cli.calibrate import texts
 from lowq_cli.run.pipeline import quantize
 from lowq_packers.errors import LowqError
 
@@ -183,6 +185,35 @@ def test_the_sound_model_passes(model):
     assert quantize(model, model.parent / "out", method="rtn")["quantized_fraction"] > 0.5
     split(model)
     assert quantize(model, model.parent / "again", method="rtn")["quantized_fraction"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("t.jsonl", b"[" * 100_000 + b"\n", "one JSON object"),
+        ("t.jsonl", b'{"text": "\\ud800"}\n', "one JSON object"),
+        ("t.jsonl", b'{"text": 5}\n', "one JSON object"),
+        ("t.txt", b"\xff", "is not UTF-8"),
+        ("t.txt", b" ", "is empty"),
+    ],
+)
+def test_a_calibration_text_that_is_none(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(LowqError, match=says):
+        texts.read_text(str(tmp_path / name))
+
+
+def test_a_calibration_text_without_an_end(tmp_path):
+    (tmp_path / "zero.txt").symlink_to("/dev/zero")
+    (tmp_path / "sparse.txt").touch()
+    os.truncate(tmp_path / "sparse.txt", 1 << 40)
+    for name in ("zero.txt", "sparse.txt"):
+        with pytest.raises(LowqError, match="is a device, or of more than 4 GiB"):
+            texts.read_text(str(tmp_path / name))
+        (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "some.txt").write_text("words")
+    assert texts.read_text(str(tmp_path)) == "words"
 
 
 def test_the_names_differ():

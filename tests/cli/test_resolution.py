@@ -9,9 +9,11 @@ import pytest
 import torch
 from folders import write_tokenizer
 from safetensors.torch import load_file, save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 import lowq
 from lowq_cli.engine.prompts import encode
+from lowq_cli.engine.tokenizer import FileTokenizer
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.safetensors_io import parse_header, read_json
 from lowq_cli.files.source import open_source
@@ -145,6 +147,18 @@ def test_sizes_that_the_files_cannot_hold_are_refused_before_memory_is_asked_for
     config(model, **field)
     with pytest.raises(DamagedError, match=r"config\.json"):
         lowq.load(model, "cpu")
+
+
+def test_a_tokenizer_whose_regular_expression_runs_wild_is_a_line():
+    """The tokenizers library panics, which is no Exception: a traceback, before."""
+    made = Tokenizer(models.BPE({"a": 0, "!": 1}, []))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    found = FileTokenizer(made, {}, None)
+    assert found("a")["input_ids"] == [0]
+    with pytest.raises(DamagedError, match="tokenizer.json is damaged: .*retry-limit"):
+        found("a" * 40 + "!")
+    with pytest.raises(DamagedError, match="retry-limit"):
+        encode(found, "a" * 40 + "!")
 
 
 class Words:

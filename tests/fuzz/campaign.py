@@ -32,6 +32,8 @@ class Ground:
     def __init__(self, folder: Path, slow: bool = True) -> None:
         self.slow = slow
         torch.set_num_threads(1)
+        if slow:
+            native.library()  # compiled once for this user, not into the caches below, where a command would leave it
         os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = str(folder / "cache"), str(folder / "state")
         (folder / "valid").mkdir(parents=True)
         self.folder, self.bent, self.out = folder, folder / "bent", folder / "kills"
@@ -83,8 +85,6 @@ class Ground:
         if not self.commands:
             made = commands(self.paths, self.folder / "text.txt")
             self.commands = [c for c in made if self.slow or c.name not in SLOW]
-            if self.slow:
-                native.library()  # compiled before, or the first of all commands would leave it
         rng = Random(seed)
         (command,) = rng.choices(self.commands, [1 if c.name in SLOW else 4 for c in self.commands])
         how = rng.choice(("kill", "kill", "kill", "kill", "kill", "int", "term", "hup", "two", "source"))
