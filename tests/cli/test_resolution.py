@@ -155,7 +155,7 @@ def test_a_tokenizer_whose_regular_expression_runs_wild_is_a_line():
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     found = FileTokenizer(made, {}, None)
     assert found("a")["input_ids"] == [0]
-    with pytest.raises(DamagedError, match="tokenizer.json is damaged: .*retry-limit"):
+    with pytest.raises(DamagedError, match=r"tokenizer\.json is damaged: .*retry-limit"):
         found("a" * 40 + "!")
     with pytest.raises(DamagedError, match="retry-limit"):
         encode(found, "a" * 40 + "!")
