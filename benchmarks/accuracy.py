@@ -4,6 +4,7 @@
     python benchmarks/accuracy.py calibrated --models MODELS --data DATA [--method gptq,awq] [--rotate] [--calib FILE]
     python benchmarks/accuracy.py gptqmodel  --models MODELS --data DATA [--sym]    GPTQModel's rows of calibrated.json
     python benchmarks/accuracy.py bpw        --models MODELS --data DATA    mixed widths and uniform ones
+    python benchmarks/accuracy.py tables     --models MODELS --data DATA    values from tables beside grids of as many bits
     python benchmarks/accuracy.py head       --models MODELS --data DATA    the output head alone
     python benchmarks/accuracy.py holes    what the files lack of all this; --missing measures it, --shard 0,4 a quarter of it
     python benchmarks/accuracy.py merge FILE.json ...    rows measured elsewhere, each into the result file of the same name
@@ -19,6 +20,7 @@ gptqmodel: 7.7.0 was measured, in an environment with lowq; its own defaults, as
 whole; calibrated on the text and windows that lowq takes.
 bpw: `expected` is the KL divergence that the plan foretells; `kl` and `unquantized` (perplexity) are of the first text. part
 "all" has the embedding take part (these models' head is their embedding), "linears" keeps it (--lm-head keep).
+tables: `measure` is the scheme's kind (packers/scheme.py); as free, scales of 16 bits in bf16.
 head: untied from the embedding and quantized by its width's default; linear layers unquantized, or 4 or 2 bits at group 64.
 The recipe's default for the head comes from here.
 """
@@ -52,6 +54,11 @@ from lowq_packers.scheme import BITS, Scheme
 UNIFORM = ((2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 64), (4, 32))
 BODIES = (None, Scheme(4, 64), Scheme(2, 64))  # below a quantized head
 LEAVES = (".weight", ".weight_scale", ".weight_zero")
+KINDS = (  # of tables.json: kind, bits, group; at each number of bits per weight a table and a grid or more
+    *(("e2m1/e4m3", 4, 16), ("e2m1/e8m0", 4, 32), ("nf4", 4, 64), ("nf4", 4, 32), ("fitted/e4m3", 4, 16)),
+    *((kind, bits, group) for bits in (4, 3, 2) for kind in ("fitted", "none") for group in (64, 32)),
+    *(("float", bits, group) for bits in (4, 3, 2) for group in (128, 64)),
+)
 MODELS = ("base", "story")  # whose tables are shown
 Args = argparse.Namespace
 
@@ -111,6 +118,8 @@ def free(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
         for n, m in layers.items():
             if "bits" not in cell:
                 w = original[n]
+            elif "measure" in cell:
+                w = ours(original[n], Scheme.of(cell["bits"], cell["group"], cell["measure"]), cell["method"])
             elif cell["method"] == "hqq package":
                 w = hqq_package(original[n], Scheme(cell["bits"], cell["group"]))
             else:
@@ -121,6 +130,15 @@ def free(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
         squared = sum(float((m.weight.data - original[n]).double().square().sum()) for n, m in layers.items())
         error = {"rel_error": round(math.sqrt(squared / total), 5), "seconds": seconds} if "bits" in cell else {}
         yield cell | error | {"ppl": judge.ppl()}
+
+
+def tables_cells(model: str, args: Args) -> Iterator[Row]:
+    """The unquantized model, then each kind of scheme by both methods, the bits of a weight and its scales in all the same."""
+    yield {"model": model, "method": "fp32"}
+    for (kind, bits, group), method in itertools.product(KINDS, ("rtn", "lsq")):
+        bpw = Scheme.of(bits, group, kind).bits_per_weight()
+        if bits in args.bits:
+            yield {"model": model, "measure": kind, "bits": bits, "group": group, "bpw": bpw, "method": method}
 
 
 def text_of(args: Args) -> Row:
@@ -294,6 +312,7 @@ EXPERIMENTS = {
         "calibrated.json", (8, 4, 3, 2), ("gptqmodel",), CALIB | {"--sym": SYM}, gptqmodel_cells, gptqmodel
     ),
     "bpw": Experiment("mixed.json", (4, 3, 2), (), MIXED, bpw_cells, bpw),
+    "tables": Experiment("tables.json", (4, 3, 2), (), {}, tables_cells, free),
     "head": Experiment("head.json", (8, 4, 3), (), {}, head_cells, head),
 }  # fmt: skip
 SHOWN = (  # the cells of the tables

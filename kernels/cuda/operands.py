@@ -3,8 +3,8 @@
 import torch
 
 from lowq_kernels.cuda import driver
-from lowq_packers.layouts import PackedWeight
-from lowq_packers.layouts.tile import WORDS
+from lowq_packers.layouts import PackedWeight, unpack
+from lowq_packers.layouts.tile import ROWS, WORDS
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1}  # the device code's template argument T
 # What a Hopper kernel's blocks leave of an SM's shared memory is L1 cache, by which the next layer's tile_mma reads x. Steps of
@@ -29,11 +29,26 @@ def scales_zeros_bias(
     """scales, zeros and bias in x's dtype; no copy where they are already."""
 
     def cast(t: torch.Tensor | None) -> torch.Tensor | None:
-        return t if t is None or t.dtype == dtype else t.to(dtype)  # even a `to` that does nothing costs 3 us
+        return t if t is None or t.dtype in (dtype, torch.uint8) else t.to(dtype)  # even a `to` that does nothing costs 3 us
 
     scales = cast(p.scales)
     assert scales is not None
     return scales, cast(p.zeros), cast(bias)
+
+
+def rows_of_table(p: PackedWeight) -> int:
+    """Rows of W that share a table, or a factor: the device code's argument table_rows."""
+    return p.N if p.table is None else p.N // p.table.shape[0]
+
+
+def straddled(p: PackedWeight) -> bool:
+    """Whether a row tile has rows of two tables, for which the device code has no place: layers joined of odd sizes."""
+    return p.table is not None and p.table.shape[0] > 1 and rows_of_table(p) % ROWS > 0
+
+
+def whole_product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (M, K) by the dequantized weight: slow, and right where a kernel cannot be."""
+    return torch.nn.functional.linear(x, unpack(p).dequantize(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def group_argument(p: PackedWeight) -> int:

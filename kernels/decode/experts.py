@@ -48,6 +48,8 @@ def _refuse(call: ExpertsCall) -> str | None:
     for (_, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
         if scheme is None or layout != "tile":
             return "experts that are not packed in the layout tile"
+        if scheme.table:
+            return f"values of the table {scheme.table}"
         if K % 8 or (scheme.group_size % 16 and scheme.group_size != K):
             return f"rows of {K} in groups of {scheme.group_size}"
         if _smem(K, scheme.bits, down_of) > limit:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lowq_kernels.cuda.driver import UNFOLDED
+from lowq_kernels.cuda.operands import straddled
 from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, Op, find, kernels, named, refusals, register, select
 from lowq_kernels.modules.linear import QuantLinear
@@ -100,6 +101,8 @@ def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | No
         return "takes packed layers on a GPU, activations in 16 bits"
     if M > MOST_ROWS:
         return f"takes up to {MOST_ROWS} rows, not {M}"
+    if straddled(layer.packed):
+        return "row tiles of two tables"
     call = FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel)
     return None if find(call) else "; ".join(refusals(call).values())
 

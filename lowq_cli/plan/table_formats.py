@@ -28,4 +28,5 @@ TABLE_FORMATS = {
     "nvfp4": TableFormat("e2m1", "e4m3", 16, True),
     "mxfp4": TableFormat("e2m1", "e8m0", 32, True),
     "nf4": TableFormat("nf4", "float", 64, False),
+    "table": TableFormat("fitted", "float", 64, False),
 }

@@ -5,30 +5,13 @@ import torch
 from lowq_cli.quantizers._slabs import Solution, quantize_rows, store_scales
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
-from lowq_packers.tables import E4M3_MAX, FIXED, from_bytes, to_bytes, values
+from lowq_packers.tables import from_bytes, to_bytes, values
 
 # Where the search for a group's scale starts, as shares of the one that reaches its largest weight; of powers of two, all the
 # neighbours. Each is followed by REFINE fits to the codes that it led to.
 SHARES = {"float": (1.0, 0.85, 0.7), "e4m3": (1.0, 0.85, 0.7), "e8m0": (1.0, 2.0, 0.5)}
 REFINE = 2
 TINY = 1e-30  # in place of the scale 0 of an all-zero group
-
-
-class Companion:
-    """Finds what a whole weight holds beside its scales, from its rows in any slabs: `see` them all, then ask."""
-
-    def __init__(self, scheme: Scheme) -> None:
-        self.scheme, self.most = scheme, 0.0
-
-    def see(self, W: torch.Tensor) -> None:
-        """Take rows (R, K) into account."""
-        if W.numel():
-            self.most = max(self.most, float(W.abs().max()))
-
-    def found(self) -> torch.Tensor:
-        """fp32 (1, 1), a factor with which the largest scale is e4m3's largest. NaN in, NaN out: `quantize` then refuses."""
-        reach = E4M3_MAX * max(map(abs, FIXED[self.scheme.table]))
-        return torch.tensor([[self.most / reach]]).clamp(min=torch.finfo(torch.float32).smallest_normal)
 
 
 def quantize(
@@ -39,11 +22,13 @@ def quantize(
     companion: of the matrix that W's rows are part of; None takes W for the whole. Raises as `quantize_rows`.
     """
     if companion is None and scheme.table_width:
-        seen = Companion(scheme)
+        from lowq_cli.quantizers._table_fit import Companion  # which fits by what is here
+
+        seen = Companion(scheme, *W.shape)
         seen.see(W)
         companion = seen.found()
     companion = None if companion is None else companion.to(W.device)
-    book = _Book(scheme, companion, W.device, dtype)
+    book = Book(scheme, companion, W.device, dtype)
 
     def solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
         stored, scales = book.start(groups)
@@ -55,7 +40,7 @@ def quantize(
     return quantize_rows(W, scheme, solve, dtype, table=companion)
 
 
-class _Book:
+class Book:
     """A table, sorted, and the scales that a scheme can store."""
 
     def __init__(self, scheme: Scheme, companion: torch.Tensor | None, device: torch.device, dtype: torch.dtype | None) -> None:

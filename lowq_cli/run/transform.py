@@ -12,7 +12,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item
 from lowq_cli.plan.rows import read_rows
 from lowq_cli.quantizers._slabs import UNHELD, unheld
-from lowq_cli.quantizers._tables import Companion
+from lowq_cli.quantizers._table_fit import Companion
 from lowq_cli.run.budget import scale_dtype, slab_rows
 from lowq_cli.run.writer import ShardFile
 from lowq_packers import fp8
@@ -88,7 +88,7 @@ def _table(item: Item, rows: Callable[[int, int], torch.Tensor], step: int) -> t
     assert item.scheme
     if not item.scheme.table_width:
         return None
-    N, companion = item.shape[0], Companion(item.scheme)
+    N, companion = item.shape[0], Companion(item.scheme, *item.shape)
     for first in range(0, N, step):
         companion.see(rows(first, min(N, first + step)))
     return companion.found()

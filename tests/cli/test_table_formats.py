@@ -15,7 +15,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.plan.table_formats import TABLE_FORMATS
-from lowq_cli.quantizers import _tables, rtn
+from lowq_cli.quantizers import _table_fit, rtn
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import tables
@@ -297,7 +297,7 @@ def test_a_stray_table_and_an_older_version_are_refused(folder, made, tmp_path):
 
 def test_companions_are_found_from_slabs_in_any_order():
     W = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    seen = [_tables.Companion(SCHEMES["nvfp4"]) for _ in range(2)]
+    seen = [_table_fit.Companion(SCHEMES["nvfp4"], 64, 64) for _ in range(2)]
     for part in W.split(7):
         seen[0].see(part)
     for part in reversed(W.split(30)):

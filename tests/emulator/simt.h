@@ -346,6 +346,7 @@ inline void ld_global_cg_v2_u32(u32& a, u32& b, const u16* p) {
     memcpy(&a, p, 4), memcpy(&b, p + 2, 4);
 }
 inline void ld_global_cg_u64(unsigned long long& v, const void* at) { v = *(const unsigned long long*)at; }
+inline void ld_global_nc_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
 inline void ld_global_cg_u16(unsigned short& v, const void* at) { v = *(const unsigned short*)at; }
 inline void ld_global_cg_v4_u32(u32& a, u32& b, u32& c, u32& d, const u16* p) {
     if ((uintptr_t)p % 16) fail("misaligned load of 16 bytes");

@@ -40,10 +40,8 @@ def mma_instances(bits):
             call = Call(M, 4096, 4096, Scheme(bits, group, zero), "tile", dtype, "cuda", (9, 0))
             if tile_mma._config_refuse(call, config) is None:
                 cut = tile_mma.plan(call, config)
-                one_group = 0 if group == 4096 else group
-                arch = ARCHS[(i + bits) % 3]
-                facts = (bits, dtype, one_group, zero != "none", config, cut.M_TILES, cut.copies, gpu.HOPPER.sms)
-                yield tile_mma.expression(*facts), arch
+                facts = (call.scheme, 4096, dtype, config, cut.M_TILES, cut.copies, gpu.HOPPER.sms)
+                yield tile_mma.expression(*facts), ARCHS[(i + bits) % 3]
                 break
 
 

@@ -110,7 +110,7 @@ def _mma(on):
     call = Call(8, 4096, 4096, Scheme(4, 128), "tile", torch.float16, "cuda", on.capability)
     config = next(c for c in tile_mma.CONFIGS if tile_mma._config_refuse(call, c) is None)
     cut = tile_mma.plan(call, config)
-    return "tile_mma.cu", tile_mma.expression(4, torch.float16, 128, True, config, cut.M_TILES, cut.copies, on.sms)
+    return "tile_mma.cu", tile_mma.expression(call.scheme, 4096, torch.float16, config, cut.M_TILES, cut.copies, on.sms)
 
 
 def _gemv_rows():

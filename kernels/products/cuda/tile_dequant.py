@@ -8,18 +8,23 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES, group_argument, scales_zeros_bias
-from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.cuda.operands import TYPES, group_argument, rows_of_table, scales_zeros_bias, straddled, whole_product
+from lowq_kernels.dispatch.registry import ANY_TABLE, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import ROWS, chunks
+from lowq_packers.tables import values
 
 SLAB_BYTES = 64 << 20  # of dequantised weights held at once
-PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 5
+PARAMETERS = (ctypes.c_void_p,) * 6 + (ctypes.c_int32,) * 7
 
 
-def expression(bits: int, T: int, group: int, zeros: bool) -> str:
+SCALES = {"float": "0", "e4m3": "SCALES_E4M3", "e8m0": "SCALES_E8M0"}
+
+
+def expression(bits: int, T: int, group: int, zeros: bool, table: bool = False, scale: str = "float") -> str:
     """The template instance of tile_dequant.cu."""
-    return f"tile_dequant<{bits}, {T}, {group}, {'true' if zeros else 'false'}>"
+    of_table = f", true, {SCALES[scale]}" if table else ""
+    return f"tile_dequant<{bits}, {T}, {group}, {'true' if zeros else 'false'}{of_table}>"
 
 
 @cache
@@ -30,6 +35,7 @@ def _kernel(instance: str, device: int) -> Kernel:
 @register(
     "cuda/tile_dequant",
     layouts=("tile",),
+    tables=ANY_TABLE,
     devices=("cuda",),
     min_capability=gpu.LEAST,
     rank=40,
@@ -37,7 +43,14 @@ def _kernel(instance: str, device: int) -> Kernel:
 def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) fp16 or bf16 -> (M, N): weights rounded once to x's dtype, then torch.nn.functional.linear per slab."""
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
-    kernel = _kernel(expression(p.scheme.bits, TYPES[x.dtype], group_argument(p), zeros is not None), x.device.index)
+    if straddled(p):
+        return whole_product(x, p, bias)
+    s = p.scheme
+    instance = expression(s.bits, TYPES[x.dtype], group_argument(p), zeros is not None, bool(s.table), s.scale)
+    kernel = _kernel(instance, x.device.index)
+    book = values(s, p.table, x.device) if s.table else None
+    factors = p.table if s.table != "fitted" else None
+    of_table = (0 if book is None else book.data_ptr(), 0 if factors is None else factors.data_ptr())
     y = torch.empty(x.shape[0], p.N, dtype=x.dtype, device=x.device)
     step = max(ROWS, SLAB_BYTES // (2 * p.K) // ROWS * ROWS)
     slab = torch.empty(min(step, p.N), p.K, dtype=x.dtype, device=x.device)
@@ -45,7 +58,20 @@ def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, co
     for n0 in range(0, p.N, step):
         rows = min(step, p.N - n0)
         pointers = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), slab.data_ptr())
-        kernel(math.ceil(C / 8), math.ceil(rows / ROWS), 0, *pointers, n0 // ROWS, rows, p.K, C, scales.shape[1])
+        pointers += of_table
+        kernel(
+            math.ceil(C / 8),
+            math.ceil(rows / ROWS),
+            0,
+            *pointers,
+            n0 // ROWS,
+            rows,
+            p.K,
+            C,
+            scales.shape[1],
+            rows_of_table(p),
+            p.N,
+        )
         part = torch.nn.functional.linear(x, slab[:rows], None if bias is None else bias[n0 : n0 + rows])
         if step >= p.N:
             return part

@@ -11,12 +11,15 @@
 //         A fragment yields what they add and sum(x): fewer instructions where ROW_TILES is large, more registers. bf16 has no
 //         such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, M_TILES one or two rows
 //         of x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
+//         E2M1, BOOK: values from a table, book.cuh, as they are; `zeros` then points to the tables, or their factors, in fp32:
+//         one for every table_rows rows of W. With SCALES_E4M3 or SCALES_E8M0 scales are bytes.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "split_int8.cuh"
 #include "fold.cuh"
+#include "book.cuh"
 
 enum { MAGIC = 0, EXACT = 1, INT8_PLANES = 2 };
 
@@ -32,6 +35,18 @@ __device__ __forceinline__ u32 load4(const u16* p) {
     u32 v;
     asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
+}
+template <int FORM>
+__device__ __forceinline__ u32 load_scales(const u16* scales, size_t at) {  // of two rows, `at` in units of two
+    if constexpr (!of_bytes(FORM)) return load4(scales + at * 2);
+    u16 v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(scales + at));
+    return v;
+}
+template <int FORM, int T>
+__device__ __forceinline__ float2 scales_of(u32 v) {
+    if constexpr (of_bytes(FORM)) return byte_scales<FORM>(v);
+    else return to_floats<T>(v);
 }
 template <int WHICH>  // 0x1010: the low half of v twice, 0x3232: the high one
 __device__ __forceinline__ u32 twice(u32 v) {
@@ -51,7 +66,7 @@ template <int BITS, int T, int GROUP, bool ZEROS, int FORM, int WARPS, int ROW_T
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
 tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
          const u16* __restrict__ bias, const u16* __restrict__ x, u16* __restrict__ y, int M, int N, int K, int chunks,
-         int groups, int block_rows, const Folded folded) {
+         int groups, int block_rows, int table_rows, const Folded folded) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int CHUNKS = BLOCK_K / L::CHUNK, FRAGS = BLOCK_K / 16;
@@ -69,6 +84,9 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     __shared__ float factor[M_TILES * 8];
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
+    constexpr bool TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
+    __shared__ float unit[ROW_TILES];
+    __shared__ uint4 books[BOOKED ? ROW_TILES : 1][2];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
@@ -121,7 +139,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 u32 g = 0;  // past the last group: the last one
                 if (STRIDES) g = i == 0 ? s * METAS : smaller(s * METAS + i, groups - 1);
                 else if (GROUP) g = smaller((s * BLOCK_K + i * (BLOCK_K / METAS)) / (u32)(GROUP ? GROUP : 1), groups - 1);
-                scale[u][t][i] = load4(scales + (size_t)(meta_at[t] + g * 8) * 2);
+                scale[u][t][i] = load_scales<FORM>(scales, meta_at[t] + g * 8);
                 if (ZEROS) zero[u][t][i] = load4(zeros + (size_t)(meta_at[t] + g * 8) * 2);
             }
         }
@@ -172,6 +190,20 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         for (int i = 0; i < C::PLACES; i++) minus[i] = read4(shared_address(constant + i));
         one = read4(shared_address(constant + C::PLACES));
     }
+    if constexpr (TABLE) {
+        if (threadIdx.x < ROW_TILES) {
+            const int t = threadIdx.x, row = smaller(tile(t) * 16, N - 1);
+            const float* own = (const float*)zeros + (size_t)(row / table_rows) * (BOOKED ? 1 << BITS : 1);
+            if constexpr (BOOKED) {
+                u32 book[8] = {};
+                unit[t] = make_book<BITS, T>(own, book);
+                books[t][0] = make_uint4(book[0], book[1], book[2], book[3]), books[t][1] = make_uint4(book[4], book[5], book[6], book[7]);
+            } else {
+                unit[t] = (zeros ? *own : 1.f) * (T == FP16 ? 16384.f : 1.f);
+            }
+        }
+        __syncthreads();
+    }
     u32 x_at[M_TILES];  // ldmatrix: this lane's row
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
@@ -219,6 +251,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         }
     };
     auto compute = [&](int u) {
+        constexpr int SETS = BOOKED ? Book<BITS>::SETS : 1;
+        u32 looked_up[BOOKED ? ROW_TILES : 1][SETS][4][4];  // of a chunk: [set][i][j]
 #pragma unroll
         for (int i = 0; i < FLUSHES; i++) {
             if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top
@@ -240,7 +274,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++) {
                     if (f == 0 || half == 0) load_matrix4(b[m], x_at[m] + u * SLOT + (at >> 1) * 64);
-                    if constexpr (FORM != EXACT) {
+                    if constexpr (FORM == MAGIC) {
                         const u32 a[4] = {minus[place / C::FIELD], one, minus[place / C::FIELD], one};
                         if (f == 0) mma<T>(sums[m], a, b[m][half], b[m][half + 1], 0.f, 0.f, 0.f, 0.f);
                         else mma<T>(sums[m], a, b[m][half], b[m][half + 1], sums[m][0], sums[m][1], sums[m][2], sums[m][3]);
@@ -249,7 +283,28 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
                 for (int t = 0; t < ROW_TILES; t++) {
                     u32 a[4];
-                    C::template fragment<FORM == EXACT>(w[u][t][at / L::FRAGS], at % L::FRAGS, masks, a);
+                    const u32(&from)[L::REGS] = w[u][t][at / L::FRAGS];
+                    const int fragment = at % L::FRAGS;
+                    if constexpr (BOOKED) {
+                        if (fragment < SETS) {
+                            const uint4 low = books[t][0], high = books[t][1];
+                            const u32 book[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                            for (int j = 0; j < 4; j++) {
+                                u32 four[4];
+                                Book<BITS>::look_up(from, fragment, j, book, four);
+#pragma unroll
+                                for (int k = 0; k < 4; k++) looked_up[t][fragment % SETS][k][j] = four[k];
+                            }
+                        }
+#pragma unroll
+                        for (int j = 0; j < 4; j++) a[j] = looked_up[t][fragment % SETS][fragment / SETS][j];
+                    } else if constexpr (TABLE) {
+#pragma unroll
+                        for (int j = 0; j < 4; j++) a[j] = e2m1<T>(from[j], fragment);
+                    } else {
+                        C::template fragment<FORM == EXACT>(from, fragment, masks, a);
+                    }
 #pragma unroll
                     for (int j = 0; j < (FORM == EXACT ? 4 : 0); j++) a[j] = fma2<T>(a[j], Half<T>::power(14 - place), minus_zero[t][j % 2]);
 #pragma unroll
@@ -262,15 +317,15 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             }
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
-                const float2 s = to_floats<T>(scale[u][t][i / PER]);
+                const float2 s = scales_of<FORM, T>(scale[u][t][i / PER]);
                 float2 z = make_float2(mid<BITS>(), mid<BITS>());
-                if (ZEROS && FORM != EXACT) z = to_floats<T>(zero[u][t][i / PER]);
+                if (ZEROS && FORM == MAGIC) z = to_floats<T>(zero[u][t][i / PER]);
 #pragma unroll
                 for (int m = 0; m < M_TILES; m++)
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float v = sum[t][m][j];
-                        if (FORM != EXACT) v += __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], sums[m][j % 2]);
+                        if (FORM == MAGIC) v += __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], sums[m][j % 2]);
                         acc[t][m][j] = __fmaf_rn(j < 2 ? s.x : s.y, v, acc[t][m][j]);
                     }
             }
@@ -340,6 +395,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             for (int k = 0; k < WARPS; k++) v += from[k * E];
         }
         if (FORM == EXACT) v *= 1024.f;
+        if (TABLE) v *= unit[c / 16];
         if (FOLD & NORMED) v *= factor[row];
         if (bias) v += to_floats<T>(bias[tile(c / 16) * 16 + c % 16]).x;
         return v;

@@ -15,12 +15,13 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
-from lowq_kernels.cuda.operands import TYPES, rows_of_x, scales_zeros_bias
+from lowq_kernels.cuda.operands import TYPES, rows_of_table, rows_of_x, scales_zeros_bias, straddled, whole_product
 from lowq_kernels.dispatch import policy
-from lowq_kernels.dispatch.registry import Call, Config, register
+from lowq_kernels.dispatch.registry import ANY_TABLE, Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
-from lowq_packers.scheme import Scheme, ZeroKind
+from lowq_packers.scheme import Scheme
+from lowq_packers.tables import values
 
 KEYS = ("WARPS", "ROW_TILES", "BLOCK_K", "STEPS_IN_FLIGHT", "BLOCKS_PER_SM", "INT8_PLANES")
 
@@ -45,15 +46,20 @@ CONFIGS: tuple[Config, ...] = tuple(config_of(*values) for values in (
     (4, 2, 512, 1, 5), (4, 4, 256, 1, 1), (4, 4, 256, 2, 1), (4, 4, 512, 1, 1), (2, 2, 512, 2, 1),
 ))  # fmt: skip
 _numbers = itemgetter(*KEYS)  # in this order, whatever order a config has its keys in
-PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 6, Folded)
+PARAMETERS = (*(ctypes.c_void_p,) * 6, *(ctypes.c_int32,) * 7, Folded)
 NORMED, ADDED, SILU, GELU_TANH = 1, 2, 4, 8  # of fold.cuh
 GATED = SILU | GELU_TANH
 MOST_ROWS = 32  # of x a block: M_TILES = 4
 MOST_PLANES_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
 
 
-def form(dtype: torch.dtype, config: Config) -> str:
+SCALES = {"float": "", "e4m3": " | SCALES_E4M3", "e8m0": " | SCALES_E8M0"}
+
+
+def form(scheme: Scheme, dtype: torch.dtype, config: Config) -> str:
     """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
+    if scheme.table:
+        return ("E2M1" if scheme.table == "e2m1" else "BOOK") + SCALES[scheme.scale]
     return "INT8_PLANES" if config["INT8_PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
@@ -72,9 +78,15 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, tiles:
         2 * nt * config["STEPS_IN_FLIGHT"] + 4 * nt * tiles if groups > 1 else 6 * nt * config["BLOCK_K"] // 128 if row else 0
     )
     extra += (11 * nt if bits == 3 else 0) + (4 if nt == 4 else 0)
-    if (config["BLOCK_K"], config["STEPS_IN_FLIGHT"], nt) == (128, 2, 1) and groups > 1 and form(dtype, config) == "EXACT":
+    if (
+        (config["BLOCK_K"], config["STEPS_IN_FLIGHT"], nt) == (128, 2, 1)
+        and groups > 1
+        and form(scheme, dtype, config) == "EXACT"
+    ):
         extra -= 18  # ptxas needs no more where it is told to
-    if form(dtype, config) == "MAGIC":
+    if scheme.table and scheme.table != "e2m1":  # a chunk's halves, looked up four fragments at a time
+        extra += CHUNK[bits] // 4 * nt + 8
+    if form(scheme, dtype, config) == "MAGIC":
         extra += 12 + 4 * (tiles - 1) + ((62 if row else 38) if bits <= 2 else 0)
     return 28 + loads + 10 * nt * tiles + 12 * (tiles - 1) + 2 * math.ceil(copies * 64 / config["BLOCK_K"]) + extra
 
@@ -122,10 +134,11 @@ def plan(call: Call, config: Config, fold: int = 0) -> Tiling | None:
 
 
 def expression(
-    bits: int, dtype: torch.dtype, group: int, zeros: bool, config: Config, M_TILES: int, copies: int, sms: int, fold: int = 0
+    scheme: Scheme, K: int, dtype: torch.dtype, config: Config, M_TILES: int, copies: int, sms: int, fold: int = 0
 ) -> str:
-    """The template instance of tile_mma.cu for a GPU of so many SMs; group 0: one group."""
-    flags = f"{'true' if zeros else 'false'}, {form(dtype, config)}"
+    """The template instance of tile_mma.cu for a GPU of so many SMs."""
+    bits, group = scheme.bits, 0 if scheme.groups(K) == 1 else scheme.group_size
+    flags = f"{'true' if scheme.zero != 'none' else 'false'}, {form(scheme, dtype, config)}"
     warps, nt, step, unroll, blocks, _ = _numbers(config)
     tail = f"{warps}, {nt}, {step}, {unroll}, {M_TILES}, {copies}, {blocks}, {2 * sms}"
     tail += f", {fold}" if fold else ""
@@ -144,6 +157,8 @@ def _planes_refuse(call: Call) -> str | None:
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
+    if config["INT8_PLANES"] and call.scheme.table:
+        return "planes are for evenly spaced values"
     if config["BLOCK_K"] % CHUNK[call.scheme.bits]:
         return "BLOCK_K is not whole chunks of the layout"
     if config["INT8_PLANES"] and (why := _planes_refuse(call)):
@@ -181,15 +196,14 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 @cache
 def _prepared(
-    M: int, N: int, K: int, bits: int, group: int, zero: ZeroKind, dtype: torch.dtype, device: int, fold: int, *config: int
+    M: int, N: int, K: int, bits: int, group: int, kind: str, dtype: torch.dtype, device: int, fold: int, *config: int
 ) -> tuple[Kernel, Tiling]:
     """The kernel of a call and its plan, resolved once. Plain numbers for a key: hashing a Call costs as much as a launch."""
     named = config_of(*config)
-    scheme, on = Scheme(bits, group, zero), gpu.here(device)
+    scheme, on = Scheme.of(bits, group, kind), gpu.here(device)
     cut = plan(Call(M, N, K, scheme, "tile", dtype, "cuda", on.capability), named, fold)
     assert cut is not None  # config_refuse has asked
-    one_group = 0 if scheme.groups(K) == 1 else group
-    instance = expression(bits, dtype, one_group, zero != "none", named, cut.M_TILES, cut.copies, on.sms, fold)
+    instance = expression(scheme, K, dtype, named, cut.M_TILES, cut.copies, on.sms, fold)
     return _kernel(instance, device, named["WARPS"]), cut
 
 
@@ -202,6 +216,7 @@ def _kernel(instance: str, device: int, warps: int) -> Kernel:
 @register(
     "cuda/tile_mma",
     layouts=("tile",),
+    tables=ANY_TABLE,
     devices=("cuda",),
     min_capability=gpu.LEAST,
     prefer=policy.prefers("cuda/tile_mma"),
@@ -232,13 +247,18 @@ def launch(
     y = torch.empty(M, p.N // 2 if fold & GATED else p.N, dtype=x.dtype, device=x.device)
     if M == 0:
         return y
+    if straddled(p):
+        return whole_product(x, p, bias)
     x = rows_of_x(x)
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     s = p.scheme
-    facts = (M, p.N, p.K, s.bits, s.group_size, s.zero, x.dtype, x.device.index, fold)
+    beside = zeros
+    if s.table:
+        beside = p.table if s.table in ("e2m1", "fitted") else values(s, None, x.device)
+    facts = (M, p.N, p.K, s.bits, s.group_size, s.kind, x.dtype, x.device.index, fold)
     kernel, cut = _prepared(*facts, *_numbers(config))
-    sizes = (M, p.N, x.shape[1], chunks(p.K, s.bits), scales.shape[1], cut.rows)
-    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    sizes = (M, p.N, x.shape[1], chunks(p.K, s.bits), scales.shape[1], cut.rows, rows_of_table(p))
+    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if beside is None else beside.data_ptr())
     pointers = (*of_W, 0 if bias is None else bias.data_ptr(), x.data_ptr(), y.data_ptr())
     kernel(*cut.grid, cut.smem, *pointers, *sizes, folded)
     return y

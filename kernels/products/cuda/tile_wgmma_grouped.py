@@ -29,6 +29,8 @@ def why_not(scheme: Scheme, K: int, layout: str, capability: tuple[int, int]) ->
     """The reason that such weights are not taken, or None."""
     if (why := gpu.no_wgmma(capability)) or layout != "tile" or K % 8:
         return why or f"takes the layout tile and whole eights of k, not {layout} and {K}"
+    if scheme.table:
+        return f"takes evenly spaced values, not {scheme.table}"
     group = 0 if scheme.group_size == K else scheme.group_size
     for config in CONFIGS.values():
         stages, smem = plan(scheme.bits, group, scheme.zero != "none", config)

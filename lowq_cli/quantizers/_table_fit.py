@@ -1,0 +1,97 @@
+"""A table fitted to a weight: the values that lose least when each weight, over its group's scale, takes the nearest."""
+
+import torch
+
+from lowq_cli.quantizers._tables import TINY, Book
+from lowq_packers.scheme import Scheme
+from lowq_packers.tables import E4M3_MAX, FIXED
+
+SAMPLE = 1 << 20  # weights that a table is fitted to: whole rows, equally far apart
+ROUNDS = 3  # tables, each fitted to the weights over the scales that the one before is best with
+BINS = 8192  # of the weights over their scales, REACH on both sides: Lloyd's iterations read counts, not weights
+REACH = 2.0
+ITERATIONS = 100  # of Lloyd's: 2**4 values move by less than 1e-4 of their range in the last
+
+
+class Companion:
+    """Finds what a whole weight (N, K) holds beside its scales, from its rows in order, in slabs: `see` them all, then ask.
+
+    A fitted table has 1 as its largest magnitude, unless e4m3 scales need a factor, which it then takes in.
+    """
+
+    def __init__(self, scheme: Scheme, N: int, K: int) -> None:
+        self.scheme, self.most, self.rows = scheme, 0.0, 0
+        self.step = max(1, -(-N * K // SAMPLE))
+        self.kept: list[torch.Tensor] = []
+
+    def see(self, W: torch.Tensor) -> None:
+        """Take the next rows (R, K) into account."""
+        if W.numel():
+            self.most = max(self.most, float(W.abs().max()))
+        if self.scheme.table == "fitted":
+            self.kept.append(W[-self.rows % self.step :: self.step].float())
+            self.rows += W.shape[0]
+
+    def found(self) -> torch.Tensor:
+        """fp32 (1, 2**bits), or (1, 1): a factor with which the largest scale is e4m3's largest. NaN in, NaN out."""
+        fitted = self.scheme.table == "fitted"
+        reach = E4M3_MAX * (1.0 if fitted else max(map(abs, FIXED[self.scheme.table])))
+        factor = torch.tensor([[self.most / reach]]).clamp(min=torch.finfo(torch.float32).smallest_normal)
+        if not fitted:
+            return factor
+        table = _fit(torch.cat(self.kept), self.scheme)
+        return table * factor.to(table.device) if self.scheme.scale == "e4m3" else table
+
+
+def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """A table (1, 2**bits) of largest magnitude 1 for rows (R, K)."""
+    free = Scheme(scheme.bits, scheme.group_size, "none", "fitted")  # while it is fitted, scales are not rounded
+    groups = W.reshape(W.shape[0], -1, scheme.group_size)
+    scales = groups.abs().amax(-1)
+    table = torch.linspace(-1, 1, scheme.levels, device=W.device)
+    for i in range(ROUNDS):
+        mass, moment = _histogram(groups, scales)
+        start = _by_density(mass, scheme.levels) if i == 0 else table
+        table = _lloyd(start, mass, moment)
+        table = table / table.abs().amax().clamp(min=TINY)
+        book = Book(free, table.unsqueeze(0), W.device, None)
+        if i < ROUNDS - 1:
+            first, scales = book.start(groups)
+            scales = book.search(groups, book.nearest(groups, scales), first, scales)[1]
+    return table.unsqueeze(0)
+
+
+def _histogram(groups: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of weights over their scales, by bin: the sum of scale^2, what an error there costs, and of scale^2 times them."""
+    wide = scales.clamp(min=TINY).unsqueeze(-1)
+    over = groups / wide
+    bins = ((over / REACH + 1) * (BINS / 2)).long().clamp_(0, BINS - 1).flatten()
+    cost = wide.double().square().expand_as(over)
+    return tuple(
+        torch.zeros(BINS, dtype=torch.float64, device=groups.device).index_add_(0, bins, t.flatten())
+        for t in (cost.contiguous(), cost * over)
+    )  # type: ignore[return-value]
+
+
+def _centres(device: torch.device) -> torch.Tensor:
+    return ((torch.arange(BINS, dtype=torch.float64, device=device) + 0.5) / (BINS / 2) - 1) * REACH
+
+
+def _by_density(mass: torch.Tensor, levels: int) -> torch.Tensor:
+    """Values spread as the cube root of the density, the best for many (Panter and Dite 1951)."""
+    share = mass.pow(1 / 3).cumsum(0)
+    wanted = (torch.arange(levels, dtype=torch.float64, device=mass.device) + 0.5) / levels * share[-1]
+    return _centres(mass.device)[torch.searchsorted(share, wanted).clamp(max=BINS - 1)].float()
+
+
+def _lloyd(table: torch.Tensor, mass: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """Each value the mean of what is nearest to it, again and again (Lloyd 1957, 1982): fp32, in ascending order."""
+    values, centres = table.double().sort()[0], _centres(mass.device)
+    zero = torch.zeros(1, dtype=torch.float64, device=mass.device)
+    sums, moments = torch.cat([zero, mass.cumsum(0)]), torch.cat([zero, moment.cumsum(0)])
+    for _ in range(ITERATIONS):
+        ends = torch.searchsorted(centres, (values[1:] + values[:-1]) / 2)
+        edges = torch.cat([torch.zeros_like(ends[:1]), ends, torch.full_like(ends[:1], BINS)])
+        held = sums[edges].diff()
+        values = torch.where(held > 0, moments[edges].diff() / held.clamp(min=TINY), values).sort()[0]
+    return values.float()
