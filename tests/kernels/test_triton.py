@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, kernels, select
+from lowq_packers import tables
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
@@ -100,6 +101,36 @@ def test_interpreted(name, bits):
             done += 1
     if not done:
         pytest.skip("no config of it takes so small a shape")
+
+
+TABLES = [
+    Scheme(4, 16, "none", "e2m1", "e4m3"),
+    Scheme(4, 32, "none", "e2m1", "e8m0"),
+    Scheme(4, 96, "none", "nf4"),
+    Scheme(3, 16, "none", "fitted", "e4m3"),
+    Scheme(2, 96, "none", "fitted"),
+]
+
+
+@pytest.mark.parametrize("s", TABLES, ids=str)
+def test_values_from_a_table(s):
+    """Three tables or factors that differ, one for eleven rows each; every dtype and M takes the same way."""
+    N, K, g = 33, 96, torch.Generator().manual_seed(s.bits)
+    for name in (n for n in TRITON if s.table in kernels()[n].tables):
+        for dtype in TOLERANCE:
+            scales = torch.rand(N, s.groups(K), generator=g) * 0.9 + 0.1
+            scales = scales.to(dtype) if s.scale == "float" else tables.to_bytes(scales, s.scale)
+            table = torch.rand(3, s.table_width, generator=g) * 0.02 + 0.001 if s.table_width else None
+            codes = torch.randint(0, s.levels, (N, K), dtype=torch.uint8, generator=g)
+            q = QuantizedTensor.of(s, codes, scales, None, table)
+            for config in pick(legal(kernels()[name], 2, pack(q, "strided"), dtype), s.bits, 1 if not GPU else 5):
+                check(kernels()[name], config, q, 2, dtype, biased=True)
+
+
+def test_kernels_that_know_no_tables_are_not_asked():
+    call = Call(1, 64, 96, TABLES[0], "strided", torch.float16, "cuda", (9, 0))
+    taken = {s.name for s in registry.dispatched("product") if s.why_not(call) is None}
+    assert taken == {"triton/dequant_matmul", "dequant", "reference"}
 
 
 def _any(spec: KernelSpec, M: int, q: QuantizedTensor, dtype: torch.dtype) -> bool:

@@ -1,6 +1,7 @@
 """triton/dequant_matmul: dequantize a slab of columns into 16-bit scratch, multiply by it with the library's GEMM, next slab.
 
 Maths   w[k, n] = (q[n, k] - z[n, g]) * s[n, g] rounded once to x's dtype, y = x @ w + bias
+        of a table scheme (packers/tables.py): w[k, n] = values[q[n, k]] * (s[n, g] * factor), values looked up in memory
 Shapes  words, scales, zeros as in product.py · scratch (K, slab) in x's dtype, slab * K * 2 <= SLAB_MIB
 Grid    (cdiv(K, BLOCK_K) * cdiv(slab, BLOCK_N),): a tile of words becomes E rows of scratch, stored as they are decoded
 For     large M, where a fused kernel would decode each weight M / BLOCK_M times; a slab that fits the second-level cache
@@ -12,17 +13,19 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.dispatch import policy
-from lowq_kernels.dispatch.registry import Call, Config, register
-from lowq_kernels.products.triton.decode import codes_per_step, decoded, scales_zeros
+from lowq_kernels.dispatch.registry import ANY_TABLE, Call, Config, register
+from lowq_kernels.products.triton.decode import byte_scales, codes_per_step, decode_ptx, decoded, scales_zeros
 from lowq_kernels.products.triton.product import block_k, constants, native_ptx
 from lowq_packers.layouts import PackedWeight
+from lowq_packers.tables import values
 
 ALWAYS_SCALE_CODES = 1 << 30  # for `constants`: no sums here, every code is scaled
 
 
 @triton.jit
 def _dequant_kernel(
-    words_ptr, scales_ptr, zeros_ptr, out_ptr, n0, width, N, K,
+    words_ptr, scales_ptr, zeros_ptr, values_ptr, factors_ptr, out_ptr, n0, width, N, K, table_rows,
+    TABLE: tl.constexpr, SCALES: tl.constexpr,
     BITS: tl.constexpr, GROUP_SIZE: tl.constexpr, ZERO: tl.constexpr, SCALE: tl.constexpr, UNIFORM: tl.constexpr,
     PTX: tl.constexpr, CONSTRAINTS: tl.constexpr, ROWS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -54,13 +57,25 @@ def _dequant_kernel(
         else:
             meta = (k_row // GROUP_SIZE)[:, None] * N + offs_n[None, :]
             mask = (k_row < K)[:, None] & mask_n[None, :]
-        scales, zeros = scales_zeros(scales_ptr, zeros_ptr, meta, mask, dtype, ZERO)
-        w = decoded(word_0, word_1, word_2, zeros, scales, dtype, BITS, ZERO, True, PTX, CONSTRAINTS)
+        if TABLE == "":
+            scales, zeros = scales_zeros(scales_ptr, zeros_ptr, meta, mask, dtype, ZERO)
+        else:
+            scales = tl.load(scales_ptr + meta, mask=mask, other=0)
+            scales = scales.to(tl.float32) if SCALES == "float" else byte_scales(scales, SCALES)
+            own = tl.minimum(offs_n, N - 1) // table_rows
+            if TABLE != "fitted" and SCALES == "e4m3":
+                scales = scales * tl.load(factors_ptr + own)[None, :]
+            zeros = scales
+        w = decoded(word_0, word_1, word_2, zeros, scales, dtype, BITS, ZERO, TABLE == "", PTX, CONSTRAINTS)
         offs_k = k0 + offs_r * E
         out_ptrs = out_ptr + offs_k.to(tl.int64)[:, None] * width + offs_out[None, :]
         for j in tl.static_range(half * 16, E // HALVES * (half + 1)):
             store_mask = mask_n[None, :] if EVEN_K else (offs_k + j < K)[:, None] & mask_n[None, :]
-            tl.store(out_ptrs + j * width, w[j], mask=store_mask)
+            value = w[j]
+            if TABLE != "":
+                first = (own << BITS)[None, :] if TABLE == "fitted" else 0
+                value = tl.load(values_ptr + first + value.to(tl.int32)) * scales
+            tl.store(out_ptrs + j * width, value.to(dtype), mask=store_mask)
 
 
 def dequantize_columns(p: PackedWeight, n0: int, n1: int, out: torch.Tensor, config: Config) -> torch.Tensor:
@@ -69,9 +84,16 @@ def dequantize_columns(p: PackedWeight, n0: int, n1: int, out: torch.Tensor, con
     facts = constants(p.scheme, out.dtype, p.K, config["ROWS"], ALWAYS_SCALE_CODES, native_ptx(p.words))
     E = codes_per_step(p.scheme.bits)
     grid = (triton.cdiv(p.K, config["ROWS"] * E) * triton.cdiv(n1 - n0, config["BLOCK_N"]),)
-    zeros = p.scales if p.zeros is None else p.zeros
+    s, zeros = p.scheme, p.scales if p.zeros is None else p.zeros
+    if s.table:  # codes as they are
+        asm, constraints = decode_ptx(s.bits, out.dtype, "raw", False) if native_ptx(p.words) else ("", "")
+        facts = facts | {"ZERO": "raw", "PTX": asm, "CONSTRAINTS": constraints}
+    book = values(s, p.table, p.words.device) if s.table else zeros
+    of_table = (book, zeros if p.table is None else p.table)
+    facts = facts | {"TABLE": s.table, "SCALES": s.scale}
     settings = {k: v for k, v in config.items() if k != "SLAB_MIB"}
-    _dequant_kernel[grid](p.words, p.scales, zeros, out, n0, n1 - n0, p.N, p.K, **(facts | settings))
+    rows = p.N if p.table is None else p.N // p.table.shape[0]
+    _dequant_kernel[grid](p.words, p.scales, zeros, *of_table, out, n0, n1 - n0, p.N, p.K, rows, **(facts | settings))
     return out
 
 
@@ -88,6 +110,7 @@ CONFIGS: tuple[Config, ...] = tuple(
 @register(
     "triton/dequant_matmul",
     layouts=("strided",),
+    tables=ANY_TABLE,
     devices=("cuda",),
     prefer=policy.prefers("triton/dequant_matmul"),
     rank=55,
