@@ -2,6 +2,7 @@
 
     python benchmarks/cuda_tile.py                                  # PLAN: the tables of docs/cuda.md
     python benchmarks/cuda_tile.py --shapes 4096x4096 --bits 4 --m 1,8,16 --sweep    # every legal config of every kernel
+    python benchmarks/cuda_tile.py --tables                         # nvfp4, mxfp4, nf4 and fitted tables beside grids
     python benchmarks/cuda_tile.py --chain --m 1,8 --out ...        # an 8B model's layers in turn, as a decoder calls them
 
 Without --sweep a cell is the kernel and config that dispatch picks. Protocol: `dispatch.timing.graph_time` (weights
@@ -28,6 +29,7 @@ from lowq_kernels.dispatch.timing import Thunk, graph_time, rotation
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.layouts.tile import ROW_STEP, ROWS, expected_shapes
 from lowq_packers.scheme import Scheme
+from lowq_packers.tables import to_bytes
 
 SMALL = "1,2,4,8,16"
 ALL = SMALL + ",32,64,128,256,1024,4096"
@@ -49,6 +51,10 @@ PLAN = (  # shapes, bits, group sizes (0: per channel), rows of x; what matters 
     ("4096x4096,28672x4096", "2,1", "64", "1,2"),
     (LAYERS, "8", "128", "32,64,128,256,1024,4096"),
 )
+TABLES = (  # --tables: kind, bits, group; each table before the grid that reads as many bytes, or the nearest
+    *(("e2m1/e4m3", 4, 16), ("e2m1/e8m0", 4, 32), ("none", 4, 32), ("nf4", 4, 64), ("none", 4, 64), ("fitted", 4, 128)),
+    *(("none", 4, 128), ("fitted", 3, 64), ("none", 3, 64), ("fitted", 2, 64), ("none", 2, 64)),
+)
 LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # relative Frobenius error
 CHECKED = 2048  # rows of W at most that truth is computed for, in blocks spread over all of them
 LARGEST = 28672 * 4096  # N * M
@@ -64,11 +70,13 @@ def random_weight(N: int, K: int, scheme: Scheme, dtype: torch.dtype, seed: int)
     g = torch.Generator("cuda").manual_seed(seed)
     words, meta = expected_shapes(scheme, N, K)
     w = torch.randint(-(2**31), 2**31 - 1, words, dtype=torch.int32, device="cuda", generator=g)
-    scales = ((torch.rand(meta, device="cuda", generator=g) * 0.009 + 0.001) * (15 / (scheme.levels - 1))).to(dtype)
+    scales = (torch.rand(meta, device="cuda", generator=g) * 0.009 + 0.001) * (15 / (scheme.levels - 1))
+    scales = scales.to(dtype) if scheme.scale == "float" else to_bytes(scales, scheme.scale)
+    table = torch.rand(1, scheme.table_width, device="cuda", generator=g) + 0.1 if scheme.table_width else None
     zeros = None
     if scheme.zero != "none":
         zeros = (torch.rand(meta, device="cuda", generator=g) * (scheme.levels - 1)).to(dtype)
-    return PackedWeight(w, scales, zeros, scheme, N, K, "tile")
+    return PackedWeight(w, scales, zeros, scheme, N, K, "tile", table=table)
 
 
 def sample(p: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +86,7 @@ def sample(p: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
     tiles = (chosen[:, None] * (ROW_STEP // ROWS) + torch.arange(ROW_STEP // ROWS, device="cuda")).flatten()
     rows = (tiles[:, None] * ROWS + torch.arange(ROWS, device="cuda")).flatten()
     zeros = None if p.zeros is None else p.zeros[tiles]
-    part = PackedWeight(p.words[tiles], p.scales[tiles], zeros, p.scheme, len(rows), p.K, "tile")
+    part = PackedWeight(p.words[tiles], p.scales[tiles], zeros, p.scheme, len(rows), p.K, "tile", table=p.table)
     return rows, unpack(part).dequantize().t()
 
 
@@ -128,6 +136,12 @@ Cell = tuple[int, int, Scheme]
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[Cell, list[int]]]:
     """((N, K, scheme), rows of x) of every weight to measure, in the plan's order; what several lines ask for comes once."""
+    if args.tables:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in (args.shapes or LAYERS).split(",")]
+        for kind, bits, group in TABLES:
+            for N, K in shapes:
+                yield (N, K, Scheme.of(bits, group, kind)), [m for m in map(int, args.m.split(",")) if N * m <= LARGEST]
+        return
     plan = [(args.shapes, args.bits, args.group, args.m)] if args.shapes else PLAN
     done: set[tuple[Cell, int]] = set()
     for shapes, widths, groups, rows in plan:
@@ -135,7 +149,7 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[Cell, list[int]]]:
             N, K = map(int, shape.split("x"))
             for bits in map(int, widths.split(",")):
                 for group in map(int, groups.split(",")):
-                    cell = (N, K, Scheme(bits, group or K, args.zero))
+                    cell = (N, K, Scheme.of(bits, group or K, args.zero))
                     some = [m for m in map(int, rows.split(",")) if N * m <= LARGEST and (cell, m) not in done]
                     done.update((cell, m) for m in some)
                     if some:
@@ -158,7 +172,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="", help="NxK,...; without it the plan of this file")
     parser.add_argument("--bits", default="4")
     parser.add_argument("--group", default="128", help="0 is per channel")
-    parser.add_argument("--zero", default="float")
+    parser.add_argument("--zero", default="float", help="or a table and its scales, such as e2m1/e4m3")
+    parser.add_argument("--tables", action="store_true", help="the kinds of TABLES")
     parser.add_argument("--m", default=ALL)
     parser.add_argument("--kernel", default="", help="with --sweep: only kernels whose name contains this")
     parser.add_argument("--having", default="", help="with --sweep: only configs where this is not 0, e.g. INT8_PLANES")
@@ -179,7 +194,7 @@ def main() -> None:
     if args.chain:
         for M in map(int, args.m.split(",")):
             for bits in map(int, args.bits.split(",")):
-                rows.append(chain(M, Scheme(bits, int(args.group), args.zero), dtype, args.kernel or None))
+                rows.append(chain(M, Scheme.of(bits, int(args.group), args.zero), dtype, args.kernel or None))
                 print(rows[-1], flush=True)
         out.write_text(json.dumps(stamp | {"rows": rows}, indent=0))
         return
@@ -209,7 +224,7 @@ def main() -> None:
             for i, (spec, config) in enumerate(todo[cell, M]):
                 y = spec.launch(xs[M], first, None, config)
                 err = float((y[:, some].float() - ref).norm() / ref.norm())
-                row = {"N": N, "K": K, "M": M, "bits": scheme.bits, "group": scheme.group_size, "zero": scheme.zero}
+                row = {"N": N, "K": K, "M": M, "bits": scheme.bits, "group": scheme.group_size, "zero": scheme.kind}
                 row |= {"dtype": args.dtype, "kernel": spec.name, "config": config, "error": err, "chosen": i == 0}
                 rows.append(row)
                 if not err < LIMIT[dtype]:

@@ -57,8 +57,8 @@ def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, co
     C = chunks(p.K, p.scheme.bits)
     for n0 in range(0, p.N, step):
         rows = min(step, p.N - n0)
-        pointers = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr(), slab.data_ptr())
-        pointers += of_table
+        of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+        pointers = (*of_W, slab.data_ptr(), *of_table)
         kernel(
             math.ceil(C / 8),
             math.ceil(rows / ROWS),
