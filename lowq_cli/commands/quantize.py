@@ -68,7 +68,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "calib_tokens": (int, option("How many tokens of it to read.  [default: 65536]")),
     "calib_seed": (int, option("With --calib self: another text.  [default: 0]")),
     "rotate": (bool, option("Turn the model's space first, folded into the weights.", None, None, "--rotate/--no-rotate")),
-    "format": (str, option("lowq; nvfp4, mxfp4 or nf4 (values of a table); fp8 (e4m3, as DeepSeek's files).  [default: lowq]")),
+    "format": (str, option("lowq; nvfp4, mxfp4, nf4, or table (fitted to each weight); fp8 (e4m3).  [default: lowq]")),
     "block": (str, option("With --format fp8: 128x128 or 256x256.  [default: 128x128]")),
     "act": (
         str,
