@@ -2,7 +2,7 @@
 
 import torch
 
-from lowq_cli.quantizers._tables import TINY, Book
+from lowq_cli.quantizers._table_book import TINY, Book
 from lowq_packers.scheme import Scheme
 from lowq_packers.tables import E4M3_MAX, FIXED
 
