@@ -5,7 +5,9 @@
 One model of random codes (vllm_speed.make's, 4 bits, groups of 128, 16-bit embedding and head), loaded once. `start`: seconds
 until requests are taken, and what each pass takes. `first`: the first requests. `same`: greedy texts side by side, beside those
 of the decoder that answers one alone. `load`: users in a closed loop. `long`: long prompts. `prompts`: 1,000 lines of mixed
-lengths, by the engine and in batches of equal shape as `generate --prompts` did. `deterministic`: the same kernels for all.
+mixed lengths, by the engine and in batches of equal shape as `generate --prompts` did. `draws`: users who ask for top-k and
+top-p, for penalties, for a mask (that allows all: its price is that a pass waits for the one before). `preemption`: 64 users
+and a cache for 40 of their texts. `deterministic`: the same kernels for all.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.ready import ready
 from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.request import Event, Request
+from lowq_cli.serving.request import Draw, Event, Request
 
 PARTS = ("start", "same", "load", "deterministic", "prompts")
 LINES = 1000
@@ -60,13 +62,14 @@ class Engine:
         self.engine.passes.pace.note = noted
 
     def send(self, asked: Asked) -> None:
-        number = self.engine.submit(Request(tuple(asked.prompt), asked.new))
+        number = self.engine.submit(Request(tuple(asked.prompt), asked.new, **self.ways(asked)))
         self.names[number] = asked.number
 
     def step(self) -> list[tuple[int, int, bool]]:
         return [(self.names[n], int(e.token is not None), bool(self.ended(e))) for n, e in self.events.get(timeout=120)]
 
     names: dict[int, int]
+    ways: Callable[[Asked], Row] = staticmethod(lambda asked: {})  # how requests of a load are drawn
 
     @staticmethod
     def ended(event: Event) -> str | None:
@@ -156,6 +159,23 @@ def prompts(engine: Engine, model: Any, tokenizer: Any, vocabulary: int, lines: 
     return row
 
 
+class Anything:
+    """A mask that allows every token."""
+
+    def fill(self, words: torch.Tensor) -> None:
+        words.fill_(-1)
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+WAYS: dict[str, Callable[[Asked], Row]] = {
+    "top_k_top_p": lambda a: {"draw": Draw(temperature=1.0, top_k=50, top_p=0.9, seed=a.number)},
+    "penalty": lambda a: {"draw": Draw(frequency_penalty=0.5)},
+    "mask": lambda a: {"mask": Anything()},
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the checkpoint")
@@ -219,9 +239,24 @@ def main() -> None:
         part("long", lambda: long(engine, V))
     if "prompts" in parts:
         part("prompts", lambda: prompts(engine, model, tokenizer, V, args.lines, True))
+    if "draws" in parts:
+        for way, ways in WAYS.items():
+            engine.ways = ways
+            for users in map(int, args.users.split(",")):
+                part(f"{way}_users_{users}", lambda u=users: engine.load(u, max(u, int(USERS[u] * args.requests)), V, SEED + u))
     engine.engine.stop(0)
-    if "deterministic" in parts:
+    if "preemption" in parts or "deterministic" in parts:
         del engine, e
+        gc.collect()
+        torch.cuda.empty_cache() if device == "cuda" else None
+    if "preemption" in parts:
+        narrow = Engine(model, cache_tokens=40 * 480, **how)
+        part("preemption", lambda: narrow.load(64, max(64, int(USERS[64] * args.requests)), V, SEED + 64))
+        found["preemption"]["preemptions"] = narrow.engine.stats().preemptions
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        narrow.engine.stop(0)
+        del narrow
+    if "deterministic" in parts:
         gc.collect()
         torch.cuda.empty_cache() if device == "cuda" else None
         fixed = Engine(model, deterministic=True, **how)

@@ -7,13 +7,15 @@ And the names of their files: where transformers keeps all experts of a layer in
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from lowq_cli.files.source import Cut
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightConverter
 
 DOWN = "down_proj"
 LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), DOWN: (DOWN,)}  # parameter -> an expert's matrices
@@ -101,13 +103,19 @@ def between(module: Any, h: torch.Tensor) -> torch.Tensor:
     return module.act_fn(first) * up
 
 
-def converters(stacks: Iterable[tuple[str, bool]], known: Sequence[WeightConverter]) -> list[WeightConverter]:
+def converters(stacks: Iterable[tuple[str, bool]], known: Sequence["WeightConverter"]) -> list["WeightConverter"]:
     """What stacks the experts of lowq's files where transformers has no such rule of its own, and cuts them up for saving.
 
     Args:
         stacks: path of every parameter of a model's experts, and whether it is packed.
         known: transformers' rules for the model.
     """
+    from transformers.core_model_loading import (
+        Concatenate,
+        MergeModulelist,
+        WeightConverter,
+    )  # 3 s that decoding can do without
+
     own: dict[str, list[str]] = defaultdict(list)
     dense = set()
     for path, packed in stacks:

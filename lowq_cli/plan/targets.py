@@ -85,7 +85,9 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
         return file.get(name) if flags.get(name) is None else flags[name]
 
     if asked("format") == "fp8":
-        raise UsageError("vLLM, SGLang and transformers read --format fp8 as it is; leave --for and --export out")
+        if engine == "vllm":
+            raise UsageError("vLLM, SGLang and transformers read --format fp8 as it is; leave --for and --export out")
+        raise UsageError(f"--format fp8 and --for {engine} contradict each other: {engine} reads {t.export}; leave one out")
     zero, bits, group = asked("zero"), asked("bits"), asked("group")
     if zero not in (None, t.zero):
         raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero {t.zero} exactly")

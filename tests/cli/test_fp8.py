@@ -171,7 +171,8 @@ def test_damage_is_one_line(checkpoint, tmp_path):
     ("flags", "says"),
     [
         (("--format", "fp8", "--bits", "4"), "--bits is for --format lowq"),
-        (("--format", "fp8", "--for", "mlx"), "leave --for and --export out"),
+        (("--format", "fp8", "--for", "mlx"), "mlx reads mlx; leave one out"),
+        (("--format", "fp8", "--for", "vllm"), "leave --for and --export out"),
         (("--format", "fp8", "--lm-head", "4"), "write --lm-head fp8, or keep"),
         (("--format", "fp8", "--act", "int8"), "--act int8 needs --format lowq"),
         (("--format", "fp8", "--block", "64x64"), "use one of 128x128, 256x256"),
