@@ -3,7 +3,6 @@
 SAVED = "transformers 5.23 cannot read back what it saved: the keys of per_layer_config become text in config.json"
 DRAFT = "a draft for another model, whose states its forward takes: it has no logits of its own"
 NO_DECODER = "transformers cannot build its causal class from its default config, which is that of text to music"
-OWN_PLACE = "experts in parameters of an order that lowq does not know; they stay 16-bit"
 EXCEPTIONS = {
     "blt": "packed and right; transformers 5.23 cannot generate with it either: its cache asks for a field its config lacks",
     "cpmant": "packed and right; its cache counts prompt tokens of its own, which lowq's decoder does not feed",
@@ -13,9 +12,9 @@ EXCEPTIONS = {
     "gemma4_assistant": DRAFT,
     "gemma4_unified_assistant": DRAFT,
     "hrm_text": "transformers cuts a tensor of its files into several parameters, which packed rows cannot follow yet",
-    "inkling2_text": OWN_PLACE,
-    "inkling_text": OWN_PLACE,
-    "jetmoe": OWN_PLACE,
+    "inkling2_text": "its files interleave gate and up, which transformers undoes in loading: packed rows cannot follow yet",
+    "inkling_text": "its shared experts stand in a module of their own: 15% of the tiny model, which has 4 experts",
+    "jetmoe": "experts as single stacks that are called with lists of sizes; they stay 16-bit",
     "kimi_linear": "packed and right; 8 bits move its random router's choices, and with them the median token, by 7%",
     "musicgen": NO_DECODER,
     "musicgen_melody": NO_DECODER,
