@@ -48,12 +48,14 @@ def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     free = Scheme(scheme.bits, scheme.group_size, "none", "fitted")  # while it is fitted, scales are not rounded
     groups = W.reshape(W.shape[0], -1, scheme.group_size)
     scales = groups.abs().amax(-1)
-    table = torch.linspace(-1, 1, scheme.levels, device=W.device)
+    even = table = torch.linspace(-1, 1, scheme.levels, device=W.device)
     for i in range(ROUNDS):
         mass, moment = _histogram(groups, scales)
         start = _by_density(mass, scheme.levels) if i == 0 else table
         table = _lloyd(start, mass, moment)
-        table = table / table.abs().amax().clamp(min=TINY)
+        if not (most := table.abs().amax()) > 0:  # nothing to fit: all weights are 0 (or NaN, which `quantize` refuses)
+            return even.unsqueeze(0)
+        table = table / most
         book = Book(free, table.unsqueeze(0), W.device, None)
         if i < ROUNDS - 1:
             first, scales = book.start(groups)
