@@ -45,8 +45,9 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization_config")
     c.check_fields(q, USED, HARMLESS)
     c.check_absent(q, "desc_act", "sym")
-    if not c.flag(q, "zero_point", True):
-        raise UnsupportedError("AWQ with zero_point=false is not one that lowq reads: others leave its zeros out")
+    if q.get("zero_point", True) is not True:  # null too: others take it for false
+        said = str(q["zero_point"])[:80]
+        raise UnsupportedError(f"AWQ with zero_point={said} is not one that lowq reads: others leave its zeros out")
     if q.get("checkpoint_format", q.get("format", "gemm")) != "gemm" or q.get("pack_dtype", "int32") != "int32":
         raise UnsupportedError("AWQ in another checkpoint_format or pack_dtype than gemm and int32 is not one that lowq reads")
     if (version := str(q.get("version", "gemm")).lower()) != "gemm":

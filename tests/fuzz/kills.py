@@ -286,7 +286,7 @@ def side_by_side(command: Command, folder: Path, wanted: dict[str, bytes]) -> st
     return differences(wanted, files(folder), f"{command.name}, two at once")
 
 
-CHANGING = ("quantize", "quantize gptq", "export", "import")  # commands whose source is changed
+CHANGING = ("quantize", "quantize gptq", "export")  # an import's folder is named by its source: another one is another folder
 
 
 def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random) -> tuple[str, str]:
@@ -297,23 +297,16 @@ def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random
     from safetensors.torch import load_file, save_file
 
     from lowq_cli.interop.exporter import export
-    from lowq_cli.interop.foreign import foreign_matrices, open_foreign
-    from lowq_cli.interop.importer import import_checkpoint
     from lowq_cli.run.pipeline import quantize
 
     name = rng.choice(CHANGING)
     begin(Command(name, print), folder)
-    model = shutil.copytree(valid[{"export": "packed", "import": "gptq"}.get(name, "dense")], folder / "model")
+    model = shutil.copytree(valid["packed" if name == "export" else "dense"], folder / "model")
     (model / "lowq_report.json").unlink(missing_ok=True)
 
     def run(out: Path, fresh: bool = False) -> None:
         if name == "export":
             export(model, "compressed-tensors", out)
-        elif name == "import":
-            with open_foreign(str(model)) as source:
-                found = foreign_matrices(source)
-                assert found
-                import_checkpoint(source, found[1], out)
         else:
             how = {"method": "gptq", "calib": str(text), "calib_tokens": 4096} if "gptq" in name else {"method": "rtn"}
             with small(False):
@@ -328,6 +321,8 @@ def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random
         run(folder / "out")
     except LowqError:
         refused = True
+        if name == "export":  # killed when all was there: what another source gave is not written over
+            shutil.rmtree(folder / "out", ignore_errors=True)
         run(folder / "out", fresh=True)
     run(folder / "new")
     said = differences(files(folder / "new"), files(folder / "out"), f"{name}, source changed after a kill")
