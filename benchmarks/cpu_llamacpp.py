@@ -1,17 +1,18 @@
-"""lowq beside llama.cpp on this CPU: decoding, a prompt and peak memory, in rounds that take turns.
+"""lowq beside llama.cpp on this CPU, by the clock: decoding, a prompt, a batch, peak memory, seconds to the first token.
 
     pip download --no-binary :all: --no-deps llama-cpp-python && tar xzf llama_cpp_python-*.tar.gz
     cmake -S llama_cpp_python-*/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF
     cmake --build build --target llama-bench llama-quantize
-    python benchmarks/cpu_llamacpp.py --llama-bench build/bin/llama-bench --out FILE.json NAME=CHECKPOINT,FILE.gguf ...
+    python benchmarks/cpu_llamacpp.py --llama-bench build/bin/llama-bench --out FILE.json NAME=CHECKPOINT[,FILE.gguf] ...
 
-A pair is one model at equal bits with an equal head: `lowq quantize --group 32 --zero none --lm-head keep` and `lowq export
---to gguf` of it give 8 bits (Q8_0) and 4 (Q4_0), `llama-quantize --token-embedding-type bf16` Q2_K.
+A pair is one model at equal bits with an equal head: `lowq quantize --group 32 --zero none --lm-head keep --layout cpu`, and
+`lowq export --to gguf` of the same gives 8 bits (Q8_0) and 4 (Q4_0), `llama-quantize --token-embedding-type bf16` Q2_K. A
+checkpoint without a file is timed alone.
 
-Noted are seconds of CPU time of all threads, which other work on the machine changes least; the tables take the least of the
-rounds. llama-bench runs in fresh processes, without its warm-up: what a token takes is the difference of two lengths, and the
-prompt's start is taken off by it. lowq's are timed inside its process. Peak memory is what the system reports of the process,
-mapped files included.
+Both are timed inside their processes after a warm-up of the same work, in rounds that take turns; the tables take the best of
+the rounds. Another call with the same --out adds rounds to what is there, so that pieces fit into quiet minutes. Peak memory is
+what the system reports of the process, mapped files included. --first CHECKPOINT times a shell's `lowq generate` of one token,
+and `import torch` beside it.
 """
 
 import argparse
@@ -20,33 +21,46 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-SHORT, LONG = 8, 72  # tokens decoded
-PROMPT = 512
+PROMPT, NEW, BATCH, STEPS = 512, 64, 8, 16  # STEPS of the batch
 LOWQ = """
-import json, sys, time, torch
+import json, resource, sys, time, torch
+from lowq_cli.engine import explain
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.ready import ready
 from lowq_cli.engine.sampling import Sampling
 model, _ = ready(sys.argv[1], "cpu")
+prompt, new, batch, steps = map(int, sys.argv[2:6])
 decoder, found = FusedDecoder(model), {}
-for tokens in (8, int(sys.argv[3])):
-    ids = torch.randint(5, 5000, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
-    since = time.process_time()
-    decoder.start([ids], Sampling(), int(sys.argv[2]) + 2)
-    found["read"] = time.process_time() - since
-    if tokens == 8:
-        for _ in range(2):
-            decoder.step()
-        since = time.process_time()
-        for _ in range(int(sys.argv[2])):
-            decoder.step()
-        found["new"] = time.process_time() - since
+
+def clock(tokens, work, times):
+    work()
+    since = time.perf_counter()
+    for _ in range(times):
+        work()
+    return tokens * times / (time.perf_counter() - since)
+
+def ids(n, seed):
+    return torch.randint(5, 5000, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+found["threads"] = torch.get_num_threads()
+decoder.start([ids(1, 0)], Sampling(), new + 2)
+found["decode"] = clock(1, decoder.step, new)
+found["read_bytes"] = explain.bytes_per_token(model, decoder, 1)
+seeds = iter(range(9))
+found["prompt"] = clock(prompt, lambda: decoder.start([ids(prompt, next(seeds))], Sampling(), 1), 1)
+found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+decoder.start([ids(1, b) for b in range(batch)], Sampling(), steps + 2)
+found["batch"] = clock(batch, decoder.step, steps)
+from lowq_kernels.dispatch.timing import roofline
+found["read_gbs"] = roofline(torch.device("cpu")).read_gbs
 print(json.dumps(found))
 """
 
@@ -57,58 +71,71 @@ def cpu_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def cpu_seconds(command: list[str]) -> tuple[float, float, str]:
-    """(CPU seconds, peak MB, stdout) of a process and its threads."""
+def run(command: list[str]) -> tuple[float, float, str]:
+    """(seconds, peak MB, stdout) of a process."""
+    since = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     out = process.stdout.read()
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{' '.join(command[:3])} ... ended with {os.waitstatus_to_exitcode(status)}")
-    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, out
+    return time.perf_counter() - since, used.ru_maxrss / 1024, out
 
 
 def llama(bench: str, gguf: str, threads: int) -> dict[str, float]:
     """One round of llama.cpp."""
-
-    def run(prompt: int, new: int) -> tuple[float, float]:
-        sizes = ["-p", str(prompt), "-n", str(new), "-t", str(threads)]
-        return cpu_seconds([bench, "-m", gguf, *sizes, "-r", "1", "--no-warmup"])[:2]
-
-    short, long, read = run(0, SHORT), run(0, LONG), run(PROMPT, 0)
-    return {"short": short[0], "long": long[0], "read": read[0], "peak_mb": max(long[1], read[1])}
+    sizes = ["-p", str(PROMPT), "-n", str(NEW), "-t", str(threads), "-r", "1", "-o", "json"]
+    _, peak, out = run([bench, "-m", gguf, *sizes])
+    speeds = {"prompt" if test["n_prompt"] else "decode": test["avg_ts"] for test in json.loads(out)}
+    return speeds | {"peak_mb": peak}
 
 
 def lowq(folder: str) -> dict[str, float]:
     """One round of lowq."""
-    _, peak, out = cpu_seconds([sys.executable, "-c", LOWQ, folder, str(LONG - SHORT), str(PROMPT)])
-    return {**json.loads(out), "peak_mb": peak}
+    return json.loads(run([sys.executable, "-P", "-c", LOWQ, folder, *map(str, (PROMPT, NEW, BATCH, STEPS))])[2])
+
+
+def first(folder: str) -> dict[str, float]:
+    """One round from the shell to the first token."""
+    code = "from lowq_cli.main import run; run()"
+    words = ["generate", folder, "--prompt", "Once", "--max-new-tokens", "1", "--device", "cpu"]
+    torch_s = run([sys.executable, "-P", "-c", "import torch"])[0]
+    return {"torch_s": torch_s, "first_s": run([sys.executable, "-P", "-c", code, *words])[0]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pairs", nargs="+", metavar="NAME=CHECKPOINT,FILE.gguf")
-    parser.add_argument("--llama-bench", required=True)
+    parser.add_argument("pairs", nargs="*", metavar="NAME=CHECKPOINT[,FILE.gguf]")
+    parser.add_argument("--llama-bench", default="llama-bench")
     parser.add_argument("--llama-version", default="", help="to be noted in the results")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--first", metavar="NAME=CHECKPOINT")
     parser.add_argument("--out", required=True, type=Path)
     given = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(given.threads)
-    pairs = [(name, *files.split(",")) for name, files in (p.split("=") for p in given.pairs)]
-    rounds: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name, *_ in pairs}
+    facts = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": given.threads, "load": []}
+    report: dict[str, Any] = {"prompt": PROMPT, "new": NEW, "batch": BATCH, "machine": facts, "rounds": {}, "first": {}}
+    if given.out.exists():
+        report = json.loads(given.out.read_text())
+    report["machine"]["load"].append(round(os.getloadavg()[0], 1))  # of the minute before: this script's own is not in it
+    report["versions"] = {"lowq": version("lowq"), "torch": torch.__version__, "llama.cpp": given.llama_version}
+
+    def keep(kind: str, name: str, found: dict[str, Any]) -> None:
+        report[kind].setdefault(name, []).append(found)
+        report["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+        print(name, json.dumps(found), flush=True)
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+
     for _ in range(given.rounds):
-        for name, folder, gguf in pairs:
-            both = {"llama.cpp": llama(given.llama_bench, gguf, given.threads), "lowq": lowq(folder)}
-            rounds[name].append(both)
-            print(name, json.dumps(both), flush=True)
-            facts = {"cpu": cpu_name(), "cores": os.cpu_count(), "threads": given.threads, "load": round(os.getloadavg()[1], 1)}
-            versions = {"lowq": version("lowq"), "torch": torch.__version__, "llama.cpp": given.llama_version}
-            report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "prompt": PROMPT, "short": SHORT}
-            report["new"] = LONG - SHORT
-            given.out.write_text(
-                json.dumps(report | {"machine": facts, "versions": versions, "rounds": rounds}, indent=1) + "\n"
-            )
+        for name, files in (p.split("=") for p in given.pairs):
+            folder, _, gguf = files.partition(",")
+            theirs = {"llama.cpp": llama(given.llama_bench, gguf, given.threads)} if gguf else {}
+            keep("rounds", name, theirs | {"lowq": lowq(folder)})
+        if given.first:
+            name, folder = given.first.split("=")
+            keep("first", name, first(folder))
 
 
 if __name__ == "__main__":

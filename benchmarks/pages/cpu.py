@@ -1,32 +1,51 @@
 """docs/cpu.md: lowq beside llama.cpp. Results: cpu/llamacpp_1b.json, of cpu_llamacpp.py."""
 
+from statistics import median
+from typing import Any
+
 from pages import part, read, table
 
 RESULT = "cpu/llamacpp_1b.json"
+Rounds = list[dict[str, dict[str, float]]]
 
 
-def _pair(speeds: tuple[float, float]) -> tuple[str, str]:
-    return f"{speeds[0]:.1f} / {speeds[1]:.1f}", f"{speeds[1] / speeds[0]:.2f}"
+def _best(found: Rounds, who: str, what: str) -> float:
+    return max(r[who][what] for r in found)
+
+
+def _pair(found: Rounds, what: str) -> tuple[str, str, str]:
+    """Both's best round, the ratio of these, and the median of the rounds' own."""
+    theirs, ours = _best(found, "llama.cpp", what), _best(found, "lowq", what)
+    middle = median(r["lowq"][what] / r["llama.cpp"][what] for r in found)
+    return f"{theirs:.1f} / {ours:.1f}", f"{ours / theirs:.2f}", f"{middle:.2f}"
+
+
+def _about(report: dict[str, Any]) -> str:
+    m, v = report["machine"], report["versions"]
+    about = (
+        f"1B of Llama 3.2's shape, random weights, 16-bit embedding and head in both; {m['cpu']}, {m['threads']} threads on "
+    )
+    about += f"{m['cores']} cores, by the clock, most other work paused but not all (rounds differ by up to two), "
+    about += f"{report['date'][:10]} (torch {v['torch']}, llama.cpp {v['llama.cpp']}). Prompt of {report['prompt']} tokens, "
+    return about + f"{report['new']} new ones after an empty context; tokens a second, the best round of each:"
 
 
 @part
 def cpu_llamacpp() -> str:
-    """Tokens per CPU second of both, from the least CPU time of the rounds."""
+    """Tokens a second and peak memory of both, eight texts at once, seconds to the first token."""
     report = read(RESULT)
-    m, v, done = report["machine"], report["versions"], {name: found for name, found in report["rounds"].items() if found}
-    rounds = min(map(len, done.values()))
-    about = f"1B of Llama 3.2's shape, random weights, 16-bit embedding and head in both; {m['cpu']}, {m['threads']} thread of "
-    about += f"{m['cores']} cores, load {m['load']} from other work; least CPU time of {rounds} round{'s' * (rounds > 1)} in "
-    about += f"turn, {report['date'][:10]} (torch {v['torch']}, llama.cpp {v['llama.cpp']}). Prompt of {report['prompt']} "
-    about += f"tokens, {report['new']} new ones after an empty context; tokens per second of CPU time:"
-    rows = []
-    for name, found in done.items():
-        ours, theirs = ({k: min(r[who][k] for r in found) for k in found[0][who]} for who in ("lowq", "llama.cpp"))
-        token = (theirs["long"] - theirs["short"]) / report["new"]
-        start = theirs["long"] - (report["new"] + report["short"]) * token
-        decode = (1 / token, report["new"] / ours["new"])
-        prompt = (report["prompt"] / (theirs["read"] - start), report["prompt"] / ours["read"])
-        peak = [max(r[who]["peak_mb"] for r in found) for who in ("llama.cpp", "lowq")]
-        rows.append((name, *_pair(decode), *_pair(prompt), f"{peak[0]:,.0f} / {peak[1]:,.0f}"))
-    heads = ("lowq, llama.cpp", ">decoding: llama.cpp / lowq", ">ratio", ">prompt: llama.cpp / lowq", ">ratio", ">peak MB")
-    return f"{about}\n\n{table(heads, rows)}"
+    rows, many = [], []
+    for name, found in report["rounds"].items():
+        one, batch = _best(found, "lowq", "decode"), _best(found, "lowq", "batch")
+        many.append((name.split(" /")[0], f"{one:.1f}", f"{batch:.1f}", f"{batch / one:.1f}"))
+        theirs, ours = (_best(found, who, "peak_mb") for who in ("llama.cpp", "lowq"))
+        memory = f"{theirs:,.0f} / {ours:,.0f}", f"{ours / theirs:.2f}"
+        rows.append((name, len(found), *_pair(found, "decode"), *_pair(found, "prompt"), *memory))
+    speeds = [c for what in ("decoding", "prompt") for c in (f">{what}: llama.cpp / lowq", ">ratio", ">median of rounds")]
+    heads = ("lowq, llama.cpp", ">rounds", *speeds, ">peak MB", ">ratio")
+    batches = table(("lowq", ">one text", f">{report['batch']} texts", ">times"), many)
+    lines = f"{_about(report)}\n\n{table(heads, rows)}\n\nSeveral texts at once, tokens a second in all:\n\n{batches}"
+    for name, found in report["first"].items():
+        ours, bare = (min(r[k] for r in found) for k in ("first_s", "torch_s"))
+        lines += f"\n\nFrom the shell to the first token, {name}: {ours:.2f} s, of which `import torch` {bare:.2f} s."
+    return lines

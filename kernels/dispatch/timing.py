@@ -125,12 +125,12 @@ def call_bytes(M: int, N: int, K: int, bits_per_weight: float) -> float:
 
 @cache
 def roofline(device: torch.device) -> Roofline:
-    """Measure both ceilings (under a second): a read of 1 GiB (64 MiB on a CPU), a product of 8192 (512) cubed.
+    """Measure both ceilings (under a second): a read of 1 GiB (256 MiB on a CPU: caches hold 64), a product of 8192^3 (512^3).
 
     A CPU multiplies in whichever of bf16 and fp32 is faster there.
     """
     if device.type != "cuda":
-        data = torch.ones(64 << 20, dtype=torch.uint8).view(torch.int64)
+        data = torch.ones(256 << 20, dtype=torch.uint8).view(torch.int64)
         squares = [torch.randn(512, 512, dtype=d) for d in (torch.bfloat16, torch.float32)]
         read_us = wall_time([lambda: data.sum()])
         dot_us = min(wall_time([partial(torch.matmul, a, a)]) for a in squares)

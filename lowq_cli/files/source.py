@@ -6,12 +6,14 @@ Opening reads config.json and the safetensors headers only, and checks them agai
 
 import difflib
 import hashlib
+import mmap
 import os
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli.files.regular import open_regular
@@ -31,6 +33,8 @@ from lowq_cli.state import known, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -88,7 +92,8 @@ class Source:
     notes: tuple[str, ...] = ()  # what a person should know before it is quantized
     pinned: bool = False  # `read` into pages that a GPU copies by itself
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
-    _opening: Lock = field(default_factory=Lock, repr=False)  # tensors are read by several threads
+    _maps: dict[str, mmap.mmap] = field(default_factory=dict, repr=False)
+    _opening: RLock = field(default_factory=RLock, repr=False)  # tensors are read by several threads
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +151,29 @@ class Source:
         """Fill `view` (bytes) with a tensor's bytes from byte `first`."""
         read_into(view, self._fd(self.where[name]), self.headers[name].offset + first, self.where[name])
 
+    def mapped(self, names: "Sequence[str]") -> "torch.Tensor | None":
+        """Tensors that lie one behind the other in one file, flat and of its dtype, in its own pages: nothing is copied, and
+        what is written to them stays in this process. None where they do not lie so, or not at multiples of their elements.
+
+        A file that another program cuts short while it is mapped ends this process by a signal.
+        """
+        import torch
+
+        headers, file = [self.headers[n] for n in names], self.where[names[0]]
+        first, size = headers[0].offset, ITEMSIZE[headers[0].dtype]
+        behind = all(h.offset + h.nbytes == g.offset for h, g in pairwise(headers))
+        if (
+            not behind
+            or first % size
+            or {(self.where[n], h.dtype) for n, h in zip(names, headers, strict=True)} != {(file, headers[0].dtype)}
+        ):
+            return None
+        with self._opening:
+            if file not in self._maps:
+                self._maps[file] = mmap.mmap(self._fd(file), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        count = sum(h.numel for h in headers)
+        return torch.frombuffer(self._maps[file], dtype=torch_dtype(headers[0].dtype), count=count, offset=first)
+
     def _fd(self, file: str) -> int:
         if self.folder is None:
             raise UsageError(f"only the headers of {self.name} were fetched (dry run)")
@@ -163,6 +191,7 @@ class Source:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+        self._maps.clear()  # they live as long as tensors in them
 
     def __enter__(self) -> "Source":
         return self

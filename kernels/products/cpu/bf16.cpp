@@ -9,7 +9,7 @@ struct Bf16 {
     using X = uint16_t;
     using W = __m512bh;
     using F = __m512;
-    static constexpr int STEP = 32, NB = 4;
+    static constexpr int STEP = 32, ROWS = 4;
     static F zero() { return _mm512_setzero_ps(); }
     static W weights(const void* p) { return (W)_mm512_loadu_si512(p); }
     static F dot(F sum, W w, const X* x) { return _mm512_dpbf16_ps(sum, w, (W)_mm512_loadu_si512(x)); }

@@ -53,57 +53,70 @@ inline void narrow(void* to, int dtype, size_t at, const float* from, int n) {
     dtype == BF16 ? round_to<BF16>(to, at, from, n) : dtype == FP16 ? round_to<FP16>(to, at, from, n) : round_to<FP32>(to, at, from, n);
 }
 
-// NB rows of the 16-bit weight with MB rows of x, both along k: a sum each, in the order of k, so that a row of y has the same
-// bits in any company. `Way` says what a step of STEP k is, for operands as it wants them.
+// Of a mapped file. One line of a page is asked for ahead: its address is then known in time (3.4 -> 2.9 ms of 64 MB).
+constexpr int PAGE = 4096;
+
+// NB rows of the 16-bit weight with MB rows of x, both along k: two sums each, always added in one order, so that a row of y
+// has the same bits in any company. `Way` says what a step of STEP k is, for operands as it wants them.
 template <class Way, int NB, int MB>
 inline void dot_rows(const Args& a, const typename Way::X* x, int n, int m) {
-    typename Way::F sum[NB][MB];
-#pragma GCC unroll 4
+    constexpr int U = 2;
+    typename Way::F sum[NB][MB][U];
+#pragma GCC unroll 2
     for (int i = 0; i < NB; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < MB; j++) sum[i][j] = Way::zero();
-    const uint16_t* row = (const uint16_t*)a.words + (size_t)n * a.K;
-    const typename Way::X* at = x + (size_t)m * a.K;
-    int k = 0;
-    for (; k + Way::STEP <= a.K; k += Way::STEP) {
-        typename Way::W w[NB];
-#pragma GCC unroll 4
-        for (int i = 0; i < NB; i++) {
-            w[i] = Way::weights(row + (size_t)i * a.K + k);
-            if (m == 0) __builtin_prefetch(row + (size_t)(i + NB) * a.K + k);
-        }
 #pragma GCC unroll 4
         for (int j = 0; j < MB; j++)
+#pragma GCC unroll 2
+            for (int u = 0; u < U; u++) sum[i][j][u] = Way::zero();
+    const uint16_t* row = (const uint16_t*)a.words + (size_t)n * a.K;
+    const typename Way::X* at = x + (size_t)m * a.K;
+    for (int k = 0; m == 0 && k < a.K; k += PAGE / 2) __builtin_prefetch(row + k + 2 * PAGE);
+    int k = 0;
+    for (; k + U * Way::STEP <= a.K; k += U * Way::STEP)
+#pragma GCC unroll 2
+        for (int u = 0; u < U; u++) {
+            const int here = k + u * Way::STEP;
+            typename Way::W w[NB];
+#pragma GCC unroll 2
+            for (int i = 0; i < NB; i++) {
+                w[i] = Way::weights(row + (size_t)i * a.K + here);
+                if (NB > 1 && m == 0) __builtin_prefetch(row + (size_t)(i + NB) * a.K + here);
+            }
 #pragma GCC unroll 4
-            for (int i = 0; i < NB; i++) sum[i][j] = Way::dot(sum[i][j], w[i], at + (size_t)j * a.K + k);
-    }
+            for (int j = 0; j < MB; j++)
+#pragma GCC unroll 2
+                for (int i = 0; i < NB; i++) sum[i][j][u] = Way::dot(sum[i][j][u], w[i], at + (size_t)j * a.K + here);
+        }
     for (int i = 0; i < NB; i++)
         for (int j = 0; j < MB; j++) {
-            float total = Way::total(sum[i][j]);
+            float total = Way::total(sum[i][j][0]) + Way::total(sum[i][j][1]);
             for (int rest = k; rest < a.K; rest++)
                 total += read(row, a.meta, (size_t)i * a.K + rest) * Way::value(at[(size_t)j * a.K + rest]);
-            total += a.bias ? read(a.bias, a.meta, n + i) : 0.f;
-            write(a.y, a.dtype, (size_t)(m + j) * a.N + n + i, total);
+            write(a.y, a.dtype, (size_t)(m + j) * a.N + n + i, total + (a.bias ? read(a.bias, a.meta, n + i) : 0.f));
         }
 }
 
 template <class Way, int NB>
-inline void dot_block(const Args& a, const typename Way::X* x, int n) {  // NB rows of the weight stay in the cache
+inline void rows_of_x(const Args& a, const typename Way::X* x, int n) {
     int m = 0;
-    for (; m + 4 <= a.M; m += 4) dot_rows<Way, NB, 4>(a, x, n, m);
-    if (a.M - m >= 2) dot_rows<Way, NB, 2>(a, x, n, m), m += 2;
-    if (a.M > m) dot_rows<Way, NB, 1>(a, x, n, m);
+    if (Way::ROWS >= 4)
+        for (; m + 4 <= a.M; m += 4) dot_rows<Way, NB, 4>(a, x, n, m);
+    for (; m + 2 <= a.M; m += 2) dot_rows<Way, NB, 2>(a, x, n, m);
+    if (m < a.M) dot_rows<Way, NB, 1>(a, x, n, m);
 }
 
+// One row of the weight after the other for one row of x (the memory likes one stream: four side by side took 32 ms for 20),
+// two that share what is read of more.
 template <class Way>
 inline void dense_rows(const Args& a, const typename Way::X* x) {
-    constexpr int PART = 64;
-    const int parts = (a.N + PART - 1) / PART;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads)
-    for (int part = 0; part < parts; part++) {
-        int n = part * PART, end = n + PART < a.N ? n + PART : a.N;
-        for (; n + Way::NB <= end; n += Way::NB) dot_block<Way, Way::NB>(a, x, n);
-        for (; n < end; n++) dot_block<Way, 1>(a, x, n);
+#pragma omp parallel for schedule(dynamic, 32) num_threads(a.threads)
+    for (int n = 0; n < a.N; n += 2) {
+        if (a.M > 1 && n + 1 < a.N) {
+            rows_of_x<Way, 2>(a, x, n);
+        } else {
+            rows_of_x<Way, 1>(a, x, n);
+            if (n + 1 < a.N) rows_of_x<Way, 1>(a, x, n + 1);
+        }
     }
 }
 

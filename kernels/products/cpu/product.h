@@ -109,7 +109,7 @@ struct Widened {
     using X = float;
     using W = Isa::F;
     using F = Isa::F;
-    static constexpr int STEP = Isa::LANES, NB = Isa::LANES == 8 ? 2 : 4;  // AVX2 has half the registers
+    static constexpr int STEP = Isa::LANES, ROWS = Isa::LANES == 8 ? 2 : 4;  // of x: AVX2 has half the registers
     static F zero() { return Isa::zero(); }
     static W weights(const void* p) { return Isa::meta(p, T, 0); }
     static F dot(F sum, W w, const X* x) { return Isa::plus_product(sum, w, Isa::meta(x, FP32, 0)); }

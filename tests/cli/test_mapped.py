@@ -1,0 +1,75 @@
+"""Weights that lie in a file as a CPU computes with them are mapped, not copied."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lowq_cli.engine import light
+from lowq_cli.engine.reading import Reader
+from lowq_cli.files.source import open_source
+from lowq_cli.run.pipeline import quantize
+from lowq_kernels.products.cpu import native
+
+CPU = torch.device("cpu")
+UP, DOWN = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
+
+
+@pytest.fixture(scope="module")
+def folder(family_checkpoints, tmp_path_factory):
+    out = tmp_path_factory.mktemp("mapped") / "cpu"
+    quantize(family_checkpoints("llama").dense, out, bits=4, group=32, method="rtn", layout="cpu")
+    return out
+
+
+def within(t, source):
+    """Whether a tensor's bytes are those of a mapped file."""
+    spans = [(torch.frombuffer(m, dtype=torch.uint8).data_ptr(), len(m)) for m in source._maps.values()]
+    return any(at <= t.data_ptr() < at + size for at, size in spans)
+
+
+def test_neighbours_are_one_view_of_the_file_and_hold_what_is_read(tmp_path):
+    rows = {name: torch.arange(12, dtype=torch.int32).reshape(3, 4) + at for name, at in (("a", 0), ("b", 100), ("c", 200))}
+    save_file(rows, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text("{}")
+    with open_source(tmp_path) as source, Reader(source, CPU) as reader:
+        for names, there in ((["a"], True), (["b", "c"], True), (["c", "b"], False), (["a", "c"], False)):
+            t = reader.join(names)
+            assert within(t, source) == there, names
+            assert torch.equal(t, torch.cat([rows[n] for n in names]))
+        assert not within(reader.join(["a", "b"], torch.float64), source)
+
+
+def test_what_is_written_to_a_mapped_weight_stays_in_this_process(folder):
+    before = (folder / "model.safetensors").read_bytes()
+    with open_source(folder) as source, Reader(source, CPU) as reader:
+        reader.join([DOWN]).zero_()
+        assert (reader.join([DOWN]) == 0).all()
+    assert (folder / "model.safetensors").read_bytes() == before
+    with open_source(folder) as source, Reader(source, CPU) as reader:
+        assert (reader.join([DOWN]) != 0).any()
+
+
+def test_tensors_at_odd_places_are_read(folder, tmp_path):
+    raw = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.dumps(json.loads(raw[8 : 8 + size]), separators=(",", ":")).encode()
+    header += b" " * (1 - len(header) % 4)  # words at 4 n + 1
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+    with open_source(tmp_path) as source, Reader(source, CPU) as reader, open_source(folder) as whole:
+        assert source.headers[DOWN].offset % 4
+        t = reader.join([DOWN])
+        assert not within(t, source)
+        assert torch.equal(t.flatten(), whole.read(DOWN))
+
+
+@pytest.mark.skipif(native.library() is None, reason="own CPU kernels are not built here")
+def test_a_model_holds_no_copy_of_what_is_mapped(folder):
+    with open_source(folder) as source:
+        model = light.read(source, CPU)
+        for layer in model.blocks.layers:
+            for linear in (layer.o, layer.mlp.down):
+                assert linear.layout == "cpu"
+                assert within(linear.weight, source)
