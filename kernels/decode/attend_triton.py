@@ -9,6 +9,7 @@ New     the token's own k and v go from registers into the tile as well as into 
 Early   with dependent launch, the position and the slots before it are read before the previous kernel has ended: they were
         written in an earlier step, and every step begins with a kernel that waits for all before it (torch's embedding
         look-up is not launched dependently)
+Few bits  KV 8 or 4 (kv_triton.py): q, new k and v come from a kernel of their own, and the newest slot is read like the others
 Paged   PAGE slots a block, found by a table that is read a tile ahead; 0: a cache a sequence, and not a line of it compiled in
 Limits  D <= 256, S * D < 2^31 per head; counters start at zero and are left at zero
 Dtypes  fp16, bf16, fp32 (not by way of tf32)
@@ -25,7 +26,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowq_kernels.decode.kv import PLAIN
+from lowq_kernels.decode.kv import Cache, Coded, part_of
+from lowq_kernels.decode.kv_triton import UNIT, codes, dims, facts, held, numbers, place, raw, scales
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
@@ -74,10 +76,13 @@ def _attend_kernel(
     sums_ptr,
     count_ptr,
     y_ptr,
+    k_scales,
+    v_scales,
     S,
     scale,
     eps,
     window,
+    factor,
     HKV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -93,6 +98,9 @@ def _attend_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
+    KV: tl.constexpr,
+    PART: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     head, split = tl.program_id(0), tl.program_id(1)  # head: which key head of which sequence
     b, h = head // HKV, head % HKV
@@ -101,6 +109,8 @@ def _attend_kernel(
     mask_gd = mask_g[:, None] & mask_d[None, :]
     if TRIGGER:
         gdc_launch_dependents()
+    if KV and PDL:  # the kernel before this one has written the newest slot
+        gdc_wait()
     pos = tl.load(pos_ptr + b)
     n = pos + 1
     first = tl.maximum(n - window, 0)
@@ -112,87 +122,126 @@ def _attend_kernel(
         return
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, n)
-    old_end = tl.minimum(end, pos)
-    slots = head.to(tl.int64) * S * D
-    dtype = k_ptr.dtype.element_ty
+    old_end = end if KV else tl.minimum(end, pos)
+    slots = head.to(tl.int64) * S * (1 if KV else D)
+    dtype = y_ptr.dtype.element_ty
     offs_n = begin + tl.arange(0, BLOCK_N)
     if PAGE:  # whose blocks are in this tile and the one after it; a slot's place is the only thing that differs
         table = table_ptr + b * S
         at, soon = _in_pages(table, offs_n, end, h, HKV, PAGE), offs_n + BLOCK_N
         ahead_at = _in_pages(table, soon, end, h, HKV, PAGE)
-        tile = at[:, None] * D + offs_d[None, :]
+        tile = at if KV else at[:, None] * D + offs_d[None, :]
     else:
-        tile = slots + offs_n[:, None] * D + offs_d[None, :]
-    old = (offs_n < old_end)[:, None] & mask_d[None, :]
-    k = tl.load(k_ptr + tile, mask=old, other=0.0)
-    v = tl.load(v_ptr + tile, mask=old, other=0.0)
+        tile = slots + offs_n if KV else slots + offs_n[:, None] * D + offs_d[None, :]
+    if KV:
+        k = codes(k_ptr, tile, offs_n < old_end, offs_d, dtype, D, BLOCK_D, KV, NATIVE)
+        v = codes(v_ptr, tile, offs_n < old_end, offs_d, dtype, D, BLOCK_D, KV, NATIVE)
+        k_step, k_low = scales(k_scales, tile, offs_n < old_end, KV)
+        v_step, v_low = scales(v_scales, tile, offs_n < old_end, KV)
+    else:
+        old = (offs_n < old_end)[:, None] & mask_d[None, :]
+        k = tl.load(k_ptr + tile, mask=old, other=0.0)
+        v = tl.load(v_ptr + tile, mask=old, other=0.0)
     partner = tl.where(offs_d < R // 2, offs_d + R // 2, tl.where(offs_d < R, offs_d - R // 2, offs_d))
     rotated = offs_d < R
     cos = tl.load(cos_ptr + pos * R + offs_d, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + pos * R + offs_d, mask=rotated, other=0.0).to(tl.float32)
     sin = tl.where(offs_d < R // 2, -sin, sin)
-    if PDL:
+    if PDL and not KV:
         gdc_wait()
 
-    token = qkv_ptr + b.to(tl.int64) * (G + 2) * HKV * D
-    q_row = token + (h * G + offs_g)[:, None] * D
-    q = _head(
-        q_row + offs_d[None, :], q_row + partner[None, :], q_norm_ptr, offs_d, partner, cos, sin, mask_gd, mask_d, eps, D, NORM
-    ).to(dtype)
-    k_row = token + (HKV * G + h) * D + tl.zeros((1, 1), tl.int32)
-    new_k = _head(
-        k_row + offs_d[None, :],
-        k_row + partner[None, :],
-        k_norm_ptr,
-        offs_d,
-        partner,
-        cos,
-        sin,
-        mask_d[None, :],
-        mask_d,
-        eps,
-        D,
-        NORM,
-    ).to(dtype)
-    new_v = tl.load(token + (HKV * G + HKV + h) * D + offs_d, mask=mask_d, other=0.0)[None, :]
-    if (begin <= pos) & (pos < end):  # this program's chunk holds the new token
-        if PAGE:
-            page = tl.load(table + pos // PAGE).to(tl.int64)
-            here = ((page * HKV + h) * PAGE + pos % PAGE) * D + offs_d[None, :]
-        else:
-            here = slots + pos * D + offs_d[None, :]
-        tl.store(k_ptr + here, new_k, mask=mask_d[None, :])
-        tl.store(v_ptr + here, new_v, mask=mask_d[None, :])
+    if KV:  # queries as `kv_triton.place` has left them
+        dim = dims(offs_d, BLOCK_D, KV)
+        queries = qkv_ptr + (head.to(tl.int64) * G + offs_g)[:, None] * D + dim[None, :]
+        q = tl.load(queries, mask=mask_g[:, None] & (dim < D)[None, :], other=0.0)
+        q_sum = tl.sum(q.to(tl.float32), 1)
+    else:
+        token = qkv_ptr + b.to(tl.int64) * (G + 2) * HKV * D
+        q_row = token + (h * G + offs_g)[:, None] * D
+        q = _head(
+            q_row + offs_d[None, :],
+            q_row + partner[None, :],
+            q_norm_ptr,
+            offs_d,
+            partner,
+            cos,
+            sin,
+            mask_gd,
+            mask_d,
+            eps,
+            D,
+            NORM,
+        ).to(dtype)
+        k_row = token + (HKV * G + h) * D + tl.zeros((1, 1), tl.int32)
+        new_k = _head(
+            k_row + offs_d[None, :],
+            k_row + partner[None, :],
+            k_norm_ptr,
+            offs_d,
+            partner,
+            cos,
+            sin,
+            mask_d[None, :],
+            mask_d,
+            eps,
+            D,
+            NORM,
+        ).to(dtype)
+        new_v = tl.load(token + (HKV * G + HKV + h) * D + offs_d, mask=mask_d, other=0.0)[None, :]
+        if (begin <= pos) & (pos < end):  # this program's chunk holds the new token
+            if PAGE:
+                page = tl.load(table + pos // PAGE).to(tl.int64)
+                here = ((page * HKV + h) * PAGE + pos % PAGE) * D + offs_d[None, :]
+            else:
+                here = slots + pos * D + offs_d[None, :]
+            tl.store(k_ptr + here, new_k, mask=mask_d[None, :])
+            tl.store(v_ptr + here, new_v, mask=mask_d[None, :])
 
     top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_G,), tl.float32)
+    total, rest = tl.zeros((BLOCK_G,), tl.float32), tl.zeros((BLOCK_G,), tl.float32)
     if SINKS:  # one score more, without a value, in the first split
         sink = tl.load(sinks_ptr + h * G + offs_g, mask=mask_g, other=0.0) * 1.4426950408889634
         top, total = tl.where(split == 0, sink, top), tl.where(split == 0, 1.0, total)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for start in range(begin, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        is_new = (offs_n == pos)[:, None]
-        k_now = tl.where(is_new, new_k, k)
-        v_now = tl.where(is_new, new_v, v)
+        if KV:
+            k_now, v_now, k_by, k_more, v_by, v_more = k, v, k_step, k_low, v_step, v_low
+        else:
+            is_new = (offs_n == pos)[:, None]
+            k_now = tl.where(is_new, new_k, k)
+            v_now = tl.where(is_new, new_v, v)
         ahead = offs_n + BLOCK_N  # the next tile is on its way while this one is used
         if PAGE:
-            tile = ahead_at[:, None] * D + offs_d[None, :]
+            tile = ahead_at if KV else ahead_at[:, None] * D + offs_d[None, :]
             ahead_at = _in_pages(table, ahead + BLOCK_N, end, h, HKV, PAGE)
         else:
-            tile = slots + ahead[:, None] * D + offs_d[None, :]
-        old = (ahead < old_end)[:, None] & mask_d[None, :]
-        k = tl.load(k_ptr + tile, mask=old, other=0.0)
-        v = tl.load(v_ptr + tile, mask=old, other=0.0)
+            tile = slots + ahead if KV else slots + ahead[:, None] * D + offs_d[None, :]
+        if KV:
+            k = codes(k_ptr, tile, ahead < old_end, offs_d, dtype, D, BLOCK_D, KV, NATIVE)
+            v = codes(v_ptr, tile, ahead < old_end, offs_d, dtype, D, BLOCK_D, KV, NATIVE)
+            k_step, k_low = scales(k_scales, tile, ahead < old_end, KV)
+            v_step, v_low = scales(v_scales, tile, ahead < old_end, KV)
+        else:
+            old = (ahead < old_end)[:, None] & mask_d[None, :]
+            k = tl.load(k_ptr + tile, mask=old, other=0.0)
+            v = tl.load(v_ptr + tile, mask=old, other=0.0)
         score = tl.dot(q, tl.trans(k_now), input_precision="ieee") * scale
+        if KV:
+            score = score * k_by[None, :] + q_sum[:, None] * (k_more * scale)[None, :]
         score = tl.where((offs_n < end)[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
+        if KV:
+            rest = rest * fade + tl.sum(p * v_more[None, :], 1)
+            p = p * (v_by * UNIT)[None, :]
         acc = tl.dot(p.to(dtype), v_now, acc * fade[:, None], input_precision="ieee")
         top = higher
 
+    if KV:
+        acc = held(acc / total[:, None], rest / total, factor, offs_d, dtype, D, BLOCK_D, KV, PART) * total[:, None]
     out = y_ptr + (b.to(tl.int64) * HKV + h) * G * D
     if live == 1:
         y = acc / total[:, None]
@@ -241,18 +290,12 @@ def splits_for(heads: int) -> int:
     devices=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     rank=50,
-    refuse=lambda call: (
-        f"takes heads of up to 256, not D={call.D}"
-        if call.D > 256
-        else f"takes no cache in {call.kv}"
-        if call.kv != PLAIN
-        else None
-    ),
+    refuse=lambda call: None if call.D <= 256 else f"takes heads of up to 256, not D={call.D}",
 )
 def attend(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -266,11 +309,14 @@ def attend(
     splits, page, slots = splits_for(B * h.HKV), 0, S
     if table is not None:  # S: the table's width
         splits, page, S, slots = max(PAGED_SPLITS, splits), S, table.shape[1], table.shape[1] * S
+    if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
+        whole, qkv = qkv, torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
+        place(whole, k_cache, v_cache, cos, sin, h, qkv, pos=pos, table=table)
     part, sums, count = _scratch(qkv.device, B * h.HKV, splits * G * max(h.D, 2))
     _attend_kernel[(B * h.HKV, splits)](
         qkv,
-        k_cache,
-        v_cache,
+        numbers(k_cache),
+        numbers(v_cache),
         pos,
         table,
         cos,
@@ -282,10 +328,13 @@ def attend(
         sums,
         count,
         y,
+        raw(k_cache),
+        raw(v_cache),
         S,
         h.scale * LOG2E,
         h.eps,
         h.window or slots + 1,
+        part_of(h.D) ** -0.5,
         HKV=h.HKV,
         G=G,
         D=h.D,
@@ -301,6 +350,7 @@ def attend(
         SINKS=h.sinks is not None,
         num_warps=NUM_WARPS,
         num_stages=1,
+        **facts(k_cache),
         **pdl(qkv),
     )
     return y

@@ -17,9 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.decode import reference
+from lowq_kernels.decode import kv, reference
 from lowq_kernels.decode.attend_triton import LOG2E, _head
 from lowq_kernels.decode.kv import Cache, Coded
+from lowq_kernels.decode.kv_triton import UNIT, codes, dims, held, numbers, place, raw, scales
+from lowq_kernels.decode.kv_triton import facts as facts_of
 from lowq_kernels.decode.reference import Heads, Packed
 
 CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
@@ -71,18 +73,30 @@ def _place_kernel(
 
 @triton.jit
 def _block(
-    q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr,
+    q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page, k_scales, v_scales,
+    of_head, q_sum, rest, BLOCK_N: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr, KV: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys. EDGE: some rows do not see all of it."""
+    """One block of keys. EDGE: some rows do not see all of it. rest: what is added to every column of acc, in 4 bits."""
     slots = n0 + offs_n
-    if PAGE:  # blocks of keys lie in one block of the cache each; S: slots of all its key heads
+    if KV:
+        at, there = of_head + slots, slots < end
+        if PAGE:
+            at = of_head + page.to(tl.int64) * S + n0 % PAGE + offs_n
+            page = tl.load(table + (n0 + BLOCK_N) // PAGE, mask=n0 + BLOCK_N < end, other=0)
+        k = codes(k_head, at, there, offs_d, q.dtype, D, offs_d.shape[0], KV, NATIVE)
+        v = codes(v_head, at, there, offs_d, q.dtype, D, offs_d.shape[0], KV, NATIVE)
+        k_step, k_low = scales(k_scales, at, there, KV)
+        v_step, v_low = scales(v_scales, at, there, KV)
+    elif PAGE:  # blocks of keys lie in one block of the cache each; S: slots of all its key heads
         tile = (page.to(tl.int64) * S + n0 % PAGE) * D + (offs_n[:, None] * D + offs_d[None, :])
         # the next one's, carried: looked up where it is used, it would take a stage of the pipeline from k and v
         page = tl.load(table + (n0 + BLOCK_N) // PAGE, mask=n0 + BLOCK_N < end, other=0)
     else:
         tile = slots.to(tl.int64)[:, None] * D + offs_d[None, :]
-    if EDGE:
+    if KV:
+        pass
+    elif EDGE:
         there = (slots < end)[:, None] & (offs_d < D)[None, :]
         k = tl.load(k_head + tile, mask=there, other=0.0)
         v = tl.load(v_head + tile, mask=there, other=0.0)
@@ -93,6 +107,8 @@ def _block(
         k = tl.load(k_head + tile, mask=(offs_d < D)[None, :], other=0.0)
         v = tl.load(v_head + tile, mask=(offs_d < D)[None, :], other=0.0)
     score = tl.dot(q, tl.trans(k))
+    if KV:
+        score = score * k_step[None, :] + q_sum[:, None] * k_low[None, :]
     if EDGE:
         seen = (slots[None, :] <= rows[:, None]) & (slots[None, :] > rows[:, None] - window)
         score = tl.where(seen, score, -1.0e30)  # finite: a row that sees none of this block must not become NaN
@@ -100,15 +116,19 @@ def _block(
     p = tl.exp2(score * scale - higher[:, None])
     fade = tl.exp2(top - higher)
     total = total * fade + tl.sum(p, 1)
+    if KV:
+        rest = rest * fade + tl.sum(p * v_low[None, :], 1)
+        p = p * (v_step * UNIT)[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-    return acc, higher, total, page
+    return acc, higher, total, page, rest
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _attend_prompt_kernel(
-    k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, sinks_ptr, y_ptr, T, start, S, WIDTH, window, scale,
+    k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, sinks_ptr, y_ptr, k_scales, v_scales,
+    T, start, S, WIDTH, window, scale, factor,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, SINKS: tl.constexpr,
+    PAGE: tl.constexpr, SINKS: tl.constexpr, KV: tl.constexpr, PART: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     b, h = tl.program_id(0) // HQ, tl.program_id(0) % HQ
@@ -123,10 +143,12 @@ def _attend_prompt_kernel(
         table = table_ptr
     offs_m, offs_n, offs_d = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     mask = (offs_m < T)[:, None] & (offs_d < D)[None, :]
-    at = y_ptr + (b.to(tl.int64) * T + offs_m)[:, None] * HQ * D + h * D + offs_d[None, :]
-    q = tl.load(at, mask=mask, other=0.0)  # where `place` has put it
-    head = h // G * PAGE * D if PAGE else (b * (HQ // G) + h // G).to(tl.int64) * S * D
-    k_head, v_head = k_ptr + head, v_ptr + head
+    at = y_ptr + (b.to(tl.int64) * T + offs_m)[:, None] * HQ * D + h * D
+    dim = dims(offs_d, BLOCK_D, KV)
+    q = tl.load(at + dim[None, :], mask=(offs_m < T)[:, None] & (dim < D)[None, :], other=0.0)  # where `place` has put it
+    of_head = h // G * PAGE if PAGE else (b * (HQ // G) + h // G).to(tl.int64) * S
+    k_head, v_head = (k_ptr, v_ptr) if KV else (k_ptr + of_head * D, v_ptr + of_head * D)
+    q_sum, rest = tl.sum(q.to(tl.float32), 1), tl.zeros((BLOCK_M,), tl.float32)
     rows = start + offs_m
     begin = tl.maximum(start + first + 1 - window, 0) // BLOCK_N * BLOCK_N
     own = (start + first + 1) // BLOCK_N * BLOCK_N  # up to here every row sees every slot that its window has not left
@@ -148,11 +170,14 @@ def _attend_prompt_kernel(
         elif part == 2:
             low, high = own, end
         for n0 in range(low, high, BLOCK_N):
-            acc, top, total, page = _block(
+            acc, top, total, page, rest = _block(
                 q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page,
-                BLOCK_N, D, EDGE=part != 1, PAGE=PAGE,
+                k_scales, v_scales, of_head, q_sum, rest, BLOCK_N, D, EDGE=part != 1, PAGE=PAGE, KV=KV, NATIVE=NATIVE,
             )  # fmt: skip
-    tl.store(at, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=mask)
+    y = acc / total[:, None]
+    if KV:
+        y = held(y, rest / total, factor, offs_d, q.dtype, D, BLOCK_D, KV, PART)
+    tl.store(at + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def attend_prompt(
@@ -165,7 +190,7 @@ def attend_prompt(
     h: Heads,
 ) -> torch.Tensor:
     """As `reference.attend_prompt`; qkv (B, T, (HQ + 2 HKV) * D) and caches (B, HKV, S, D) contiguous -> (B, T, HQ * D)."""
-    if qkv.dtype == torch.float32 or h.D > 256 or isinstance(k_cache, Coded) or isinstance(v_cache, Coded):
+    if qkv.dtype == torch.float32 or h.D > 256:
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
     blocks = triton.cdiv(T, _config(h.D)["BLOCK_M"])
@@ -177,7 +202,7 @@ def attend_packed(
     qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
 ) -> torch.Tensor:
     """As `reference.attend_packed`; qkv (M, (HQ + 2 HKV) * D), caches and what is in `p` contiguous -> (M, HQ * D)."""
-    if qkv.dtype == torch.float32 or h.D > 256 or isinstance(k_cache, Coded) or isinstance(v_cache, Coded):
+    if qkv.dtype == torch.float32 or h.D > 256:
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
     sizes = (1 << 30, 0, k_cache.shape[2], p.table.shape[1])
     return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, sizes[2] * sizes[3], 1, p.tiles.shape[0])
@@ -185,8 +210,8 @@ def attend_packed(
 
 def _launch(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     p: Packed | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -202,15 +227,20 @@ def _launch(
     of_tokens = (None, None, None) if p is None else (p.rows, p.pos, p.table)
     heads, facts = h.HQ + 2 * h.HKV, {"HQ": h.HQ, "D": h.D, "BLOCK_D": max(16, triton.next_power_of_2(h.D))}
     facts["PAGE"] = 0 if p is None else S
-    tensors = (qkv, k_cache, v_cache, *of_tokens, cos, sin, h.q_norm, h.k_norm, y)
-    shape = {"HKV": h.HKV, "R": cos.shape[1], "BLOCK_H": HEADS_AT_ONCE, "NORM": h.q_norm is not None}
-    _place_kernel[(M, triton.cdiv(heads, HEADS_AT_ONCE))](*tensors, *sizes, h.eps, **facts, **shape, num_warps=4)
+    if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
+        of_place = (None, None, None) if p is None else (p.pos, p.rows, p.table)
+        place(qkv, k_cache, v_cache, cos, sin, h, y, start, T, *of_place)
+    else:
+        tensors = (qkv, k_cache, v_cache, *of_tokens, cos, sin, h.q_norm, h.k_norm, y)
+        shape = {"HKV": h.HKV, "R": cos.shape[1], "BLOCK_H": HEADS_AT_ONCE, "NORM": h.q_norm is not None}
+        _place_kernel[(M, triton.cdiv(heads, HEADS_AT_ONCE))](*tensors, *sizes, h.eps, **facts, **shape, num_warps=4)
     config = _config(h.D)
     if p is not None:  # a block of keys lies in one block of the cache; S: its slots, of all key heads
         config, S = {**config, "BLOCK_N": min(config["BLOCK_N"], S)}, S * h.HKV
     tiles = None if p is None else p.tiles
-    pointers, of_layer = (k_cache, v_cache, *of_tokens, tiles, h.sinks, y), (h.window or longest, h.scale * LOG2E)
-    facts |= {"G": h.HQ // h.HKV, "SINKS": h.sinks is not None}
+    pointers = (numbers(k_cache), numbers(v_cache), *of_tokens, tiles, h.sinks, y, raw(k_cache), raw(v_cache))
+    of_layer = (h.window or longest, h.scale * LOG2E, kv.part_of(h.D) ** -0.5)
+    facts |= {"G": h.HQ // h.HKV, "SINKS": h.sinks is not None, **facts_of(k_cache)}
     _attend_prompt_kernel[(sequences * h.HQ, blocks)](*pointers, T, start, S, width, *of_layer, **facts, **config)
     return y
 

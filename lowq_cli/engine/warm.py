@@ -18,6 +18,7 @@ from lowq_cli.engine.blocks import Mlp
 from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.decode.attend import LONG
+from lowq_kernels.decode.kv import Cache, zeros
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.modules.linear import QuantLinear
@@ -88,14 +89,17 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
     norm, heads = first.before_attention, first.heads
     x = make(batch, norm.weight.shape[0])
 
+    def held(sequences: int, slots: int) -> Cache:
+        return zeros(decoder.kv, (sequences, heads.HKV, slots, heads.D), decoder.dtype, decoder.device)
+
     def attend(sequences: int, slots: int) -> None:
-        caches = [make(sequences, heads.HKV, slots, heads.D) for _ in range(2)]
+        caches = [held(sequences, slots) for _ in range(2)]
         pos = torch.zeros(sequences, dtype=torch.int32, device=decoder.device)
         cos, sin = blocks.rope_tables(slots, decoder.device, decoder.dtype)[first.rope]
         ops.attend(make(sequences, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, pos, cos, sin, heads)
 
     def attend_prompt() -> None:  # neither the number of tokens nor of slots is compiled in
-        caches = [make(1, heads.HKV, SLOTS, heads.D) for _ in range(2)]
+        caches = [held(1, SLOTS) for _ in range(2)]
         tables = blocks.rope_tables(SLOTS, decoder.device, decoder.dtype)[first.rope]
         ops.attend_prompt(make(1, 2, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, 0, *tables, heads)
 

@@ -105,3 +105,59 @@ def test_attention_is_over_what_is_held_the_newest_token_too(kind, window):
         at = torch.full((B,), t, dtype=torch.int32)
         for caches, paged in ((own, None), (pool, table)):
             assert error(reference.attend(qkv[:, t], *caches, at, cos, sin, h, paged), whole[:, t]) < 1e-5
+
+
+ATTENTION = {"llama": (8, 2, 32, 32, 0, False, [0, 40]), "phi3, windows, norms": (3, 1, 96, 72, 20, True, [41, 18])}
+
+
+def attention_case(name, kind, page):
+    """(qkv, two equal pairs of caches of any contents, pos, tables, heads, table) for a step of two sequences."""
+    HQ, HKV, D, R, window, norm, places = ATTENTION[name]
+    norms = [heads(D).half() + 1 if norm else None for _ in range(2)]
+    h = Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms)
+    blocks = [(7, HKV, 16, D), torch.randperm(6, generator=torch.Generator().manual_seed(0)).reshape(2, 3).int() + 1]
+    shape, table = blocks if page else ((2, HKV, 48, D), None)
+    pairs = [[kv.zeros(kind, shape, torch.float16, torch.device("cpu")) for _ in range(2)] for _ in range(2)]
+    for pair in pairs:
+        for i, cache in enumerate(pair):
+            cache[:] = heads(*shape, outliers=True) * (1 - 0.9 * i)
+    cos, sin = torch.rand(2, 48, R, generator=torch.Generator().manual_seed(1)).half()
+    return heads(2, (HQ + 2 * HKV) * D).half(), *pairs, torch.tensor(places, dtype=torch.int32), (cos, sin), h, table
+
+
+@pytest.mark.parametrize("page", [False, True])
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_tritons_step_reads_and_writes_codes(name, kind, page, monkeypatch):
+    triton = pytest.importorskip("lowq_kernels.decode.attend_triton")
+    monkeypatch.setattr(triton, "splits_for", lambda heads: 2)
+    qkv, ours, theirs, pos, tables, h, table = attention_case(name, kind, page)
+    wanted = reference.attend(qkv, *theirs, pos, *tables, h, table)
+    assert error(triton.attend(qkv, *ours, pos, *tables, h, table), wanted) < 2e-3
+    for a, b in zip(ours, theirs, strict=True):
+        assert error(a[:], b[:]) < 1e-3  # sums of q/k norms may round one value otherwise
+    ours[0].codes[:] ^= 0x11
+    assert not error(triton.attend(qkv, *ours, pos, *tables, h, table), wanted) < 2e-2
+
+
+@pytest.mark.parametrize("page", [False, True])
+@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("name", ATTENTION)
+def test_tritons_prompts_read_and_write_codes(name, kind, page, monkeypatch):
+    """Two sequences of 19 tokens, the second pass from a place inside a tile on."""
+    prompt = pytest.importorskip("lowq_kernels.decode.prompt")
+    monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2})
+    _, ours, theirs, _, tables, h, table = attention_case(name, kind, page)
+    for start, new in ((0, 19), (19, 5)):
+        qkv = heads(2, new, (h.HQ + 2 * h.HKV) * h.D).half()
+        if table is None:
+            y = prompt.attend_prompt(qkv, *ours, start, *tables, h)
+            wanted = reference.attend_prompt(qkv, *theirs, start, *tables, h)
+        else:
+            rows, pos = torch.tensor([0, 1]).repeat_interleave(new).int(), torch.arange(start, start + new).repeat(2).int()
+            p = Packed(table, rows, pos, torch.tensor([[0, new], [new, 2 * new]], dtype=torch.int32))
+            y = prompt.attend_packed(qkv.flatten(0, 1), *ours, p, *tables, h)
+            wanted = reference.attend_packed(qkv.flatten(0, 1), *theirs, p, *tables, h)
+        assert error(y, wanted) < 2e-3
+    for a, b in zip(ours, theirs, strict=True):
+        assert error(a[:], b[:]) < 1e-3
