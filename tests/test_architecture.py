@@ -162,3 +162,11 @@ def test_production_code_stays_within_its_budget():
     files = [p for folder in FOLDERS.values() for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
     lines = sum(len(p.read_text().splitlines()) for p in [*files, ROOT / "lowq.py"])
     assert lines <= BUDGET, f"{lines} lines of production code; the budget is {BUDGET}"
+
+
+def test_what_tests_import_by_a_bare_name_has_that_name_alone():
+    """Several folders of helpers are on the path of one run: of two `judge.py` every test would get the one imported first."""
+    helpers = [p for p in (ROOT / "tests").rglob("*.py") if not p.name.startswith(("test_", "__")) and p.name != "conftest.py"]
+    found = sorted(p.stem for p in helpers)
+    assert found
+    assert [name for name in found if found.count(name) > 1] == []

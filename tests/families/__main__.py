@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 sys.path.insert(0, str(Path(__file__).parent))
 
-from judge import judge  # noqa: E402
+from family_judge import judge  # noqa: E402
 from tiny import model_types  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 

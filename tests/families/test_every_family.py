@@ -12,7 +12,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from judge import SAME, Verdict, as_stored, judge, loaded, off, packed_weights, same_files
+from family_judge import SAME, Verdict, as_stored, judge, loaded, off, packed_weights, same_files
 from known import EXCEPTIONS
 from tiny import build, model_types
 
