@@ -1,6 +1,6 @@
-"""A 16-bit layer that decoding reads whole at every step, such as a head that was not quantized, at the memory's speed.
+"""A 16-bit layer that decoding reads whole at every step, such as a head that was not quantized.
 
-128256 x 2048 in bf16 takes 20 ms of one core's time at one row and at eight (Zen 4); torch's 51 at eight.
+64 MB of weights take 2.4 ms at one row, the speed of the memory, and 7.5 at eight (Zen 4, two cores).
 """
 
 import torch
