@@ -245,7 +245,7 @@ def main():
         seen.wrong += seen.different
     early = seen.rss[len(seen.rss) // 4]
     row = {
-        "model": args.model, "engine": next(s for s in said if "engine: " in s).strip(),
+        "model": Path(args.model).name, "engine": next(s for s in said if "engine: " in s).strip(),
         "flags": args.args, "users": args.users,
         "requests": seen.counts["all"], "seconds": round(spent, 1), "counts": dict(sorted(seen.counts.items())),
         "wrong": len(seen.wrong), "first_wrong": seen.wrong[:5], "internal_errors": sum("internal error" in s for s in said),

@@ -170,3 +170,8 @@ def test_what_tests_import_by_a_bare_name_has_that_name_alone():
     found = sorted(p.stem for p in helpers)
     assert found
     assert [name for name in found if found.count(name) > 1] == []
+
+
+def test_no_result_names_a_path_of_the_machine_that_measured_it():
+    named = [p.relative_to(ROOT) for p in (ROOT / "benchmarks" / "results").rglob("*.json") if '": "/' in p.read_text()]
+    assert named == []

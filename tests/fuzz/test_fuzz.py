@@ -17,6 +17,7 @@ import kills
 from campaign import FOUND, Ground
 
 BEND_SECONDS, KILL_SECONDS = 8, 12
+BENDS = 20  # at least, on a machine that is busy elsewhere: half of them are accepted, in half a second of its own
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def ground(tmp_path_factory):
 
 def test_a_bent_file_is_refused_in_a_line_or_read_as_its_own_reader_reads_it(ground):
     began, seed, accepted = time.monotonic(), 0, 0
-    while time.monotonic() - began < BEND_SECONDS:
+    while seed < BENDS or time.monotonic() - began < BEND_SECONDS:
         name, what, verdict = ground.bends(seed)
         assert not verdict.fault, f"seed {seed}, {name}: {what}"
         seed, accepted = seed + 1, accepted + verdict.accepted
