@@ -102,7 +102,7 @@ def quantize(
     engine: Annotated[
         str | None,
         option(
-            "Only what this takes exactly: vllm, llama.cpp, mlx; or a format: gptq, awq, humming, hqq.",
+            "Only what this takes exactly: vllm, llama.cpp, mlx; or a format: gptq, awq, humming, hqq, modelopt, bitsandbytes.",
             completion.engines,
             "ENGINE",
             "--for",
@@ -111,7 +111,8 @@ def quantize(
     to: Annotated[
         str | None,
         option(
-            "Only what this format takes exactly, and export it: compressed-tensors, gguf, mlx, gptq, awq, humming, hqq.",
+            "Only what this format takes exactly, and export it: compressed-tensors, gguf, mlx, gptq, awq, humming, hqq, "
+            "modelopt, bitsandbytes.",
             completion.exports,
             "FORMAT",
             "--export",

@@ -44,19 +44,24 @@ def shard_problems(
 
 def fusion_problems(schemes: Mapping[str, Scheme]) -> list[str]:
     """A line for each set of weights that engines fuse but that have different schemes."""
-    from lowq_packers.formats import FUSED  # imports torch
-
     members: dict[str, dict[str, Scheme]] = defaultdict(dict)
     for name, scheme in schemes.items():
-        stem, _, leaf = name.rpartition(".")
-        if leaf in FUSED:
-            members[f"{re.sub('[.]experts[.][0-9]+$', '.experts', stem)}.{FUSED[leaf]}"][name] = scheme
+        if fused := fused_name(name):
+            members[fused][name] = scheme
     lines = []
     for fused, parts in members.items():
         if len(set(parts.values())) > 1:
             spelled = ", ".join(f"{n.rpartition('.')[2]} {s}" for n, s in list(parts.items())[:3])
             lines.append(f"{fused} is made of {spelled}, which must be one scheme")
     return lines
+
+
+def fused_name(name: str) -> str | None:
+    """The matrix that engines make of this one and its neighbours; None where it stays by itself."""
+    from lowq_packers.formats import FUSED  # imports torch
+
+    stem, _, leaf = name.rpartition(".")
+    return f"{re.sub('[.]experts[.][0-9]+$', '.experts', stem)}.{FUSED[leaf]}" if leaf in FUSED else None
 
 
 def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:

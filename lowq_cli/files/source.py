@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parents[1] / "demo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, REPORT, LOG = "config.json", "lowq_report.json", "lowq.log"
+MODELOPT = "hf_quant_config.json"  # ModelOpt's, of what its older config.json files do not say
 JOURNAL = "lowq-journal.jsonl"  # of a run of ours that has not finished
 STAGED = "lowq-calibrated-"  # + run hash: the folder of a calibration's finished layers
 PARTIAL = ".partial"  # + a name: the file until it is whole
@@ -275,6 +276,8 @@ def _open_folder(name: str, folder: Path) -> Source:
         raise NotFoundError(f"{folder} has no config.json; give the folder of a Hugging Face model")
     config = read_json(config_path)
     check_config(config, config_path)
+    if (folder / MODELOPT).is_file():
+        _add_modelopt(config, folder / MODELOPT)
     parsed = {file: read_header(folder / file) for file in files}
     headers: dict[str, TensorHeader] = {}
     where: dict[str, str] = {}
@@ -288,6 +291,17 @@ def _open_folder(name: str, folder: Path) -> Source:
     if not headers:
         raise DamagedError(f"{folder} holds no tensors")
     return Source(name, folder, config, headers, parsed, where)
+
+
+def _add_modelopt(config: dict[str, Any], path: Path) -> None:
+    """Take what ModelOpt's file says of weights into `config`. Raises DamagedError where that says something else already."""
+    said = read_json(path).get("quantization")
+    if not isinstance(said, dict):
+        raise DamagedError(f"{path} has no quantization; fetch the model again")
+    ours = config.setdefault("quantization_config", {**said, "quant_method": "modelopt"})
+    theirs = said.get("quant_algo")
+    if isinstance(ours, dict) and ours.get("quant_algo") != theirs:
+        raise DamagedError(f"{path} says quant_algo={str(theirs)[:40]}, config.json {str(ours.get('quant_algo'))[:40]}")
 
 
 def _weight_files(folder: Path) -> list[str]:

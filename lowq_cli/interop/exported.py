@@ -45,13 +45,14 @@ def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: s
         return
     for (_, theirs), (_, ours) in zip(slabs(back), slabs(q), strict=True):
         a, b = theirs.dequantize(), ours.dequantize()
-        if not (((a - b).abs() <= ours.scales.float().abs().max() / 2).all() if rounding else torch.equal(a, b)):
+        if not (((a - b).abs() <= ours.wide_scales.abs().max() / 2).all() if rounding else torch.equal(a, b)):
             raise AssertionError(f"{name} ({q.scheme}) does not read back as it was written")
 
 
 def _same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether codes, scales and zeros are the same, and so the weights."""
+    """Whether codes, scales, zeros and table are the same, and so the weights."""
     pairs = [(a.W_q, b.W_q), (a.scales, b.scales)]
-    pairs += [(a.zeros, b.zeros)] if a.zeros is not None and b.zeros is not None else []
-    alike = a.scheme == b.scheme and (a.zeros is None) == (b.zeros is None)
+    both = [(a.zeros, b.zeros), (a.table, b.table)]
+    pairs += [(x, y) for x, y in both if x is not None and y is not None]
+    alike = a.scheme == b.scheme and all((x is None) == (y is None) for x, y in both)
     return alike and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)

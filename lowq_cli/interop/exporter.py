@@ -21,7 +21,7 @@ from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpo
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import TensorHeader
-from lowq_cli.files.sharding import fusion_problems, shard_problems
+from lowq_cli.files.sharding import fused_name, fusion_problems, shard_problems
 from lowq_cli.files.shards import SafetensorsWriter, name_of, to_json
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
@@ -93,10 +93,20 @@ def export(
                     config, written = _as_read(folder)
                     remember_export(target, run, folder)  # before it has its name: a kill between is no other export
         engines, notes = fmt.engines(config, written), fmt.notes(config, {})
-        if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes)):
+        if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes) or _factor_problems(found)):
             engines = [e for e in engines if not e.startswith("vLLM")]
-            notes.append(f"vLLM would refuse it: {fused[0]}")
+            notes.append(f"vLLM would refuse it, or run other weights: {fused[0]}")
         return Exported(str(target), to, _weight_bytes(target), len(found.schemes), tuple(engines), tuple(notes), done)
+
+
+def _factor_problems(found: Checkpoint) -> list[str]:
+    """A line for each set of weights that engines fuse but whose scales have factors of their own: vLLM takes one for all."""
+    factors: dict[str, dict[str, float]] = {}
+    for t in found.tensors:
+        if t.scheme and t.scheme.scale == "e4m3" and (fused := fused_name(t.name)):
+            factors.setdefault(fused, {})[t.name] = float(found.source.read(f"{t.name}.weight_table")[0])
+    odd = [fused for fused, of in factors.items() if len(set(of.values())) > 1]
+    return [f"{fused} is made of weights with different factors, which must be one" for fused in odd]
 
 
 def check(found: Checkpoint, fmt: Format) -> None:

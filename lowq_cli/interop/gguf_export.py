@@ -144,12 +144,12 @@ def _bytes(found: Checkpoint, t: CheckpointTensor, row: GgufTensor, heads: int |
         return permuted(plain.float() if row.kind == "F32" else plain).contiguous()
     q = found.read_matrix(t)
     zeros = None if q.zeros is None else permuted(q.zeros)
-    q = QuantizedTensor(permuted(q.W_q), permuted(q.scales), zeros, q.bits, q.group_size, q.zero)
+    q = QuantizedTensor.of(q.scheme, permuted(q.W_q), permuted(q.scales), zeros, q.table)
     try:
         raw = gguf.encode(q, t.name, rounding)
     except LowqError as e:
         raise UnsupportedError(f"cannot export {e}") from None
-    check_same(gguf.decode(raw, row.kind, *t.shape), q, t.name, rounding)
+    check_same(gguf.decode(raw, row.kind, t.shape[0], t.shape[1], t.name), q, t.name, rounding)
     return raw
 
 

@@ -27,7 +27,7 @@ from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.formats import Fetch, Matrix
 from lowq_packers.layouts import pack
 from lowq_packers.lazy import torch
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.qtensor import QuantizedTensor, plausible
 
 # quantization steps: 4-bit zeros are rounded by 0.03 at most, which adds 0.1% to a group's error; 8-bit ones by 0.5, 27%
 NOTE_ZERO_ERROR = 0.1
@@ -135,9 +135,12 @@ def _imported(m: Matrix, fetch: Fetch) -> dict[str, torch.Tensor]:
     p = pack(q)
     wide = p.zeros is not None and p.zeros.dtype != p.scales.dtype
     scales = p.scales.float() if wide else p.scales
-    if not torch.isfinite(scales).all() or (p.zeros is not None and not torch.isfinite(p.zeros).all()):
+    companions = [(p.zeros, "finite"), (p.scales, "scale"), (p.table, "table")]
+    if not all(plausible(t, p.scheme, role) for t, role in companions if t is not None):
         raise DamagedError(f"{m.name} holds NaN or infinite scales; the model file is damaged")
     tensors = {f"{m.name}.weight": p.words, f"{m.name}.weight_scale": scales.contiguous()}
+    if p.table is not None:
+        tensors[f"{m.name}.weight_table"] = p.table.contiguous()
     if p.zeros is not None:
         tensors[f"{m.name}.weight_zero"] = (p.zeros.float() if wide else p.zeros).contiguous()
     return tensors

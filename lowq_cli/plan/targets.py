@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli.files.sharding import fusion_problems
+from lowq_cli.plan.table_formats import TABLE_FORMATS
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme
 
@@ -31,6 +32,7 @@ class Target:
     why_not: Callable[[Scheme, int, int], str | None]
     zero: str = "none"
     head: str = "keep"  # most engines read the head in 16 bits only
+    table: str | None = None  # the --format it takes, unless one is asked for
 
 
 def _why_not(name: str) -> Callable[[Scheme, int, int], str | None]:
@@ -51,6 +53,8 @@ ENGINES = {
         Target("gptq", "gptq", (4, 8, 3, 2), (128, 64, 32, "channel"), _why_not("gptq")),
         Target("awq", "awq", (4,), (128, 64, 32), _why_not("awq"), zero="int"),
         Target("humming", "humming", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), _why_not("humming"), zero="float"),
+        Target("modelopt", "modelopt", (4,), (16,), _why_not("modelopt"), table="nvfp4"),
+        Target("bitsandbytes", "bitsandbytes", (4,), (64, 128, 32), _why_not("bitsandbytes"), table="nf4"),
         Target("hqq", "hqq", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), _why_not("hqq"), zero="float"),
     )
 }
@@ -88,6 +92,10 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
         if engine == "vllm":
             raise UsageError("vLLM, SGLang and transformers read --format fp8 as it is; leave --for and --export out")
         raise UsageError(f"--format fp8 and --for {engine} contradict each other: {engine} reads {t.export}; leave one out")
+    if (form := asked("format") or t.table) in TABLE_FORMATS:  # `problem` holds its groups against the engine
+        own = {"format": form, "lm_head": asked("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
+        free = t.table == form and not TABLE_FORMATS[form].fixed and asked("group") is None
+        return [{**flags, **own, "group": g} for g in (t.groups if free else (asked("group"),))]
     zero, bits, group = asked("zero"), asked("bits"), asked("group")
     if zero not in (None, t.zero):
         raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero {t.zero} exactly")
@@ -109,7 +117,7 @@ def problem(engine: str, plan: "Plan") -> str | None:
             continue
         N, K = i.shape[0], i.shape[1]
         allowed = {K if g == "channel" else g for g in t.groups}
-        if i.scheme.group_size not in allowed:
+        if i.scheme.group_size not in allowed and not i.scheme.table:
             return (
                 f"{i.name} ({i.scheme}): {engine} takes groups of {_spell(t.groups)}; give it one with --override, or --skip it"
             )

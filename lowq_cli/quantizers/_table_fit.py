@@ -36,7 +36,8 @@ class Companion:
         """fp32 (1, 2**bits), or (1, 1): a factor with which the largest scale is e4m3's largest. NaN in, NaN out."""
         fitted = self.scheme.table == "fitted"
         reach = E4M3_MAX * (1.0 if fitted else max(map(abs, FIXED[self.scheme.table])))
-        factor = torch.tensor([[self.most / reach]]).clamp(min=torch.finfo(torch.float32).smallest_normal)
+        # the reciprocal of a number that compressed-tensors, which stores that, can hold
+        factor = 1 / (reach / torch.tensor([[self.most]])).clamp(max=1 / torch.finfo(torch.float32).smallest_normal)
         if not fitted:
             return factor
         table = _fit(torch.cat(self.kept), self.scheme)

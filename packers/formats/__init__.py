@@ -121,7 +121,7 @@ FORMATS: dict[str, Format] = {}
 FLOATS = ("F64", "F32", "F16", "BF16")
 NO_WEIGHT = (  # leaves of a quantized module that change no weight
     *("bias", "input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "k_scale", "v_scale"),
-    *("input_global_scale",),
+    *("input_global_scale", "gate_up_proj_bias", "down_proj_bias"),
 )
 FUSED = {  # leaf of a module -> the module that engines make of it and its neighbours, whose name their rules see
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -137,7 +137,7 @@ def register(fmt: Format) -> Format:
 
     def why_not(scheme: Scheme, N: int, K: int) -> str | None:
         if scheme.table and scheme.table not in fmt.tables:
-            return f"{fmt.title} holds no values of the table {scheme.table}; quantize with --format lowq"
+            return f"{fmt.title} holds no values of the table {scheme.table}; nearest: --format lowq"
         return fmt.why_not(scheme, N, K)
 
     FORMATS[fmt.name] = made = replace(fmt, why_not=why_not)

@@ -1,4 +1,4 @@
-"""compressed-tensors: pack-quantized (1 to 8 bits), int-quantized (int8), float-quantized (fp8), and their "naive" form.
+"""compressed-tensors: pack-quantized (1 to 8 bits), int-quantized (int8), their "naive" form, and `_compressed_floats`.
 
 pack-quantized: weight_packed (N, ceil(K*bits/32)) int32, codes q = signed + 2**(bits-1) as a dense bit stream along K: lowq's
 words. weight_scale (N, G); weight_shape [N, K]; asymmetric also weight_zero_point (ceil(N*bits/32), G), packed along N.
@@ -16,8 +16,9 @@ from typing import Any
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Header, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, _fp4, method, register
 from lowq_packers.formats import _common as c
+from lowq_packers.formats import _compressed_floats as floats
 from lowq_packers.formats._rules import Rules
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
@@ -25,7 +26,7 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme, ZeroKind
 
 NAME = "compressed-tensors"
-INTS, FLOATS8 = ("I32",), ("F8_E4M3",)
+INTS = ("I32",)
 TOP = ("quant_method", "config_groups", "format", "quantization_status", "ignore", "sparsity_config", "transform_config")
 TOP_HARMLESS = ("kv_cache_scheme", "global_compression_ratio", "run_compressed", "version")
 GROUP, GROUP_HARMLESS = ("targets", "weights", "format"), ("input_activations", "output_activations")
@@ -35,6 +36,8 @@ STRATEGIES: dict[str, tuple[str | None, ...]] = {  # form of the tensors -> what
     "pack-quantized": ("group", "channel", "tensor", None),
     "int-quantized": ("group", "channel", "tensor", None),
     "float-quantized": ("block", "channel", "tensor", None),
+    "nvfp4-pack-quantized": ("tensor_group",),
+    "mxfp4-pack-quantized": ("group",),
 }
 
 
@@ -108,14 +111,15 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     found = []
     for name in headers:
         p, _, leaf = name.rpartition(".")
-        if leaf == "weight_packed":
-            if headers[name].dtype != "I32":
-                raise UnsupportedError(f"{name} is {headers[name].dtype}: 4-bit floats, which lowq has no kernel for")
+        if leaf == "weight_packed" and headers[name].dtype == "U8":
+            form = floats.form_of(p, headers)
+            found.append(floats.fp4(p, form, groups.weights(p, form, q), headers))
+        elif leaf == "weight_packed":
             found.append(_packed(p, groups.weights(p, "pack-quantized", q), headers, fetch))
         elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype == "I8":
             found.append(_int8(p, groups.weights(p, "int-quantized", q), headers))
-        elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype in FLOATS8:
-            found.append(_fp8(p, groups.weights(p, "float-quantized", q), headers))
+        elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype in floats.FLOATS8:
+            found.append(floats.fp8(p, groups.weights(p, "float-quantized", q), headers))
     return found
 
 
@@ -229,7 +233,7 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     if not 2 <= bits <= 8 or w.get("type", "int") != "int":
         raise UnsupportedError(f"{p}: int-quantized with {bits}-bit {w.get('type')} codes is not one that lowq reads")
     scale = c.need(headers, f"{p}.weight_scale")
-    G = _groups_of(f"{p}.weight_scale", scale, N)
+    G = floats.groups_of(f"{p}.weight_scale", scale, N)
     g, _ = c.group_count(K, K // G if K % G == 0 else 0, p)
     parts = [f"{p}.weight", f"{p}.weight_scale"]
     shared = {"group": c.number(w, "group_size", default=0), "None": g}.get(str(w.get("strategy")), K)
@@ -241,7 +245,7 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
         raise DamagedError(f"{p}.weight_zero_point is missing, though quantization_config says symmetric=false")
     if zero == "int":
         parts.append(f"{p}.weight_zero_point")
-        if _groups_of(parts[-1], c.need(headers, parts[-1], dtypes=("I8", "I32", "I64")), N) != G:
+        if floats.groups_of(parts[-1], c.need(headers, parts[-1], dtypes=("I8", "I32", "I64")), N) != G:
             raise DamagedError(f"{parts[-1]} has the shape {tuple(headers[parts[-1]].shape)}, its scales {tuple(scale.shape)}")
 
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
@@ -262,54 +266,6 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     return Matrix(p, (N, K), tuple(parts), read, stored, 8, c.held(bits, g, zero, K), scale.dtype)
 
 
-def _groups_of(name: str, companion: Header, N: int) -> int:
-    """Scales (or zeros) of a row: one, which all rows may share, or those of its groups. Raises DamagedError."""
-    shape = tuple(companion.shape)
-    if shape in ((), (1,), (1, 1), (N,)):
-        return 1
-    if len(shape) != 2 or shape[0] != N or not shape[1]:
-        raise DamagedError(f"{name} has the shape {shape}; {N} rows were expected")
-    return shape[1]
-
-
-def _fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
-    """float-quantized: fp8 times a scale for all, for a row, or for a block of `block_structure`."""
-    N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
-    if w.get("type", "float") != "float" or c.number(w, "num_bits", default=8) != 8:
-        raise UnsupportedError(f"{p} is fp8, but quantization_config says {w.get('num_bits')}-bit {w.get('type')}")
-    if not c.flag(w, "symmetric", True) or f"{p}.weight_zero_point" in headers:
-        raise UnsupportedError(f"{p}: fp8 with zero points is not one that lowq reads")
-    scale = c.need(headers, f"{p}.weight_scale")
-    block: tuple[int, int] | None = None
-    if w.get("strategy") == "block":
-        structure = w.get("block_structure")
-        if not isinstance(structure, Sequence) or len(structure) != 2 or not all(type(v) is int and v > 0 for v in structure):
-            raise DamagedError(f"{p}: block_structure={structure!r} is no pair of sizes")
-        block = structure[0], structure[1]
-        c.need(headers, f"{p}.weight_scale", (-(-N // block[0]), -(-K // block[1])))
-    elif w.get("strategy") == "tensor" and math.prod(scale.shape) != 1:
-        raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says one for all")
-    elif (G := _groups_of(f"{p}.weight_scale", scale, N)) > 1:
-        raise UnsupportedError(
-            f"{p}: float-quantized with {G} scales a row is not one that lowq reads; it reads one, or blocks"
-        )
-
-    def read(fetch: Fetch) -> torch.Tensor:
-        W, scales = fetch(f"{p}.weight").float(), fetch(f"{p}.weight_scale").float()
-        if block:
-            scales = scales.repeat_interleave(min(block[0], N), 0)[:N].repeat_interleave(min(block[1], K), 1)[:, :K]
-        else:
-            scales = scales.reshape(-1, 1)
-        return (W * scales).to(torch.bfloat16 if scale.dtype == "F32" else getattr(torch, _TORCH[scale.dtype]))
-
-    parts = [n for leaf in ("weight", "weight_scale", "input_scale") if (n := f"{p}.{leaf}") in headers]
-    kind = f"fp8 {block[0]}x{block[1]} blocks" if block else "fp8"
-    return Matrix(p, (N, K), tuple(parts), read, kind, 8, None, "BF16" if scale.dtype == "F32" else scale.dtype)
-
-
-_TORCH = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-
-
 def _notes(config: Config, headers: Headers) -> list[str]:
     q = _section(config)
     found = []
@@ -326,15 +282,17 @@ def _notes(config: Config, headers: Headers) -> list[str]:
 
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     found = ["lowq", "transformers (with compressed-tensors)"]
-    kinds = {(m.bits, "int zero" in m.stored) for m in matrices}
+    kinds = {(m.bits, "int zero" in m.stored) for m in matrices if not _fp4.is_fp4(m)}
     if kinds <= {(4, False), (4, True), (8, False), (2, False)}:
         found.append("vLLM")
-    if kinds <= {(4, False), (8, False)}:
+    if kinds <= {(4, False), (8, False)} and not any(map(_fp4.is_fp4, matrices)):
         found.append("SGLang")
     return found
 
 
 def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if s.table:
+        return _fp4.why_not(s, "compressed-tensors", *floats.FP4.values())
     if s.zero == "float":
         return (
             "compressed-tensors holds whole-number zeros or none; nearest: quantize with --zero none (or int), or --to humming"
@@ -345,30 +303,41 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
 
 
 def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
-    groups: dict[str, Any] = {}
-    by_scheme: dict[tuple[int, int, str], list[str]] = {}
+    alike: dict[tuple[tuple[str, Any], ...], list[str]] = {}  # what is said of weights -> the modules of which it is
+    forms: dict[tuple[tuple[str, Any], ...], str] = {}
     for name, s in schemes.items():
-        by_scheme.setdefault((s.bits, -1 if s.group_size == shapes[name][1] else s.group_size, s.zero), []).append(name)
-    largest = max(by_scheme, key=lambda key: len(by_scheme[key]))
-    ordered = [key for key in by_scheme if key != largest] + [largest]
-    for i, (bits, group, zero) in enumerate(ordered):
-        targets = ["Linear"] if (bits, group, zero) == largest else by_scheme[bits, group, zero]
-        weights: dict[str, Any] = {
-            "num_bits": bits, "type": "int", "symmetric": zero == "none", "strategy": "channel" if group == -1 else "group",
-            "group_size": None if group == -1 else group, "dynamic": False,
-        }  # fmt: skip
-        groups[f"group_{i}"] = {
-            "targets": targets, "weights": weights, "input_activations": None, "output_activations": None,
-            "format": "pack-quantized",
-        }  # fmt: skip
+        said = tuple((floats.fp4_weights(s) if s.table else _weights(s, shapes[name][1])).items())
+        alike.setdefault(said, []).append(name)
+        forms[said] = floats.form(s) if s.table else "pack-quantized"
+    largest = max(alike, key=lambda said: len(alike[said]))
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if said == largest else alike[said], "weights": dict(said), "input_activations": None,
+            "output_activations": None, "format": forms[said],
+        }
+        for i, said in enumerate([*(said for said in alike if said != largest), largest])
+    }  # fmt: skip
+    whole = set(forms.values())
     q = {
-        "quant_method": NAME, "format": "pack-quantized", "quantization_status": "compressed", "kv_cache_scheme": None,
+        "quant_method": NAME, "format": whole.pop() if len(whole) == 1 else "mixed-precision",
+        "quantization_status": "compressed", "kv_cache_scheme": None,
         "ignore": c.dense_modules(schemes, kept), "config_groups": groups,
     }  # fmt: skip
     return {"quantization_config": q}
 
 
+def _weights(s: Scheme, K: int) -> dict[str, Any]:
+    """What a config group says of whole-number codes."""
+    channel = s.group_size == K
+    return {
+        "num_bits": s.bits, "type": "int", "symmetric": s.zero == "none", "strategy": "channel" if channel else "group",
+        "group_size": None if channel else s.group_size, "dynamic": False,
+    }  # fmt: skip
+
+
 def _write(name: str, p: PackedWeight, config: Config) -> Tensors:
+    if p.scheme.table:
+        return floats.write_fp4(name, p, bool(config.get("round")))
     tensors = {
         f"{name}.weight_packed": p.words,
         f"{name}.weight_scale": p.scales,
@@ -392,5 +361,6 @@ register(
         _notes,
         write_words=_write,
         export=Export(1),
+        tables=("e2m1",),
     )
 )

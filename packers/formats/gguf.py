@@ -1,12 +1,16 @@
-"""GGUF blocks Q4_0, Q4_1 and Q8_0: 32 consecutive k of a row, an fp16 scale d in each block.
+"""GGUF blocks that hold what lowq does: 32 consecutive k of a row (TQ: 256, Q1_0: 128), an fp16 scale d in each block.
 
-    Q4_0  d, 16 bytes         w = (q - 8) * d
-    Q4_1  d, m, 16 bytes      w = q * d + m
-    Q8_0  d, 32 int8          w = q * d
+    Q4_0    d, 16 bytes         w = (q - 8) * d
+    Q4_1    d, m, 16 bytes      w = q * d + m
+    Q8_0    d, 32 int8          w = q * d
+    IQ4_NL  d, 16 bytes         w = iq4_nl[q] * d
+    MXFP4   e, 16 bytes         w = e2m1[q] * 2**(e - 127)
+    TQ2_0   64 bytes, d         w = (q - 1) * d, q in 0 .. 2: read only, as TQ1_0 is, five such codes in a byte
+    Q1_0    d, 16 bytes         w = d or -d, a bit each
 
-Further types (Q5_0, the K-quants, IQ4) are read dense, in fp16, by `decoders` from outside: as sources, no more.
+Further types (Q5_0, the K-quants, IQ4_XS) are read dense, in fp16, by `decoders` from outside: as sources, no more.
 
-Byte j of a 4-bit block holds code j in its low half and code j + 16 in its high half. A group of 64 or 128 repeats d and m.
+Byte j of 32 codes of 4 bits holds code j in its low half and code j + 16 in its high half. Longer groups repeat d and m.
 The file around the blocks (metadata, tokenizer, names) is `lowq_cli.interop.gguf_file`'s; here is only what the bytes mean.
 """
 
@@ -16,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowq_packers.errors import SchemeError
+from lowq_packers.errors import DamagedError, SchemeError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
-from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.qtensor import QuantizedTensor, plausible
 from lowq_packers.scheme import Scheme
 
 BLOCK = 32
@@ -42,8 +46,15 @@ TYPES = {t.name: t for t in (
     BlockType("Q5_0", 6, BLOCK, 22), BlockType("Q5_1", 7, BLOCK, 24), BlockType("Q2_K", 10, 256, 84),
     BlockType("Q3_K", 11, 256, 110), BlockType("Q4_K", 12, 256, 144), BlockType("Q5_K", 13, 256, 176),
     BlockType("Q6_K", 14, 256, 210), BlockType("IQ4_NL", 20, BLOCK, 18), BlockType("IQ4_XS", 23, 256, 136),
+    BlockType("TQ1_0", 34, 256, 54), BlockType("TQ2_0", 35, 256, 66), BlockType("MXFP4", 39, BLOCK, 17),
+    BlockType("Q1_0", 41, 128, 18),
 )}  # fmt: skip
-QUANTIZED = ("Q4_0", "Q4_1", "Q8_0")
+SCHEMES = {  # types that lowq holds code for code
+    "Q4_0": Scheme(4, BLOCK, "none"), "Q4_1": Scheme(4, BLOCK, "float"), "Q8_0": Scheme(8, BLOCK, "none"),
+    "IQ4_NL": Scheme(4, BLOCK, "none", "iq4_nl"), "MXFP4": Scheme(4, BLOCK, "none", "e2m1", "e8m0"),
+    "TQ1_0": Scheme(2, 256, "none"), "TQ2_0": Scheme(2, 256, "none"), "Q1_0": Scheme(1, 128, "none"),
+}  # fmt: skip
+QUANTIZED = tuple(SCHEMES)
 Decoder = Callable[["torch.Tensor", tuple[int, ...], str], "torch.Tensor"]  # bytes, shape, name of the tensor -> fp16 weights
 decoders: dict[str, Decoder] = {}  # for the other types; the reader of files fills it
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -51,6 +62,10 @@ PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 def type_for(s: Scheme) -> str | None:
     """The GGUF type that holds a scheme, None if there is none."""
+    if s.table:
+        return {"iq4_nl": "IQ4_NL", "e2m1/e8m0": "MXFP4"}.get(s.kind)
+    if s.bits == 1 and s.zero == "none":
+        return "Q1_0"
     if s.bits == 4:
         return "Q4_0" if s.zero == "none" else "Q4_1"
     return "Q8_0" if s.bits == 8 and s.zero == "none" else None
@@ -58,12 +73,16 @@ def type_for(s: Scheme) -> str | None:
 
 def why_not(s: Scheme, N: int, K: int) -> str | None:
     """The reason GGUF cannot hold a scheme, ending in the nearest one; or None."""
-    if type_for(s) is None:
+    kind = type_for(s)
+    if kind is None and s.table:
+        return f"GGUF as lowq writes it holds mxfp4, not {s}; nearest: --format mxfp4"
+    if kind is None:
         wanted = "--bits 8 --zero none" if s.bits == 8 else "--bits 4 --group 32"
         return f"GGUF holds 4 bits, and 8 without a zero, not {s.bits} bits with {s.zero} zeros; nearest: {wanted}"
+    block = TYPES[kind].elements
     return (
-        f"GGUF blocks are 32 long, a group of {s.group_size} is not made of them; nearest: --group 32"
-        if s.group_size % BLOCK
+        f"GGUF blocks of {kind} are {block} long, a group of {s.group_size} is not made of them; nearest: --group {block}"
+        if s.group_size % block
         else None
     )
 
@@ -80,41 +99,81 @@ def _half(values: torch.Tensor, name: str) -> torch.Tensor:
 def encode(q: QuantizedTensor, name: str, rounding: bool = False) -> torch.Tensor:
     """(N, K / 32 * block bytes) uint8. Raises SchemeError where fp16 does not hold scales or offsets, unless `rounding`."""
     kind = type_for(q.scheme)
-    if kind is None or q.group_size % BLOCK:
+    if kind is None or q.group_size % TYPES[kind].elements:
         raise SchemeError(f"{name}: {why_not(q.scheme, *q.shape)}")
     N = q.shape[0]
-    repeat = q.group_size // BLOCK
+    block = TYPES[kind].elements
+    repeat = q.group_size // block
 
     def blocks(per_group: torch.Tensor) -> torch.Tensor:
-        return per_group.repeat_interleave(repeat, 1).contiguous().view(torch.uint8).reshape(N, -1, 2)
+        return per_group.repeat_interleave(repeat, 1).contiguous().view(torch.uint8).reshape(N, q.shape[1] // block, -1)
 
-    d = blocks(q.scales.to(torch.float16) if rounding else _half(q.scales, name))
-    codes = q.W_q.reshape(N, -1, BLOCK)
+    codes = q.W_q.reshape(N, -1, block)
+    if kind == "MXFP4":
+        return torch.cat([blocks(q.scales), _halves(codes)], -1).reshape(N, -1)
+    scales = q.scales.float() / 2 if kind == "Q1_0" else q.scales  # its levels are -d and d, lowq's -s/2 and s/2
+    d = blocks(scales.to(torch.float16) if rounding else _half(scales, name))
     if kind == "Q8_0":
         return torch.cat([d, codes ^ 0x80], -1).reshape(N, -1)  # q - 128 as int8 is q with its top bit flipped
-    packed = codes[..., :16] | (codes[..., 16:] << 4)
-    if kind == "Q4_0":
-        return torch.cat([d, packed], -1).reshape(N, -1)
-    m = c.zeros_to_offset(q, name, torch.float16, rounding)
-    return torch.cat([d, blocks(m), packed], -1).reshape(N, -1)
+    if kind == "Q1_0":
+        bits = codes.reshape(N, -1, block // 8, 8) << torch.arange(8, dtype=torch.uint8)
+        return torch.cat([d, bits.sum(-1, dtype=torch.uint8)], -1).reshape(N, -1)
+    if kind == "Q4_1":
+        d = torch.cat([d, blocks(c.zeros_to_offset(q, name, torch.float16, rounding))], -1)
+    return torch.cat([d, _halves(codes)], -1).reshape(N, -1)
 
 
-def decode(raw: torch.Tensor, kind: str, N: int, K: int) -> QuantizedTensor:
-    """Inverse of `encode`, with groups of 32: (N * K / 32 * block bytes) uint8 -> codes, fp16 scales."""
-    blocks = raw.reshape(N, K // BLOCK, TYPES[kind].nbytes)
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    """(..., 32) codes of 4 bits as 16 bytes."""
+    return codes[..., :16] | (codes[..., 16:] << 4)
+
+
+def decode(raw: torch.Tensor, kind: str, N: int, K: int, name: str = "a tensor") -> QuantizedTensor:
+    """Inverse of `encode`, with groups of one block: (N * K / block * bytes) uint8 -> codes, fp16 scales (MXFP4: bytes).
+
+    Raises DamagedError, calling it `name`, for ternary codes beyond 2, and MXFP4's exponents that are NaN.
+    """
+    s, blocks = SCHEMES[kind], raw.reshape(N, K // TYPES[kind].elements, TYPES[kind].nbytes)
 
     def halves(at: int) -> torch.Tensor:
         return blocks[..., at : at + 2].contiguous().view(torch.float16).reshape(N, -1)
 
-    d = halves(0)
+    if kind in ("TQ1_0", "TQ2_0"):
+        ternary = _base3(blocks[..., :-2]) if kind == "TQ1_0" else _quarters(blocks[..., :-2])
+        if int(ternary.max()) > 2:
+            raise DamagedError(f"{name} is {kind} with codes beyond -1, 0 and 1; fetch the model again")
+        return QuantizedTensor.of(s, ternary.reshape(N, K) + 1, halves(TYPES[kind].nbytes - 2), None)
+    if kind == "Q1_0":
+        d = halves(0).float() * 2
+        codes = (blocks[..., 2:].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        return QuantizedTensor.of(s, codes.reshape(N, K), d.half() if bool((d.abs() < 65520).all()) else d, None)
+    d = halves(0) if kind != "MXFP4" else blocks[..., 0].contiguous()
     if kind == "Q8_0":
         return QuantizedTensor((blocks[..., 2:] ^ 0x80).reshape(N, K), d, None, 8, BLOCK)
     packed = blocks[..., TYPES[kind].nbytes - 16 :]
     codes = torch.cat([packed & 15, packed >> 4], -1).reshape(N, K)
-    if kind == "Q4_0":
-        return QuantizedTensor(codes, d, None, 4, BLOCK)
-    codes, d, zeros = c.offset_to_zeros(codes, d, halves(2), BLOCK)
-    return QuantizedTensor(codes, d, zeros, 4, BLOCK, "float")
+    if kind == "Q4_1":
+        codes, d, zeros = c.offset_to_zeros(codes, d, halves(2), BLOCK)
+        return QuantizedTensor(codes, d, zeros, 4, BLOCK, "float")
+    if kind == "MXFP4" and not plausible(d, s, "scale"):
+        raise DamagedError(f"{name} is MXFP4 with exponents that are NaN; fetch the model again")
+    return QuantizedTensor.of(s, codes, d, None)
+
+
+def _quarters(stored: torch.Tensor) -> torch.Tensor:
+    """(..., 64) bytes -> (..., 2, 4, 32) codes: bit pair j of 32 bytes is the j-th run of 32 codes."""
+    bytes_ = stored.reshape(*stored.shape[:-1], 2, 1, 32)
+    return (bytes_ >> (2 * torch.arange(4, dtype=torch.uint8)).reshape(4, 1)) & 3
+
+
+def _base3(stored: torch.Tensor) -> torch.Tensor:
+    """(..., 52) bytes -> (..., 256) codes of 0 .. 2: fractions of 256, whose digit j in base 3 is that of the j-th run."""
+    runs = []
+    for first, last, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = torch.tensor([3**j for j in range(digits)], dtype=torch.int32).reshape(-1, 1)
+        fractions = (stored[..., None, first:last].int() * powers) & 255
+        runs.append(((fractions * 3) >> 8).flatten(-2))
+    return torch.cat(runs, -1).to(torch.uint8)
 
 
 def permute_heads(rows: torch.Tensor, heads: int, inverse: bool = False) -> torch.Tensor:
@@ -142,21 +201,23 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
         if kind not in QUANTIZED:
             rows = raw.view(getattr(torch, PLAIN[kind])).reshape(shape) if kind in PLAIN else decoders[kind](raw, shape, name)
             return rows if heads is None else permute_heads(rows, heads, inverse=True).contiguous()
-        q = decode(raw, kind, N, K)
+        q = decode(raw, kind, N, K, name)
         if heads is None:
             return q
         moved = [None if t is None else permute_heads(t, heads, inverse=True).contiguous() for t in (q.W_q, q.scales, q.zeros)]
-        return QuantizedTensor(moved[0], moved[1], moved[2], q.bits, BLOCK, q.zero)  # type: ignore[arg-type]
+        return QuantizedTensor.of(q.scheme, moved[0], moved[1], moved[2])  # type: ignore[arg-type]
 
-    schemes = {"Q4_0": Scheme(4, BLOCK, "none"), "Q4_1": Scheme(4, BLOCK, "float"), "Q8_0": Scheme(8, BLOCK, "none")}
-    dtype = kind if kind in PLAIN else "F16"
-    bits = 8 * TYPES[kind].nbytes if kind in PLAIN else int(kind.lstrip("IQ")[0])
-    return Matrix(name.removesuffix(".weight"), (N, K), (name,), read, kind, bits, schemes.get(kind), dtype)
+    dtype = kind if kind in PLAIN else "BF16" if kind == "MXFP4" else "F16"  # powers of two beyond fp16
+    bits = 8 * TYPES[kind].nbytes if kind in PLAIN else SCHEMES[kind].bits if kind in SCHEMES else int(kind.lstrip("IQ")[0])
+    return Matrix(name.removesuffix(".weight"), (N, K), (name,), read, kind, bits, SCHEMES.get(kind), dtype)
 
 
 def _engines(config: object, matrices: Sequence[object]) -> list[str]:
     return ["lowq", "llama.cpp", "Ollama", "LM Studio"]
 
 
+TABLES = ("iq4_nl", "e2m1")
 EXPORT = Export(7, embeddings=True, one_file=True)
-register(Format("gguf", "GGUF", lambda config, headers: "gguf" in config, _matrices, _engines, why_not, export=EXPORT))
+register(
+    Format("gguf", "GGUF", lambda config, headers: "gguf" in config, _matrices, _engines, why_not, export=EXPORT, tables=TABLES)
+)

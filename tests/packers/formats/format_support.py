@@ -4,7 +4,7 @@ import torch
 
 from lowq_packers import formats
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import BITS, Scheme
+from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
 
 NAME = "model.layers.3.mlp.up_proj"
 ST = {
@@ -19,6 +19,12 @@ ST = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int16: "I16",
 }
+OF_TABLES = {
+    "e2m1/e4m3": 16,
+    "e2m1/e8m0": 32,
+    "nf4": 32,
+}  # kinds of schemes with a table that formats hold, and the groups of tests
+KINDS = [(b, z) for b in BITS for z in ("float", "int", "none")] + [(4, kind) for kind in OF_TABLES]
 WRITERS = [f for f in formats.FORMATS.values() if f.write]
 
 
@@ -53,10 +59,25 @@ def read(tensors, config):
     return {m.name: m.read(fetcher(tensors)) for m in found}
 
 
+def scheme_of(bits, kind, group):
+    """The scheme of a kind; of OF_TABLES with its own group."""
+    return Scheme.of(bits, OF_TABLES.get(kind, group), kind)
+
+
 def random_q(bits, group, zero, N, K, seed=0, dtype=torch.float16):
-    """Random codes, all of them drawn; scales of three digits and zeros of five, products exact in bf16 too."""
+    """Random codes, all of them drawn; scales of three digits and zeros of five, products exact in bf16 too.
+
+    zero: or a kind of OF_TABLES, which has groups of its own. A factor is the reciprocal of a number with many digits.
+    """
     g = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << bits, (N, K), generator=g, dtype=torch.uint8)
+    if zero not in ZERO_KINDS:
+        s = scheme_of(bits, zero, group)
+        if s.scale == "float":
+            return QuantizedTensor.of(s, codes, torch.rand(N, s.groups(K), generator=g) + 0.001, None)
+        scales = torch.randint(1 if s.scale == "e4m3" else 100, 127, (N, s.groups(K)), generator=g, dtype=torch.uint8)
+        factor = 1 / (torch.rand(1, 1, generator=g) * 1000 + 1) if s.table_width else None
+        return QuantizedTensor.of(s, codes, scales, None, factor)
     scales = (torch.randint(1, 8, (N, K // group), generator=g) / 1024).to(dtype)
     zeros = None
     if zero != "none":
@@ -70,6 +91,10 @@ def assert_same(a, b, kinds=True):
     assert torch.equal(a.scales, b.scales)
     assert a.scales.dtype == b.scales.dtype
     assert (a.bits, a.group_size) == (b.bits, b.group_size)
+    assert a.scheme.table == b.scheme.table
+    assert (a.table is None) == (b.table is None)
+    if a.table is not None:
+        assert torch.equal(a.table, b.table)
     if kinds:
         assert a.zero == b.zero
         assert (a.zeros is None) == (b.zeros is None)
@@ -83,19 +108,21 @@ def written(fmt, q, **more):
     return fmt.write(NAME, q, config), config
 
 
-HOLDS_KINDS = ("gptq", "awq", "compressed-tensors", "humming")  # the others have one kind of zero
+HOLDS_KINDS = ("gptq", "awq", "compressed-tensors", "humming", "modelopt", "bitsandbytes")  # the others have one kind of zero
 HELD = {
     "gptq": [(b, z) for b in (8, 4, 3, 2) for z in ("int", "none")],
     "awq": [(4, "int")],
-    "compressed-tensors": [(b, "int") for b in BITS] + [(b, "none") for b in (8, 4, 3, 2)],
+    "compressed-tensors": [(b, "int") for b in BITS]
+    + [(b, "none") for b in (8, 4, 3, 2)]
+    + [(4, "e2m1/e4m3"), (4, "e2m1/e8m0")],
+    "modelopt": [(4, "e2m1/e4m3")],
     "humming": [(b, z) for b in BITS for z in ("float", "int", "none")],
     "mlx": [(b, z) for b in (8, 4, 3, 2) for z in ("float", "int", "none")],
     "hqq": [(b, z) for b in BITS for z in ("float", "int", "none")],
     "gemlite": [(b, z) for b in (8, 4, 2, 1) for z in ("float", "int", "none")],
 }
 for fmt in WRITERS:  # of a new format, what it says itself
-    schemes = [(b, z) for b in BITS for z in ("float", "int", "none")]
-    HELD.setdefault(fmt.name, [s for s in schemes if fmt.why_not(Scheme(s[0], 64, s[1]), 64, 128) is None])
+    HELD.setdefault(fmt.name, [kind for kind in KINDS if fmt.why_not(scheme_of(*kind, 64), 64, 128) is None])
 
 
 def dense(codes, bits):

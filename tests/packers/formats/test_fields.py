@@ -15,7 +15,7 @@ from lowq_packers.formats import check_used
 from lowq_packers.qtensor import QuantizedTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from format_support import NAME, WRITERS, fetcher, headers, random_q, written
+from format_support import NAME, OF_TABLES, WRITERS, fetcher, headers, random_q, written
 
 VALUES = [
     *(None, True, False, 0, 1, 2, 3, 4, 8, 16, 32, 64, 128, -1, 2.5, "", "none", "int", "float", "group", "channel", "tensor"),
@@ -64,7 +64,7 @@ def put(config, path, value):
 
 def cases():
     for fmt in WRITERS:
-        for bits, zero in ((4, "none"), (4, "int"), (8, "none"), (2, "int"), (4, "float")):
+        for bits, zero in ((4, "none"), (4, "int"), (8, "none"), (2, "int"), (4, "float"), *((4, kind) for kind in OF_TABLES)):
             for group, K in ((32, 64), (64, 64)):
                 q = random_q(bits, group, zero, 64, K)
                 if fmt.why_not(q.scheme, 64, K):

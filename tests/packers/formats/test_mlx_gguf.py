@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowq_packers import formats
-from lowq_packers.errors import SchemeError
+from lowq_packers.errors import DamagedError, SchemeError
 from lowq_packers.formats import _common, gguf
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -99,3 +99,48 @@ def test_heads_permute_there_and_back():
     there = gguf.permute_heads(rows, 2)
     assert there.flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
     assert torch.equal(gguf.permute_heads(there, 2, inverse=True), rows)
+
+
+@pytest.mark.parametrize("kind", [k for k in gguf.SCHEMES if k not in ("Q1_0", "Q4_1")])
+def test_any_bytes_of_a_block_are_what_the_gguf_package_makes_of_them(kind):
+    package = pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
+    t, g = gguf.TYPES[kind], torch.Generator().manual_seed(0)
+    number = package.GGMLQuantizationType(t.number)
+    assert package.GGML_QUANT_SIZES[number] == (t.elements, t.nbytes)
+    raw = torch.randint(0, 256, (6, 512 // t.elements, t.nbytes), generator=g, dtype=torch.uint8)
+    d = (torch.rand(6, 512 // t.elements, 1, generator=g) / 16).half().view(torch.uint8)
+    if kind == "MXFP4":
+        raw[..., 0] = raw[..., 0] % 250  # beyond are infinite weights
+    elif kind.startswith("TQ"):
+        raw[..., -2:] = d
+    else:
+        raw[..., :2] = d
+    if kind == "TQ2_0":
+        raw[..., :-2] &= 0xAA  # codes 0 and 2
+    raw = raw.reshape(6, -1)
+    q = gguf.decode(raw, kind, 6, 512)
+    assert q.scheme == gguf.SCHEMES[kind]
+    assert torch.equal(q.dequantize(), torch.from_numpy(package.quants.dequantize(raw.numpy(), number)))
+    if gguf.type_for(q.scheme) == kind:
+        assert torch.equal(gguf.encode(q, NAME), raw)
+
+
+def test_gguf_one_bit_by_hand():
+    """Bit j of byte i is weight 8 i + j: d where it is set, -d where not. PrismML's Bonsai; llama.cpp's type 41."""
+    raw = torch.zeros(1, 18, dtype=torch.uint8)
+    raw[0, 1], raw[0, 2], raw[0, 3] = 0x38, 0b101, 0x80  # 0.5
+    q = gguf.decode(raw, "Q1_0", 1, 128)
+    assert q.dequantize()[0, :3].tolist() == [0.5, -0.5, 0.5]
+    assert (q.dequantize() > 0).nonzero()[:, 1].tolist() == [0, 2, 15]
+    assert torch.equal(gguf.encode(q, NAME), raw)
+    largest = raw.clone()
+    largest[0, 0], largest[0, 1] = 0xFF, 0x7B  # 65504, twice which fp16 does not hold
+    assert gguf.decode(largest, "Q1_0", 1, 128).dequantize().abs().max() == 65504
+    assert torch.equal(gguf.encode(gguf.decode(largest, "Q1_0", 1, 128), NAME), largest)
+
+
+@pytest.mark.parametrize(("kind", "said"), [("TQ2_0", "beyond -1, 0 and 1"), ("MXFP4", "exponents that are NaN")])
+def test_gguf_codes_that_nobody_writes_are_refused(kind, said):
+    raw = torch.full((1, gguf.TYPES[kind].nbytes), 255, dtype=torch.uint8)
+    with pytest.raises(DamagedError, match=said):
+        gguf.decode(raw, kind, 1, gguf.TYPES[kind].elements)

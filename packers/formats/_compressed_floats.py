@@ -1,0 +1,126 @@
+"""compressed-tensors' floats: float-quantized (fp8 times a scale for all, a row or a block), and e2m1, two forms (FP4).
+
+The fp4 forms: weight_packed (N, K / 2) uint8, the first code in a byte's low half; weight_scale (N, K / 16) e4m3 and
+weight_global_scale [1], which divides them, or (N, K / 32) exponents in uint8. compressed-tensors divides where lowq multiplies
+by the reciprocal: the same to the last bit of fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.formats import Fetch, Header, Headers, Matrix, Tensors, _fp4
+from lowq_packers.formats import _common as c
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.lazy import torch
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+
+FLOATS8 = ("F8_E4M3",)
+FP4 = {"nvfp4-pack-quantized": _fp4.NVFP4, "mxfp4-pack-quantized": _fp4.MXFP4}
+FACTOR = "weight_global_scale"
+_DTYPES = {_fp4.NVFP4: "torch.float8_e4m3fn", _fp4.MXFP4: "torch.uint8"}
+
+
+def form_of(p: str, headers: Headers) -> str:
+    """Which of FP4 the tensors of a module are, by its scales."""
+    scales = headers.get(f"{p}.weight_scale")
+    return "nvfp4-pack-quantized" if scales and scales.dtype == "F8_E4M3" else "mxfp4-pack-quantized"
+
+
+def form(s: Scheme) -> str:
+    """The name of one of FP4."""
+    return next(name for name, scheme in FP4.items() if scheme == s)
+
+
+def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
+    """A module of one of FP4, whose config group says `w`. Raises UnsupportedError, DamagedError."""
+    scheme = FP4[form]
+    said = c.number(w, "num_bits"), w.get("type"), c.number(w, "group_size", default=scheme.group_size)
+    if said != (4, "float", scheme.group_size):
+        raise UnsupportedError(
+            f"{p}: {form} with {said[0]}-bit {said[1]} codes in groups of {said[2]} is not one that lowq reads"
+        )
+    if not c.flag(w, "symmetric", True):
+        raise UnsupportedError(f"{p}: {form} with zero points is not one that lowq reads")
+    parts = [f"{p}.weight_packed", f"{p}.weight_scale"]
+    shape = _fp4.shape(headers, parts[0], parts[1], scheme)
+    factored = scheme.scale == "e4m3"
+    if factored:
+        parts.append(f"{p}.{FACTOR}")
+        if c.need(headers, parts[-1], dtypes=("F32",)).shape not in ((), (1,)):
+            raise DamagedError(f"{parts[-1]} has the shape {tuple(headers[parts[-1]].shape)}; it must be one number")
+
+    def read(fetch: Fetch) -> QuantizedTensor:
+        factor = 1 / fetch(parts[2]) if factored else None
+        return _fp4.decoded(scheme, fetch(parts[0]), fetch(parts[1]), p, factor)
+
+    return Matrix(p, shape, tuple(parts), read, _fp4.stored_as(scheme), 4, scheme, "BF16")
+
+
+def fp4_weights(s: Scheme) -> dict[str, Any]:
+    """What a config group says of weights in one of FP4."""
+    return {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group" if s == _fp4.NVFP4 else "group",
+        "group_size": s.group_size, "dynamic": False, "scale_dtype": _DTYPES[s], "zp_dtype": _DTYPES[s],
+    }  # fmt: skip
+
+
+def write_fp4(name: str, p: PackedWeight, rounding: bool) -> Tensors:
+    """The tensors of a module in one of FP4. Raises SchemeError for a factor that is no reciprocal."""
+    scales = p.scales.view(torch.float8_e4m3fn) if p.scheme.scale == "e4m3" else p.scales
+    tensors = {f"{name}.weight_packed": _fp4.code_bytes(p), f"{name}.weight_scale": scales}
+    if p.table is not None:
+        tensors[f"{name}.{FACTOR}"] = _fp4.inverse(p.table, name, rounding)
+    return tensors
+
+
+def groups_of(name: str, companion: Header, N: int) -> int:
+    """Scales (or zeros) of a row: one, which all rows may share, or those of its groups. Raises DamagedError."""
+    shape = tuple(companion.shape)
+    if shape in ((), (1,), (1, 1), (N,)):
+        return 1
+    if len(shape) != 2 or shape[0] != N or not shape[1]:
+        raise DamagedError(f"{name} has the shape {shape}; {N} rows were expected")
+    return shape[1]
+
+
+def fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
+    """float-quantized: fp8 times a scale for all, for a row, or for a block of `block_structure`."""
+    N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
+    if w.get("type", "float") != "float" or c.number(w, "num_bits", default=8) != 8:
+        raise UnsupportedError(f"{p} is fp8, but quantization_config says {w.get('num_bits')}-bit {w.get('type')}")
+    if not c.flag(w, "symmetric", True) or f"{p}.weight_zero_point" in headers:
+        raise UnsupportedError(f"{p}: fp8 with zero points is not one that lowq reads")
+    scale = c.need(headers, f"{p}.weight_scale")
+    block: tuple[int, int] | None = None
+    if w.get("strategy") == "block":
+        structure = w.get("block_structure")
+        if not isinstance(structure, Sequence) or len(structure) != 2 or not all(type(v) is int and v > 0 for v in structure):
+            raise DamagedError(f"{p}: block_structure={structure!r} is no pair of sizes")
+        block = structure[0], structure[1]
+        c.need(headers, f"{p}.weight_scale", (-(-N // block[0]), -(-K // block[1])))
+    elif w.get("strategy") == "tensor" and math.prod(scale.shape) != 1:
+        raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says one for all")
+    elif (G := groups_of(f"{p}.weight_scale", scale, N)) > 1:
+        raise UnsupportedError(
+            f"{p}: float-quantized with {G} scales a row is not one that lowq reads; it reads one, or blocks"
+        )
+
+    def read(fetch: Fetch) -> torch.Tensor:
+        W, scales = fetch(f"{p}.weight").float(), fetch(f"{p}.weight_scale").float()
+        if block:
+            scales = scales.repeat_interleave(min(block[0], N), 0)[:N].repeat_interleave(min(block[1], K), 1)[:, :K]
+        else:
+            scales = scales.reshape(-1, 1)
+        return (W * scales).to(torch.bfloat16 if scale.dtype == "F32" else getattr(torch, _TORCH[scale.dtype]))
+
+    parts = [n for leaf in ("weight", "weight_scale", "input_scale") if (n := f"{p}.{leaf}") in headers]
+    kind = f"fp8 {block[0]}x{block[1]} blocks" if block else "fp8"
+    return Matrix(p, (N, K), tuple(parts), read, kind, 8, None, "BF16" if scale.dtype == "F32" else scale.dtype)
+
+
+_TORCH = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}

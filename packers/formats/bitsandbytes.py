@@ -1,0 +1,189 @@
+"""bitsandbytes' 4 bits: codes of NF4 or FP4 in blocks of consecutive weights, and a scale (absmax) of each block.
+
+    weight (N * K / 2, 1) uint8, the first code in a byte's high half · weight.absmax (blocks) fp32 · weight.quant_map (16)
+    weight.quant_state.bitsandbytes__nf4: JSON in bytes: shape, blocksize, dtype, quant_type
+
+Double quantization: absmax is uint8, an index into weight.nested_quant_map (256), times weight.nested_absmax of every 256
+blocks, plus nested_offset of the JSON. Blocks run over the ends of rows: a K that they do not divide is read dense. FP4 (whose
+values are not e2m1's) is lowq's fitted table, the same in every weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from lowq_packers import tables
+from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import _common as c
+from lowq_packers.lazy import torch
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import GROUP_STEP, Scheme
+
+NAME, STATE = "bitsandbytes", "weight.quant_state.bitsandbytes__"
+TABLES = {  # bitsandbytes' own, whatever quant_map says: its kernels look nothing up in that
+    "nf4": tables.FIXED["nf4"],
+    # sign, then 0, 1/192, 2/3, 1, 1/3, 1/2, 1/6, 1/4
+    "fp4": tuple(sign * v / 12 for sign in (1, -1) for v in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
+}
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+NESTED = 256  # blocks that share a nested_absmax
+DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+FIELDS = ("shape", "blocksize", "dtype", "quant_type", "nested_blocksize", "nested_dtype", "nested_offset")
+MAX_STATE = 4096  # bytes of JSON; usual ones have 200
+USED = ("quant_method", "bnb_4bit_quant_type", "load_in_8bit", "_load_in_8bit")
+HARMLESS = (
+    *("load_in_4bit", "_load_in_4bit", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
+    *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold"),
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """What the JSON of one weight says. offset: of double quantization, None without."""
+
+    kind: str
+    shape: tuple[int, int]
+    block: int
+    dtype: str
+    offset: float | None
+
+    @property
+    def blocks(self) -> int:
+        """How many scales there are."""
+        return -(-prod(self.shape) // self.block)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """The scheme that lowq holds the codes in; None where blocks run over the ends of rows."""
+        fits = self.shape[1] % self.block == 0 and self.block % GROUP_STEP == 0
+        return Scheme(4, self.block, "none", "nf4" if self.kind == "nf4" else "fitted") if fits else None
+
+
+def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
+    q = c.section(config, "quantization_config")
+    c.check_fields(q, USED, HARMLESS)
+    if q.get("load_in_8bit") or q.get("_load_in_8bit"):
+        raise UnsupportedError("bitsandbytes with 8 bits is not one that lowq reads; it reads nf4 and fp4")
+    states = [(name.partition(f".{STATE}")[0], name) for name in headers if f".{STATE}" in name]
+    if states and fetch is None:
+        raise UnsupportedError("bitsandbytes says the shapes of its weights inside their files; download the model first")
+    return [_matrix(p, name, q, headers, fetch) for p, name in states if fetch is not None]
+
+
+def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> State:
+    """The JSON of one weight, checked. Raises DamagedError, UnsupportedError."""
+    size = c.need(headers, name, dtypes=("U8",)).shape
+    if len(size) != 1 or size[0] > MAX_STATE:
+        raise DamagedError(f"{name} has the shape {tuple(size)}; it must be some {MAX_STATE} bytes of JSON at most")
+    try:
+        said = json.loads(bytes(fetch(name).tolist()))
+    except (ValueError, RecursionError):
+        raise DamagedError(f"{name} is no JSON; fetch the model again") from None
+    if not isinstance(said, Mapping):
+        raise DamagedError(f"{name} is no table of settings; fetch the model again")
+    c.check_fields(said, FIELDS, (), f"{name}: ")
+    kind, shape, dtype = said.get("quant_type"), said.get("shape"), said.get("dtype")
+    if kind not in TABLES or name.rpartition("__")[2] != kind or q.get("bnb_4bit_quant_type", kind) != kind:
+        raise DamagedError(f"{name} says quant_type={str(kind)[:40]}, config.json {str(q.get('bnb_4bit_quant_type'))[:40]}")
+    if not isinstance(shape, Sequence) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 40 for n in shape):
+        raise DamagedError(f"{name} says shape={str(shape)[:40]}; a matrix has two dimensions")
+    if type(said.get("blocksize")) is not int or said["blocksize"] not in BLOCKS or dtype not in DTYPES:
+        raise DamagedError(f"{name} says blocksize={str(said.get('blocksize'))[:40]}, dtype={str(dtype)[:40]}")
+    offset = said.get("nested_offset")
+    nested = said.get("nested_blocksize", NESTED), said.get("nested_dtype", "float32")
+    if nested != (NESTED, "float32") or (offset is not None and not isinstance(offset, float)):
+        raise DamagedError(f"{name} says nested_blocksize, nested_dtype = {str(nested)[:80]}, nested_offset={str(offset)[:40]}")
+    return State(kind, (shape[0], shape[1]), said["blocksize"], DTYPES[dtype], offset)
+
+
+def _matrix(p: str, state: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> Matrix:
+    s, w = _state(state, q, headers, fetch), f"{p}.weight"
+    N, K = s.shape
+    if tuple(c.need(headers, w, dtypes=("U8",)).shape) not in ((-(-N * K // 2), 1), (1, -(-N * K // 2))):
+        raise DamagedError(
+            f"{w} has the shape {tuple(headers[w].shape)}; {N} x {K} codes of 4 bits fill {-(-N * K // 2)} bytes"
+        )
+    parts = [w, f"{w}.absmax", f"{w}.quant_map", state]
+    c.need(headers, parts[1], (s.blocks,), ("U8",) if s.offset is not None else ("F32",))
+    c.need(headers, parts[2], (16,), ("F32",))
+    if s.offset is not None:
+        parts += [f"{w}.nested_absmax", f"{w}.nested_quant_map"]
+        c.need(headers, parts[4], (-(-s.blocks // NESTED),), ("F32",))
+        c.need(headers, parts[5], (256,), ("F32",))
+
+    def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
+        table = torch.tensor([TABLES[s.kind]], dtype=torch.float32)
+        if not torch.allclose(fetch(parts[2]), table[0], rtol=0, atol=1e-6):
+            raise DamagedError(f"{parts[2]} is not the table of {s.kind}; lowq does not know which of them counts")
+        scales = fetch(parts[1])
+        if s.offset is not None:
+            shared = fetch(parts[4]).repeat_interleave(NESTED)[: s.blocks]
+            scales = fetch(parts[5])[scales.long()] * shared + torch.tensor(s.offset, dtype=torch.float32)
+        if not bool(torch.isfinite(scales).all()):
+            raise DamagedError(f"{p} holds NaN or infinite scales; fetch the model again")
+        stored = fetch(w).flatten()
+        codes = torch.stack((stored >> 4, stored & 15), -1).flatten()[: N * K]
+        if s.scheme is None:
+            wide = scales.repeat_interleave(s.block)[: N * K]
+            return (table[0][codes.long()] * wide).reshape(N, K).to(getattr(torch, _TORCH[s.dtype]))
+        own = table if s.scheme.table_width else None
+        return QuantizedTensor.of(s.scheme, codes.reshape(N, K), scales.reshape(N, -1), None, own)
+
+    stored = f"{s.kind} g{s.block}" + (" double" if s.offset is not None else "")
+    return Matrix(p, (N, K), tuple(parts), read, stored, 4, s.scheme, s.dtype)
+
+
+_TORCH = {short: name for name, short in DTYPES.items()}
+
+
+def _why_not(s: Scheme, N: int, K: int) -> str | None:
+    if s.table != "nf4" or s.scale != "float":
+        return f"bitsandbytes holds nf4, not {s}; nearest: --format nf4"
+    return None if s.group_size in BLOCKS else f"bitsandbytes holds groups of {BLOCKS}, not {s.group_size}; nearest: --group 64"
+
+
+def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
+    q = {
+        "quant_method": NAME, "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_skip_modules": c.dense_modules(schemes, kept),
+    }  # fmt: skip
+    return {"quantization_config": q}
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    codes = q.W_q.flatten()
+    said = {"quant_type": "nf4", "blocksize": q.group_size, "dtype": config.get("dtype", "bfloat16"), "shape": list(q.shape)}
+    if said["dtype"] not in DTYPES:
+        said["dtype"] = "bfloat16"
+    return {
+        f"{name}.weight": (codes[0::2] << 4 | codes[1::2]).reshape(-1, 1),
+        f"{name}.weight.absmax": q.scales.float().flatten(),
+        f"{name}.weight.quant_map": torch.tensor(TABLES["nf4"], dtype=torch.float32),
+        f"{name}.{STATE}nf4": torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8),
+    }
+
+
+def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
+    return ["lowq", "transformers (with bitsandbytes)", "vLLM"]
+
+
+register(
+    Format(
+        NAME,
+        "bitsandbytes",
+        lambda config, headers: method(config) == NAME,
+        _matrices,
+        _engines,
+        _why_not,
+        _write,
+        _config,
+        export=Export(9),
+        tables=("nf4",),
+    )
+)
