@@ -183,9 +183,11 @@ def test_a_quick_copy_is_its_process_alone_and_goes_when_that_was_killed(family_
         assert [p.name for p in outlook.folder.glob("copy*")] == [theirs.name]
         assert (theirs / "model.safetensors").read_text() == "in use"
     if not (pid := os.fork()):
-        (killed := unfinished(outlook.folder / own_text.COPY)).__enter__()
-        assert killed
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            killed = unfinished(outlook.folder / own_text.COPY)
+            killed.__enter__()
+        finally:  # an error must not let the child run the tests after this one
+            os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     assert list(outlook.folder.glob("copy*"))
     own_text.whole(outlook, None)  # all is kept: nothing has to be written
