@@ -49,13 +49,13 @@ def test_without_a_template_the_text_goes_on():
 
 
 def test_the_command_answers_each_line_and_ends_with_its_input():
-    said = "Once upon a time\n\n/new\nThe whale\n/quit\nnever read\n"
+    said = "Once upon a time\n\n/new\nThe whale\n/quit\nqzxj\n"
     command = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "chat", "demo"]
     command += ["--max-new-tokens", "5", "--device", "cpu"]
     done = subprocess.run(command, input=said, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.strip()]) >= 2
-    assert "never" not in done.stdout
+    assert "qzxj" not in done.stdout  # what stands behind /quit
 
 
 def test_commands_are_obeyed_and_never_said_to_the_model(tmp_path):

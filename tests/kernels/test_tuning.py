@@ -218,7 +218,7 @@ def test_work_is_what_a_launch_needs(M):
 
     def instance(rows, config):
         cut = tile_mma.plan(Call(rows, 4096, 4096, scheme, "tile", torch.float16, "cuda", (9, 0)), config)
-        return cut and tile_mma.expression(4, torch.float16, 128, True, config, cut.M_TILES, cut.copies, gpu.HOPPER.sms)
+        return cut and tile_mma.expression(scheme, 4096, torch.float16, config, cut.M_TILES, cut.copies, gpu.HOPPER.sms)
 
     asked = Call(M, 4096, 4096, scheme, "tile", torch.float16, "cuda", (9, 0))
     for config in spec.legal_configs(asked):
