@@ -14,6 +14,7 @@ import torch
 
 from lowq_cli.calibrate.texts import WINDOW, read_utf8, tokenize, window_of, windows
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.prompts import check_ids
 from lowq_kernels.activations import check_act
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
@@ -64,11 +65,12 @@ def evaluate(
         kl: mean over predicted tokens of sum p_ref ln(p_ref / p_model); top1_agreement: share of predicted tokens
         where both models' likeliest token is the same.
     Raises:
-        UsageError: too short a text, or vocabularies of different size.
+        UsageError: too short a text, tokens that the model lacks, or vocabularies of different size.
     """
     cut = windows(ids, window, max_tokens)
     device = _device(model)
     vocabulary = _vocabulary(model)
+    check_ids((int(cut.min()), int(cut.max())), vocabulary)
     batch = max(1, LOGITS_AT_ONCE // (cut.shape[1] * vocabulary * (1 if reference is None else 4)))
     nll = base_nll = kl = agree = 0.0
     for start in range(0, cut.shape[0], batch):

@@ -94,6 +94,12 @@ def test_context_limit_is_respected_and_a_longer_prompt_refused(story, monkeypat
         plain(story, PROMPT)
 
 
+@pytest.mark.parametrize("token", [-1, 4_000_000_000])
+def test_tokens_that_the_model_lacks_are_refused(story, token):
+    with pytest.raises(UsageError, match=f"a token {token} and the model"):
+        plain(story, [5, token, 6])
+
+
 def test_nothing_asked_for_gives_nothing(story):
     g = plain(story, PROMPT, max_new_tokens=0)
     assert (list(g), g.tokens, g.finish_reason, g.decode_tps) == ([], [[]], "length", 0.0)

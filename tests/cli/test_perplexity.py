@@ -72,6 +72,11 @@ def test_different_vocabularies_are_refused():
         perplexity.evaluate(UNIFORM, torch.arange(8) % 4, SURE_16)
 
 
+def test_tokens_that_the_model_lacks_are_refused():
+    with pytest.raises(UsageError, match="a token 4000000000 and the model"):
+        perplexity.evaluate(UNIFORM, torch.tensor([1, 4_000_000_000, 2]))
+
+
 def test_text_errors(tmp_path):
     assert len(perplexity.read_text(None)) > 50_000
     with pytest.raises(NotFoundError, match="No such file"):
