@@ -18,11 +18,11 @@ import triton.language as tl
 from lowq_kernels.decode import kv
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.gpu import capability
+from lowq_kernels.gpu import capability, since
 
 NUMBERS = {"16": 0, "fp8": 8, "4": 4}
 HEADS_AT_ONCE = 16  # rows of a matrix product
-CONVERTS = (8, 9)  # capability from which a GPU converts e4m3 by an instruction
+CONVERTS = since(lambda on: on.fp8)  # the GPUs whose tensor cores take e4m3 convert it by an instruction
 TRIES: tl.constexpr = tl.constexpr(kv.TRIES)
 FIRST: tl.constexpr = tl.constexpr(kv.FIRST)
 UNIT: tl.constexpr = tl.constexpr(256.0)  # of p * step, which fp16 would not hold otherwise where values are small
