@@ -8,6 +8,7 @@ from lowq_kernels.decode.reference import Heads, Packed
 from lowq_packers.errors import UsageError
 
 CODED = kv.KINDS[1:]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of what Triton runs: interpreted without a GPU
 SIZES = [(16, "fp8"), (96, "fp8"), (128, "fp8"), (16, "4"), (32, "4"), (64, "4"), (96, "4"), (128, "4"), (256, "4")]
 
 
@@ -113,16 +114,17 @@ ATTENTION = {"llama": (8, 2, 32, 32, 0, False, [0, 40]), "phi3, windows, norms":
 def attention_case(name, kind, page):
     """(qkv, two equal pairs of caches of any contents, pos, tables, heads, table) for a step of two sequences."""
     HQ, HKV, D, R, window, norm, places = ATTENTION[name]
-    norms = [heads(D).half() + 1 if norm else None for _ in range(2)]
+    norms = [heads(D).half().to(DEVICE) + 1 if norm else None for _ in range(2)]
     h = Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms)
     blocks = [(7, HKV, 16, D), torch.randperm(6, generator=torch.Generator().manual_seed(0)).reshape(2, 3).int() + 1]
     shape, table = blocks if page else ((2, HKV, 48, D), None)
-    pairs = [[kv.zeros(kind, shape, torch.float16, torch.device("cpu")) for _ in range(2)] for _ in range(2)]
+    pairs = [[kv.zeros(kind, shape, torch.float16, torch.device(DEVICE)) for _ in range(2)] for _ in range(2)]
     for pair in pairs:
         for i, cache in enumerate(pair):
-            cache[:] = heads(*shape, outliers=True) * (1 - 0.9 * i)
-    cos, sin = torch.rand(2, 48, R, generator=torch.Generator().manual_seed(1)).half()
-    return heads(2, (HQ + 2 * HKV) * D).half(), *pairs, torch.tensor(places, dtype=torch.int32), (cos, sin), h, table
+            cache[:] = (heads(*shape, outliers=True) * (1 - 0.9 * i)).to(DEVICE)
+    cos, sin = torch.rand(2, 48, R, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
+    qkv, pos = heads(2, (HQ + 2 * HKV) * D).half().to(DEVICE), torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    return qkv, *pairs, pos, (cos, sin), h, None if table is None else table.to(DEVICE)
 
 
 @pytest.mark.parametrize("page", [False, True])
@@ -149,13 +151,14 @@ def test_tritons_prompts_read_and_write_codes(name, kind, page, monkeypatch):
     monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2})
     _, ours, theirs, _, tables, h, table = attention_case(name, kind, page)
     for start, new in ((0, 19), (19, 5)):
-        qkv = heads(2, new, (h.HQ + 2 * h.HKV) * h.D).half()
+        qkv = heads(2, new, (h.HQ + 2 * h.HKV) * h.D).half().to(DEVICE)
         if table is None:
             y = prompt.attend_prompt(qkv, *ours, start, *tables, h)
             wanted = reference.attend_prompt(qkv, *theirs, start, *tables, h)
         else:
             rows, pos = torch.tensor([0, 1]).repeat_interleave(new).int(), torch.arange(start, start + new).repeat(2).int()
-            p = Packed(table, rows, pos, torch.tensor([[0, new], [new, 2 * new]], dtype=torch.int32))
+            spans = torch.tensor([[0, new], [new, 2 * new]], dtype=torch.int32)
+            p = Packed(table, *(t.to(DEVICE) for t in (rows, pos, spans)))
             y = prompt.attend_packed(qkv.flatten(0, 1), *ours, p, *tables, h)
             wanted = reference.attend_packed(qkv.flatten(0, 1), *theirs, p, *tables, h)
         assert error(y, wanted) < 2e-3
