@@ -126,7 +126,8 @@ def chain(M: int, scheme: Scheme, dtype: torch.dtype, kernel: str | None) -> dic
         spec.launch(xs[p.K], p, None, config)
 
     us = graph_time([lambda p=p: product(p) for p in weights]) * len(weights)
-    row = {"chain": "llama 3 8b", "M": M, "bits": scheme.bits, "group": scheme.group_size, "us": us}
+    row = {"chain": "llama 3 8b", "M": M, "bits": scheme.bits}
+    row |= {"group": scheme.group_size, "zero": scheme.kind, "us": us}
     used = {f"{N}x{K}": [spec.name, *config.values()] for (N, K), (spec, config) in choices.items()}
     return row | {"gbs": sum(p.nbytes for p in weights) / us / 1e3, "used": used}
 
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--having", default="", help="with --sweep: only configs where this is not 0, e.g. INT8_PLANES")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--sweep", action="store_true", help="every legal config, not only the chosen one")
-    parser.add_argument("--chain", action="store_true", help="an 8B model's layers in turn; with --kernel: by that kernel")
+    parser.add_argument("--chain", action="store_true", help="an 8B model's layers in turn; with --kernel: by it")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop when so many have passed")
     parser.add_argument("--out", default="")
     args = parser.parse_args()
@@ -192,11 +193,12 @@ def main() -> None:
     stamp = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": str(datetime.date.today())}
     stamp["script"] = "benchmarks/cuda_tile.py"
     if args.chain:
-        for M in map(int, args.m.split(",")):
-            for bits in map(int, args.bits.split(",")):
-                rows.append(chain(M, Scheme.of(bits, int(args.group), args.zero), dtype, args.kernel or None))
+        asked = [(args.zero, bits, int(args.group)) for bits in map(int, args.bits.split(","))]
+        for kind, bits, group in TABLES if args.tables else asked:
+            for M in map(int, args.m.split(",")):
+                rows.append(chain(M, Scheme.of(bits, group, kind), dtype, args.kernel or None))
                 print(rows[-1], flush=True)
-        out.write_text(json.dumps(stamp | {"rows": rows}, indent=0))
+                out.write_text(json.dumps(stamp | {"rows": rows}, indent=0))
         return
     visits = list(cells(args))
     weights = {cell: random_weight(*cell, dtype, 0) for cell, _ in visits}
@@ -236,7 +238,7 @@ def main() -> None:
                 best = row if best is None or row["us"] < best["us"] else best
             if best:
                 picked = next((f"{r['us']:.2f}" for r in rows[::-1] if r["chosen"] and "us" in r), "-")
-                what = f"{scheme.bits}b g{scheme.group_size} {N}x{K} M={M}"
+                what = f"{scheme.bits}b g{scheme.group_size} {scheme.kind} {N}x{K} M={M}"
                 how = f"{best['kernel']} {list(best['config'].values())} err {best['error']:.1e}"
                 floor = f"read {read_us:.2f}, cublas {best['cublas_us']:.2f}"
                 print(f"{what}: chosen {picked} best {best['us']:.2f} us, {floor}; {how}", flush=True)

@@ -173,7 +173,7 @@ def write(folder: Path, shape: str, variant: str, device: str) -> int:
     from lowq_packers.scheme import Scheme
 
     dtype = torch.float16
-    bits, group, head = widths(variant)
+    bits, group, kind, head = widths(variant)
     model, schemes, kept = e2e_decode.skeleton(shape, dtype), {}, []
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, p in model.named_parameters():
@@ -181,10 +181,11 @@ def write(folder: Path, shape: str, variant: str, device: str) -> int:
         own = head if stem == "lm_head" else 0 if p.dim() == 1 or "embed" in name else bits
         if own:
             N, K = p.shape
-            schemes[stem] = s = Scheme(own, group)
-            scales, zeros = e2e_decode.random_meta((N, s.groups(K)), K, s, dtype, device)
+            schemes[stem] = s = Scheme.of(own, group, kind) if own == bits else Scheme(own, group)
+            meta = e2e_decode.random_meta((N, s.groups(K)), (1,), K, s, dtype, device)
             words = e2e_decode.random_words(N, bitstream.words_per_row(K, own), device=device)
-            found = {name: words, f"{stem}.weight_scale": scales, f"{stem}.weight_zero": zeros}
+            beside = zip(("scale", "zero", "table"), meta, strict=True)
+            found = {name: words} | {f"{stem}.weight_{leaf}": t for leaf, t in beside if t is not None}
         else:
             kept.append(stem)
             new = torch.ones(p.shape, dtype=dtype, device=device)

@@ -5,8 +5,9 @@
 Without --run, every table of docs/decode.md in one run: decode_8b.json, decode_1b.json and so on. All kernels are compiled
 first, in parallel. A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which
 it compiles), `transformers-static` (its forward over a static cache as one CUDA graph of ours), `16` (the lowq engine,
-weights not quantized), or bits[gGROUP][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`. Layers are built on the device from random
-codes. A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of weights a step reads,
+weights not quantized), or bits[gGROUP][n][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`, `4g32n` (no zeros), or `nvfp4`, `mxfp4`,
+`nf4`, with a head or not. Layers are built on the device from random codes; of EXPERTS_ONLY, as published, only experts.
+A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of weights a step reads,
 percent of the time that the measured read bandwidth allows, time to first token; with --profile also where a step's
 microseconds go.
 """
@@ -35,7 +36,8 @@ from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.unfused import UnfusedDecoder
-from lowq_cli.hf.experts import STACKS, QuantExperts
+from lowq_cli.hf.expert_kinds import DOWN
+from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import launch
 from lowq_kernels.dispatch import measure as kernel_times_alone
 from lowq_kernels.dispatch import registry, timing
@@ -46,9 +48,12 @@ from lowq_kernels.modules.stack import Stack
 from lowq_packers import bitstream
 from lowq_packers.layouts import PackedWeight, tile
 from lowq_packers.scheme import Scheme
+from lowq_packers.tables import to_bytes, values
 
 LLAMA = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072}
 MIXTURE = {"model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+GPT_OSS = {"model_type": "gpt_oss", "sliding_window": 128}
+EXPERTS_ONLY = ("gpt-oss-20b", "tiny-gpt-oss")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "1b": LLAMA
@@ -59,6 +64,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
     | {"vocab_size": 151936, "max_position_embeddings": 40960},
+    "gpt-oss-20b": GPT_OSS
+    | {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "head_dim": 64}
+    | {"num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088}
+    | {"max_position_embeddings": 131072},
+    "tiny-gpt-oss": GPT_OSS
+    | {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 64}
+    | {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 1024},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
     | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024},
     "tiny-mixture": MIXTURE
@@ -109,8 +121,8 @@ def fill(model: Any, device: str) -> Any:
 def random_packed(N: int, K: int, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantLinear:
     """A layer of random codes whose weights have the spread of a trained layer's, about 1 / sqrt(K)."""
     words = random_words(N, bitstream.words_per_row(K, scheme.bits), device=device)
-    scales, zeros = random_meta((N, scheme.groups(K)), K, scheme, dtype, device)
-    return QuantLinear.from_packed(PackedWeight(words, scales, zeros, scheme, N, K, "rowstream"))
+    scales, zeros, table = random_meta((N, scheme.groups(K)), (1,), K, scheme, dtype, device)
+    return QuantLinear.from_packed(PackedWeight(words, scales, zeros, scheme, N, K, "rowstream", table=table), dtype=dtype)
 
 
 def random_words(*shape: int, device: str) -> torch.Tensor:
@@ -119,16 +131,22 @@ def random_words(*shape: int, device: str) -> torch.Tensor:
 
 
 def random_meta(
-    shape: tuple[int, ...], K: int, scheme: Scheme, dtype: torch.dtype, device: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zeros that give random codes that spread."""
-    scales = (torch.rand(shape, device=device) + 0.5) * (3.4 / scheme.levels / K**0.5)
-    return scales.to(dtype), ((scheme.levels - 1) / 2 + torch.rand(shape, device=device) - 0.5).to(dtype)
+    shape: tuple[int, ...], tables: tuple[int, ...], K: int, scheme: Scheme, dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Scales, zeros and, as (*tables, width), factors that give random codes that spread."""
+    scales = torch.rand(shape, device=device) + 0.5
+    if not scheme.table:
+        zeros = None if scheme.zero == "none" else (scheme.levels - 1) / 2 + torch.rand(shape, device=device) - 0.5
+        return (scales * (3.4 / scheme.levels / K**0.5)).to(dtype), None if zeros is None else zeros.to(dtype), None
+    unit = 1 / float(values(scheme, None).square().mean().sqrt()) / K**0.5
+    if scheme.table_width:  # NVFP4's scales are about 1 beside their factor
+        return to_bytes(scales, scheme.scale), None, torch.full((*tables, 1), unit, device=device)
+    return (scales * unit).to(dtype) if scheme.scale == "float" else to_bytes(scales * unit, scheme.scale), None, None
 
 
 def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantExperts:
     """Packed experts in the place of transformers' (on the meta device); on a GPU in the layout of its kernels at once."""
-    experts = QuantExperts(module, dict.fromkeys(STACKS, scheme), dtype)
+    experts = QuantExperts(module, dict.fromkeys(("gate_up_proj", DOWN), scheme), dtype)
     for name, (E, N, K) in experts.shapes.items():
         if device == "cpu":
             words, meta, layout = bitstream.words_per_row(K, scheme.bits), (E, N, scheme.groups(K)), "rowstream"
@@ -137,21 +155,21 @@ def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, 
             tiles, layout = tile.padded_rows(N) // tile.ROWS, "tile"
             packed = random_words(E, tiles, tile.chunks(K, scheme.bits) * tile.WORDS[scheme.bits], device=device)
             meta = (E, tiles, scheme.groups(K), tile.ROWS)
-        scales, zeros = random_meta(meta, K, scheme, dtype, device)
-        experts._hold(name, Stack(packed, scales, zeros, None, scheme, N, K, layout))
+        scales, zeros, table = random_meta(meta, (E, 1), K, scheme, dtype, device)
+        experts._hold(name, Stack(packed, scales, zeros, None, scheme, N, K, layout, table))
     return experts
 
 
-def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str) -> Any:
+def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str, experts_only: bool = False) -> Any:
     """The model on the meta device, packed as `variant` says."""
-    bits, group, head = widths(variant)
-    scheme = Scheme(bits, group)
+    bits, group, kind, head = widths(variant)
+    scheme = Scheme.of(bits, group, kind)
     for path, m in list(model.named_modules()):
         if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj") and isinstance(m.down_proj, torch.nn.Parameter):
             model.set_submodule(path, random_experts(m, scheme, dtype, device))
-        elif isinstance(m, torch.nn.Linear) and (path != "lm_head" or head):
+        elif isinstance(m, torch.nn.Linear) and (head if path == "lm_head" else not experts_only):
             N, K = m.weight.shape
-            own = Scheme(head, group) if path == "lm_head" else scheme
+            own = Scheme(head, group if kind == "float" else 128) if path == "lm_head" else scheme
             model.set_submodule(path, random_packed(N, K, own, dtype, device))
     return fill(model, device)
 
@@ -164,7 +182,7 @@ def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str, layer
         if variant == "16":
             return model, FusedDecoder(model)
         return model, UnfusedDecoder(model) if variant.endswith("static") else PlainDecoder(model)
-    quantized_model(model, variant, dtype, device)
+    quantized_model(model, variant, dtype, device, shape in EXPERTS_ONLY)
     return model, FusedDecoder(model)
 
 

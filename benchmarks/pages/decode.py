@@ -22,27 +22,34 @@ DECODERS = {  # variants of e2e_decode.py that are no widths
 Lines = tuple[Sequence[str], list[Sequence[object]]]
 
 
-def widths(variant: str) -> tuple[int, int, int]:
-    """(bits, group, bits of the head or 0) of a variant that e2e_decode.py spells bits[gGROUP][hBITS], as 4g64h8."""
+TABLES = {"nvfp4": (4, 16, "e2m1/e4m3"), "mxfp4": (4, 32, "e2m1/e8m0"), "nf4": (4, 64, "nf4")}
+
+
+def widths(variant: str) -> tuple[int, int, str, int]:
+    """(bits, group, kind of scheme, bits of the head or 0) of a variant that e2e_decode.py spells bits[gGROUP][n][hBITS], as
+    4g64h8, n where there are no zeros, or one of TABLES[hBITS]."""
     body, _, head = variant.partition("h")
-    bits, _, group = body.partition("g")
-    return int(bits), int(group or 128), int(head or 0)
+    if body in TABLES:
+        return *TABLES[body], int(head or 0)
+    bits, _, group = body.removesuffix("n").partition("g")
+    return int(bits), int(group or 128), "none" if body.endswith("n") else "float", int(head or 0)
 
 
 def label(variant: str) -> str:
     """A variant of e2e_decode.py as a reader would name it."""
     if variant in DECODERS:
         return DECODERS[variant]
-    bits, group, head = widths(variant)
-    return f"lowq, {bits}-bit g{group}" + (f", {head}-bit head" if head else "")
+    bits, group, kind, head = widths(variant)
+    body = next((name for name in TABLES if variant.startswith(name)), f"{bits}-bit g{group}")
+    return f"lowq, {body}" + (" without zeros" if kind == "none" else "") + (f", {head}-bit head" if head else "")
 
 
 def order(variant: str) -> tuple[Any, ...]:
     """transformers first, then by bits, wide groups before narrow, a 16-bit head before a quantized one."""
     if variant.startswith("transformers"):
         return (0, variant.endswith("compile"), variant.endswith("static"))
-    bits, group, head = widths(variant)
-    return (1, -bits, -group, -(head or 16))
+    bits, group, kind, head = widths(variant)
+    return (1, -bits, kind != "float", -group, -(head or 16))
 
 
 def mark(row: Row) -> str:
