@@ -1,11 +1,15 @@
 """Attention of decode steps over long caches, and of prompts, beside the kernels that could do it instead. Needs a GPU.
 
-    python benchmarks/attention.py            # a minute; writes benchmarks/results/<gpu>/attention.json
+    python benchmarks/attention.py                    # a minute; writes benchmarks/results/<gpu>/attention.json
+    python benchmarks/attention.py --parts kv,decode  # two minutes: caches in 16 bits, fp8 and 4 bits; an 8B's steps over each
 
 32 query heads on 8 key heads of 128 dims (Llama 3.1 8B), bf16. Steps: `dispatch.timing.graph_time`, caches rotated past L2;
 `cluster` is attend.cu's launch of short caches, `triton` the portable kernel, `read_us` the cache's bytes over the measured
 read bandwidth. Prompts: q/k rotation and cache write included for ours, left out for torch's flash and cuDNN;
 `first_ms` is the first call of a length that the process has not seen. Each result is checked against decode/reference.py.
+`kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; `place_us`
+is the kernel that writes new keys and values as codes where attention does not. `decode`: a recorded step of an 8B by 4 bits
+with an 8-bit head, its position set: `grown_us` over the step at the fewest tokens, `read_us` of that many more slots.
 """
 
 import argparse
@@ -23,9 +27,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowq_kernels.decode import attend_cuda, attend_triton, prompt, reference
+from lowq_cli.engine import search, warm
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.graph import bucket
+from lowq_cli.engine.sampling import Sampling
+from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, reference
 from lowq_kernels.decode.attend import AttendCall, attend
+from lowq_kernels.decode.kv import Cache, Coded, empty
 from lowq_kernels.decode.reference import Heads
+from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.dispatch.registry import kernels, select
 from lowq_kernels.dispatch.timing import graph_time, roofline
 
@@ -54,6 +64,10 @@ PAGED = (  # sequences, slots of the table, tokens so far, in turn
 PACKED = (((0, 300),), ((0, 300), (512, 100), (0, 600)), ((0, 2048),), ((30720, 2048),), tuple((0, 128) for _ in range(16)))
 PROMPTS = ((512, 0), (2048, 0), (2048, 2048), (304, 4096), (8192, 0), (2048, 30720))  # tokens, tokens before them
 NO_LENGTH = 1 << 40
+KV_TOKENS, KV_BATCHES = (500, 4400, 16000, 32000, 128000), (1, 8, 64)
+KV_PAGED = (4400, 32000)  # tokens so far, of caches in blocks
+DECODE_TOKENS = (128, 4400, 16000, 32000, 128000)
+LAYERS = 32
 
 
 def caches(B: int, S: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,6 +126,86 @@ def paged(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
         row["cuda_us"], row["triton_us"] = times(attend_cuda.attend, pooled), times(attend_triton.attend, pooled)
         row["read_us"] = round(sum(p + 1 for p in places) * HEADS.HKV * HEADS.D * 4 / read_gbs / 1e3, 2)
         yield row
+
+
+def codes(kind: str, *shape: int) -> Cache:
+    """A cache of random numbers of about 1; in few bits of random codes under equal scales."""
+    held = empty(kind, shape, DTYPE, DEVICE)
+    if not isinstance(held, Coded):
+        return held.normal_()
+    held.codes.random_(0, 256)
+    if kind == "fp8":
+        held.codes.bitwise_and_(0xBF)  # below 2
+        held.scales.fill_((127 << 3) - kv.FIRST)  # 1
+    else:
+        held.scales.copy_(torch.tensor([0.25, -1.875], dtype=torch.bfloat16, device=DEVICE))
+    return held
+
+
+def kv_case(kind: str, B: int, tokens: int, page: int, copies: int) -> list[tuple[Any, ...]]:
+    """Operands of attend: one step of B sequences after `tokens` tokens, over so many distinct caches."""
+    S, each = bucket(tokens + 1), -(-(tokens + 1) // PAGE)
+    qkv = torch.randn(B, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
+    pos, calls = torch.full((B,), tokens, dtype=torch.int32, device=DEVICE), []
+    for _ in range(copies):
+        shape, table = (B, HEADS.HKV, S, HEADS.D), None
+        if page:
+            shape, table = (B * each + 1, HEADS.HKV, page, HEADS.D), torch.zeros(B, S // page, dtype=torch.int32, device=DEVICE)
+            table[:, :each] = (torch.randperm(B * each, device=DEVICE) + 1).reshape(B, each)
+        calls.append((qkv, codes(kind, *shape), codes(kind, *shape), pos, *tables(S), HEADS, table))
+    return calls
+
+
+def few_bits(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
+    """Steps over caches of every kind."""
+    cases = [(B, tokens, page) for B in KV_BATCHES for tokens in KV_TOKENS for page in (0, PAGE)]
+    cases = [(B, tokens, page) for B, tokens, page in cases if not page or tokens in KV_PAGED]
+    small = [kv_case(kind, B, 100, page, 1)[0] for kind in kv.KINDS for B in KV_BATCHES for page in (0, PAGE)]
+    launch_all([partial(way, *c) for c in small for way in (attend, attend_triton.attend)], lambda n, of: None)
+    for B, tokens, page in cases:
+        for kind in kv.KINDS:
+            nbytes = 2 * B * HEADS.HKV * kv.slot_bytes(kind, HEADS.D, DTYPE) * (tokens + 1)
+            calls = kv_case(kind, B, tokens, page, max(1, min(24, (300 << 20) // nbytes)))
+            S, first = bucket(tokens + 1), calls[0]
+            row: dict[str, float | int | str] = {"kv": kind, "B": B, "tokens": tokens, "page": page}
+            row["kernel"] = select(AttendCall.of(first[0], S, HEADS.D, HEADS, page, kind))[0].name
+            if B == 1 and not page:
+                row["error"] = error(attend(*first), reference.attend(*first))
+            row["us"] = times(attend, calls)
+            if row["kernel"] != "triton/attend":
+                row["triton_us"] = times(attend_triton.attend, calls)
+            if kind != kv.PLAIN and row["kernel"] == "triton/attend":
+                q = torch.empty(B, HEADS.HQ * HEADS.D, dtype=DTYPE, device=DEVICE)
+                placing = [(*c[:3], *c[4:6], HEADS, q) for c in calls]
+                row["place_us"] = times(partial(kv_triton.place, pos=first[3], table=first[7]), placing)
+            row["read_us"] = round(nbytes / read_gbs / 1e3, 2)
+            yield row
+            del calls, first
+            torch.cuda.empty_cache()
+
+
+def decode(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
+    """Whole steps over caches of every kind."""
+    import e2e_decode
+
+    model, _ = e2e_decode.decoder_for("4h8", "8b", torch.float16, "cuda")
+    for kind in kv.KINDS:
+        decoder = FusedDecoder(model, kv=kind)
+        launch_all(warm.launches(model, decoder, 1, DECODE_TOKENS[0], Sampling()), lambda n, of: None)
+        for tokens in DECODE_TOKENS:
+            decoder.held = []
+            decoder.start([[7] * DECODE_TOKENS[0]], Sampling(), tokens)
+            with torch.inference_mode():
+                decoder.pos.fill_(tokens)
+            row: dict[str, float | int | str] = {"kv": kind, "tokens": tokens, "step_us": round(search.step_us(decoder), 1)}
+            least = row["step_us"] if tokens == DECODE_TOKENS[0] else least  # noqa: F821 (of the first round)
+            slot = 2 * LAYERS * HEADS.HKV * kv.slot_bytes(kind, HEADS.D, torch.float16)
+            row["grown_us"] = round(row["step_us"] - least, 1)  # type: ignore[operator]
+            row["read_us"] = round((tokens - DECODE_TOKENS[0]) * slot / read_gbs / 1e3, 1)
+            yield row
+        decoder.captured.clear()
+        del decoder
+        e2e_decode.free("cuda")
 
 
 def packed() -> Iterator[dict[str, float | int | str]]:
@@ -193,16 +287,16 @@ def main() -> None:
     found: dict[str, object] = {"gpu": ceiling.device, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     found["read_gbs"] = round(ceiling.read_gbs)
     parts = {"steps": lambda: steps(ceiling.read_gbs), "prompts": prompts, "paged": lambda: paged(ceiling.read_gbs)}
-    parts["packed"] = packed
+    parts |= {"packed": packed, "kv": lambda: few_bits(ceiling.read_gbs), "decode": lambda: decode(ceiling.read_gbs)}
     if args.out.exists():
         found = json.loads(args.out.read_text()) | found
+    out.parent.mkdir(parents=True, exist_ok=True)
     for part, rows in ((p, parts[p]()) for p in args.parts.split(",")):
         found[part] = []
         for row in rows:
             print(row, flush=True)
             found[part].append(row)  # type: ignore[attr-defined]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+            out.write_text(json.dumps(found, indent=1) + "\n")  # what is measured stays, if the time ends
 
 
 if __name__ == "__main__":
