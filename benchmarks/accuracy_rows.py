@@ -122,4 +122,5 @@ def merge(path: Path, run: Row, row: Row) -> None:
 def key(row: Row) -> tuple[Any, ...]:
     """What a row is about, in the order of the file."""
     texts = (row.get(name, "") for name in ("measure", "stored", "method", "calib", "part"))
-    return (row["model"], -row.get("bits", 99), row.get("group", 0), row.get("target", 0), *texts)
+    about = (row["model"], -row.get("bits", 99), row.get("group", 0), row.get("target", 0))
+    return (*about, *texts, row.get("calib_tokens", 0))
