@@ -3,7 +3,8 @@
     from serve_load import requests, closed_loop
 
 Prompts and answers have lognormal lengths (medians 300 and 200 tokens, sigma 0.6, seeded), prompts are random token ids and
-answers go on to their length, so that every engine does the same work. `benchmarks/vllm_speed.py` runs it in vLLM.
+answers go on to their length, so that every engine does the same work. serve_own.py and vllm_speed.py run it in engines,
+serve_http.py against servers.
 """
 
 import itertools
@@ -83,7 +84,11 @@ def closed_loop(
             if ended:
                 done.append(under_way.pop(number))
                 one_more()
-    seconds = time.perf_counter() - began
+    return row_of(users, count, time.perf_counter() - began, made, done)
+
+
+def row_of(users: int, count: int, seconds: float, made: int, done: list[Answered]) -> dict[str, Any]:
+    """What users of a closed loop saw: `made` tokens of all answers in so many seconds, and the times of the answered ones."""
     first = [a.times[0][0] - a.sent for a in done]
     between = [gap for a in done for gap in _gaps(a.times)]
     row = {"users": users, "requests": count, "seconds": seconds, "tokens_per_s": made / seconds}
