@@ -6,8 +6,9 @@
 // fp32 keeps, so there one multiplication by 2^126 follows. fp16's 2^14 is part of `unit`.
 // BOOK: any table. Its halves are cut into a plane of low bytes and one of high bytes; a `prmt` looks four codes up among eight
 // bytes of a plane at once, two of them and a third by the codes' top bits among sixteen.
-// `unit` (fp32, of a row tile): what a row's sum is multiplied by at the end: the factor of e4m3 scales, 2^14, and the power of
-// two that a book was divided by, so that its halves are between 1 and 2 at most.
+// Scales go on sums in fp32 (byte_scales), or on the values as halves (half_scales, scaled).
+// `unit` (fp32, of a row tile): what a row's sum is multiplied by at the end: the factor of e4m3 scales, powers of two that keep
+// halves in their range, and the one that a book was divided by, so that its halves are between 1 and 2 at most.
 #pragma once
 #include "tile.cuh"
 
@@ -23,60 +24,83 @@ __device__ __forceinline__ float2 byte_scales(u32 v) {
     return make_float2(__uint_as_float((v & 0xff) << 20) * power, __uint_as_float((v >> 8 & 0xff) << 20) * power);
 }
 
-template <int T>  // register j of fragment f, e2m1 times 2^-14 (fp16) or e2m1 itself (bf16)
-__device__ __forceinline__ u32 e2m1(u32 word, int f) {
+template <int T>  // register j of fragment f, e2m1 times 2^-14 (fp16) or 2^-126 (bf16)
+__device__ __forceinline__ u32 small_e2m1(u32 word, int f) {
     const int to = (T == FP16 ? 9 : 6) - 4 * f;
     const u32 magnitude = (to >= 0 ? word << (to & 31) : word >> (-to & 31)) & (T == FP16 ? 0x0e000e00u : 0x01c001c0u);
-    const u32 value = (word << (12 - 4 * f) & 0x80008000u) | magnitude;
-    if constexpr (T == FP16) return value;
-    else return fma2<T>(value, Half<T>::power(126), 0x80008000u);
+    return (word << (12 - 4 * f) & 0x80008000u) | magnitude;
+}
+template <int T>  // the same times 2^-14 (fp16) or as it is (bf16)
+__device__ __forceinline__ u32 e2m1(u32 word, int f) {
+    if constexpr (T == FP16) return small_e2m1<T>(word, f);
+    else return fma2<T>(small_e2m1<T>(word, f), Half<T>::power(126), 0x80008000u);
 }
 
-// A table of 2^BITS floats as byte planes, low bytes of four values a word, then high bytes; what it was divided by.
-template <int BITS, int T>
-__device__ __forceinline__ float make_book(const float* values, u32 (&book)[8]) {
-    float most = 0.f;
-#pragma unroll
-    for (int i = 0; i < 1 << BITS; i++) most = fmaxf(most, fabsf(values[i]));
-    u32 power = __float_as_uint(most) >> 23;
-    power = power < 1 ? 1 : power > 252 ? 252 : power;
-    const float inverse = __uint_as_float((254 - power) << 23);
-#pragma unroll
-    for (int i = 0; i < (1 << BITS) / 4; i++) {
-        const u32 a = from_floats<T>(values[4 * i] * inverse, values[4 * i + 1] * inverse);
-        const u32 b = from_floats<T>(values[4 * i + 2] * inverse, values[4 * i + 3] * inverse);
-        book[i] = __byte_perm(a, b, 0x6420), book[4 + i] = __byte_perm(a, b, 0x7531);
+// Scales as halves, a value times which is exact before it is rounded once: of two rows in v, as bytes or halves. With E2M1 they
+// are times 2^14 (2^126) / 2^SHIFT, whose 2^SHIFT is part of `unit`: 2^7 leaves room for all of e4m3 (e2m1 * e4m3 is exact in fp16),
+// 2^4 for e8m0 from 2^-19 to 2^5, beyond which weights are 0 or infinite. fp16 scales have no room at all: there the value goes up.
+template <int FORM, int T>
+struct HalfScales {
+    static constexpr bool SMALL = (FORM & 15) == E2M1, E4M3 = (FORM & SCALES_E4M3) != 0, RAISED = SMALL && T == FP16 && !of_bytes(FORM);
+    static constexpr int SHIFT = !SMALL || RAISED ? 0 : T == BF16 ? 64 : E4M3 ? 7 : 4;
+    static constexpr int UP = !SMALL || RAISED ? 0 : (T == FP16 ? 14 : 126) - SHIFT;
+
+    static __device__ __forceinline__ u32 times(u32 v, int power) { return power ? fma2<T>(v, Half<T>::power(power), 0x80008000u) : v; }
+    static __device__ __forceinline__ u32 of(u32 v) {
+        if constexpr (!of_bytes(FORM)) return times(v, UP);
+        else if constexpr (T == FP16 && !E4M3) {
+            const float2 wide = byte_scales<FORM>(v);
+            return from_floats<T>(wide.x * (1 << UP), wide.y * (1 << UP));
+        } else {
+            const u32 top = __byte_perm(v, 0, 0x1404);  // each byte at the top of a half: 2^-8 (fp16) or 2^-120 times e4m3, or e8m0
+            if constexpr (T == FP16) return times(top >> 1, UP + 8);
+            else if constexpr (E4M3) return times(times(top >> 4, 120), UP);
+            else return times(top >> 1, UP);
+        }
     }
+    static __device__ __forceinline__ u32 scaled(u32 value, u32 scale) { return fma2<T>(times(value, RAISED ? 14 : 0), scale, 0x80008000u); }
+};
+
+// A table of 2^BITS floats as byte planes: low bytes, and 16 bytes on high bytes. By a whole warp; what it was divided by.
+template <int BITS, int T>
+__device__ __forceinline__ float make_book(const float* values, unsigned char* book, int lane) {
+    const float value = lane < 1 << BITS ? values[lane] : 0.f;
+    float most = fabsf(value);
+#pragma unroll
+    for (int d = 1 << BITS >> 1; d; d /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+    u32 power = __float_as_uint(__shfl_sync(0xffffffffu, most, 0)) >> 23;
+    power = power < 1 ? 1 : power > 252 ? 252 : power;
+    const u32 half = from_floats<T>(value * __uint_as_float((254 - power) << 23), 0.f);
+    if (lane < 1 << BITS) book[lane] = (unsigned char)half, book[16 + lane] = (unsigned char)(half >> 8);
     return __uint_as_float(power << 23);
 }
 
 template <int BITS>
 struct Book {
-    static constexpr int SETS = Tile<BITS>::FRAGS / 4;  // of four fragments, whose codes one look-up takes: f = SETS * i + set
-
     static __device__ __forceinline__ u32 plane(const u32* bytes, u32 select, u32 upper) {
         if constexpr (BITS == 2) return __byte_perm(bytes[0], bytes[0], select);
         if constexpr (BITS == 3) return __byte_perm(bytes[0], bytes[1], select);
         return __byte_perm(__byte_perm(bytes[0], bytes[1], select), __byte_perm(bytes[2], bytes[3], select), upper);
     }
 
-    // Register j of the four fragments of a set: two halves each.
-    static __device__ __forceinline__ void look_up(const u32 (&w)[Tile<BITS>::REGS], int set, int j, const u32 (&book)[8], u32 (&a)[4]) {
-        u32 select = w[j], upper = 0;  // a nibble a code
-        if constexpr (BITS == 4) upper = (select >> 1 & 0x44444444u) | 0x32103210u, select &= 0x77777777u;
-        else select = select >> 2 * set & 0x33333333u;
-        if constexpr (BITS == 3) {
-            const u32 third = w[4 + (j >> 1)];
-            const int right = 2 * set + (j & 1) - 2;
-            select |= (right >= 0 ? third >> (right & 31) : third << (-right & 31)) & 0x44444444u;
-        }
-        u32 pairs[2][2];  // of half e: fragments 0 and 1, 2 and 3
+    // Register j of fragments 4 * quad to 4 * quad + 3: two halves each. book: planes of make_book.
+    static __device__ __forceinline__ void look_up(const u32 (&w)[Tile<BITS>::REGS], int quad, int j, const uint4 (&book)[2], u32 (&a)[4]) {
+        const u32 planes[8] = {book[0].x, book[0].y, book[0].z, book[0].w, book[1].x, book[1].y, book[1].z, book[1].w};
+        const u32 upper = (w[j] >> 1 & 0x44444444u) | 0x32321010u;  // 4 bits: which of the two look-ups
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const u32 low = plane(book, select >> 16 * e, upper >> 16 * e), high = plane(book + 4, select >> 16 * e, upper >> 16 * e);
-            pairs[e][0] = __byte_perm(low, high, 0x5140), pairs[e][1] = __byte_perm(low, high, 0x7362);
+        for (int i = 0; i < 2; i++) {  // two fragments: i * 2 and the next; of fewer bits i and i + 2, one nibble a code
+            u32 select = w[j] & 0x77777777u;
+            if constexpr (BITS < 4) select = w[j] >> 2 * i & 0x33333333u;
+            if constexpr (BITS == 3) {
+                const u32 third = w[4 + (j >> 1)];
+                const int right = 2 * i + (j & 1) - 2;
+                select |= (right >= 0 ? third >> (right & 31) : third << (-right & 31)) & 0x44444444u;
+            }
+            const int both = BITS < 4 ? 0x20 + 0x11 * quad : 0x20 + 0x11 * i;  // the byte of these codes in both halves of the word
+            const u32 by = __byte_perm(select, 0, 0x4400 | both), which = BITS < 4 ? 0 : __byte_perm(upper, 0, 0x4400 | both);
+            const u32 low = plane(planes, by, which), high = plane(planes + 4, by, which);
+            a[BITS < 4 ? i : 2 * i] = __byte_perm(low, high, 0x6240);
+            a[BITS < 4 ? i + 2 : 2 * i + 1] = __byte_perm(low, high, 0x7351);
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) a[i] = __byte_perm(pairs[0][i / 2], pairs[1][i / 2], i % 2 ? 0x7632 : 0x5410);
     }
 };

@@ -5,6 +5,8 @@ import torch
 from lowq_kernels.cuda import driver
 from lowq_packers.layouts import PackedWeight, unpack
 from lowq_packers.layouts.tile import ROWS, WORDS
+from lowq_packers.scheme import Scheme
+from lowq_packers.tables import values
 
 TYPES = {torch.float16: 0, torch.bfloat16: 1}  # the device code's template argument T
 # What a Hopper kernel's blocks leave of an SM's shared memory is L1 cache, by which the next layer's tile_mma reads x. Steps of
@@ -41,6 +43,22 @@ def rows_of_table(p: PackedWeight) -> int:
     return p.N if p.table is None else p.N // p.table.shape[0]
 
 
+SCALES = {"float": "", "e4m3": " | SCALES_E4M3", "e8m0": " | SCALES_E8M0"}
+
+
+def table_form(scheme: Scheme) -> str:
+    """The device code's FORM of values from a table (book.cuh)."""
+    return ("E2M1" if scheme.table == "e2m1" else "BOOK") + SCALES[scheme.scale]
+
+
+def book(p: PackedWeight) -> torch.Tensor | None:
+    """What the device code reads beside such a form, for every `rows_of_table` rows: fp32 tables, or e2m1's factors, if any."""
+    if p.scheme.table in ("e2m1", "fitted"):
+        return p.table
+    table = values(p.scheme, None, p.words.device)
+    return table if p.table is None else table * p.table  # (T, 1): factors of e4m3 scales
+
+
 def straddled(p: PackedWeight) -> bool:
     """Whether a row tile has rows of two tables, for which the device code has no place: layers joined of odd sizes."""
     return p.table is not None and p.table.shape[0] > 1 and rows_of_table(p) % ROWS > 0
@@ -71,7 +89,8 @@ def weight_maps(
     T, G = scales.shape[0], scales.shape[1]
     width, box = p.words.shape[1], (groups_of_step(group, step) * 16, tiles)
     words = driver.tensor_map(p.words.data_ptr(), 4, width, T, width * 4, (WORDS[p.scheme.bits], tiles), False)
-    metas = driver.tensor_map(scales.data_ptr(), 2, G * 16, T, G * 32, box, False)
+    size = scales.element_size()  # 1 or 2
+    metas = driver.tensor_map(scales.data_ptr(), size, G * 16, T, G * 16 * size, box, False)
     return words, metas, metas if zeros is None else driver.tensor_map(zeros.data_ptr(), 2, G * 16, T, G * 32, box, False)
 
 

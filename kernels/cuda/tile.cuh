@@ -51,6 +51,11 @@ __device__ __forceinline__ u32 read4(u32 shared) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(shared) : "memory");
     return v;
 }
+__device__ __forceinline__ u32 read2(u32 shared) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(shared) : "memory");
+    return v;
+}
 
 // A lane's words of a chunk, as they lie in global memory: 512 bytes [lane][4], then the rest of 8 and 3 bits.
 template <int BITS>

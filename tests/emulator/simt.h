@@ -299,6 +299,7 @@ inline void st_shared_v4_u32(u32 at, u32 a, u32 b, u32 c, u32 d) {
 }
 template <class T>
 inline void ld_shared_u32(T& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
+inline void ld_shared_u16(unsigned short& v, u32 at) { memcpy(&v, shared(at, 2), 2); }
 inline void ld_shared_f32(float& v, u32 at) { memcpy(&v, shared(at, 4), 4); }
 inline void ld_shared_v2_f32(float& a, float& b, u32 at) {
     const float* p = (const float*)shared(at, 8);

@@ -56,9 +56,25 @@ def test_tile_wgmma(bits):
     """Every other config, groups that are regular, irregular, a row; no more registers than the entry allows."""
     for i, c in enumerate(tile_wgmma.CONFIGS[bits % 2 :: 2]):
         group = (128, 48, 0)[i % 3]
-        if tile_wgmma.plan(bits, group, True, c)[0] >= 2:
-            used = clean("tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, i % 2 == 0, c), "sm_90a")
+        if tile_wgmma.plan(bits, group, "1", c)[0] >= 2:
+            used = clean("tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, str((i + 1) % 2), c), "sm_90a")
             assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
+
+
+@pytest.mark.parametrize(
+    "scheme", [(4, 16, "e2m1/e4m3"), (4, 32, "e2m1/e8m0"), (4, 64, "nf4"), (3, 64, "fitted"), (2, 128, "fitted")]
+)
+def test_tile_wgmma_of_tables(scheme):
+    """Every third config, and the widest tiles, whose sums leave the fewest registers."""
+    s = Scheme.of(*scheme)
+    for i, c in enumerate(tile_wgmma.CONFIGS):
+        if (i % 3 == s.bits % 3 or c["BLOCK_M"] == 256) and tile_wgmma.plan(s.bits, s.group_size, tile_wgmma.form(s), c)[
+            0
+        ] >= 2:
+            expression = tile_wgmma.expression(s.bits, i % 2, s.group_size, tile_wgmma.form(s), c)
+            assert clean("tile_wgmma.cu", expression, "sm_90a")["registers"] <= 65536 // (
+                tile_wgmma.threads(c) * c["BLOCKS_PER_SM"]
+            )
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -213,6 +229,6 @@ def test_every_kernels_parameters_fit():
 def test_tile_wgmma_grouped(bits):
     """Every third config; they differ from tile_wgmma's own by a few instructions."""
     for i, c in list(enumerate(tile_wgmma_grouped.CONFIGS.values()))[bits % 3 :: 3]:
-        instance = tile_wgmma.expression(bits, (bits + i) % 2, 128, i % 2 == 0, c, grouped=True)
+        instance = tile_wgmma.expression(bits, (bits + i) % 2, 128, str((i + 1) % 2), c, grouped=True)
         used = clean("tile_wgmma.cu", instance, "sm_90a")
         assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])

@@ -85,8 +85,9 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
     constexpr bool TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
+    constexpr int BOOKS = BOOKED ? ROW_TILES : 1;
     __shared__ float unit[ROW_TILES];
-    __shared__ uint4 books[BOOKED ? ROW_TILES : 1][2];
+    __shared__ uint4 books[BOOKS][2];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
@@ -191,16 +192,13 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         one = read4(shared_address(constant + C::PLACES));
     }
     if constexpr (TABLE) {
-        if (threadIdx.x < ROW_TILES) {
-            const int t = threadIdx.x, row = smaller(tile(t) * 16, N - 1);
+        for (int t = warp; t < ROW_TILES; t += WARPS) {
+            const int row = smaller(tile(t) * 16, N - 1);
             const float* own = (const float*)zeros + (size_t)(row / table_rows) * (BOOKED ? 1 << BITS : 1);
-            if constexpr (BOOKED) {
-                u32 book[8] = {};
-                unit[t] = make_book<BITS, T>(own, book);
-                books[t][0] = make_uint4(book[0], book[1], book[2], book[3]), books[t][1] = make_uint4(book[4], book[5], book[6], book[7]);
-            } else {
-                unit[t] = (zeros ? *own : 1.f) * (T == FP16 ? 16384.f : 1.f);
-            }
+            float by;
+            if constexpr (BOOKED) by = make_book<BITS, T>(own, (unsigned char*)books[t], lane);
+            else by = (zeros ? *own : 1.f) * (T == FP16 ? 16384.f : 1.f);
+            if (lane == 0) unit[t] = by;
         }
         __syncthreads();
     }
@@ -251,8 +249,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         }
     };
     auto compute = [&](int u) {
-        constexpr int SETS = BOOKED ? Book<BITS>::SETS : 1;
-        u32 looked_up[BOOKED ? ROW_TILES : 1][SETS][4][4];  // of a chunk: [set][i][j]
+        u32 looked_up[BOOKS][4][4];  // of four fragments: [fragment][j]
 #pragma unroll
         for (int i = 0; i < FLUSHES; i++) {
             if (i) __syncwarp();  // keeps ptxas from hoisting the loads of all flushes to the top
@@ -286,19 +283,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                     const u32(&from)[L::REGS] = w[u][t][at / L::FRAGS];
                     const int fragment = at % L::FRAGS;
                     if constexpr (BOOKED) {
-                        if (fragment < SETS) {
-                            const uint4 low = books[t][0], high = books[t][1];
-                            const u32 book[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+                        if (fragment % 4 == 0) {
+                            const uint4 book[2] = {books[t][0], books[t][1]};
 #pragma unroll
                             for (int j = 0; j < 4; j++) {
                                 u32 four[4];
-                                Book<BITS>::look_up(from, fragment, j, book, four);
+                                Book<BITS>::look_up(from, fragment / 4, j, book, four);
 #pragma unroll
-                                for (int k = 0; k < 4; k++) looked_up[t][fragment % SETS][k][j] = four[k];
+                                for (int k = 0; k < 4; k++) looked_up[t][k][j] = four[k];
                             }
                         }
 #pragma unroll
-                        for (int j = 0; j < 4; j++) a[j] = looked_up[t][fragment % SETS][fragment / SETS][j];
+                        for (int j = 0; j < 4; j++) a[j] = looked_up[t][fragment % 4][j];
                     } else if constexpr (TABLE) {
 #pragma unroll
                         for (int j = 0; j < 4; j++) a[j] = e2m1<T>(from[j], fragment);

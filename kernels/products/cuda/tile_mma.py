@@ -15,13 +15,21 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
-from lowq_kernels.cuda.operands import TYPES, rows_of_table, rows_of_x, scales_zeros_bias, straddled, whole_product
+from lowq_kernels.cuda.operands import (
+    TYPES,
+    book,
+    rows_of_table,
+    rows_of_x,
+    scales_zeros_bias,
+    straddled,
+    table_form,
+    whole_product,
+)
 from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import ANY_TABLE, Call, Config, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks, padded_rows
 from lowq_packers.scheme import Scheme
-from lowq_packers.tables import values
 
 KEYS = ("WARPS", "ROW_TILES", "BLOCK_K", "STEPS_IN_FLIGHT", "BLOCKS_PER_SM", "INT8_PLANES")
 
@@ -53,13 +61,10 @@ MOST_ROWS = 32  # of x a block: M_TILES = 4
 MOST_PLANES_ROWS = 2  # with four, a lane's four sums are one span's: twice the scales and four times the x to prepare
 
 
-SCALES = {"float": "", "e4m3": " | SCALES_E4M3", "e8m0": " | SCALES_E8M0"}
-
-
 def form(scheme: Scheme, dtype: torch.dtype, config: Config) -> str:
     """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
     if scheme.table:
-        return ("E2M1" if scheme.table == "e2m1" else "BOOK") + SCALES[scheme.scale]
+        return table_form(scheme)
     return "INT8_PLANES" if config["INT8_PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
@@ -84,8 +89,8 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, tiles:
         and form(scheme, dtype, config) == "EXACT"
     ):
         extra -= 18  # ptxas needs no more where it is told to
-    if scheme.table and scheme.table != "e2m1":  # a chunk's halves, looked up four fragments at a time
-        extra += CHUNK[bits] // 4 * nt + 8
+    if scheme.table and scheme.table != "e2m1":  # four fragments' halves, looked up at a time
+        extra += 16 * nt + 8
     if form(scheme, dtype, config) == "MAGIC":
         extra += 12 + 4 * (tiles - 1) + ((62 if row else 38) if bits <= 2 else 0)
     return 28 + loads + 10 * nt * tiles + 12 * (tiles - 1) + 2 * math.ceil(copies * 64 / config["BLOCK_K"]) + extra
@@ -252,9 +257,7 @@ def launch(
     x = rows_of_x(x)
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     s = p.scheme
-    beside = zeros
-    if s.table:
-        beside = p.table if s.table in ("e2m1", "fitted") else values(s, None, x.device)
+    beside = book(p) if s.table else zeros
     facts = (M, p.N, p.K, s.bits, s.group_size, s.kind, x.dtype, x.device.index, fold)
     kernel, cut = _prepared(*facts, *_numbers(config))
     sizes = (M, p.N, x.shape[1], chunks(p.K, s.bits), scales.shape[1], cut.rows, rows_of_table(p))

@@ -15,6 +15,9 @@
 // EXACT   (fp16, few columns, groups of whole 128): a code in the low mantissa bits is the subnormal number code * 2^(p - 24),
 //         one half2 fma makes it (code - zero) / 1024, and scales go on the fp32 sums of a group: 118 instructions for 16 x 128
 //         weights where taking magic off and scaling took 165 (2 bits). Error 2.5e-4, not 4.0e-4: nothing is rounded twice.
+// TABLE   FORM (0: no zeros, 1: zeros, or one of book.cuh's): values from a table are multiplied by their scale as halves, which
+//         are bytes in memory where the scheme says so. A row tile's table or factor (one for table_rows rows of W; 0: for all)
+//         is its warp's in shared memory; `unit` goes on the sums.
 // Sums    fp32; over WARPGROUPS_K warpgroups through shared memory, over the cluster through distributed shared memory, over
 //         blocks that share a tile through global memory, always in the same order. Outputs go through a transposing stmatrix,
 //         so that a row of y is written 16 bytes at a time.
@@ -33,7 +36,7 @@
 // ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
 //         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
 // Source  own; y^T = W x^T with W from registers is Machete's plan, steps shared out evenly are Stream-K's (arXiv:2301.03598).
-#include "tile.cuh"
+#include "book.cuh"
 #include "hopper.cuh"
 #include "wgmma.cuh"
 
@@ -70,19 +73,22 @@ struct Pieces {
     }
 };
 
-template <int BITS, int T, int GROUP, bool ZEROS, int WARPGROUPS_N, int WARPGROUPS_K, int BLOCK_M, int CHUNKS, int BATCH, int
+template <int BITS, int T, int GROUP, int FORM, int WARPGROUPS_N, int WARPGROUPS_K, int BLOCK_M, int CHUNKS, int BATCH, int
           BUFFERS, int STAGES, int SPLIT_K, int BLOCKS_PER_SM, int BAND, bool GROUPED = false>
 __global__ void __launch_bounds__(128 * (1 + WARPGROUPS_N * WARPGROUPS_K), BLOCKS_PER_SM)
 tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap words_map,
            const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
            const u16* __restrict__ bias, u16* __restrict__ y, int M, int rows, int loaded, int N, int steps, int whole, float4* partials, u32* flags,
-           const int* __restrict__ experts, const int* __restrict__ valid, int next) {
+           const int* __restrict__ experts, const int* __restrict__ valid, int next, const float* __restrict__ tables, int table_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
+    using S = HalfScales<FORM, T>;
+    constexpr bool ZEROS = FORM == 1, TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
+    constexpr int PAIR = of_bytes(FORM) ? 2 : 4;  // bytes of the scales of two rows
     constexpr int BLOCK_K = CHUNKS * L::CHUNK, TILES = 4 * WARPGROUPS_N, PANELS = BLOCK_K / 64, CONSUMERS = WARPGROUPS_N * WARPGROUPS_K, PARTS = SPLIT_K * WARPGROUPS_K;
     static_assert(SPLIT_K > 1 || BLOCK_M / 8 % WARPGROUPS_K == 0, "partial sums of a block are as many as its tile's");
     constexpr int GROUPS = groups_of_step(GROUP, BLOCK_K);
-    constexpr u32 X_BYTES = BLOCK_M * BLOCK_K * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 32;
+    constexpr u32 X_BYTES = BLOCK_M * BLOCK_K * 2, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES, META_BYTES = TILES * GROUPS * 8 * PAIR;
     constexpr u32 STAGE_BYTES = (X_BYTES + W_BYTES + (ZEROS ? 2 : 1) * META_BYTES + 1023) / 1024 * 1024;
     constexpr u32 SUM_BYTES = PARTS > 1 ? CONSUMERS * BLOCK_M * 256 : 0;  // fp32 sums of a block
     constexpr int OUT = smaller(32, BLOCK_M);  // rows of y that pass through a warpgroup's staging at a time
@@ -90,6 +96,9 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     extern __shared__ __align__(1024) unsigned char shared[];
     __shared__ u64 barriers[2 * STAGES];  // full and empty, of each stage
     __shared__ u32 mask[C::PLACES];
+    constexpr int OWN = TABLE ? CONSUMERS * 4 : 1, BOOKS = BOOKED ? OWN : 1;  // of each warp
+    __shared__ float units[OWN];
+    __shared__ uint4 books[BOOKS][2];
 
     // uniform over a warp as ptxas sees it: in a path that it thinks divergent it waits for every single wgmma
     const int group = __shfl_sync(0xffffffffu, threadIdx.x >> 7, 0);
@@ -187,11 +196,11 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     masks.load(mask);
     constexpr int BATCHES = BLOCK_K / 16 / BATCH;  // of BATCH fragments, that go to wgmma together
     constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, BLOCK_K) : BLOCK_K;  // k of a step that surely share a group
-    constexpr bool EXACT = T == FP16 && BLOCK_M <= 32 && SPAN % 128 == 0;
+    constexpr bool EXACT = !TABLE && T == FP16 && BLOCK_M <= 32 && SPAN % 128 == 0;
     constexpr bool ACROSS = BLOCK_M >= 128;
     // 8-bit codes of small scales need no magic. 28672x4096, M = 1024: 333 -> 319 us, by less power; M <= 64 waits for reads
     constexpr bool BARE = BITS == 8 && BLOCK_M >= 128 && SPAN >= 16 * BATCH;
-    u32 words_at = X_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = X_BYTES + W_BYTES + t * GROUPS * 32 + r * 4;
+    u32 words_at = X_BYTES + t * L::WORDS * 4 + lane * 16, meta_at = X_BYTES + W_BYTES + t * GROUPS * 8 * PAIR + r * PAIR;
     if (BLOCK_M == 16) asm volatile("" : "+r"(words_at), "+r"(meta_at));  // else ptxas makes them anew for each step
     float acc[BLOCK_M / 2], sum[2][BLOCK_M / 2];  // sum: of two groups in turn, if EXACT
     u32 a[BUFFERS][BATCH][4];
@@ -207,6 +216,16 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         }
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i++) acc[i] = 0.f;
+        const int mine = TABLE ? g * 4 + warp : 0;
+        if constexpr (TABLE) {
+            const int row = smaller(n_tile * TILES * 16 + t * 16, N - 1);
+            const int own = table_rows ? row / table_rows + (GROUPED ? experts[m0 / BLOCK_M] * (N / table_rows) : 0) : 0;
+            float unit;
+            if constexpr (BOOKED) unit = make_book<BITS, T>(tables + ((size_t)own << BITS), (unsigned char*)books[mine], lane);
+            else unit = (tables ? tables[own] : 1.f) * __uint_as_float((127 + S::SHIFT) << 23);
+            if (lane == 0) units[mine] = unit;
+            __syncwarp();
+        }
 
         int s = (before + wk) % STAGES;
         u32 parity = (before + wk) / STAGES & 1, stage = base + s * STAGE_BYTES, barrier = full + 8 * s;
@@ -227,7 +246,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         };
         auto step = [&](int first, int c) {  // first: the A buffer of its first batch
             barrier_wait(barrier, parity);
-            u32 w[L::REGS], both[2];
+            u32 w[L::REGS], both[2], looked_up[4][4];  // [j][fragment % 4]
             u32 scale[2], offset[2];  // of rows r and r + 8: w = code * scale + offset, twice each
             bool bare = false;
 #pragma unroll
@@ -243,6 +262,11 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     int i = at * 16 / SPAN;
                     if (GROUP && BLOCK_K % (GROUP ? GROUP : 1) && GROUP % BLOCK_K)
                         i = ((begin + c) * BLOCK_K + at * 16) / (GROUP ? GROUP : 1) - (begin + c) * BLOCK_K / (GROUP ? GROUP : 1);
+                    if constexpr (TABLE) {
+                        const u32 by = S::of(PAIR == 4 ? read4(stage + meta_at + i * 32) : read2(stage + meta_at + i * 16));
+                        scale[0] = twice(by, 0), scale[1] = twice(by, 1);
+                        return;
+                    }
                     const u32 of = read4(stage + meta_at + i * 32);
                     const u32 zero = ZEROS ? read4(stage + meta_at + i * 32 + META_BYTES) : Half<T>::power(BITS == 1 ? -1 : BITS - 1);
                     const u32 minus = fma2<T>(EXACT ? Half<T>::power(-10) : of, zero ^ 0x80008000u, 0x80008000u);
@@ -255,7 +279,22 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 auto words_of = [&](int at) { read_chunk<BITS>(stage + words_at + at / L::FRAGS * CHUNK_BYTES, lane, w); };
                 if (b * BATCH % L::FRAGS == 0) words_of(b * BATCH);
                 if (b * BATCH * 16 % SPAN == 0) scales_of(b * BATCH);
-                if (BARE && bare) {
+                if constexpr (TABLE) {
+#pragma unroll
+                    for (int f = 0; f < BATCH; f++) {
+                        const int at = b * BATCH + f;
+                        if (f > 0 && at % L::FRAGS == 0) words_of(at);
+                        if (f > 0 && at * 16 % SPAN == 0) scales_of(at);
+                        if (BOOKED && at % 4 == 0) {
+                            const uint4 book[2] = {books[mine % BOOKS][0], books[mine % BOOKS][1]};
+#pragma unroll
+                            for (int j = 0; j < 4; j++) Book<BITS>::look_up(w, at % L::FRAGS / 4, j, book, looked_up[j]);
+                        }
+#pragma unroll
+                        for (int j = 0; j < 4; j++)
+                            a[buffer][f][j] = S::scaled(BOOKED ? looked_up[j][at % 4] : small_e2m1<T>(w[j], at % L::FRAGS), scale[j & 1]);
+                    }
+                } else if (BARE && bare) {
 #pragma unroll
                     for (int f = 0; f < BATCH; f++) {
                         const int at = b * BATCH + f;
@@ -323,6 +362,11 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         if (EXACT) {
 #pragma unroll
             for (int i = 0; i < BLOCK_M / 2; i++) acc[i] *= 1024.f;
+        }
+        if constexpr (TABLE) {
+            const float unit = units[mine];
+#pragma unroll
+            for (int i = 0; i < BLOCK_M / 2; i++) acc[i] *= unit;
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue
