@@ -132,8 +132,8 @@ def test_packed_mixtures(kind, bits):
     for prompts in (
         [5, 6, 7],
         [[9, 8], [1, 2, 3, 4], [7] * 80],
-        [list(range(3, 303))],
-    ):  # the last by grouped products on Hopper
+        [list(range(3, 13)) * 30],
+    ):  # 300 different tokens: even transformers in fp16 routes one of them to another expert than in fp32, and is 0.4 off
         g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)
         list(g.pieces())
         assert decoder.reason == ""

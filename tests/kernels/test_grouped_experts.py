@@ -20,6 +20,8 @@ CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero,
     (40, 3, 2, 80, 136, 3, 0, "int", torch.bfloat16, 32),
     (70, 3, 2, 64, 128, 2, 64, "none", torch.float16, 64),
     (140, 2, 1, 32, 64, 8, 32, "float", torch.bfloat16, 128),
+    (60, 2, 2, 96, 128, 8, 32, "float", torch.float16, 128),
+    (60, 2, 2, 96, 128, 3, 32, "float", torch.float16, 128),
 ]
 
 
