@@ -53,10 +53,10 @@ def module_name(package: str, path: Path) -> str:
 MODULES = {module_name(package, path): path for package, path in SOURCES}
 
 
-def arrows(name: str) -> set[str]:
+def arrows(name: str, lazily: bool = True) -> set[str]:
     """The modules of ours that a module imports, lazily too: `from a import b` is a.b where that is a module."""
-    found = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    found, tree = set(), ast.parse(MODULES[name].read_text())
+    for node in ast.walk(tree) if lazily else tree.body:
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name} has a relative import"
             found |= {f"{node.module}.{a.name}" if f"{node.module}.{a.name}" in MODULES else node.module for a in node.names}
@@ -106,6 +106,21 @@ def test_no_import_circle():
 
     for name in MODULES:
         visit(name)
+
+
+def test_no_module_of_the_commands_needs_what_only_a_gpu_needs():
+    """`pip install .` brings neither Triton nor NVIDIA's packages: asked for at a top they stop all commands."""
+    reached, left = set(), {n for n in MODULES if n.startswith("lowq_cli") and "vllm_plugin" not in n}
+    while left:
+        reached.add(name := left.pop())
+        parent = name.rpartition(".")[0]
+        left |= ({parent} & set(MODULES) | arrows(name, lazily=False)) - reached
+    assert "lowq_kernels.modules.linear" in reached
+    for name in reached:
+        tops = ast.parse(MODULES[name].read_text()).body
+        asked = {a.name for n in tops if isinstance(n, ast.Import) for a in n.names}
+        asked |= {n.module for n in tops if isinstance(n, ast.ImportFrom)}
+        assert not {a.split(".")[0] for a in asked} & {"cuda", "triton", "matplotlib", "llguidance"}, name
 
 
 @pytest.mark.parametrize("case", SOURCES, ids=ids)

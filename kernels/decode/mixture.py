@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.modules.stack import Facts, Stack, fused
 
 FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 256 launches, one or two for every expert
@@ -19,7 +18,7 @@ GROUPED_ACTS = ("silu", "gelu_tanh")
 @cache
 def grouped_problem(up: Facts, down: Facts, act: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why products grouped by expert do not take such weights, or None."""
-    if device.type != "cuda" or dtype not in TYPES or act not in GROUPED_ACTS:
+    if device.type != "cuda" or dtype.itemsize != 2 or act not in GROUPED_ACTS:
         return f"takes 16 bits on a GPU and {', '.join(GROUPED_ACTS)}, not {dtype} on {device.type} and {act}"
     from lowq_kernels.decode.grouped_experts import why_not  # imports Triton
 

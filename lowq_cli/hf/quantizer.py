@@ -61,10 +61,12 @@ class LowqQuantizer(Frozen):
         if not self.pre_quantized:
             raise UnsupportedError("from_pretrained does not quantize; run `lowq quantize MODEL` and load the folder it writes")
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """transformers' rules, and ours for experts that it keeps stacked in files; each for the companions, too."""
         from lowq_cli.hf.skeleton import Skeleton
 
+        if model is None:  # transformers before 5.23, where `swap` refuses packed experts
+            return super().update_weight_conversions(weight_conversions)
         return super().update_weight_conversions(weight_conversions + Skeleton(model).own, model)
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:

@@ -90,6 +90,20 @@ def test_quantizing_on_the_fly_is_refused(family_checkpoints):
         AutoModelForCausalLM.from_pretrained(family_checkpoints("llama").dense, quantization_config=LowqConfig())
 
 
+def test_a_transformers_that_hands_over_no_model_for_its_rules(monkeypatch, family_checkpoints):
+    """5.17 to 5.22, which pyproject.toml allows; their packed experts are refused by `swap`."""
+    from transformers.quantizers.base import HfQuantizer
+
+    register()
+    from lowq_cli.hf.quantizer import LowqQuantizer
+
+    ours = LowqQuantizer.update_weight_conversions
+    monkeypatch.setattr(HfQuantizer, "update_weight_conversions", lambda self, rules: rules)
+    monkeypatch.setattr(LowqQuantizer, "update_weight_conversions", lambda self, rules, model=None: ours(self, rules))
+    c = family_checkpoints("gpt2")
+    assert distance(logits(open_model(c.packed)), logits(open_model(c.dequantized))) < 1e-5
+
+
 # --- checks before any kernel ----------------------------------------------------------------------------------------
 
 
