@@ -294,7 +294,7 @@ def _measured(
 
         tokenizer = load_tokenizer(source)
         walk = sensitivity.Sensitivities(source, candidates, schemes, rounded, device, calibrated)
-        ids = text.windows(tokenizer, sensitivity.TOKENS, texts.window_for(walk.blocks.model))
+        ids = text.windows(tokenizer, sensitivity.TOKENS, walk.blocks.model)
         errors, why = walk.measure(ids, texts.BATCH, watch), ""
     except (UnsupportedError, NotFoundError) as e:
         errors, why = sensitivity.from_weights(source, candidates, schemes, rounded, device), str(e)

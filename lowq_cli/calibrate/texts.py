@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,9 +41,11 @@ class Text:
         raw = self.words.encode() if self.ids is None else self.ids.to(torch.int32).numpy().tobytes()
         return hashlib.sha256(raw).hexdigest()[:16]
 
-    def windows(self, tokenizer: Any, tokens: int, window: int) -> torch.Tensor:
-        """(n, window) token ids, as `choose_windows` takes them. Raises as that."""
-        return choose_windows(tokenize(tokenizer, self.words) if self.ids is None else self.ids.long(), tokens, window)
+    def windows(self, tokenizer: Any, tokens: int, model: Any) -> torch.Tensor:
+        """(n, window) token ids for a model, as `choose_windows` takes them. Raises as that, and as `check_ids`."""
+        ids = tokenize(tokenizer, self.words) if self.ids is None else self.ids.long()
+        check_ids(ids.unique().tolist(), model.config.get_text_config().vocab_size)
+        return choose_windows(ids, tokens, window_of(model))
 
 
 def read_text(path: str | None) -> str:
@@ -66,11 +69,6 @@ def read_text(path: str | None) -> str:
     if not text.strip():
         raise UsageError(f"the calibration text {root} is empty")
     return text
-
-
-def window_for(model: Any) -> int:
-    """WINDOW, or the model's longest context where that is shorter: positions beyond it may have no embedding."""
-    return min(WINDOW, window_of(model))
 
 
 def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
@@ -115,6 +113,13 @@ def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.long)
 
 
+def check_ids(ids: Iterable[int], rows: int) -> None:
+    """Raise UsageError for a token that a model of so many tokens lacks: its tokenizer is another's, or has tokens added."""
+    if (other := next((i for i in ids if not 0 <= i < rows), None)) is not None:
+        had = f"token id {other} is not from 0 to {rows - 1}, which are those that the model has"
+        raise UsageError(f"{had}; take the tokenizer that belongs to it")
+
+
 def read_utf8(file: Path, what: str) -> str:
     """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
     try:
@@ -129,6 +134,6 @@ def read_utf8(file: Path, what: str) -> str:
 
 
 def window_of(model: Any) -> int:
-    """WINDOW, or the model's longest context where that is shorter."""
+    """WINDOW, or the model's longest context where that is shorter: positions beyond it may have no embedding."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)

@@ -13,7 +13,7 @@ class Visits:
 
     def __init__(self, source: Source, device: torch.device) -> None:
         self.blocks = DecoderLayers(source, device)
-        self.window = texts.window_for(self.blocks.model)
+        self.window = texts.window_of(self.blocks.model)
 
     @torch.no_grad()
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """From a prompt to its generation: texts become tokens that fit the model, and the fastest decoder that can takes them."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
+from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
@@ -106,12 +107,6 @@ def check_length(model: Any, tokens: int) -> int | None:
     if limit is not None and tokens >= limit:
         raise UsageError(f"the prompt has {tokens} tokens and the model's context ends at {limit}; shorten the prompt")
     return limit
-
-
-def check_ids(ids: Iterable[int], rows: int) -> None:
-    """Raise UsageError for a token that a model of so many tokens lacks: its tokenizer is another's, or has tokens added."""
-    if (other := next((i for i in ids if not 0 <= i < rows), None)) is not None:
-        raise UsageError(f"the text has a token {other} and the model {rows} tokens; take the tokenizer that belongs to it")
 
 
 def context_limit(model: Any) -> int | None:

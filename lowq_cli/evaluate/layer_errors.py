@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.calibrate.texts import WINDOW, tokenize, window_of, windows
+from lowq_cli.calibrate.texts import WINDOW, check_ids, tokenize, window_of, windows
 from lowq_packers.errors import UsageError
 
 TOKENS = 8 * WINDOW  # of the text
@@ -31,7 +31,8 @@ class LayerError:
 def layer_errors(model: str | Path, against: str | Path, text: str, device: str = "auto") -> list[LayerError]:
     """The layers of `model` in order, on the first 4096 tokens of a text.
 
-    Raises UsageError where the two have no layers in common, or the model's space was turned (--rotate); as `lowq.load` too.
+    Raises UsageError where the two have no layers in common, the text tokens that one lacks, or the model's space was turned
+    (--rotate); as `lowq.load` too.
     """
     from lowq_cli.interop.inspection import inspect_model
     from lowq_cli.loading import load
@@ -60,6 +61,7 @@ def _hidden(model: Any, cut: torch.Tensor) -> list[torch.Tensor]:
     """Each decoder layer's output (windows, T, K), in fp32 on the CPU."""
     from lowq_cli.hf.layers import find_layers
 
+    check_ids(cut.unique().tolist(), model.config.get_text_config().vocab_size)
     found: dict[int, list[torch.Tensor]] = {}
 
     def hook(number: int) -> Any:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from lowq_cli.calibrate.texts import WINDOW, read_utf8, tokenize, window_of, windows
+from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.prompts import check_ids
 from lowq_kernels.activations import check_act
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError

@@ -51,7 +51,6 @@ def runnable(model: str | os.PathLike[str]) -> str:
             return name
         target = cached(source)
         if _is_whole(target):
-            sweep(target)
             copy_new(source, target)
         else:
             console.say(f"{name} is {fmt.title}; importing it into {target}")
@@ -112,7 +111,11 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
 
 
 def copy_new(source: Source, target: Path) -> None:
-    """Tokenizer files that are new beside the model, or have changed, since it was imported into `target` or exported there."""
+    """Tokenizer files that are new beside the model, or have changed, since it was imported into `target` or exported there.
+
+    What a process left that was killed around giving `target` its name is removed.
+    """
+    sweep(target)
     with writing(target):
         for path in source.companions():
             if not (target / path.name).exists() or not filecmp.cmp(path, target / path.name, shallow=False):

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.sampling import Sampling
 from lowq_packers.errors import LowqError, UsageError, one_line
 
@@ -97,8 +98,7 @@ def check(request: Request, longest: int, vocabulary: int) -> None:
         raise UsageError(f"{tokens} prompt tokens and {request.max_tokens} new ones; both must be at least 1")
     if tokens + request.max_tokens > longest:
         raise UsageError(f"{tokens} prompt tokens and {request.max_tokens} new ones are more than the {longest} that fit")
-    if not all(0 <= t < vocabulary for t in (*request.prompt, *request.draw.logit_bias)):
-        raise UsageError(f"a token id is not from 0 to {vocabulary - 1}, which are those that the model has")
+    check_ids((*request.prompt, *request.draw.logit_bias), vocabulary)
 
 
 @dataclass(frozen=True, slots=True)

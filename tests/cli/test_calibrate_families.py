@@ -96,6 +96,16 @@ def test_windows_are_no_longer_than_the_context(dense, small_calibration, text, 
     pipeline.quantize(dense("gpt2"), tmp_path / "p", bpw=7.5, group=16)
 
 
+@pytest.mark.parametrize("how", [{"bits": 4, "method": "gptq"}, {"bits": 2, "method": "learn"}, {"bpw": 7.5}], ids=str)
+def test_a_text_of_tokens_that_the_model_lacks_is_refused(how, dense, small_calibration, text, tmp_path, monkeypatch):
+    """A tokenizer with tokens added was an IndexError within the embedding."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(texts, "tokenize", lambda tokenizer, words: torch.tensor([5, 160] * 500))
+    with pytest.raises(UsageError, match="token id 160 is not from 0 to 159"):
+        pipeline.quantize(dense("gptj"), tmp_path / "o", group=16, calib=text, **how)
+    assert not (tmp_path / "o" / "config.json").exists()
+
+
 def test_widths_of_a_projected_embedding_are_chosen_by_its_weights(dense, small_calibration, text, tmp_path, monkeypatch):
     """OPT-350m's is narrower than its layers: its rows were multiplied with gradients of another width."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -60,6 +61,26 @@ def test_a_chat_template_that_changed_is_served(family_checkpoints, tmp_path, vl
         (folder / "chat_template.jinja").write_text(template)
         assert cli(monkeypatch, folder, "--export") == 7
         assert (Path(vllm.read_text().split("\n")[1]) / "chat_template.jinja").read_text() == template
+
+
+def test_an_export_killed_when_it_had_its_name_is_swept(demo4, monkeypatch):
+    """`prepare` took it as it was: the file of its owner stayed."""
+    real = os.unlink
+
+    def killed(path, *args, **how):
+        if Path(path).name == "lowq-run":
+            raise KeyboardInterrupt
+        real(path, *args, **how)
+
+    monkeypatch.setattr(os, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        serving.prepare(demo4, native=False)
+    monkeypatch.setattr(os, "unlink", real)
+    target, _ = serving.prepare(demo4, native=False, write=False)
+    assert (target / "lowq-run").is_file()
+    serving.prepare(demo4, native=False)
+    assert (target / "config.json").is_file()
+    assert not (target / "lowq-run").exists()
 
 
 def test_dry_run_writes_nothing_and_needs_no_vllm(family_checkpoints, tmp_path, monkeypatch, capsys):

@@ -22,5 +22,7 @@ if __name__ == "__main__":
     asked.add_argument("--kills", type=int, default=2_000, help="and so many stopped runs")
     asked.add_argument("--seed", type=int, default=None, help="of the first bend; the time otherwise")
     asked.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "fuzz" / "long.json")
+    asked.add_argument("--jobs", type=int, default=1, help="processes, each with its share")
+    asked.add_argument("--add", action="store_true", help="add to the result that --out holds")
     given = asked.parse_args()
-    sys.exit(run(given.minutes * 60, given.bends, given.kills, given.seed, given.out))
+    sys.exit(run(given.minutes * 60, given.bends, given.kills, given.seed, given.out, given.jobs, given.add))

@@ -4,6 +4,8 @@ import json
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -17,9 +19,11 @@ from bend import bend
 from judge import judge
 from kills import SLOW, Command, begin, calls_of, commands, differences, files, side_by_side, source_changed, tried
 from valid import Valid, all_valid, second_of_each
+from valid_tables import all_tables
 
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.products.cpu import native
+from lowq_packers.atomic import write_whole
 
 FOUND = Path(__file__).with_name("found.json")  # bends that failed once: [seed, format, whether the second file of it]
 KILL_SHARE = 0.5  # of the time
@@ -38,9 +42,11 @@ class Ground:
         (folder / "valid").mkdir(parents=True)
         self.folder, self.bent, self.out = folder, folder / "bent", folder / "kills"
         self.valid: list[Valid] = all_valid(folder / "valid")
-        self.second = second_of_each(folder / "second")
+        tables, second_tables = all_tables(folder / "tables")
+        self.second = second_of_each(folder / "second") | second_tables
         self.paths = {v.format: v.model for v in self.valid} | {"packed": folder / "packed"}
         quantize(self.paths["dense"], self.paths["packed"], bits=4, group=32, method="rtn", zero="none", lm_head="keep")
+        self.valid += tables
         (folder / "text.txt").write_text(TEXT)
         self.paths["speaking"] = shutil.copytree(self.paths["dense"], folder / "speaking")
         facts = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "!"}
@@ -51,9 +57,9 @@ class Ground:
     def bends(self, seed: int, only: str | None = None, second: bool | None = None) -> tuple[str, dict[str, Any], Any]:
         """The bend of one seed: format, what was bent, verdict. second: of the other file of a format; half of them are."""
         rng = Random(seed)
-        valid = rng.choice(self.valid)
-        if only is not None:
-            valid = next(v for v in self.valid if v.format == only)
+        rng.choice(range(10))  # once the format, of ten: the bends of found.json come behind it
+        name = only or Random(f"format {seed}").choice(self.valid).format
+        valid = next(v for v in self.valid if v.format == name)
         if Random(-seed).random() < 0.5 if second is None else second:
             valid = self.second[valid.format]
         what, model = self.bend(valid, rng)
@@ -97,9 +103,67 @@ class Ground:
         return command.name, how, tried(command, self.out, wanted, calls, rng, how)
 
 
-def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path) -> int:
-    """Bend and kill for so long; write the table; 1 if anything was found."""
+def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path, jobs: int, add: bool) -> int:
+    """Bend and kill for so long in `jobs` processes; write the table, with `add` on top of the one there; 1 if any fault."""
     first = int(time.time()) * 1_000_000 if seed is None else seed
+    before = [json.loads(out.read_text())] if add and out.is_file() else []
+    if jobs == 1 and not before:
+        return alone(seconds, bends, kills, first, out)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder) / f"{i}.json" for i in range(jobs)]
+        share = ["--minutes", str(seconds / 60), "--bends", str(-(-bends // jobs)), "--kills", str(-(-kills // jobs))]
+        line = [sys.executable, "-m", "tests.fuzz", *share]
+        at = Path(__file__).parents[2]
+        running = [
+            subprocess.Popen(
+                [*line, "--seed", str(first + i * 1_000_000), "--out", str(part)], cwd=at, stdout=subprocess.DEVNULL
+            )
+            for i, part in enumerate(parts)
+        ]
+        while running:
+            try:
+                running[0].wait(60)
+                running.pop(0)
+            except subprocess.TimeoutExpired:
+                pass
+            if found := before + [json.loads(p.read_text()) for p in parts if p.is_file()]:
+                write_whole(out, (json.dumps(added(found), indent=1) + "\n").encode())
+                print(_told(added(found)), flush=True)
+        if len(found) < len(before) + jobs:
+            print("some processes ended without a result")
+            return 1
+    keep(added(found)["faults"])
+    return int(bool(added(found)["faults"]))
+
+
+def added(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The result of several runs together: sums of counts, the slowest of each format, all minutes of processors."""
+    sums: dict[str, Any] = parts[-1] | {"minutes": round(sum(p["minutes"] for p in parts), 1), "seed": parts[0]["seed"]}
+    for kind in ("bends", "kills"):
+        sums[kind] = {name: {} for name in sorted({n for p in parts for n in p[kind]})}
+        for name, row in sums[kind].items():
+            for field in dict.fromkeys(f for p in parts for f in p[kind].get(name, {})):
+                of = [p[kind][name].get(field, 0) for p in parts if name in p[kind]]
+                row[field] = max(of) if field == "slowest_s" else sum(of)
+    return sums | {"faults": [f for p in parts for f in p["faults"]][:20]}
+
+
+def _told(result: dict[str, Any]) -> str:
+    bent = sum(row["bent"] for row in result["bends"].values())
+    killed = sum(n for row in result["kills"].values() for how, n in row.items() if how != "faults")
+    return f"{bent} bends, {killed} kills, {len(result['faults'])} faults"
+
+
+def keep(faults: list[dict[str, Any]]) -> None:
+    """Note the bends that failed, for the tests to run again."""
+    kept = json.loads(FOUND.read_text()) if FOUND.is_file() else []
+    new = [[f["bend"], f["format"], Random(-f["bend"]).random() < 0.5] for f in faults if "bend" in f]
+    if new := [row for row in new[:50] if row not in kept]:
+        FOUND.write_text(json.dumps(kept + new) + "\n")
+
+
+def alone(seconds: float, bends: int, kills: int, first: int, out: Path) -> int:
+    """`run` in this process."""
     began, faults = time.monotonic(), []
     bent: dict[str, dict[str, Any]] = defaultdict(lambda: {"bent": 0, "accepted": 0, "faults": 0, "slowest_s": 0.0})
     killed: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -137,9 +201,7 @@ def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path) -> 
     for fault in faults[:20]:
         print(json.dumps(fault))
     print(f"{done[0]} bends, {done[1]} kills, {len(faults)} faults: {out}")
-    if new := [[f["bend"], f["format"], Random(-f["bend"]).random() < 0.5] for f in faults if "bend" in f]:
-        kept = json.loads(FOUND.read_text()) if FOUND.is_file() else []
-        FOUND.write_text(json.dumps(kept + [row for row in new[:50] if row not in kept]) + "\n")
+    keep(faults)
     return int(bool(faults))
 
 
@@ -154,5 +216,4 @@ def _write(out: Path, began: float, first: int, bent: Any, killed: Any, faults: 
         "kills": {k: dict(v) for k, v in sorted(killed.items())},
         "faults": faults[:20],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_whole(out, (json.dumps(result, indent=1) + "\n").encode())

@@ -65,8 +65,9 @@ def _other_weights(valid: Valid, model: Path, found: dict[str, torch.Tensor]) ->
     one that it was is missing, which is an error when the model is loaded: there is nothing to compare it with.
     """
     changed = {n for n, now in found.items() if (b := valid.weights.get(n)) is not None and not torch.equal(now, b)}
-    ask = valid.format != "gguf" or changed  # the gguf package takes 20 ms: only where lowq reads anything else than before
-    theirs = (gguf(model) if valid.format == "gguf" else reading(valid.format, model)) if ask else None
+    one_file = valid.model.suffix == ".gguf"
+    ask = not one_file or changed  # the gguf package takes 20 ms: only where lowq reads anything else than before
+    theirs = (gguf(model) if one_file else reading(valid.format, model)) if ask else None
     for name, now in found.items():
         if theirs is not None and name in theirs:
             if not _same(now, theirs[name]):

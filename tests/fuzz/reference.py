@@ -20,6 +20,13 @@ GGUF_NAMES = {
     **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
     **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171229224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4)
+BNB = {"nf4": np.array(_NF4), "fp4": np.array([*_FP4, *(-v for v in _FP4)])}  # by the sign first
 HQQ_SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 
 
@@ -33,8 +40,8 @@ def reading(name: str, folder: Path) -> dict[str, torch.Tensor] | None:
         found: dict[str, torch.Tensor] = {}
         for n in tensors:
             module, _, leaf = n.rpartition(".")
-            if leaf == LEAF[name] and (made := READERS[name](config, tensors, module)) is not None:
-                found[module] = made
+            if leaf in LEAF[name] and (made := READERS[name](config, tensors, module)) is not None:
+                found |= made if isinstance(made, dict) else {module: made}
         return {n.removesuffix(".weight"): t.float() for n, t in tensors.items()} | found
     except Exception:
         return None
@@ -42,7 +49,7 @@ def reading(name: str, folder: Path) -> dict[str, torch.Tensor] | None:
 
 def gguf(path: Path) -> dict[str, torch.Tensor] | None:
     """What the gguf package reads of a file, under Hugging Face's names and in its order of rows; None where it refuses."""
-    from gguf import GGUFReader, dequantize
+    from gguf import GGMLQuantizationType, GGUFReader, dequantize
 
     try:
         found = GGUFReader(path)
@@ -51,7 +58,8 @@ def gguf(path: Path) -> dict[str, torch.Tensor] | None:
         of_keys = next((v for name, v in facts.items() if name.endswith("head_count_kv")), heads)
         read = {}
         for t in found.tensors:
-            w = torch.from_numpy(dequantize(t.data, t.tensor_type).copy()).float()
+            one_bit = t.tensor_type == GGMLQuantizationType.Q1_0  # which the package has no reader of
+            w = torch.from_numpy(_signs(t.data) if one_bit else dequantize(t.data, t.tensor_type).copy()).float()
             _, _, stem = t.name.removesuffix(".weight").rpartition(".")
             if stem in ("attn_q", "attn_k"):
                 n = heads if stem == "attn_q" else of_keys
@@ -62,6 +70,13 @@ def gguf(path: Path) -> dict[str, torch.Tensor] | None:
         return read
     except Exception:
         return None
+
+
+def _signs(rows: np.ndarray) -> np.ndarray:
+    """Q1_0: blocks of an fp16 and 128 bits; a bit says whether it is added or taken away."""
+    blocks = rows.reshape(len(rows), -1, 18)
+    d = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+    return np.where(np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little") == 1, d, -d).reshape(len(rows), -1)
 
 
 def stream(words: torch.Tensor, bits: int, count: int) -> np.ndarray:
@@ -147,10 +162,14 @@ def _fp8(config: Any, t: Tensors, p: str) -> torch.Tensor:
     return W * s[: W.shape[0], : W.shape[1]]
 
 
-def _lowq(config: Any, t: Tensors, p: str) -> torch.Tensor:
+def _scheme(config: Any, p: str) -> Any:
     q, parts = config["quantization_config"], p.split(".")
     fitting = [k for k in q["tensors"] if all(a in ("*", b) for a, b in zip(k.split("."), parts, strict=False))]
-    scheme = q["schemes"][q["tensors"][min((k for k in fitting if k.count(".") == p.count(".")), key=lambda k: k.count("*"))]]
+    return q["schemes"][q["tensors"][min((k for k in fitting if k.count(".") == p.count(".")), key=lambda k: k.count("*"))]]
+
+
+def _lowq(config: Any, t: Tensors, p: str) -> torch.Tensor:
+    scheme = _scheme(config, p)
     assert scheme.get("layout", "rowstream") == "rowstream"
     bits, scales = scheme["bits"], t[f"{p}.weight_scale"]
     zeros = t[f"{p}.weight_zero"].float().numpy() if scheme["zero"] != "none" else float(1 << bits) / 2
@@ -158,17 +177,111 @@ def _lowq(config: Any, t: Tensors, p: str) -> torch.Tensor:
     return grouped(stream(t[f"{p}.weight"], bits, scheme["group_size"] * scales.shape[1]), zeros, scales)
 
 
+def e2m1(codes: np.ndarray) -> np.ndarray:
+    """Sign, two bits of exponent (bias 1, none: a subnormal), a bit of mantissa."""
+    sign, exponent, mantissa = np.where(codes & 8, -1.0, 1.0), codes >> 1 & 3, codes & 1
+    return sign * np.where(exponent == 0, mantissa / 2, 2.0 ** (exponent - 1.0) * (1 + mantissa / 2))
+
+
+def nibbles(stored: torch.Tensor) -> np.ndarray:
+    """(..., 2 n) codes of bytes (..., n), the low half first."""
+    raw = stored.view(torch.uint8).numpy()
+    return np.stack((raw & 15, raw >> 4), -1).reshape(*raw.shape[:-1], -1)
+
+
+def _blocks_of_16(t: Tensors, codes: str, scales: str, factor: torch.Tensor) -> torch.Tensor:
+    return grouped(e2m1(nibbles(t[codes])), 0, t[scales].view(torch.float8_e4m3fn).float() * factor.float().reshape(()))
+
+
+def _blocks_of_32(codes: np.ndarray, exponents: torch.Tensor) -> torch.Tensor:
+    raw = exponents.view(torch.uint8)
+    assert int(raw.max()) < 255
+    return grouped(e2m1(codes), 0, torch.from_numpy(np.ldexp(np.float64(1), raw.numpy().astype(np.int32) - 127)))
+
+
+def _modelopt(config: Any, t: Tensors, p: str) -> torch.Tensor:
+    return _blocks_of_16(t, f"{p}.weight", f"{p}.weight_scale", t[f"{p}.weight_scale_2"])
+
+
+def _compressed_e2m1(config: Any, t: Tensors, p: str) -> torch.Tensor:
+    (group,) = config["quantization_config"]["config_groups"].values()
+    form = group.get("format") or config["quantization_config"]["format"]
+    if form == "nvfp4-pack-quantized":
+        return _blocks_of_16(t, f"{p}.weight_packed", f"{p}.weight_scale", 1 / t[f"{p}.weight_global_scale"])
+    assert form == "mxfp4-pack-quantized"
+    return _blocks_of_32(nibbles(t[f"{p}.weight_packed"]), t[f"{p}.weight_scale"])
+
+
+def _gpt_oss(config: Any, t: Tensors, p: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for leaf in ("gate_up_proj", "down_proj"):
+        for e, of in enumerate(t.get(f"{p}.{leaf}_blocks", ())):
+            W = _blocks_of_32(nibbles(of.flatten(1)), t[f"{p}.{leaf}_scales"][e])
+            parts = {"gate_proj": W[0::2], "up_proj": W[1::2]} if leaf == "gate_up_proj" else {"down_proj": W}
+            found |= {f"{p}.{e}.{name}": w for name, w in parts.items()}
+    return found
+
+
+def _bitsandbytes(config: Any, t: Tensors, p: str) -> torch.Tensor:
+    kind = config["quantization_config"]["bnb_4bit_quant_type"]
+    said = json.loads(bytes(t[f"{p}.weight.quant_state.bitsandbytes__{kind}"].tolist()))
+    assert said["quant_type"] == kind
+    table, scales = BNB[kind], t[f"{p}.weight.absmax"]
+    if scales.dtype == torch.uint8:
+        shared = t[f"{p}.weight.nested_absmax"].repeat_interleave(said["nested_blocksize"])[: len(scales)]
+        scales = t[f"{p}.weight.nested_quant_map"][scales.long()] * shared + said["nested_offset"]
+    raw = t[f"{p}.weight"].flatten().numpy()
+    values = table[np.stack((raw >> 4, raw & 15), -1).flatten()].reshape(-1, said["blocksize"])
+    return grouped(values, 0, scales.reshape(-1, 1)).reshape(said["shape"])
+
+
+def _gemlite(config: Any, t: Tensors, p: str) -> torch.Tensor:
+    meta, (N, K) = t[f"{p}.metadata"].tolist(), t[f"{p}.orig_shape"].tolist()
+    bits, group, channel, mode = meta[1], meta[2], meta[9], meta[10]
+    words = t[f"{p}.W_q"].T.contiguous()
+    raw = words.view(torch.uint8).reshape(N, -1).numpy()
+    each = np.unpackbits(raw, axis=1, bitorder="little").reshape(N, K, bits)
+    codes = (each.astype(np.int64) << np.arange(bits)).sum(-1).astype(np.float32)
+    scales, zeros = (t[f"{p}.{n}"].float() for n in ("scales", "zeros"))
+    scales, zeros = (x.T if x.dim() == 2 else x.reshape(1, 1) for x in (scales, zeros))
+
+    def wide(x: torch.Tensor) -> np.ndarray:
+        rows = x.expand(N, x.shape[1]).numpy()
+        return rows[:, np.arange(K) // (group if x.shape[1] > 1 else K)]
+
+    with np.errstate(all="ignore"):
+        made = codes - wide(zeros) if mode in (1, 3) else codes
+        made = made * wide(scales) if mode in (2, 3, 4) else made
+        made = made + wide(zeros) if mode == 4 else made
+        return torch.from_numpy(made * wide(scales) if channel in (1, 3) else made)
+
+
+def _lowq_table(config: Any, t: Tensors, p: str) -> torch.Tensor:
+    scheme, scales = _scheme(config, p), t[f"{p}.weight_scale"]
+    codes = stream(t[f"{p}.weight"], scheme["bits"], scheme["group_size"] * scales.shape[1])
+    if scheme["table"] == "fitted":
+        return grouped(t[f"{p}.weight_table"].numpy().reshape(-1)[codes], 0, scales)
+    assert (scheme["table"], scheme["scale"]) == ("e2m1", "e4m3")
+    return grouped(e2m1(codes), 0, scales.view(torch.float8_e4m3fn).float() * t[f"{p}.weight_table"].reshape(()))
+
+
 def _if(leaf: str, read: Callable[[Any, Tensors, str], torch.Tensor]) -> Callable[[Any, Tensors, str], torch.Tensor | None]:
     """Only modules that have a tensor of this name too are packed."""
     return lambda config, t, p: read(config, t, p) if f"{p}.{leaf}" in t else None
 
 
-LEAF = {
-    **{"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed", "hqq": "W_q"},
-    **{"humming": "weight", "mlx": "weight", "fp8": "weight", "lowq": "weight", "dense": "none"},
+LEAF: dict[str, tuple[str, ...]] = {
+    **{"gptq": ("qweight",), "awq": ("qweight",), "compressed-tensors": ("weight_packed",), "hqq": ("W_q",)},
+    **{"humming": ("weight",), "mlx": ("weight",), "fp8": ("weight",), "lowq": ("weight",), "dense": ()},
+    **{"modelopt": ("weight",), "bitsandbytes": ("weight",), "compressed-tensors, e2m1": ("weight_packed",)},
+    **{"gemlite": ("W_q",), "mxfp4": ("gate_up_proj_blocks", "down_proj_blocks"), "lowq, a table": ("weight",)},
 }
-READERS: dict[str, Callable[[Any, Tensors, str], torch.Tensor | None]] = {
+Made = torch.Tensor | dict[str, torch.Tensor] | None
+READERS: dict[str, Callable[[Any, Tensors, str], Made]] = {
     **{"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "hqq": _hqq},
     **{"humming": _if("weight_scale", _humming), "mlx": _if("scales", _mlx)},
     **{"fp8": _if("weight_scale_inv", _fp8), "lowq": _if("weight_scale", _lowq), "dense": lambda *_: None},
+    **{"modelopt": _if("weight_scale", _modelopt), "bitsandbytes": _if("weight.absmax", _bitsandbytes)},
+    **{"compressed-tensors, e2m1": _compressed_e2m1, "gemlite": _gemlite, "lowq, a table": _if("weight_scale", _lowq_table)},
+    "mxfp4": _gpt_oss,
 }

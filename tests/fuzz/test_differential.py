@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 import judge as judging
 from bend import mend
-from valid import TABLES, all_valid, second_of_each
+from valid import all_valid, second_of_each
+from valid_tables import GGUF_KINDS, all_tables
 
 from lowq_cli.interop import gguf_source
 from lowq_packers import formats
+from lowq_packers.qtensor import QuantizedTensor
 
 # format -> which of its files, and a field with a value that gives the same bytes another meaning
 EDITS = {
@@ -24,7 +27,10 @@ EDITS = {
     "humming": (1, "quantization_config.has_zero_point", False),
     "fp8": (1, "quantization_config.weight_block_size", [150, 128]),
 }
-LEAVES = {"mlx": "biases", "hqq": "zero"}  # of formats whose configs say what shapes say too: a tensor
+LEAVES = {  # of formats whose configs say what shapes say too: a tensor
+    **{"mlx": "biases", "hqq": "zero", "gemlite": "zeros", "modelopt": "weight", "bitsandbytes": "weight.absmax"},
+    **{"compressed-tensors, e2m1": "weight_packed", "mxfp4": "gate_up_proj_blocks"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,9 @@ def files(tmp_path_factory):
     before, folder = {n: os.environ.get(n) for n in ("XDG_CACHE_HOME", "XDG_STATE_HOME")}, tmp_path_factory.mktemp("second")
     os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = str(folder / "cache"), str(folder / "state")
     (folder / "first").mkdir()
-    yield {v.format: v for v in all_valid(folder / "first")}, second_of_each(folder / "second")
+    tables, second_tables = all_tables(folder / "tables")
+    first = {v.format: v for v in (*all_valid(folder / "first"), *tables)}
+    yield first, second_of_each(folder / "second") | second_tables
     for name, value in before.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
@@ -94,7 +102,7 @@ def test_a_reader_that_takes_a_tensor_wrongly_is_found(files, monkeypatch, name)
     for valid in (files[0][name], files[1][name]):
         assert not judging.judge(valid, valid.model).fault
         with monkeypatch.context() as broken:
-            misread(name, broken, LEAVES[name])
+            misread(name.split(",")[0], broken, LEAVES[name])
             assert "than its own reader reads" in judging.judge(valid, valid.model).fault
 
 
@@ -105,9 +113,20 @@ def test_rows_left_in_llama_cpps_order_are_found(files, monkeypatch):
     assert "k_proj has other weights than its own reader reads" in judging.judge(valid, valid.model).fault
 
 
+@pytest.mark.parametrize("planted", sorted({*chain(*GGUF_KINDS)}))
+def test_a_bit_of_gguf_codes_taken_wrongly_is_found(files, monkeypatch, planted):
+    valid, real = files[0]["gguf, tables"], formats.gguf.decode
+
+    def wrong(raw, kind, *size):
+        q = real(raw, kind, *size)
+        return q if kind != planted else QuantizedTensor.of(q.scheme, q.W_q ^ 1, q.scales, q.zeros)
+
+    monkeypatch.setattr(formats.gguf, "decode", wrong)
+    assert "than its own reader reads" in judging.judge(valid, valid.model).fault
+
+
 def test_every_format_that_lowq_reads_is_held_against_a_second_reader(files):
-    own = {"gemlite", *TABLES, "mxfp4"}  # a library of kernels, and tables: their tests are in packers/formats
-    known = {f for f in formats.FORMATS if f not in own}
-    assert {*EDITS, *LEAVES, "gguf"} == known
+    assert {name.split(",")[0] for name in (*EDITS, *LEAVES, "gguf, tables")} == {*formats.FORMATS}
+    assert files[0].keys() == files[1].keys() == {*EDITS, *LEAVES, "gguf", "gguf, tables", "dense", "lowq", "lowq, a table"}
     for valid in (*files[0].values(), *files[1].values()):
         assert judging.judge(valid, valid.model) == judging.Verdict(True, "", pytest.approx(0, abs=5)), valid.format

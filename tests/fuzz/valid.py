@@ -23,7 +23,7 @@ SECOND = {  # format -> bits, group, zero of that
     **{"lowq": (3, 64, "int"), "gptq": (3, 32, "int"), "awq": (4, 64, "int"), "compressed-tensors": (3, 64, "none")},
     **{"hqq": (2, 64, "float"), "humming": (8, 32, "int"), "mlx": (3, 32, "float"), "gguf": (8, 32, "none")},
 }
-TABLES = {"modelopt", "bitsandbytes"}  # read and written by tests/packers/formats beside their own readers, not bent here
+BESIDE = {"modelopt", "bitsandbytes"}  # written in valid_tables.py
 SCHEMES = {"awq": "int", "compressed-tensors": "int", "gptq": "none", "gguf": "none", "hqq": "float"}  # the others: none
 
 
@@ -68,7 +68,7 @@ def all_valid(folder: Path) -> list[Valid]:
     made["lowq"], made["fp8"] = folder / "lowq", folder / "fp8"
     quantize(made["dense"], made["lowq"], bits=4, group=32, method="rtn", lm_head="keep")
     quantize(made["dense"], made["fp8"], format="fp8")
-    for name in sorted(f.name for f in FORMATS.values() if f.export and f.name not in TABLES):
+    for name in sorted(f.name for f in FORMATS.values() if f.export and f.name not in BESIDE):
         zero = SCHEMES.get(name, "none")
         packed = folder / f"packed-{zero}"
         if not packed.exists():
