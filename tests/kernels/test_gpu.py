@@ -97,7 +97,7 @@ INSTANCES = {
     "gemv_rows": lambda on: _gemv_rows(),
     "attend": lambda on: ("attend.cu", "attend<1, 128, 128, 4, 0, 4, 8, 64>") if on.max_cluster > 1 else None,
     "int8_planes": lambda on: ("int8_planes.cu", "int8_planes<0, 2>"),
-    "tile_wgmma": lambda on: _wgmma(on, "tile_wgmma", lambda m: (4, 0, 128, True, m.CONFIGS[0])),
+    "tile_wgmma": lambda on: _wgmma(on, "tile_wgmma", lambda m: (4, 0, 128, m.form(Scheme(4, 128)), m.CONFIGS[0])),
     "tile_int8x2": lambda on: _wgmma(on, "tile_int8x2", lambda m: (8, 2, 0, 128, True, m.CONFIGS[0])),
     "tile_wgmma8": lambda on: _wgmma(on, "tile_wgmma8", lambda m: (4, 0, True, 128, True, m.CONFIGS[0])),
     "fp8_gemm": lambda on: _fp8_gemm(on),
