@@ -129,13 +129,21 @@ def measure_calibrated(model: Path, out: Path, device: str, options: Row) -> Row
 
     from lowq_cli.plan.recipe import make_recipe
     from lowq_cli.run import pipeline
-    from lowq_cli.run.events import LayerDone
+    from lowq_cli.run.events import Event, LayerDone, TensorDone
 
     torch.backends.cuda.matmul.allow_tf32 = False
     baseline, began = status("VmRSS"), time.process_time()
-    *events, finished = pipeline.run(model, make_recipe(**options), out, device=device)
-    busy = time.process_time() - began
+    events: list[Event] = []
+    first = last = 0.0  # when the last layer was done, and when all were done together
+    for event in pipeline.run(model, make_recipe(**options), out, device=device):
+        if isinstance(event, LayerDone):
+            first = time.monotonic()
+        elif isinstance(event, TensorDone) and not last:
+            last = time.monotonic()
+        events.append(event)
+    busy, finished = time.process_time() - began, events[-1]
     layers = [e.seconds for e in events if isinstance(e, LayerDone)]
+    together = last - first if options["method"] == "distill" else 0.0
     params = sum(i.params for i in events[0].plan.items if i.scheme)
     cuda = device == "cuda"
     return options | {
@@ -144,7 +152,8 @@ def measure_calibrated(model: Path, out: Path, device: str, options: Row) -> Row
         "seconds": round(finished.result.seconds, 1),
         "cpu_seconds": round(busy, 1),
         "layer_seconds": [round(s, 2) for s in layers],
-        "seconds_per_billion": round(sum(layers) / params * 1e9, 1),
+        "together_seconds": round(together, 2),
+        "seconds_per_billion": round((sum(layers) + together) / params * 1e9, 1),
         "peak_rss_bytes": status("VmHWM") - baseline,
         "peak_gpu_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",

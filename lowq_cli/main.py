@@ -32,7 +32,7 @@ EXIT_NO_MEMORY = 4
 UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: 2.7 s with inductor, 0.7 s with scipy
 ORDER = (
     *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
-    *("export", "serve", "push", "ls", "rm", "doctor"),
+    *("export", "refine", "serve", "push", "ls", "rm", "doctor"),
 )
 
 app = typer.Typer(

@@ -98,23 +98,10 @@ def follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
 
 def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
     from lowq_cli.calibrate.need import is_calibrated
-    from lowq_cli.run.events import Finished, LayerDone, MatrixDone, PassDone, TensorDone
+    from lowq_cli.run.events import Finished, TensorDone
 
     if is_calibrated(plan):
-        told: set[str] = set()
-        events = _follow_text(events)
-        with console.progress("calibrate", STEPS) as advance:
-            for event in events:
-                if isinstance(event, MatrixDone):
-                    advance(STEPS * event.index // event.total, f"{event.index}/{event.total} {event.name}")
-                elif isinstance(event, LayerDone):
-                    _show_layer(event, told)
-                elif isinstance(event, PassDone):
-                    told_of = f"pass {event.index} of {event.total}"
-                    console.say(f"learnt together, {told_of}: {event.loss:.4f} nats from the original")
-                else:
-                    events = chain([event], events)
-                    break
+        events = follow_calibration(events)
     with console.progress("quantize", plan.params) as advance:
         for event in events:
             if isinstance(event, TensorDone):
@@ -125,17 +112,37 @@ def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
     raise AssertionError("a run ends with Finished")
 
 
+def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
+    """Show the text that is written and what is done of each layer; the events behind that."""
+    from lowq_cli.run.events import LayerDone, MatrixDone, PassDone
+
+    told: set[str] = set()
+    events = _follow_text(events)
+    with console.progress("calibrate", STEPS) as advance:
+        for event in events:
+            if isinstance(event, MatrixDone):
+                advance(STEPS * event.index // event.total, f"{event.index}/{event.total} {event.name}")
+            elif isinstance(event, LayerDone):
+                _show_layer(event, told)
+            elif isinstance(event, PassDone):
+                told_of = f"pass {event.index} of {event.total}"
+                console.say(f"learnt together, {told_of}: {event.loss:.4f} nats from the original")
+            else:
+                return chain([event], events)
+    return iter(())
+
+
 def _follow_text(events: "Iterator[Event]") -> "Iterator[Event]":
     """The events behind the model's writing of its own text, which is shown as it goes."""
     from lowq_cli.run.events import TextStep
 
-    first = next(events)
+    first = next(events, None)
     if isinstance(first, TextStep):
         with console.progress("write", first.total) as advance:
             while isinstance(first, TextStep):
                 advance(first.tokens, f"{first.tokens:,} of {first.total:,} tokens of its own text")
-                first = next(events)
-    return chain([first], events)
+                first = next(events, None)
+    return events if first is None else chain([first], events)
 
 
 def _show_layer(layer: "LayerDone", told: set[str]) -> None:

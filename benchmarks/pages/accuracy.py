@@ -82,7 +82,8 @@ def calibrate_time() -> str:
         told.append(f"{report['date']}, torch {report['versions']['torch']}")
         for r in report["rows"]:
             on_cpu = r["peak_gpu_bytes"] is None  # shared with others when this was measured: its own seconds count
-            layer = (r["cpu_seconds"] if on_cpu else sum(r["layer_seconds"])) / r["layers"]
+            together = r.get("together_seconds", 0.0)  # what distill adds
+            layer = (r["cpu_seconds"] if on_cpu else sum(r["layer_seconds"]) + together) / r["layers"]
             held = r["peak_gpu_bytes"] or r["peak_rss_bytes"]
             what = (r["device"].replace("1 threads", "1 thread"), r["method"], f"{r['bits']}-bit g{r['group']}")
             per_billion = layer * r["layers"] / r["params"] * 1e9

@@ -29,7 +29,8 @@ from lowq_cli.files.folder import staged
 from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
 from lowq_cli.files.source import STAGED, Source
 from lowq_cli.plan.plan import Item, Plan
-from lowq_cli.quantizers import FEW_TOKENS
+from lowq_cli.quantizers import FEW_TOKENS, gptq
+from lowq_cli.quantizers.gptq import Moments
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UsageError
 from lowq_packers.qtensor import QuantizedTensor
@@ -72,15 +73,25 @@ class Calibration:
 
     Args:
         folder: the output folder. run_hash: names the run, so that only its own finished layers are taken up.
+        grids: what another tool made of a matrix, by name: its scales and zeros stay, and its codes where none are better.
     Raises:
         UnsupportedError: a family whose layers cannot be walked. UsageError: too short a text.
     """
 
-    def __init__(self, source: Source, plan: Plan, text: texts.Text, folder: Path, run_hash: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        text: texts.Text,
+        folder: Path,
+        run_hash: str,
+        device: torch.device,
+        grids: Callable[[str], QuantizedTensor] | None = None,
+    ) -> None:
         from lowq_cli.hf.layers import DecoderLayers
         from lowq_cli.hf.tokenizer import load_tokenizer
 
-        self.device, self.source, self.text, self.recipe = device, source, text, plan.recipe
+        self.device, self.source, self.text, self.recipe, self.grids = device, source, text, plan.recipe, grids
         self.embeddings = [i for i in plan.items if i.kind == "embedding" and i.scheme]
         self.blocks = DecoderLayers(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
@@ -181,7 +192,8 @@ class Calibration:
             dtype = _dtype(item.outputs[1][1].dtype)
             method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
             notes[name] = f"{method}, because its layer does not call it: nothing tells what it is given"
-            q = quantizers.get(method)(layer.matrix(name, layer.original).contiguous(), item.scheme, dtype)
+            W = layer.matrix(name, layer.original).contiguous()
+            q = self._given([name]) or quantizers.get(method)(W, item.scheme, dtype)
             results |= save_item(q, name, dtype)
             layer.set(name, q.dequantize())
         for stage in layer.stages(original, behind):
@@ -195,7 +207,9 @@ class Calibration:
                     method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
                     why = f"{method}, because {stage.moments.tokens} tokens of the calibration text visit this expert"
                     notes |= dict.fromkeys(names, why)
-                    q = quantizers.get(method)(W, item.scheme, dtype)
+                    q = self._given(names) or quantizers.get(method)(W, item.scheme, dtype)
+                elif given := self._given(names):
+                    q = better_codes(W, given, stage.moments)
                 else:
                     q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
                 restored = q.dequantize()
@@ -216,6 +230,15 @@ class Calibration:
         with writing(path):
             write_whole(path, save(results, {"notes": json.dumps([notes, unscaled])}))
         return sum(errors) / max(len(errors), 1)
+
+    def _given(self, names: list[str]) -> QuantizedTensor | None:
+        """What another tool made of these matrices, one under the other; None where nothing was given."""
+        if self.grids is None:
+            return None
+        parts = [self.grids(n).to(self.device) for n in names]
+        W_q, scales = torch.cat([q.W_q for q in parts]), torch.cat([q.scales.float() for q in parts])
+        zeros = torch.cat([q.zeros.float() for q in parts if q.zeros is not None]) if parts[0].zeros is not None else None
+        return QuantizedTensor(W_q, scales, zeros, parts[0].bits, parts[0].group_size, parts[0].zero)
 
     def _joined(self, names: list[str]) -> Iterator[list[str]]:
         """The matrices of a stage, those that are quantized alike together while they fit a slab: a third of the launches."""
@@ -279,6 +302,12 @@ class Calibration:
 
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, TORCH_NAMES[name])
+
+
+def better_codes(W: torch.Tensor, given: QuantizedTensor, moments: Moments) -> QuantizedTensor:
+    """`given`, with the codes that gptq chooses on its scales and zeros if the output's error is less with them."""
+    made, wanted = gptq.quantize(W, given.scheme, None, moments, given), gptq.correct_drift(W, moments)
+    return min((given, made), key=lambda q: _output_error(wanted, q.dequantize(), moments.second))
 
 
 def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor) -> float:

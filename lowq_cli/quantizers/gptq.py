@@ -40,7 +40,11 @@ class Moments:
 
 
 def quantize(
-    W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, moments: Moments | None = None
+    W: torch.Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype | None = None,
+    moments: Moments | None = None,
+    grid: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """Minimise ||W X - dequantized X'||^2 greedily, column by column.
 
@@ -52,6 +56,7 @@ def quantize(
         W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
         dtype: storage dtype of scales and zeros; both are rounded to it before the group's columns are. None keeps fp32.
         moments: of the inputs, on W's device. None stands for inputs that are independent and alike; the result is then lsq's.
+        grid: of `scheme`, (N, K), on W's device: its scales and zeros are kept, and only codes are chosen.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units.
     Raises:
@@ -60,11 +65,18 @@ def quantize(
     """
     _, K, G = check_weight(W, scheme)
     if moments is None:
-        return quantize_rows(W, scheme, partial(_solve, _Path.straight(K, W.device)), dtype, GPTQ_SLAB)
-    if moments.tokens >= ENOUGH * K:
-        moments = replace(moments, tokens=0)
-    W = correct_drift(W, moments)
-    return quantize_rows(W, scheme, partial(_solve, _Path.of(damp(moments), G)), dtype, GPTQ_SLAB)
+        path = _Path.straight(K, W.device)
+    else:
+        if moments.tokens >= ENOUGH * K:
+            moments = replace(moments, tokens=0)
+        W, path = correct_drift(W, moments), _Path.of(damp(moments), G)
+    if grid is None:
+        return quantize_rows(W, scheme, partial(_solve, path, None), dtype, GPTQ_SLAB)
+    step, codes = max(1, GPTQ_SLAB // K), []
+    for i in range(0, len(W), step):
+        held = grid.rows(i, min(i + step, len(W)))
+        codes.append(quantize_rows(W[i : i + step], scheme, partial(_solve, path, held), None, W.numel()).W_q)
+    return replace(grid, W_q=torch.cat(codes))
 
 
 def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -131,21 +143,25 @@ class _Path:
         return cls(torch.arange(K, device=device), torch.eye(K, device=device))
 
 
-def _solve(path: _Path, groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-    """Codes (R, G, g), scales and zeros of a slab of rows."""
+def _solve(
+    path: _Path, grid: QuantizedTensor | None, groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None
+) -> Solution:
+    """Codes (R, G, g), scales and zeros of a slab of rows: those of `grid`, or else fitted."""
     R, G, size = groups.shape
     factor, cost, K = path.factor, path.costs, G * size
     left = groups.reshape(R, K)[:, path.order]
     codes = torch.empty_like(left)
-    scales = torch.empty(R, G, device=left.device)
-    zeros = torch.full_like(scales, scheme.mid)
+    scales = torch.empty(R, G, device=left.device) if grid is None else grid.scales.float()
+    scales = torch.where(scales == 0, 1.0, scales) if grid else scales  # of a group of zeros: they stay what they are
+    zeros = torch.full_like(scales, scheme.mid) if grid is None or grid.zeros is None else grid.zeros.float()
     owner = (path.order[::size] // size).tolist()
     for step, group in enumerate(owner):
         start, end = step * size, (step + 1) * size
-        s, z = fit_grid(left[:, start:end].unsqueeze(1), scheme, dtype, cost[start:end])
-        scales[:, group] = s[:, 0]
-        if z is not None:
-            zeros[:, group] = z[:, 0]
+        if grid is None:
+            s, z = fit_grid(left[:, start:end].unsqueeze(1), scheme, dtype, cost[start:end])
+            scales[:, group] = s[:, 0]
+            if z is not None:
+                zeros[:, group] = z[:, 0]
         for first in range(start, end, BLOCK):
             last = min(first + BLOCK, end)
             block, errors = round_block(

@@ -81,16 +81,7 @@ def execute(prepared: Prepared, fresh: bool = False) -> Iterator[Event]:
     on = workers[0]
     prepared.budget.check(prepared.out)
     companions = [p.name for p in source.companions()]
-    text = prepared.text
-    if prepared.own:
-        from lowq_cli.run import own_text  # the decoder
-
-        try:
-            text = yield from own_text.write(prepared.own, maker(prepared.own.model, str(on)), _visits(source, plan, on))
-        except UnsupportedError:
-            if prepared.given:
-                raise
-            text, plan = Text.read(BUNDLED), replace(plan, recipe=replace(plan.recipe, calib=BUNDLED))
+    text, plan = yield from text_of(prepared, plan)
     adopted = False
     if prepared.trial:
         from lowq_cli.run import bound  # the judges
@@ -119,6 +110,22 @@ def execute(prepared: Prepared, fresh: bool = False) -> Iterator[Event]:
                 output.log(f"stopped by {type(e).__name__}{f': {e}' if str(e) else ''}; the same command continues")
             raise
     yield Finished(result)
+
+
+def text_of(prepared: Prepared, plan: Plan) -> Generator[Event, None, tuple[Text | None, Plan]]:
+    """What is calibrated on, and the plan with its name: written by the model first where it is its own."""
+    if not prepared.own:
+        return prepared.text, plan
+    from lowq_cli.run import own_text  # the decoder
+
+    on = torch.device(str(prepared.workers[0]))
+    try:
+        text = yield from own_text.write(prepared.own, maker(prepared.own.model, str(on)), _visits(prepared.source, plan, on))
+    except UnsupportedError:
+        if prepared.given:
+            raise
+        return Text.read(BUNDLED), replace(plan, recipe=replace(plan.recipe, calib=BUNDLED))
+    return text, plan
 
 
 def run(

@@ -1,0 +1,68 @@
+"""lowq refine: better codes inside another tool's quantized file, given the model it was made from."""
+
+from typing import Annotated
+
+import typer
+
+from lowq_cli import completion, console
+from lowq_cli.commands import AsJson, Device, option
+from lowq_packers.errors import UsageError
+
+EXAMPLES = """Examples:
+  lowq refine my-model-gptq --model my-model
+  lowq refine my-model-q4_0.gguf --model my-model --out better.gguf
+  lowq refine my-model-w4a16 --model my-model --calib book.txt"""
+
+
+def refine(
+    ckpt: Annotated[
+        str, typer.Argument(metavar="CKPT", help="Another tool's checkpoint: GPTQ, GGUF, compressed-tensors, MLX, ...")
+    ],
+    model: Annotated[str, option("The model it was made from.", completion.models)] = "",
+    calib: Annotated[
+        str | None,
+        option("Text: self, .txt, .jsonl or bundled.  [default: self, if that is quick]", None, "self|FILE|DIR"),
+    ] = None,
+    calib_tokens: Annotated[int | None, option("How many tokens of it to read.  [default: 65536]")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="Folder (gguf: file) to write.  [default: ./CKPT-refined]")
+    ] = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Choose better codes for a GPTQ, GGUF, compressed-tensors or MLX file: its format, scales and zeros stay."""
+    from lowq_cli.devices import wake
+    from lowq_cli.files.source import check_there
+    from lowq_cli.plan.recipe import make_recipe
+    from lowq_cli.telling import STEPS, follow_calibration
+
+    if not model:
+        raise UsageError("refine needs the model that the file was made from; add --model MODEL")
+    check_there(ckpt, model)
+    recipe = make_recipe(
+        method="gptq",
+        group="channel",
+        dtype="float32",
+        lm_head="keep",
+        calib=calib,
+        **({"calib_tokens": calib_tokens} if calib_tokens else {}),
+    )
+    wake(device)
+    with console.status("starting"):
+        from lowq_cli.run.refine import Refining
+
+        refining = Refining(ckpt, model, recipe, out, device)
+    try:
+        follow_calibration(refining.run())
+        with console.progress("export", STEPS) as advance:
+            done = refining.export(lambda percent, name: advance(STEPS * percent // 100, name))
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("run the same command again to continue") from None
+    if as_json:
+        console.out_json({**done.exported.to_json(), "better": done.better})
+    else:
+        console.out(done.exported.out)
+        console.say(
+            f"{done.better} of {done.matrices} weights have codes of less error; {console.size(done.exported.bytes)}, "
+            f"{done.exported.format} as before"
+        )
