@@ -197,19 +197,32 @@ def offset_to_zeros(
 
 
 def zeros_to_offset(q: QuantizedTensor, name: str, dtype: torch.dtype, rounding: bool = False) -> torch.Tensor:
-    """m = -zeros * scales in `dtype`. Raises SchemeError unless that is exact, or `rounding` is allowed."""
+    """m = -zeros * scales in `dtype`. Raises SchemeError unless these zeros are read from it, or `rounding` is allowed."""
     zeros = torch.full_like(q.scales.float(), q.scheme.mid) if q.zeros is None else q.zeros.float()
     exact = -zeros.double() * q.scales.double()
     offsets = exact.to(dtype)
     if not torch.isfinite(offsets).all():
         raise SchemeError(f"{name}: -zeros * scales does not fit {NAMES[str(dtype)]}")
-    if not rounding and not torch.equal(offsets.double(), exact):
+    read = offset_to_zeros(q.W_q, q.scales, offsets, q.group_size)[2].float()
+    if not rounding and not torch.equal(offsets.double(), exact) and not torch.equal(read, zeros):
         worst = ((offsets.double() - exact).abs() / q.scales.double().abs().clamp(min=1e-30)).max().item()
         raise SchemeError(
             f"{name}: -zeros * scales needs more digits than {NAMES[str(dtype)]} has (it would move weights by up to "
             f"{worst:.2g} of a quantization step); accept that with --round, or quantize with --zero none, which is exact"
         )
     return offsets
+
+
+def narrowest(q: QuantizedTensor, name: str) -> torch.dtype:
+    """The dtype of its scales, or 16 bits where they, and offsets that were read beside them, have no more digits."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(q.scales.to(dtype).float(), q.scales.float()):
+            try:
+                zeros_to_offset(q, name, dtype)
+                return dtype
+            except SchemeError:
+                continue
+    return q.scales.dtype
 
 
 def from_codes(write_words: WriteWords) -> Callable[[str, QuantizedTensor, Config], Tensors]:

@@ -118,9 +118,10 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
 
 
 def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
-    biases = c.zeros_to_offset(q, name, q.scales.dtype, bool(config.get("round")))
+    dtype = q.scales.dtype if q.scales.dtype != torch.float32 else c.narrowest(q, name)  # fp32: for an import's zeros
+    biases = c.zeros_to_offset(q, name, dtype, bool(config.get("round")))
     words = bitstream.pack(q.W_q, q.bits).view(torch.uint32)
-    return {f"{name}.weight": words, f"{name}.scales": q.scales, f"{name}.biases": biases}
+    return {f"{name}.weight": words, f"{name}.scales": q.scales.to(dtype), f"{name}.biases": biases}
 
 
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Bytes
 from exported import HEAD, INT4, SYM, dense_tensors
+from transformers import AutoModelForCausalLM
 
 from lowq_cli.calibrate.need import LayerDone
-from lowq_cli.evaluate.layer_errors import layer_errors
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
 from lowq_cli.plan.recipe import make_recipe
@@ -16,7 +17,6 @@ from lowq_cli.run.refine import Refining
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 
-BLOCKS = {"attention": Scheme(4, 32, "none"), "mlp": Scheme(4, 32, "none")}
 AFFINE = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(4, 32, "float")}
 
 
@@ -49,36 +49,51 @@ def equal(a, b):
 
 @pytest.mark.parametrize(
     ("to", "schemes"),
-    [("gptq", INT4), ("compressed-tensors", SYM | HEAD), ("mlx", AFFINE), ("gguf", BLOCKS)],
+    [("gptq", INT4), ("compressed-tensors", SYM | HEAD), ("mlx", AFFINE)],
 )
 def test_codes_change_and_nothing_else(to, schemes, bf16_checkpoints, text, tmp_path):
     made = bf16_checkpoints("llama", schemes)
-    name = "file.gguf" if to == "gguf" else "file"
-    export(made.packed, to, tmp_path / name, rounding=to in ("mlx", "gguf"))
-    done = refined(tmp_path / name, made.dense, text, tmp_path / f"refined-{name}")
+    export(made.packed, to, tmp_path / "file", rounding=to == "mlx")
+    done = refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
     assert done.exported.format == to
+    assert_codes_alone(tmp_path / "file", tmp_path / "refined", done)
+    if "head" in schemes:
+        assert torch.equal(parts(tmp_path / "file")[0]["lm_head"], parts(tmp_path / "refined")[0]["lm_head"])
+
+
+def test_a_gguf_file_keeps_all_but_codes(demo_gguf, text, tmp_path):
+    done = refined(demo_gguf, "demo", text, tmp_path / "refined.gguf")
+    assert_codes_alone(demo_gguf, tmp_path / "refined.gguf", done)
+
+
+def assert_codes_alone(old, new, done):
+    """Other codes in as many matrices as `done` says, and nothing else."""
     assert done.better > 0
-    (before, kept), (after, still) = parts(tmp_path / name), parts(tmp_path / f"refined-{name}")
+    (before, kept), (after, still) = parts(old), parts(new)
     assert before.keys() == after.keys()
     assert sum(not torch.equal(before[n], after[n]) for n in before) == done.better
     for n, (scheme, scales, zeros) in kept.items():
         assert still[n][0] == scheme
         assert equal(scales, still[n][1])
         assert equal(zeros, still[n][2])
-    with open_decoded(tmp_path / name) as a, open_decoded(tmp_path / f"refined-{name}") as b:
-        old, new = dense_tensors(a), dense_tensors(b)
-    assert all(torch.equal(old[n], new[n]) for n in old if n.removesuffix(".weight") not in before)
-    if "head" in schemes:
-        assert torch.equal(before["lm_head"], after["lm_head"])
+    with open_decoded(old) as a, open_decoded(new) as b:
+        first, second = dense_tensors(a), dense_tensors(b)
+    assert all(torch.equal(first[n], second[n]) for n in first if n.removesuffix(".weight") not in before)
 
 
 def test_outputs_come_nearer(bf16_checkpoints, text, tmp_path):
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")
     refined(tmp_path / "file", made.dense, text, tmp_path / "refined")
-    words = Path(text).read_text()
-    before, after = (layer_errors(str(tmp_path / n), str(made.dense), words, "cpu") for n in ("file", "refined"))
-    assert after[-1].output < 0.9 * before[-1].output
+    model = AutoModelForCausalLM.from_pretrained(made.dense, dtype=torch.float32)
+    ids = torch.tensor([Bytes()(Path(text).read_text()[:600])["input_ids"]])
+    with torch.no_grad():
+        wanted, errors = model(ids).logits, []
+        for name in ("file", "refined"):
+            with open_decoded(tmp_path / name) as source:
+                model.load_state_dict({n: t.float() for n, t in dense_tensors(source).items()}, strict=False)
+            errors.append(float((model(ids).logits - wanted).square().mean()))
+    assert 0 < errors[1] < 0.9 * errors[0]
 
 
 def test_a_killed_run_goes_on_with_the_same_bytes(bf16_checkpoints, text, tmp_path):
