@@ -97,11 +97,17 @@ class Blocks:
         named = nn.ModuleList(_named(layer) for layer in self.layers)
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
 
-    def rope_tables(self, slots: int, device: torch.device, dtype: torch.dtype) -> dict[str, rope.Tables]:
-        """Kind of layer -> cos, sin (slots, R), as transformers computes and rounds them."""
-        kinds, D = rope.by_kind(self.config.rope_parameters), self.layers[0].heads.D
-        partial = self.family.partial_rope
-        return {k: rope.tables(kinds[k], D, slots, device, dtype, partial) for k in {layer.rope for layer in self.layers}}
+    @property
+    def rotations(self) -> dict[str, rope.Rotation]:
+        """Kind of layer -> how it turns its heads."""
+        kinds, D, limit = rope.by_kind(self.config.rope_parameters), self.layers[0].heads.D, self.config.max_position_embeddings
+        return {k: rope.Rotation(kinds[k], D, limit, self.family.partial_rope) for k in {layer.rope for layer in self.layers}}
+
+    def rope_tables(
+        self, slots: int, device: torch.device, dtype: torch.dtype, length: int | None = None
+    ) -> dict[str, rope.Tables]:
+        """Kind of layer -> cos, sin (slots, R), as transformers rounds them, for a text of that length (`Rotation.tables`)."""
+        return {kind: r.tables(slots, device, dtype, length) for kind, r in self.rotations.items()}
 
 
 class _ModelTensors:

@@ -3,7 +3,8 @@
 The cache has a number of slots from a short list of buckets and is kept between texts, so the step captured as a CUDA
 graph for one (batch, bucket, way of sampling) is replayed for every later text that fits. Sequence b's next token sits at
 slot pos[b]; prompts of different lengths need no padding there. Sampling, the step in position and the new token's
-embedding are inside the graph: a token costs the host one launch and one asynchronous copy.
+embedding are inside the graph: a token costs the host one launch and one asynchronous copy. Where angles depend on how long
+a text is (`rope`), prompts past that length are read one by one, each by a table of its own, and nothing of them is kept.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import nn
 from lowq_cli.engine.blocks import Layer, Mixture, Mlp, blocks_of
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.plain import CHUNK
+from lowq_cli.engine.rope import Tables
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import FoldedProducts, ops
@@ -40,6 +42,8 @@ class FusedDecoder:
     def __init__(self, model: Any, graphs: bool = True, kv: str = PLAIN) -> None:
         self.device, self.dtype, self.kv = model.device, model.dtype, kv
         self.blocks = blocks_of(model)
+        self.steady = min(r.steady for r in self.blocks.rotations.values())
+        self.rereads = any(r.rereads for r in self.blocks.rotations.values())
         self.ahead = self.device.type == "cuda"
         self.graphs = graphs and self.ahead
         self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
@@ -48,6 +52,7 @@ class FusedDecoder:
         self.captured: dict[Sampling, Captured] = {}
         self.run: Captured | None = None
         self.ones: dict[int, torch.Tensor] = {}  # fp32, of so many rows: recorded steps hold them
+        self.long = False  # whether something the cache holds is turned as a text past `steady` is
         self.held: list[list[int]] = []  # token ids whose keys and values the cache holds, per sequence
 
     @property
@@ -66,11 +71,15 @@ class FusedDecoder:
         longest = max(map(len, prompts))
         self._make_room(len(prompts), longest + room)
         known = min((shared(h, p) for h, p in zip(self.held, prompts, strict=True)), default=0) if self.held else 0
-        self.held = []
+        if self.long or longest > self.steady:
+            known = 0
+        self.held, self.long = [], longest > self.steady
+        self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
+        self.said: list[torch.Tensor] | None = [] if self.rereads and grows else None
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
         lengths = torch.tensor([len(p) for p in prompts])
         self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
-        x = self._prompt(ids.to(self.device), lengths.to(self.device), known, between)
+        x = self._read(ids.to(self.device), lengths.tolist(), known, between)
         self.held = [list(p) for p in prompts]
         self.sampler.choose(self.head(x), advance=0)
         self.run = self._graph() if self.graphs and room > 1 else None
@@ -79,6 +88,8 @@ class FusedDecoder:
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
         """The next token of each sequence, (B,) int64 on the device; the same tensor every time."""
+        if self.said is not None:
+            self._follow(self.said)
         if self.run is None:
             self.forward_step()
         else:
@@ -93,7 +104,7 @@ class FusedDecoder:
         self._make_room(B, T)
         self.held = []
         x = self.blocks.embed(ids).reshape(B * T, -1)
-        hidden = self._layers(x, partial(self._attend_prompt, slice(0, B), 0))
+        hidden = self._layers(x, partial(self._attend_prompt, slice(0, B), 0, self._tables(T)))
         return self.head(hidden).reshape(B, T, -1)
 
     def _make_room(self, batch: int, length: int) -> None:
@@ -113,30 +124,69 @@ class FusedDecoder:
         self.sampler = Sampler(self.ops.choose, batch, self.blocks.head.out_features, self.device)
         self.token, self.pos = self.sampler.token, self.sampler.pos
 
-    def _prompt(self, ids: torch.Tensor, lengths: torch.Tensor, known: int, between: Callable[[], None]) -> torch.Tensor:
-        """Fill the cache from prompts (B, T), right-padded, from token `known` on; the last normed hidden states, (B, H).
+    def _tables(self, length: int) -> dict[str, Tables]:
+        """The angles of a prompt of so many tokens."""
+        if length <= self.steady:
+            return self.rope
+        return self.blocks.rope_tables(self.slots, self.device, self.dtype, length)
+
+    def _read(self, ids: torch.Tensor, lengths: list[int], known: int, between: Callable[[], None]) -> torch.Tensor:
+        """Fill the cache from prompts (B, T), right-padded, from token `known` on; the last normed hidden states, (B, H)."""
+        B, T = ids.shape
+        if self.steady >= T:
+            return self._prompt(slice(0, B), ids, lengths, known, self.rope, between)
+        each = ((b, b + 1, n) for b, n in enumerate(lengths))
+        read = [self._prompt(slice(b, c), ids[b:c, :n], [n], 0, self._tables(n), between) for b, c, n in each]
+        return torch.cat(read)
+
+    def _follow(self, said: list[torch.Tensor]) -> None:
+        """Note the token that a step will read; where it takes a text past `steady`, read that anew, turned as a long one."""
+        for b, prompt in enumerate(self.prompts):
+            if len(prompt) + len(said) == self.steady:
+                ids = prompt + (torch.stack(said)[:, b].tolist() if said else [])
+                n, self.long = len(ids), True
+                row, there = slice(b, b + 1), torch.tensor([ids], device=self.device)
+                self._prompt(row, there, [n], 0, self._tables(n + 1), nothing)
+        said.append(self.token.clone())
+        if all(len(prompt) + len(said) > self.steady for prompt in self.prompts):
+            self.said = None
+
+    def _prompt(
+        self,
+        rows: slice,
+        ids: torch.Tensor,
+        lengths: list[int],
+        known: int,
+        tables: dict[str, Tables],
+        between: Callable[[], None],
+    ) -> torch.Tensor:
+        """`_read` of some rows of the cache, by one table.
 
         What padding writes into the cache lies past the sequence's position and is overwritten before it is read.
         """
         B, T = ids.shape
         last = torch.empty(B, self.blocks.norm.weight.shape[0], dtype=self.dtype, device=self.device)
+        ends = torch.tensor(lengths, device=self.device) - 1
         for some, tokens in passes(B, known, T):
             between()
             piece = ids[some, tokens]
             b, t = piece.shape
             x = self.blocks.embed(piece).reshape(b * t, -1)
-            hidden = self._layers(x, partial(self._attend_prompt, some, tokens.start)).reshape(b, t, -1)
-            at = lengths[some] - 1 - tokens.start
-            here = (at >= 0) & (at < t)
-            rows = hidden[torch.arange(b, device=self.device), at.clamp(0, t - 1)]
-            last[some] = torch.where(here[:, None], rows, last[some])
+            here = slice(rows.start + some.start, rows.start + some.stop)
+            hidden = self._layers(x, partial(self._attend_prompt, here, tokens.start, tables)).reshape(b, t, -1)
+            at = ends[some] - tokens.start
+            inside = (at >= 0) & (at < t)
+            found = hidden[torch.arange(b, device=self.device), at.clamp(0, t - 1)]
+            last[some] = torch.where(inside[:, None], found, last[some])
         return last
 
-    def _attend_prompt(self, some: slice, start: int, qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
+    def _attend_prompt(
+        self, some: slice, start: int, tables: dict[str, Tables], qkv: torch.Tensor, i: int, layer: Layer
+    ) -> torch.Tensor:
         """Attention of a pass: of these sequences, from token `start` on."""
         k, v = (part(cache, some) for cache in self.caches[i])
         split = qkv.reshape(k.shape[0], -1, qkv.shape[-1])
-        return self.ops.attend_prompt(split, k, v, start, *self.rope[layer.rope], layer.heads).flatten(0, 1)
+        return self.ops.attend_prompt(split, k, v, start, *tables[layer.rope], layer.heads).flatten(0, 1)
 
     def _layers(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
         """The residual stream x (M, H) through every layer and the last norm."""

@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from lowq_cli.calibrate.texts import check_ids
+from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
@@ -113,7 +114,9 @@ def context_limit(model: Any) -> int | None:
     """The most tokens a text may have, from the model's config; None where the config names no limit."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    return reach(getattr(config, "rope_parameters", None), limit, getattr(config, "max_sequence_length", None))
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:

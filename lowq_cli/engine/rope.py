@@ -1,7 +1,14 @@
-"""Rotary angles from a config: transformers' frequencies bit for bit, without its modeling code."""
+"""Rotary angles from a config: transformers' frequencies bit for bit, without its modeling code; and how far they reach.
+
+Two kinds know how long a text is: `dynamic` grows the base with it past max_position_embeddings, `longrope` has other factors
+past original_max_position_embeddings. A prompt is turned as its length says, a token after it as the text up to it; what the
+cache holds stays as it was turned. But for longrope's step from one set of factors to the other: there the text so far is
+read again (`rereads`), since keys turned by one are noise to queries turned by the other.
+"""
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +22,7 @@ def why_not(rope: Mapping[str, Any] | None) -> str | None:
     """The reason the angles of a config's rope_parameters cannot be made here, or None."""
     for r in by_kind(rope).values():
         if r.get("rope_type") not in ROPES:
-            return f"rotary angles of the kind {r.get('rope_type')}, which may depend on the length of the text"
+            return f"rotary angles of the kind {r.get('rope_type')}"
     return None
 
 
@@ -25,38 +32,84 @@ def by_kind(rope: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     return found or {"": rope or {}}
 
 
-def tables(rope: Mapping[str, Any], D: int, slots: int, device: torch.device, dtype: torch.dtype, partial: bool) -> Tables:
-    """cos, sin (slots, R), R = D but for a partial_rotary_factor.
+def reach(rope: Mapping[str, Any] | None, limit: int, said: int | None = None) -> int:
+    """Tokens of a text that the angles are meant for. limit: max_position_embeddings; said: a config's max_sequence_length.
 
-    Args:
-        rope: rope_parameters of one kind of layer, with rope_type and rope_theta.
-        D: head dim.
-        partial: whether the factor holds without scaling, too.
+    As vLLM counts, but for linear: with that, configs have the limit before (Vicuna, which says the other elsewhere) or after
+    it is stretched (DeepSeek Coder), and past the latter there is nothing but noise.
     """
-    inverse, factor = frequencies(rope, D, partial)
-    angles = torch.arange(slots, device=device)[:, None].float() * inverse.to(device)
-    angles = torch.cat((angles, angles), -1)
-    cos, sin = angles.cos() * factor, angles.sin() * factor
-    return cos.to(dtype).contiguous(), sin.to(dtype).contiguous()
+    if not rope or any(isinstance(r, Mapping) for r in rope.values()):
+        return limit
+    kind, factor, was = rope.get("rope_type"), rope.get("factor") or 1, rope.get("original_max_position_embeddings")
+    stretched = {"dynamic": limit * factor, "yarn": (was or limit) * factor, "linear": (was or 0) * factor}
+    return int(max(limit, stretched.get(str(kind), 0), (said or 0) if kind == "linear" else 0))
 
 
-def frequencies(rope: Mapping[str, Any], D: int, partial: bool) -> tuple[torch.Tensor, float]:
-    """Radians a position turns each pair by, (R // 2,) fp32, and what cos and sin are multiplied by.
+@dataclass(frozen=True)
+class Rotation:
+    """How one kind of layer turns its heads.
 
-    Sources: linear: Chen et al. 2023 (arXiv:2306.15595); yarn: Peng et al. 2023 (arXiv:2309.00071); llama3: Llama 3.1's code.
+    rope: rope_parameters, with rope_type and rope_theta. D: head dim. limit: max_position_embeddings. partial: whether a
+    partial_rotary_factor holds without scaling, too.
     """
-    kind, base = rope["rope_type"], rope["rope_theta"]
-    share = rope.get("partial_rotary_factor") or 1.0
-    R = int(D * share) if partial or kind != "default" else D
-    powers = base ** (torch.arange(0, R, 2, dtype=torch.float) / R)
-    inverse = 1.0 / powers
-    if kind == "linear":
-        inverse /= rope["factor"]
-    elif kind == "llama3":
-        inverse = _llama3(inverse, rope)
-    elif kind == "yarn":
-        return _yarn(powers, R, base, rope)
-    return inverse, 1.0
+
+    rope: Mapping[str, Any]
+    D: int
+    limit: int
+    partial: bool
+
+    @property
+    def steady(self) -> float:
+        """Tokens up to which a text is turned alike however long it is."""
+        known = {"dynamic": self.limit, "longrope": self.rope.get("original_max_position_embeddings")}
+        return known.get(self.rope["rope_type"]) or math.inf
+
+    @property
+    def rereads(self) -> bool:
+        """Whether a text that grows past `steady` has to be read again."""
+        return self.rope["rope_type"] == "longrope"
+
+    def tables(self, slots: int, device: torch.device, dtype: torch.dtype, length: int | None = None) -> Tables:
+        """cos, sin (slots, R), R = D but for a partial_rotary_factor. length: of the text; None: each slot's is its last."""
+        places = torch.arange(slots)[:, None]
+        inverse, factor = self._frequencies(places + 1 if length is None else torch.tensor(length))
+        angles = places.to(device).float() * inverse.to(device)
+        angles = torch.cat((angles, angles), -1)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cos.to(dtype).contiguous(), sin.to(dtype).contiguous()
+
+    def _frequencies(self, lengths: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Radians a position turns each pair by, (R // 2,) or (slots, R // 2) fp32, and what cos and sin are multiplied by.
+
+        lengths: () or (slots, 1) int64, of the text. Sources: linear: Chen et al. 2023 (arXiv:2306.15595); yarn: Peng et al.
+        2023 (arXiv:2309.00071); longrope: Ding et al. 2024 (arXiv:2402.13753); llama3: Llama 3.1's code; dynamic: there is no
+        paper, and transformers' code is what such models are run by.
+        """
+        rope = self.rope
+        kind, base, share = rope["rope_type"], rope["rope_theta"], rope.get("partial_rotary_factor") or 1.0
+        R = int(self.D * share) if self.partial or kind != "default" else self.D
+        pairs = torch.arange(0, R, 2, dtype=torch.float) / R
+        powers = base**pairs
+        inverse = 1.0 / powers
+        if kind == "linear":
+            inverse /= rope["factor"]
+        elif kind == "llama3":
+            inverse = _llama3(inverse, rope)
+        elif kind == "yarn":
+            return _yarn(powers, R, base, rope)
+        elif kind == "dynamic":
+            factor = rope["factor"]
+            grown = ((factor * lengths / self.limit) - (factor - 1)) ** (R / (R - 2))
+            inverse = torch.where(lengths > self.limit, 1.0 / ((base * grown) ** pairs), inverse)
+        elif kind == "longrope":
+            short, long = (1.0 / (torch.tensor(rope[f"{n}_factor"], dtype=torch.float32) * powers) for n in ("short", "long"))
+            return torch.where(lengths > self.steady, long, short), self._longrope_factor()
+        return inverse, 1.0
+
+    def _longrope_factor(self) -> float:
+        given, was = self.rope.get("attention_factor"), self.rope["original_max_position_embeddings"]
+        factor = self.rope.get("factor") or self.limit / was
+        return float(given) if given is not None else 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(was))
 
 
 def _llama3(inverse: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:

@@ -15,7 +15,8 @@ SIZES = (
     "max_position_embeddings",
 )
 ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as config.json spells them -> as lowq does
-ROPES = ("default", "linear", "llama3", "yarn")  # kinds of rotary angles that do not depend on the length of the text
+ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # kinds of rotary angles
+STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
 BY_TYPE = ("full_attention", "sliding_attention")
 
 
@@ -72,10 +73,17 @@ def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if fields.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] in ("llama3", "yarn"):
+    if "long_factor" in rope:  # Phi-3 called it su, and yarn
+        rope["rope_type"] = "longrope"
+    if rope["rope_type"] in STRETCHED:
         if fields.get("original_max_position_embeddings"):
             rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        pairs = int(fields["head_dim"] * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        for factors in (rope.get("short_factor"), rope.get("long_factor")):
+            if type(factors) is not list or [type(v) in (int, float) for v in factors] != [True] * pairs:
+                raise NotPlain("config.json has no factors of its rotation")
     return _checked(rope)
 
 
@@ -88,7 +96,7 @@ def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     found["sliding_attention"].setdefault("rope_theta", fields.get("rope_local_base_freq", 10000.0))
     for rope in found.values():
         rope.setdefault("rope_type", rope.get("type", "default"))
-        if rope["rope_type"] in ("llama3", "yarn"):
+        if rope["rope_type"] in (*STRETCHED, "dynamic"):
             raise NotPlain("a scaled rotation of one kind of layers")
         _checked(rope)
     return found
@@ -96,10 +104,11 @@ def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _checked(rope: dict[str, Any]) -> dict[str, Any]:
     """The rotation itself. Raises NotPlain for values that are no numbers, and for a field that its kind needs."""
-    needs = {"linear": ("factor",), "yarn": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    one = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
+    needs = one | {"llama3": ("factor", "low_freq_factor", "high_freq_factor")}
     numbers = ("rope_theta", *needs.get(str(rope["rope_type"]), ()))
     if any(isinstance(v, Mapping) for v in rope.values()) or not all(type(rope.get(n)) in (int, float) for n in numbers):
         raise NotPlain("config.json has rope_parameters of an unusual kind")
     if rope["rope_type"] not in ROPES:
-        raise NotPlain(f"rotary angles of the kind {rope['rope_type']}, which may depend on the length of the text")
+        raise NotPlain(f"rotary angles of the kind {rope['rope_type']}")
     return rope

@@ -65,7 +65,8 @@ class Passes:
         self.decoder, self.rows, self.most, self.caches, self.fixed = decoder, rows, most, caches, fixed
         self.device, self.ops, self.blocks = decoder.device, decoder.ops, decoder.blocks
         self.padded = self.device.type == "cuda" or fixed
-        self.rope = self.blocks.rope_tables(slots, self.device, decoder.dtype)
+        # by the longest text there may be (and a block more, `paged`), as vLLM does: how one is turned depends on no other text
+        self.rope = self.blocks.rope_tables(slots, self.device, decoder.dtype, slots - BLOCK)
         self.tile = tile_rows(self.blocks.layers[0].heads.D)
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS

@@ -165,7 +165,7 @@ def _compare_angles(family, more):
     for dtype in (torch.bfloat16, torch.float32):
         x, ids = torch.empty(0, dtype=dtype), torch.arange(300)[None]
         for kind, of_kind in rope.by_kind(config.rope_parameters).items():
-            ours = rope.tables(of_kind, 64, 300, CPU, dtype, known.partial_rope)
+            ours = rope.Rotation(of_kind, 64, 256, known.partial_rope).tables(300, CPU, dtype)
             for a, b in zip(ours, theirs(x, ids, kind) if kind else theirs(x, ids), strict=True):
                 assert torch.equal(a, b[0])
 
