@@ -18,11 +18,13 @@ from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
 from lowq_kernels.decode.attend import LONG, AttendCall
 from lowq_kernels.decode.attend_triton import LOG2E
-from lowq_kernels.decode.kv import PLAIN
+from lowq_kernels.decode.kv import PLAIN, Cache, Coded, kind_of, slot_bytes
+from lowq_kernels.decode.kv_triton import NUMBERS, numbers, place
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
-PARAMETERS = (*(ctypes.c_void_p,) * 13, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
+PARAMETERS = (*(ctypes.c_void_p,) * 15, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
+TILES = {"16": 2, "fp8": 3, "4": 4}
 WIDE = 8  # warps of a block where blocks fill the GPU
 CLUSTER = 8  # blocks: what every GPU with clusters allows
 MOST_PER_SM = 1  # key heads of all sequences together, where blocks fill the GPU
@@ -30,14 +32,14 @@ MOST_HEADS = 32  # key heads of all sequences together, of short caches
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
 
 
-def _ring(D: int, warps: int) -> int:
-    """Bytes of shared memory of a block: each warp has two tiles of 16 slots, k and v, on their way."""
-    return 2 * warps * 64 * D
+def _ring(D: int, warps: int, kv: str = PLAIN) -> int:
+    """Bytes of shared memory of a block: each warp has so many tiles of 16 slots, k and v, on their way."""
+    return TILES[kv] * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
 
 
-def _fills(S: int, D: int, on: gpu.Gpu) -> bool:
+def _fills(S: int, D: int, on: gpu.Gpu, kv: str = PLAIN) -> bool:
     """Whether as many blocks of WIDE warps as fill the GPU share each sequence-head, not a cluster."""
-    return S >= LONG and _ring(D, WIDE) + STATIC <= on.smem_block
+    return (S >= LONG or kv != PLAIN) and _ring(D, WIDE, kv) + STATIC <= on.smem_block
 
 
 def _refuse(call: AttendCall) -> str | None:
@@ -48,17 +50,17 @@ def _refuse(call: AttendCall) -> str | None:
         return f"takes norms of {call.dtype} or fp32"
     if call.block and (call.block < 16 or call.block & (call.block - 1)):
         return f"takes blocks of a power of two from 16 slots up, not {call.block}"
-    if call.kv != PLAIN:
-        return f"takes no cache in {call.kv}"
     on = gpu.here()
+    if call.kv != PLAIN:  # at any number of heads: Triton's kernel takes 3 times as long in fp8, and 8 in 4 bits
+        return f"takes caches in {call.kv} of a multiple of 16 slots, not {call.S}" if call.S % 16 else None
     if (on.sms * MOST_PER_SM if _fills(call.S, call.D, on) else MOST_HEADS) < call.M * call.HKV:
         return f"{call.M * call.HKV} key heads of all sequences, which Triton's kernel takes as fast"
     return None
 
 
-def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int, page: int = 0) -> str:
+def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int, page: int = 0, kv: int = 0) -> str:
     """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots of a block, or 0."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {page}>"
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {page}, {kv}>"
 
 
 @cache
@@ -72,8 +74,8 @@ CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 @register("cuda/attend", op="attend", devices=("cuda",), min_capability=CLUSTERS, rank=40, refuse=_refuse)
 def attend(
     qkv: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
     pos: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -82,27 +84,32 @@ def attend(
     config: Config | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
-    R = cos.shape[1]
+    R, kv = cos.shape[1], kind_of(k_cache)
     B, S, page, width = qkv.shape[0], k_cache.shape[2], 0, 0
     if table is not None:
         S, page, width = table.shape[1] * S, S, table.shape[1]
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     on = gpu.here(qkv.device.index)
-    warps, cluster = (WIDE, 1) if _fills(S, h.D, on) else (4, CLUSTER)
+    warps, cluster = (WIDE, 1) if _fills(S, h.D, on, kv) else (4, CLUSTER)
     G, heads = h.HQ // h.HKV, B * h.HKV
     blocks = max(1, on.sms // heads) if cluster == 1 else cluster
     partial = arrived = None
     if cluster == 1 and blocks > 1:
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
-    instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster, page)
-    kernel = _kernel(instance, qkv.device.index, warps, _ring(h.D, warps), cluster, launch.enabled)
+    if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
+        whole, qkv = qkv, torch.empty_like(y)
+        place(whole, k_cache, v_cache, cos, sin, h, qkv, pos=pos, table=table)
+        R, norm = h.D, 0  # what `place` has done already is not compiled in
+    instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster, page, NUMBERS[kv])
+    ring = _ring(h.D, warps, kv)
+    kernel = _kernel(instance, qkv.device.index, warps, ring, cluster, launch.enabled)
     kernel(
         blocks,
         heads,
-        _ring(h.D, warps),
-        *(t.data_ptr() for t in (qkv, k_cache, v_cache, pos)),
+        ring,
+        *(t.data_ptr() for t in (qkv, numbers(k_cache), numbers(v_cache), pos)),
         0 if table is None else table.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
@@ -112,6 +119,7 @@ def attend(
         y.data_ptr(),
         0 if partial is None else partial.data_ptr(),
         0 if arrived is None else arrived.data_ptr(),
+        *(c.scales.data_ptr() if isinstance(c, Coded) else 0 for c in (k_cache, v_cache)),
         width or S,
         h.HKV,
         h.window or S + 1,

@@ -44,7 +44,7 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 namespace simt {
 using u16 = uint16_t;
 using u32 = uint32_t;
-constexpr int STATIC = 16384, RANK = 24;  // bytes for __shared__ variables; the bit of a block's rank in cluster addresses
+constexpr int STATIC = 41984, RANK = 24;  // bytes for __shared__ variables; the bit of a block's rank in cluster addresses
 
 struct Copy { u32 to; const char* from; int bytes, take; };
 struct Named { int arrived = 0, round = 0; };  // a barrier of bar.sync
@@ -340,6 +340,7 @@ inline void ld_global_nc_v2_u32(u32& a, u32& b, const void* at) {
     a = p[0], b = p[1];
 }
 inline void ld_global_v4_u32(u32& a, u32& b, u32& c, u32& d, const void* at) { ld_global_nc_v4_u32(a, b, c, d, at); }
+inline void ld_global_v2_u32(u32& a, u32& b, const void* at) { ld_global_nc_v2_u32(a, b, at); }
 inline void ld_global_cg_f32(float& v, const void* at) { v = *(const float*)at; }
 inline void ld_global_cg_u32(u32& v, const u16* p) { memcpy(&v, p, 4); }
 inline void ld_global_cg_v2_u32(u32& a, u32& b, const u16* p) {

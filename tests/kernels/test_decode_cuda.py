@@ -3,6 +3,7 @@
 On a GPU they run there; elsewhere emulated on the CPU thread by thread, every launch twice, with the threads in two orders.
 """
 
+import contextlib
 import dataclasses
 import shutil
 from unittest import mock
@@ -22,7 +23,7 @@ except ModuleNotFoundError:
 import lowq_kernels.gpu
 import simt
 from emulation import error
-from lowq_kernels.decode import reference
+from lowq_kernels.decode import kv, reference
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
@@ -49,6 +50,18 @@ HEADS = {
     "no cluster": (3, 1, 64, 64, 0, 0, [16, 15], F16, 1, 100),
 }
 PAGES = {"8b": 64, "norm, windows, part turned": 16, "long, more heads than SMs by half": 64, "long, a window": 32}
+# HQ, HKV, D, window, positions, dtype, slots, slots of a block (0: a cache each), kind
+CODED = {
+    f"{name}, {kind}": (*case, kind)
+    for kind in kv.KINDS[1:]
+    for name, case in {
+        "8b": (8, 2, 128, 0, [0, 600], F16, 704, 0),
+        "bf16, paged": (8, 2, 128, 0, [15, 130, 64], BF16, 192, 64),
+        "64 dims, a window, sinks": (7, 1, 64, 50, [95, 333], BF16, 384, 16),
+        "64 dims, one query": (2, 2, 64, 0, [170], F16, 176, 0),
+        "a head a block": (18, 9, 64, 0, [40], F16, 48, 0),
+    }.items()
+}
 # bits, group (0: a row), zero, act, dtype, H, I
 LAYERS = {
     "4": (4, 128, "float", "silu", F16, 512, 128),
@@ -80,6 +93,8 @@ def gpu():
         attend(name)
     for name in PAGES:
         attend(name, PAGES[name])
+    for name in CODED:
+        coded(name)
     for name in LAYERS:
         layer(name)
     simt.Kernel.recording = False
@@ -149,6 +164,54 @@ def test_attend(name, page):
     assert torch.equal(*results)
 
 
+def placed(qkv, k_cache, v_cache, cos, sin, h, q, pos, table):
+    """What `kv_triton.place` does, by `reference` and `kv`."""
+    at, block = pos.long(), k_cache.shape[2]
+    q_heads, k, v = reference.split_heads(qkv, cos[at], sin[at], h)
+    rows = torch.arange(len(at)) if table is None else table[torch.arange(len(at)), at // block].long()
+    k_cache[rows, :, at % block], v_cache[rows, :, at % block] = k, v
+    q.copy_((kv.turn(q_heads.float()) if k_cache.kind == "4" else q_heads).flatten(1))
+
+
+@on_device
+def coded(name):
+    """(y, truth) of a step over caches in few bits, what no text has reached yet at its worst."""
+    HQ, HKV, D, window, places, dtype, S, page, kind = CODED[name]
+    torch.manual_seed(3)
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, None, None, torch.randn(HQ) + 4 if "sinks" in name else None)
+    angles = torch.rand(S, D) * 6
+    tables, qkv = (angles.cos().to(dtype), angles.sin().to(dtype)), torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype)
+    pos, table, shape = torch.tensor(places, dtype=torch.int32), None, (len(places), HKV, S, D)
+    if page:
+        n = len(places) * S // page
+        table, shape = (torch.randperm(n) + 1).reshape(len(places), -1).to(torch.int32), (n + 1, HKV, page, D)
+    caches = [kv.empty(kind, shape, dtype, pos.device) for _ in range(2)]
+    for cache in caches:
+        cache[:] = torch.randn(shape) * 3
+    theirs = [dataclasses.replace(c, codes=c.codes.clone(), scales=c.scales.clone()) for c in caches]
+    for cache in caches:  # no number in e4m3
+        for b, p in enumerate(places):
+            if not page:
+                cache.codes[b, :, p:] = 0xFF
+            elif p % page < page - 1:
+                cache.codes[table[b, p // page], :, p % page :] = 0xFF
+    with contextlib.ExitStack() as stack:
+        if DEVICE == "cpu":
+            stack.enter_context(mock.patch.object(attend_cuda, "place", placed))
+        y = attend_cuda.attend(qkv, *caches, pos, *tables, h, table)
+    return y, reference.attend(qkv, *theirs, pos, *tables, h, table)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_attend_over_codes(name):
+    results = []
+    for simt.Kernel.order in (1, -1):
+        y, truth = coded(name)
+        assert error(y, truth) < TOLERANCE[CODED[name][5]]
+        results.append(y)
+    assert torch.equal(*results)
+
+
 CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
 
 
@@ -158,6 +221,8 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
         ({}, None),
         ({"M": 8, "S": attend_cuda.LONG}, None),  # blocks fill the GPU, however many heads there are
         ({"block": 64}, None),
+        ({"kv": "4", "M": 64, "S": 4096}, None),  # however many heads there are
+        ({"kv": "fp8", "S": 100}, "a multiple of 16 slots, not 100"),
         ({"block": 24}, "blocks of a power of two"),
         ({"M": 8}, "64 key heads"),
         ({"HQ": 72}, "queries"),
