@@ -7,8 +7,8 @@
 `cluster` is attend.cu's launch of short caches, `triton` the portable kernel, `read_us` the cache's bytes over the measured
 read bandwidth. Prompts: q/k rotation and cache write included for ours, left out for torch's flash and cuDNN;
 `first_ms` is the first call of a length that the process has not seen. Each result is checked against decode/reference.py.
-`kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; `place_us`
-is the kernel that writes new keys and values as codes where attention does not. `decode`: a recorded step of an 8B by 4 bits
+`kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; of their time
+`place_us` is the kernel that writes new keys and values as codes. `decode`: a recorded step of an 8B by 4 bits
 with an 8-bit head, its position set: `grown_us` over the step at the fewest tokens, `read_us` of that many more slots.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from pages import results_of
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -31,6 +32,7 @@ from lowq_cli.engine import search, warm
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.sampling import Sampling
+from lowq_kernels.cuda import nvrtc
 from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, reference
 from lowq_kernels.decode.attend import AttendCall, attend
 from lowq_kernels.decode.kv import Cache, Coded, empty
@@ -64,7 +66,8 @@ PAGED = (  # sequences, slots of the table, tokens so far, in turn
 PACKED = (((0, 300),), ((0, 300), (512, 100), (0, 600)), ((0, 2048),), ((30720, 2048),), tuple((0, 128) for _ in range(16)))
 PROMPTS = ((512, 0), (2048, 0), (2048, 2048), (304, 4096), (8192, 0), (2048, 30720))  # tokens, tokens before them
 NO_LENGTH = 1 << 40
-KV_TOKENS, KV_BATCHES = (500, 4400, 16000, 32000, 128000), (1, 8, 64)
+KV_TOKENS = (500, 4400, 16000, 32000, 128000)
+TRUTHS = 8 * 32000  # slots of all sequences up to which what comes of caches in few bits is checked
 KV_PAGED = (4400, 32000)  # tokens so far, of caches in blocks
 DECODE_TOKENS = (128, 4400, 16000, 32000, 128000)
 LAYERS = 32
@@ -156,11 +159,11 @@ def kv_case(kind: str, B: int, tokens: int, page: int, copies: int) -> list[tupl
     return calls
 
 
-def few_bits(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
+def few_bits(read_gbs: float, batches: Sequence[int]) -> Iterator[dict[str, float | int | str]]:
     """Steps over caches of every kind."""
-    cases = [(B, tokens, page) for B in KV_BATCHES for tokens in KV_TOKENS for page in (0, PAGE)]
+    cases = [(B, tokens, page) for B in batches for tokens in KV_TOKENS for page in (0, PAGE)]
     cases = [(B, tokens, page) for B, tokens, page in cases if not page or tokens in KV_PAGED]
-    small = [kv_case(kind, B, 100, page, 1)[0] for kind in kv.KINDS for B in KV_BATCHES for page in (0, PAGE)]
+    small = [kv_case(kind, B, 100, page, 1)[0] for kind in kv.KINDS for B in batches for page in (0, PAGE)]
     launch_all([partial(way, *c) for c in small for way in (attend, attend_triton.attend)], lambda n, of: None)
     for B, tokens, page in cases:
         for kind in kv.KINDS:
@@ -169,12 +172,12 @@ def few_bits(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
             S, first = bucket(tokens + 1), calls[0]
             row: dict[str, float | int | str] = {"kv": kind, "B": B, "tokens": tokens, "page": page}
             row["kernel"] = select(AttendCall.of(first[0], S, HEADS.D, HEADS, page, kind))[0].name
-            if B == 1 and not page:
+            if B * tokens <= TRUTHS:
                 row["error"] = error(attend(*first), reference.attend(*first))
             row["us"] = times(attend, calls)
             if row["kernel"] != "triton/attend":
                 row["triton_us"] = times(attend_triton.attend, calls)
-            if kind != kv.PLAIN and row["kernel"] == "triton/attend":
+            if kind != kv.PLAIN:
                 q = torch.empty(B, HEADS.HQ * HEADS.D, dtype=DTYPE, device=DEVICE)
                 placing = [(*c[:3], *c[4:6], HEADS, q) for c in calls]
                 row["place_us"] = times(partial(kv_triton.place, pos=first[3], table=first[7]), placing)
@@ -279,17 +282,19 @@ def once(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=results_of(torch.cuda.get_device_name()) / "attention.json")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--parts", default="steps,prompts,paged,packed")
+    parser.add_argument("--batches", default="1,8,64", help="sequences, of `kv`")
     args = parser.parse_args()
-    out = args.out
+    batches = [int(b) for b in args.batches.split(",")]
     ceiling = roofline(DEVICE)
+    out = args.out or results_of(ceiling.device) / "attention.json"
     found: dict[str, object] = {"gpu": ceiling.device, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-    found["read_gbs"] = round(ceiling.read_gbs)
+    found |= {"triton": triton.__version__, "nvrtc": "{}.{}".format(*nvrtc.version()), "read_gbs": round(ceiling.read_gbs)}
     parts = {"steps": lambda: steps(ceiling.read_gbs), "prompts": prompts, "paged": lambda: paged(ceiling.read_gbs)}
-    parts |= {"packed": packed, "kv": lambda: few_bits(ceiling.read_gbs), "decode": lambda: decode(ceiling.read_gbs)}
-    if args.out.exists():
-        found = json.loads(args.out.read_text()) | found
+    parts |= {"packed": packed, "kv": lambda: few_bits(ceiling.read_gbs, batches), "decode": lambda: decode(ceiling.read_gbs)}
+    if out.exists():
+        found = json.loads(out.read_text()) | found
     out.parent.mkdir(parents=True, exist_ok=True)
     for part, rows in ((p, parts[p]()) for p in args.parts.split(",")):
         found[part] = []
