@@ -5,8 +5,6 @@ exits with `exit_code`; library callers catch `LowqError`. An exception that is 
 """
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says where nothing more can be written
 
@@ -67,12 +65,15 @@ def disk_full(e: OSError, path: object, then: str = "run the same command again"
     return DoesNotFitError(f"the disk is full{f' ({path})' if path else ''}; make room and {then}")
 
 
-@contextmanager
-def no_panic(what: str) -> Iterator[None]:
+class no_panic:  # a class: `with` on a generator would take longer than the decoding of a token
     """Turn a panic of a library written in Rust, which is no Exception, into a DamagedError of what it was fed."""
-    try:
-        yield
-    except BaseException as e:
-        if type(e).__name__ != "PanicException":
-            raise
-        raise DamagedError(f"{what} is damaged: {one_line(e)}") from None
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, _: object) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            raise DamagedError(f"{self.what} is damaged: {one_line(e)}") from None  # type: ignore[arg-type]

@@ -1,14 +1,15 @@
 """Text as it comes: token ids in, pieces of text out, never half a character.
 
 A token may hold part of a character's bytes, and decoders treat the first token of a text specially (SentencePiece drops
-its leading space). So each step decodes a short window twice, with and without the new tokens, and the difference is the
-piece; while the window ends in an unfinished character nothing comes out.
+its leading space). So each step decodes a short window, and what it has more than the one before is the piece; while the window
+ends in an unfinished character nothing comes out. Now and then it moves on, and is decoded without the new tokens too.
 """
 
 from typing import Any
 
 UNFINISHED = "\ufffd"  # what a decoder puts where bytes do not (yet) make a character
 CONTEXT = 6  # tokens of the prompt that the window starts with
+WINDOW = 4  # shown tokens that it may hold
 MOST_HELD = 16  # a character is at most 4 bytes, so at most 4 tokens; more than this and the bytes are simply not UTF-8
 
 
@@ -19,6 +20,7 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.ids = prompt[-CONTEXT:]
         self.start, self.shown = 0, len(self.ids)  # the window's first token, and the first token not yet in the text
+        self.before: str | None = None  # the text of those between, once it is known
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -47,8 +49,11 @@ class Detokenizer:
             if end <= self.shown:
                 return ""
             now = self._decode(self.ids[self.start : end])
-        before = self._decode(self.ids[self.start : self.shown])
+        before = self._decode(self.ids[self.start : self.shown]) if self.before is None else self.before
         if len(now) <= len(before):  # a special token, or an empty one
             return ""
-        self.start, self.shown = self.shown, end
+        self.before = now
+        if end - self.start > WINDOW:
+            self.start, self.before = self.shown, None
+        self.shown = end
         return now[len(before) :]

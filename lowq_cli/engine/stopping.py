@@ -21,6 +21,8 @@ class Stopper:
 
     def push(self, piece: str) -> tuple[str, bool]:
         """What is certain now, without the stop itself; True from the first stop on."""
+        if not self.stops:
+            return piece, False
         self.held += piece
         found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
         if found:  # the one that is whole first, as if the text had come a character at a time

@@ -54,7 +54,7 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of these tokens."""
         with no_panic("tokenizer.json"):
-            return self.tokens.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+            return self.tokens.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,

@@ -13,6 +13,7 @@ from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.ready import threads
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.tokenizer import FileTokenizer
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
@@ -141,15 +142,42 @@ def test_encoder_decoder_models_are_refused(story):
         stream(model, story[1], PROMPT)
 
 
-@pytest.mark.parametrize("text", ["naïve café", "日本語のテキスト", "a 👩‍👩‍👧 b", "x\ny  z"])
-def test_pieces_never_hold_half_a_character(story, text):
-    tokenizer = story[1]
-    ids = tokenizer(text).input_ids
-    detokenizer = Detokenizer(tokenizer, [])
-    pieces = [detokenizer.push(i) for i in ids]
-    pieces.append(detokenizer.flush())
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in p for p in pieces)
+def pieces_like():
+    """A tokenizer as SentencePiece's are: a space before each word, none before a text's first, bytes of unknown characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = [
+        "<unk>",
+        *(f"<0x{b:02X}>" for b in range(256)),
+        *"\u2581abcdefghijklmnopqrstuvwxyz.,",
+        "\u2581t",
+        "\u2581th",
+        "\u2581the",
+    ]
+    merges = [("\u2581", "t"), ("\u2581t", "h"), ("\u2581th", "e")]
+    made = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return FileTokenizer(made, {}, None)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize(
+    "text", ["naïve café", "日本語のテキスト", "a 👩‍👩‍👧 b", "x\ny  z", "the theatre 👩 the sea, 日 the end. " * 3]
+)
+def test_pieces_never_hold_half_a_character(story, text, kind):
+    """Together they are the whole text's decoding, one token at a time or several, after a prompt or alone."""
+    tokenizer = story[1] if kind == "byte-level" else pieces_like()
+    ids = list(tokenizer(text)["input_ids"])
+    for size, prompt in ((1, []), (2, []), (5, []), (1, tokenizer("the house")["input_ids"])):
+        detokenizer = Detokenizer(tokenizer, list(prompt))
+        pieces = [detokenizer.extend(ids[i : i + size]) for i in range(0, len(ids), size)]
+        pieces.append(detokenizer.flush())
+        shown = tokenizer.decode([*prompt, *ids], skip_special_tokens=True).removeprefix("the house" if prompt else "")
+        assert "".join(pieces) == shown
+        assert not any("\ufffd" in p for p in pieces)
 
 
 def test_bytes_that_are_no_text_do_not_hold_the_stream_for_ever(story):

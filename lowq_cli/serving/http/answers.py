@@ -13,11 +13,12 @@ from lowq_cli.serving.http.text import Names, Piece, Writer
 
 DONE = b"data: [DONE]\n\n"
 UNANSWERED = {"error": (500, "server_error"), "refused": (400, "invalid_request_error"), "cancelled": (503, "server_error")}
+JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `dumps` would make one for every token
 
 
 def encoded(value: object) -> bytes:
     """JSON as bytes; half a surrogate pair, which a client may have sent, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return JSON.encode(value).encode("utf-8", "replace")
 
 
 class Gone(Exception):  # no error: nobody is left to tell

@@ -49,13 +49,15 @@ class Writer:
 
     def push(self, events: list[Event]) -> Piece:
         """What these events add. With finish_reason "stop" nothing more is wanted, whether the engine has ended or not."""
-        text, cut, taken = "", False, list[Event]()
-        # a token at a time where texts end it: what came along with the one that completed a stop is no part of the answer
-        for some in [[e] for e in events] if self.stopper.stops else [events]:
-            more, cut = self._text(some)
-            text, taken = text + more, taken + some
-            if cut:
-                break
+        if len(events) == 1 or not self.stopper.stops:
+            (text, cut), taken = self._text(events), events
+        else:  # a token at a time: what came along with the one that completed a stop is no part of the answer
+            text, cut, taken = "", False, []
+            for event in events:
+                more, cut = self._text([event])
+                text, taken = text + more, [*taken, event]
+                if cut:
+                    break
         self.cached += sum(e.cached for e in taken)
         self.tokens += sum(e.token is not None for e in taken)
         piece = Piece(text, finish_reason="stop" if cut else taken[-1].finish_reason, error=taken[-1].message)
