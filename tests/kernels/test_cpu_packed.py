@@ -110,6 +110,18 @@ def test_activations_of_every_size_keep_their_digits(isa, bits):
     assert error(packed.packed(x, p, None, {}), truth) < 4e-3
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_the_largest_codes_and_digits_do_not_overflow(isa, bits):
+    """Sums that an instruction set keeps in 16 bits hold them: every code and both digits of x as large as they get."""
+    codes = torch.full((16, 128), 2**bits - 1, dtype=torch.uint8)
+    q = QuantizedTensor(codes, torch.full((16, 4), 2.0**-bits).half(), torch.zeros(16, 4).half(), bits, 32)
+    for sign in (1, -1):
+        for M in (1, 3):
+            x = torch.full((M, 128), sign * (1 - 2**-11)).half()
+            truth = x.double() @ q.dequantize().double().t()
+            assert error(packed.packed(x, pack(q, "cpu"), None, {}), truth) < 1e-3
+
+
 def test_what_is_no_number_stays_none_and_stays_in_its_row(isa):
     q = weight(40, 256, 4, 32)
     p, x = pack(q, "cpu"), rows(4, 256)

@@ -14,6 +14,7 @@ struct Isa {
     using F = __m512;
     static constexpr int LANES = 16, OFFSET = 0, TOGETHER = 8;
     static constexpr int wide(int) { return 1; }  // registers of rows at once: the memory likes one stream
+    static constexpr bool AT_ONCE = false;
     static constexpr bool ANY_BYTE = true;  // of codes in `dot`
     static I load(const void* p) { return _mm512_loadu_si512(p); }
     static I none() { return _mm512_setzero_si512(); }
@@ -32,6 +33,10 @@ struct Isa {
         __builtin_memcpy(&quad, x, 4);
         return _mm512_set1_epi32(quad);
     }
+    template <int BITS>
+    static I begin(I sum) { return sum; }
+    template <int BITS>
+    static I end(I, I part) { return part; }
     template <int BITS>
     static I dot(I sum, I codes, I digits) {
         return _mm512_dpbusd_epi32(sum, codes, digits);

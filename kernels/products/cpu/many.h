@@ -31,10 +31,15 @@ inline void rows_of_chunk(const Isa::I (&v)[QUADS], const Place& at, const int8_
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) sum[r] = Isa::left(sum[r], 7);
         }
+        I part[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) part[r] = Isa::begin<BITS>(sum[r]);
 #pragma GCC unroll 8
         for (int q = 0; q < QUADS; q++)
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sum[r] = Isa::dot_at<BITS>(sum[r], v[q], digits + (r * D + d) * CHUNK + q * 4);
+            for (int r = 0; r < R; r++) part[r] = Isa::dot_at<BITS>(part[r], v[q], digits + (r * D + d) * CHUNK + q * 4);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sum[r] = Isa::end<BITS>(sum[r], part[r]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {

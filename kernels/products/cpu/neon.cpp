@@ -10,6 +10,7 @@ struct Isa {
     using F = float32x4_t;
     static constexpr int LANES = 4, OFFSET = 128, TOGETHER = 4;
     static constexpr int wide(int) { return 4; }
+    static constexpr bool AT_ONCE = false;
     static constexpr bool ANY_BYTE = false;  // of codes in `dot`, which are signed
     static I load(const void* p) { return vld1q_s32((const int32_t*)p); }
     static I none() { return vdupq_n_s32(0); }
@@ -21,6 +22,10 @@ struct Isa {
     static I merged(I low, I high) { return vorrq_s32(masked(low, 0x03030303), masked(high, 0x04040404)); }
     static I add(I a, I b) { return vaddq_s32(a, b); }
     static I quad(const void* x) { return vld1q_dup_s32((const int32_t*)x); }
+    template <int BITS>
+    static I begin(I sum) { return sum; }
+    template <int BITS>
+    static I end(I, I part) { return part; }
     template <int BITS>
     static I dot(I sum, I codes, I digits) {
         return vdotq_s32(sum, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(digits));
