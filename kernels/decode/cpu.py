@@ -39,9 +39,7 @@ ARGS = (
 
 
 def _run(what: int, dtype: torch.dtype, tensors: dict[str, torch.Tensor | None], **numbers: float) -> None:
-    pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
-    args = ARGS[what](**pointers, **numbers, dtype=DTYPES[dtype], threads=torch.get_num_threads())
-    native.library().lowq_cpu_step(native.isa()[0], what, DTYPES[dtype], ctypes.byref(args))  # type: ignore[union-attr]
+    native.run(what, ARGS[what], dtype, tensors, **numbers)
 
 
 def _taken(*tensors: torch.Tensor | None) -> bool:

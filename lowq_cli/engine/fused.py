@@ -24,6 +24,7 @@ from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import FoldedProducts, ops
 from lowq_kernels.decode.kv import PLAIN, Cache, part, zeros
 from lowq_kernels.products.cpu import dense
+from lowq_kernels.products.cpu.repeated import Repeated
 
 KEPT_GRAPHS = 8
 
@@ -123,6 +124,7 @@ class FusedDecoder:
         self.rope = self.blocks.rope_tables(slots, self.device, self.dtype)
         self.sampler = Sampler(self.ops.choose, batch, self.blocks.head.out_features, self.device)
         self.token, self.pos = self.sampler.token, self.sampler.pos
+        self.repeated = Repeated() if self.device.type == "cpu" else None
 
     def _tables(self, length: int) -> dict[str, Tables]:
         """The angles of a prompt of so many tokens."""
@@ -264,18 +266,25 @@ class FusedDecoder:
     def forward_step(self) -> None:
         """One token for each sequence; everything it reads and writes stays at fixed addresses."""
         x = self.blocks.embed(self.token)
+        logits = self.repeated(self._whole, x) if self.repeated else self._whole(x)
+        self.sampler.choose(self._capped(logits), advance=1)
+
+    def _whole(self, x: torch.Tensor) -> torch.Tensor:
+        """From the newest tokens' embeddings x (B, H) to logits."""
 
         def attend(qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
             return self.ops.attend(qkv, *self.caches[i], self.pos, *self.rope[layer.rope], layer.heads)
 
-        self.sampler.choose(self.head(self.hidden(x, attend)), advance=1)
+        return dense.linear(self.blocks.head, self.hidden(x, attend))
 
     def hidden(self, x: torch.Tensor, attend: Callable[[torch.Tensor, int, Layer], torch.Tensor]) -> torch.Tensor:
         """Embeddings x (M, H) through every layer and the last norm; attend(qkv, index, layer) -> (M, HQ * D)."""
         return (self._folded if self.folds(x.shape[0]) else self._layers)(x, attend)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        logits = dense.linear(self.blocks.head, x)
+        return self._capped(dense.linear(self.blocks.head, x))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         if self.blocks.softcap:
             logits = self.blocks.softcap * torch.tanh(logits.float() / self.blocks.softcap)
         return logits

@@ -1,11 +1,16 @@
 """What lies between a layer's products on a CPU: decode/cpu.py's C++ against decode/reference.py."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from emulation import weight
 from lowq_kernels.decode import cpu, reference
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.products.cpu import native
+from lowq_kernels.products.cpu import native, packed
+from lowq_kernels.products.cpu.repeated import Repeated
+from lowq_packers.layouts import pack
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not in use: {native.why_not()}")
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float16: 4e-4, torch.float32: 1e-6}  # relative Frobenius error
@@ -90,3 +95,38 @@ def test_what_own_code_does_not_take_goes_to_the_definition():
     assert torch.equal(y, qkv[:, 4 * 24 :])
     wide = draw(2, 64, dtype=dtype)[:, ::2]
     assert torch.equal(cpu.gated(wide, "silu"), reference.gated(wide, "silu"))
+
+
+def two_products(first, second, also=None):
+    """A norm, a product, a gate and a product, as a layer has them; x (M, 64) -> (M, 48)."""
+    scale = torch.ones(64, dtype=torch.bfloat16)
+
+    def fn(x):
+        y = cpu.add_norm(x, None, scale, 1e-5)
+        y = cpu.gated(packed.packed(y, first, None, {}), "silu")
+        return packed.packed(y if also is None else also(y), second, None, {})
+
+    return fn
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_step_made_again_as_one_call_has_the_same_bits(isa, monkeypatch, threads):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    fn = two_products(pack(weight(128, 64, 4, 32), "cpu"), pack(weight(48, 64, 3, 32), "cpu"))
+    again, inputs = partial(Repeated(), fn), [draw(2, 64, dtype=torch.bfloat16, seed=i) for i in range(4)]
+    wanted = [fn(x.clone()) for x in inputs]
+    assert torch.equal(again(inputs[0]), wanted[0])
+    monkeypatch.setattr(native, "run", None)  # from here on nothing goes through Python
+    kept = inputs[1].clone()
+    for x, y in zip(inputs[1:], wanted[1:], strict=True):
+        assert torch.equal(again(x), y)
+    assert torch.equal(inputs[1], kept)
+
+
+def test_what_torch_computes_itself_is_called_every_time(isa):
+    halved = two_products(pack(weight(128, 64, 4, 32), "cpu"), pack(weight(48, 64, 3, 32), "cpu"), lambda y: y / 2)
+    again = partial(Repeated(), halved)
+    for i in range(3):
+        x = draw(2, 64, dtype=torch.bfloat16, seed=i)
+        assert torch.equal(again(x), halved(x.clone()))
+    assert getattr(native.noting, "calls", None) is None

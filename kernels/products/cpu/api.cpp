@@ -40,8 +40,9 @@ PUBLIC const char* lowq_cpu_set(int i, int* here) {
     return SETS[i].name;
 }
 
-PUBLIC void lowq_cpu_product(int set, const Args* a) { SETS[set].run(*a); }
-
-// what: args.h's ADD_NORM with a Norm, and so on.
-PUBLIC void lowq_cpu_step(int set, int what, int dtype, const void* a) { SETS[set].step(what, dtype, a); }
+// One call, or those of a whole step, one after the other.
+PUBLIC void lowq_cpu_run(int set, const Call* calls, int count) {
+    for (const Call* c = calls; c < calls + count; c++)
+        c->what == PRODUCT ? SETS[set].run(*(const Args*)c->args) : SETS[set].step(c->what, c->dtype, c->args);
+}
 }

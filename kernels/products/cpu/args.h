@@ -50,4 +50,9 @@ struct Attend {
     float scale, eps;
 };
 
-enum { ADD_NORM, GATED, ATTEND };
+enum { ADD_NORM, GATED, ATTEND, PRODUCT };
+
+struct Call {
+    int32_t what, dtype;
+    const void* args;  // what: ADD_NORM with a Norm, PRODUCT with an Args, and so on
+};

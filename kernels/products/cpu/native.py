@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -33,6 +34,16 @@ ARM = {"api.cpp": (), "neon.cpp": ("-march=armv8.2-a+dotprod+fp16",)}
 UNITS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
 BUILD_SECONDS = 300
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
+
+
+PRODUCT = 3  # of args.h's calls; decode/cpu.py has the others
+noting = threading.local()  # .calls: a list of what this thread calls, for `repeated`
+
+
+class Call(ctypes.Structure):
+    """args.h's struct."""
+
+    _fields_ = (("what", ctypes.c_int32), ("dtype", ctypes.c_int32), ("args", ctypes.c_void_p))
 
 
 class Args(ctypes.Structure):
@@ -152,8 +163,16 @@ def why_not() -> str | None:
 
 def product(tensors: dict[str, torch.Tensor | None], meta: torch.dtype, **numbers: float) -> None:
     """Fill args.h's struct and run it; x and y among `tensors` share a dtype, weights' companions have `meta`."""
-    lib, dtype = library(), tensors["y"].dtype  # type: ignore[union-attr]
-    assert lib is not None  # kernels refuse without one
+    run(PRODUCT, Args, tensors["y"].dtype, tensors, meta=DTYPES[meta], **numbers)  # type: ignore[union-attr]
+
+
+def run(
+    what: int, kind: type[ctypes.Structure], dtype: torch.dtype, tensors: dict[str, torch.Tensor | None], **numbers: float
+) -> None:
+    """Fill a struct of args.h and do what it says; noted where `repeated` listens in this thread."""
     pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
-    args = Args(**pointers, **numbers, dtype=DTYPES[dtype], meta=DTYPES[meta], threads=torch.get_num_threads())
-    lib.lowq_cpu_product(isa()[0], ctypes.byref(args))
+    args = kind(**pointers, **numbers, dtype=DTYPES[dtype], threads=torch.get_num_threads())
+    call = Call(what, DTYPES[dtype], ctypes.addressof(args))
+    library().lowq_cpu_run(isa()[0], ctypes.byref(call), 1)  # type: ignore[union-attr]  # kernels refuse without one
+    if (calls := getattr(noting, "calls", None)) is not None:
+        calls.append((call, args, tensors))
