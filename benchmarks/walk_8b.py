@@ -58,6 +58,7 @@ STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint, CK
     ("export", "export CKPT --out EXPORT"),
     ("the demo: quantize", "quantize demo --out DEMO"),
     ("the demo: 60 tokens", "generate DEMO --prompt Once --max-new-tokens 60"),
+    ("the demo: both in one command", "run demo Once --max-new-tokens 60"),
     ("the demo: against the original", "eval DEMO --against demo"),
     ("quantize, 2 bits g64", "quantize MODEL --bits 2 --out CKPT2"),
     *FEWER,
@@ -110,7 +111,7 @@ def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
         command = [str(Path(sys.executable).with_name("lowq")), *words]
         if not line:
             command = [sys.executable, "-c", f"import torch; torch.zeros(1, device={device!r})"]
-        elif line.split()[0] in ("generate", "eval", "tune", "quantize", "compare"):
+        elif line.split()[0] in ("generate", "run", "eval", "tune", "quantize", "compare"):
             command += ["--device", device]
         began = time.perf_counter()
         done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)

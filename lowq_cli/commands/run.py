@@ -53,6 +53,7 @@ def run(
 def _quantized(model: str, recipe: str | None, device: str) -> str:
     """The model itself where its weights are low-bit already, or the checkpoint in the cache, made now if it is not there."""
     from lowq_cli import state
+    from lowq_cli.devices import wake
     from lowq_cli.files.checkpoint import is_checkpoint
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.recipe import make_recipe
@@ -63,6 +64,7 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
     if is_checkpoint(state.user_path(model)):
         return model
     with ExitStack() as stack:
+        wake(device)
         with console.status(f"reading {model}"):
             from lowq_cli.commands.quantize import maker
             from lowq_cli.interop.foreign import open_foreign

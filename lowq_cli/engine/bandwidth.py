@@ -19,14 +19,9 @@ def measured(device: torch.device) -> float:
     """Bytes per second that a plain read of a large buffer reaches on `device`, from the cache folder if known there."""
     key, known = _name(device), _read()
     if not (isinstance(known.get(key), int | float) and known[key] > 0):
-        known[key] = measure(device)
+        known[key] = timing.read_gbs(device) * 1e9
         _write(known)
     return float(known[key])
-
-
-def measure(device: torch.device) -> float:
-    """Bytes per second, by the measurement that `lowq bench` uses too."""
-    return timing.roofline(device).read_gbs * 1e9
 
 
 def last_level_cache(device: torch.device) -> int | None:

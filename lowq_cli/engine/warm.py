@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lowq_cli.engine import explain
-from lowq_cli.engine.blocks import Mlp
+from lowq_cli.engine.blocks import Mixture, Mlp
 from lowq_cli.engine.fused import FusedDecoder, passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.decode.attend import LONG
@@ -43,6 +43,13 @@ def warm(
     met = _met.setdefault(decoder, set())
     work = launches(model, decoder, len(prompts), max(map(len, prompts)), sampling, met)
     return launch_all(work, done) if work else 0
+
+
+def warm_texts(model: Any, decoder: FusedDecoder, rows: int) -> int:
+    """Compile in parallel what the logits of whole texts, `rows` tokens at a time, take; as `warm`, told to nobody."""
+    if model.device.type != "cuda":
+        return 0
+    return launch_all([*products(model, decoder, {rows}), *_of_texts(decoder, rows)], lambda n, of: None)
 
 
 _met: WeakKeyDictionary[Any, set[object]] = WeakKeyDictionary()  # decoder -> rows of products and steps that it has launched
@@ -86,22 +93,13 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
     blocks, ops = decoder.blocks, decoder.ops
     first = blocks.layers[0]
     make = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
-    norm, heads = first.before_attention, first.heads
-    x = make(batch, norm.weight.shape[0])
-
-    def held(sequences: int, slots: int) -> Cache:
-        return zeros(decoder.kv, (sequences, heads.HKV, slots, heads.D), decoder.dtype, decoder.device)
+    heads = first.heads
 
     def attend(sequences: int, slots: int) -> None:
-        caches = [held(sequences, slots) for _ in range(2)]
+        caches = [_held(decoder, sequences, slots) for _ in range(2)]
         pos = torch.zeros(sequences, dtype=torch.int32, device=decoder.device)
         cos, sin = blocks.rope_tables(slots, decoder.device, decoder.dtype)[first.rope]
         ops.attend(make(sequences, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, pos, cos, sin, heads)
-
-    def attend_prompt() -> None:  # neither the number of tokens nor of slots is compiled in
-        caches = [held(1, SLOTS) for _ in range(2)]
-        tables = blocks.rope_tables(SLOTS, decoder.device, decoder.dtype)[first.rope]
-        ops.attend_prompt(make(1, 2, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, 0, *tables, heads)
 
     def choose(advance: int) -> None:
         logits = make(batch, blocks.head.out_features)
@@ -109,19 +107,46 @@ def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampli
         pos, seed = token.to(torch.int32), token[:1].clone()
         ops.choose(logits, token, pos, seed, sampling.temperature, advance)
 
-    work: list[Callable[[], object]] = [partial(attend, batch, SLOTS), partial(attend, 1, LONG), attend_prompt]
-    work += [partial(choose, 0), partial(choose, 1)]
-    work.append(partial(ops.add_norm, x, None, norm.weight, norm.eps, None))
-    work.append(partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention))
+    work: list[Callable[[], object]] = [partial(attend, batch, SLOTS), partial(attend, 1, LONG)]
+    work += [partial(choose, 0), partial(choose, 1), *_of_texts(decoder, batch)]
     if decoder.folds(batch):
         work += _folded(decoder, batch)
-    if isinstance(first.mlp, Mlp):
-        work.append(partial(ops.gated, make(batch, first.mlp.gate_up.out_features), blocks.act))
-        work.append(partial(decoder.mlp, x, first.mlp))
-    else:
-        grouped = first.mlp.experts.grouped(decoder.dtype)
-        work += [partial(decoder.mlp, make(M, x.shape[1]), first.mlp) for M in rows if M <= FEW_TOKENS or grouped]
+    for M in rows - {batch} if isinstance(first.mlp, Mixture) else ():
+        work += _second_half(decoder, M)
     return work
+
+
+def _held(decoder: FusedDecoder, sequences: int, slots: int) -> Cache:
+    heads = decoder.blocks.layers[0].heads
+    return zeros(decoder.kv, (sequences, heads.HKV, slots, heads.D), decoder.dtype, decoder.device)
+
+
+def _of_texts(decoder: FusedDecoder, rows: int) -> Iterator[Callable[[], object]]:
+    """One launch for each kernel between the matmuls of prompts; for that of steps, too, but for its attention."""
+    blocks, ops, first = decoder.blocks, decoder.ops, decoder.blocks.layers[0]
+    make = partial(torch.zeros, dtype=decoder.dtype, device=decoder.device)
+    norm, heads = first.before_attention, first.heads
+    x = make(rows, norm.weight.shape[0])
+
+    def attend_prompt() -> None:  # neither the number of tokens nor of slots is compiled in
+        caches = [_held(decoder, 1, SLOTS) for _ in range(2)]
+        tables = blocks.rope_tables(SLOTS, decoder.device, decoder.dtype)[first.rope]
+        ops.attend_prompt(make(1, 2, (heads.HQ + 2 * heads.HKV) * heads.D), *caches, 0, *tables, heads)
+
+    yield attend_prompt
+    yield partial(ops.add_norm, x, None, norm.weight, norm.eps, None)
+    yield partial(ops.add_norm, x.clone(), x.clone(), norm.weight, norm.eps, first.post_attention)
+    if isinstance(first.mlp, Mlp):
+        yield partial(ops.gated, make(rows, first.mlp.gate_up.out_features), blocks.act)
+    yield from _second_half(decoder, rows)
+
+
+def _second_half(decoder: FusedDecoder, rows: int) -> Iterator[Callable[[], object]]:
+    """One launch of a layer's second half; none of a mixture of so many rows that the host chooses its kernels."""
+    first = decoder.blocks.layers[0]
+    if isinstance(first.mlp, Mlp) or rows <= FEW_TOKENS or first.mlp.experts.grouped(decoder.dtype):
+        x = torch.zeros(rows, first.before_attention.weight.shape[0], dtype=decoder.dtype, device=decoder.device)
+        yield partial(decoder.mlp, x, first.mlp)
 
 
 def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]:

@@ -14,6 +14,8 @@ import torch
 
 from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.light import LightModel
+from lowq_cli.engine.warm import warm_texts
 from lowq_kernels.activations import check_act
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
@@ -71,6 +73,10 @@ def evaluate(
     vocabulary = _vocabulary(model)
     check_ids((int(cut.min()), int(cut.max())), vocabulary)
     batch = max(1, LOGITS_AT_ONCE // (cut.shape[1] * vocabulary * (1 if reference is None else 4)))
+    for m in (model, reference):
+        if isinstance(m, LightModel):
+            decoder: Any = decoder_of(m, kv if m is model else PLAIN)  # the fused one: a model like this has no other
+            warm_texts(m, decoder, min(batch, len(cut)) * cut.shape[1])
     nll = base_nll = kl = agree = 0.0
     for start in range(0, cut.shape[0], batch):
         part = cut[start : start + batch]

@@ -257,7 +257,7 @@ def test_roofline_without_room_to_measure_is_none(story, monkeypatch):
 def test_bandwidth_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = measured(torch.device("cpu"))
-    monkeypatch.setattr("lowq_cli.engine.bandwidth.measure", lambda device: 0.0)
+    monkeypatch.setattr("lowq_kernels.dispatch.timing.read_gbs", lambda device: 0.0)
     assert measured(torch.device("cpu")) == first > 0
     assert last_level_cache(torch.device("cpu")) is None or last_level_cache(torch.device("cpu")) > 0
 

@@ -6,7 +6,9 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -285,3 +287,16 @@ def test_the_version_is_that_of_the_package():
     import lowq
 
     assert run("--version").stdout == f"lowq {lowq.__version__}\n"
+
+
+def test_tritons_own_digest_is_found_beside_torchs_import_where_there_is_a_gpu(monkeypatch):
+    from lowq_cli import devices
+
+    cache = pytest.importorskip("triton.runtime.cache", reason="a CPU's torch brings no Triton")
+    asked = threading.Event()
+    monkeypatch.setattr(cache, "triton_key", asked.set)
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGet=lambda *_: 1))
+    for there, wanted in ((0, False), (1, True)):
+        monkeypatch.setattr(devices, "gpus", lambda there=there: there)
+        devices._make_context(0)
+        assert asked.wait(10 if wanted else 0.1) == wanted

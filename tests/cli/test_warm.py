@@ -54,6 +54,20 @@ def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):
     assert warm.warm(SimpleNamespace(device=torch.device("cpu")), decoder, PROMPTS, Sampling(), told.append) == 0
 
 
+def test_texts_launch_their_own_products_and_what_lies_between(decoder, monkeypatch):
+    seen, work = [], []
+    whole = linear.matmul
+    monkeypatch.setattr(linear, "matmul", lambda x, p, *rest: seen.append((x.shape[0], p.N, p.K)) or whole(x, p, *rest))
+    monkeypatch.setattr(warm, "launch_all", lambda launches, done: work.extend(launches) or len(work))
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    assert warm.warm_texts(model, decoder, 14) == 4 + 5  # attention, both norms, activation, a second half
+    for launch in work:
+        launch()
+    shapes = [(128, 64), (64, 64), (192, 64), (64, 96)]
+    assert sorted(seen) == sorted((14, N, K) for N, K in [*shapes, *shapes[2:]])
+    assert warm.warm_texts(SimpleNamespace(device=torch.device("cpu")), decoder, 14) == 0
+
+
 def test_the_launches_between_products_are_the_steps_own(decoder):
     """They run without an error, so their shapes are right; launch_all would hide one."""
     for launch in warm._between(decoder, 2, {2, 6}, Sampling(temperature=0.7)):
