@@ -1,9 +1,9 @@
-"""Needles in long texts: a chain of facts scattered over one, each of which says what to look for next, with every kind of cache.
+"""Needles in long texts, with every kind of cache: a chain of facts scattered over one, each saying what to look for next.
 
-The model is built by hand: one layer of attention, whose queries, keys and values are three parts of a token's embedding. A token
-that seeks i finds the one of key i, wherever that is, and says its value, the token that seeks i + 1. One slot read wrong, left
-out or taken for its neighbour ends the chain. Each needle has a decoy: a key near its own, of another value. Heads are turned
-as far as the text is long, but in the dims that carry keys.
+The model is built by hand: one layer of attention, whose queries, keys and values are three parts of a token's embedding. A
+token that seeks i finds the one of key i, wherever that is, and says its value, the token that seeks i + 1. One slot read
+wrong, left out or taken for its neighbour ends the chain. Each needle has a decoy: a key near its own, of another value.
+Heads are turned as far as the text is long, but in the dims that carry keys.
 """
 
 from types import SimpleNamespace
