@@ -6,6 +6,7 @@ without torch. Every LowqError becomes one line on stderr and its exit code.
 """
 
 import atexit
+import errno
 import importlib
 import inspect
 import io
@@ -29,6 +30,10 @@ from lowq_packers.errors import LowqError, disk_full
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
 EXIT_NO_MEMORY = 4
+REFUSED = (  # what the system says of a name that it was given
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+)
 UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: 2.7 s with inductor, 0.7 s with scipy
 ORDER = (
     *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
@@ -188,6 +193,8 @@ def _run() -> int:
     except Exception as e:
         if isinstance(e, OSError) and (full := disk_full(e, e.filename)):
             return _fail(str(full), full.exit_code)
+        if isinstance(e, OSError) and e.filename and e.errno in REFUSED:
+            return _fail(f"{e.filename}: {e.strerror}", EXIT_USAGE)
         if hasattr(e, "format_message"):  # Typer's own errors, or those of the click of older releases
             return _mistyped(e)
         if type(e).__name__ == "OutOfMemoryError":  # torch's, named here so that torch need not be imported

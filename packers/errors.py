@@ -66,7 +66,7 @@ def disk_full(e: OSError, path: object, then: str = "run the same command again"
 
 
 class no_panic:  # a class: `with` on a generator would take longer than the decoding of a token
-    """Turn a panic of a library written in Rust, which is no Exception, into a DamagedError of what it was fed."""
+    """Turn what a library written in Rust raises, a panic or a bare Exception, into a DamagedError of what it was fed."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -75,5 +75,5 @@ class no_panic:  # a class: `with` on a generator would take longer than the dec
         pass
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, _: object) -> None:
-        if kind is not None and kind.__name__ == "PanicException":
+        if kind is Exception or (kind is not None and kind.__name__ == "PanicException"):
             raise DamagedError(f"{self.what} is damaged: {one_line(e)}") from None  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.state import user_path
-from lowq_packers.errors import NotFoundError, UsageError, no_panic
+from lowq_packers.errors import NotFoundError, UsageError
 from lowq_packers.lazy import torch
 
 WINDOW = 512
@@ -108,9 +108,7 @@ def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = No
 
 def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
     """(T,) token ids of the text, without special tokens added."""
-    with no_panic("the tokenizer"):
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.long)
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
 
 def check_ids(ids: Iterable[int], rows: int) -> None:

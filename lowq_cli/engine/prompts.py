@@ -11,7 +11,7 @@ from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
-from lowq_packers.errors import DamagedError, UnsupportedError, UsageError, no_panic
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 
 
 def stream(
@@ -81,11 +81,9 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
         if not getattr(tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; leave --chat out and give the text as it should go on")
         message = [{"role": "user", "content": text}]
-        with no_panic("the tokenizer"):
-            ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
     else:
-        with no_panic("the tokenizer"):
-            ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text)["input_ids"]
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:

@@ -1,11 +1,11 @@
-"""Sampling: logits (B, V) -> the next token of each sequence, with no host synchronisation on a GPU."""
+"""Sampling: logits (B, V) -> the next token of each sequence, with no host synchronisation on a GPU after a prompt's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from lowq_packers.errors import UsageError
+from lowq_packers.errors import DamagedError, UsageError
 
 LEAST = 1e-16  # logits of 1e4 divided by it twice are still fp32 numbers; infinite ones would draw token 0
 
@@ -106,9 +106,13 @@ class Sampler:
     def choose(self, logits: torch.Tensor, advance: int) -> None:
         """Write `token` for logits (B, V) of any float dtype and move `pos` on by `advance`; the same seed draws the same.
 
-        Restrictions are torch operations, the draw itself is one of the decode ops.
+        Restrictions are torch operations, the draw itself is one of the decode ops. Raises DamagedError for a prompt's logits
+        (`advance` 0) that are no numbers, of which every draw is token 0.
         """
         self.logits = logits
+        if not advance and bool(logits.isnan().any()):
+            why = f"weights or activations overflow {str(logits.dtype).removeprefix('torch.')}"
+            raise DamagedError(f"what the model computes is NaN: {why}; lowq quantize --dtype takes another, or fetch it again")
         s, temperature = self.sampling, self.sampling.temperature
         seen = self.seen if s.repetition_penalty != 1 else None
         if seen is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.family_config import NotPlain
+from lowq_cli.files.growth import check_growth
 from lowq_packers.errors import no_panic
 
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -73,7 +74,7 @@ class FileTokenizer:
 
 
 def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
-    """The tokenizer of a folder. Raises NotPlain where transformers may make something else of it."""
+    """The tokenizer of a folder. Raises NotPlain where transformers may make something else of it, and as `check_growth`."""
     from tokenizers import Tokenizer
 
     file, facts = folder / "tokenizer.json", _json(folder / "tokenizer_config.json")
@@ -85,6 +86,7 @@ def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
             tokens = Tokenizer.from_str(text)
     except Exception as e:  # the library raises Exception itself
         raise NotPlain(f"tokenizer.json: {e}") from None
+    check_growth(tokens, file)
     head = _without_vocabulary(text)
     _check_class(facts, model_type, head)
     _check_special(folder, facts, head)

@@ -23,6 +23,8 @@ from lowq_packers.scheme import ACTS, Scheme
 
 METHOD = "lowq"
 VERSION, TABLES = 1, 2  # without table schemes, and with any
+KEYS = {"quant_method", "version", "schemes", "tensors", "activations"}
+FIELDS = {"bits", "group_size", "zero", "table", "scale", "layout"}  # of a scheme
 _SUFFIX = {"float": "", "int": "_int", "none": "_sym"}
 Pattern = tuple[str, ...]
 
@@ -157,10 +159,16 @@ def _checked(config: Mapping[str, Any]) -> tuple[dict[str, Stored], dict[str, st
     raw, tensors = config.get("schemes"), config.get("tensors")
     if not isinstance(raw, Mapping) or not isinstance(tensors, Mapping):
         raise DamagedError("quantization_config needs `schemes` and `tensors`, each a table")
+    if unknown := sorted(config.keys() - KEYS):
+        raise UnsupportedError(f"quantization_config has {unknown[0]!r}, which this lowq does not know; upgrade lowq")
     schemes = {}
     for key, fields in raw.items():
         if not isinstance(fields, Mapping) or not {"bits", "group_size", "zero"} <= fields.keys():
             raise DamagedError(f"scheme {key!r} in quantization_config needs bits, group_size and zero")
+        if unknown := sorted(fields.keys() - FIELDS):
+            raise UnsupportedError(
+                f"scheme {key!r} in quantization_config has {unknown[0]!r}, unknown to this lowq; upgrade lowq"
+            )
         try:
             layout = stored(fields.get("layout", DISK)).name
         except (SchemeError, TypeError) as e:

@@ -1,9 +1,11 @@
 """The tokenizer of a model folder by transformers, without its modeling code (3.7 s on a core)."""
 
+from collections.abc import Callable
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lowq_cli.files.growth import check_growth
 from lowq_cli.files.source import Source
 from lowq_cli.files.view import only_its_files
 from lowq_cli.hf.chat_template import render
@@ -13,7 +15,7 @@ from lowq_packers.errors import DamagedError, LowqError, NotFoundError, Unsuppor
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model.
 
-    Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read.
+    Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read; as `check_growth`.
     """
     try:  # False: left out, transformers asks on stdin whether to run the folder's own code
         with only_its_files(source) as view, no_panic(f"the tokenizer of {source.name}"):
@@ -34,8 +36,22 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
     if hasattr(found, "deprecation_warnings"):  # as if it had warned of a long text before: those who pass one check its length
         found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    if found.is_fast:
+        check_growth(found.backend_tokenizer, f"the tokenizer of {source.name}")
     _within_means(found)
+    for name in ("_encode_plus", "_decode"):
+        setattr(found, name, _in_a_line(getattr(found, name)))
     return found
+
+
+def _in_a_line(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What a tokenizer is asked for, whatever its library raises."""
+
+    def asked(*args: Any, **how: Any) -> Any:
+        with no_panic("the tokenizer"):
+            return call(*args, **how)
+
+    return asked
 
 
 def _within_means(tokenizer: PreTrainedTokenizerBase) -> None:

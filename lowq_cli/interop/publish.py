@@ -15,7 +15,7 @@ from lowq_cli.interop.card import CARD, model_card
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 
-REPO = re.compile(r"[\w.-]+/[\w.-]+")
+REPO = re.compile(r"(?!.{97})(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)  # as the hub takes them
 
 
 def publish(

@@ -297,5 +297,5 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise NotFoundError(f"recipe {path} does not exist; give a TOML file, or one of {known}") from None
     except OSError as e:
         raise NotFoundError(f"cannot read recipe {path}: {e.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"recipe {path} is not valid TOML: {e}") from None

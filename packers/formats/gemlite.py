@@ -36,7 +36,8 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 
 
 def _matrix(p: str, headers: Headers, fetch: Fetch) -> Matrix:
-    c.need(headers, f"{p}.orig_shape", (2,), ("I32", "I64"))
+    for leaf, count in (("metadata", META), ("orig_shape", 2)):
+        c.need(headers, f"{p}.{leaf}", (count,), ("I32", "I64"))
     meta = [int(v) for v in fetch(f"{p}.metadata").tolist()]
     bits, group, E, channel, mode = meta[1], meta[2], meta[4], meta[9], meta[10]
     N, K = (int(v) for v in fetch(f"{p}.orig_shape").flatten().tolist())

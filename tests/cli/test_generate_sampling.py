@@ -5,6 +5,7 @@ import torch
 
 from lowq_cli.engine.sampling import LEAST, Sampler, Sampling, penalise, restrict
 from lowq_kernels.decode import TORCH
+from lowq_packers.errors import DamagedError
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 2.5, -30.0]])
 
@@ -19,6 +20,12 @@ def pick(logits: torch.Tensor, **how: float) -> list[int]:
 
 def test_greedy_is_the_argmax():
     assert pick(LOGITS) == [4]
+
+
+def test_a_model_that_answers_in_nan_is_an_error():
+    """Weights too large for their dtype: the draw was token 0, the text empty, the exit code 0."""
+    with pytest.raises(DamagedError, match="is NaN: weights or activations overflow float32"):
+        pick(LOGITS.where(LOGITS < 2, torch.nan))
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])

@@ -162,6 +162,11 @@ BAD = {
     "a dense tensor listed": (_config(lambda q: q["tensors"].update({"model.embed_tokens": "w4g32"})), "embed_tokens.weight"),
     "no tables": (_config(lambda q: q.update(schemes=[])), "needs `schemes` and `tensors`"),
     "newer version": (_config(lambda q: q.update(version=3)), "upgrade lowq"),
+    "unknown field": (_config(lambda q: q.update(rotated=True)), "'rotated', which this lowq does not know"),
+    "unknown field of a scheme": (
+        _config(lambda q: [s.update(signs=1) for s in q["schemes"].values()]),
+        "'signs', unknown to this lowq",
+    ),
     "other layout": (_config(lambda q: q["schemes"]["w4g32"].update(layout="spiral")), "layout spiral|layout 'spiral'"),
 }
 

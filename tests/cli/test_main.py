@@ -121,6 +121,14 @@ def test_sampling_out_of_range_is_told_before_the_model_is_loaded(command, monke
     assert "top_p=2.0 must be" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("args", [*NAMING_A_MODEL, "quantize demo --out {}", "push a/b --ckpt {}"])
+def test_a_name_that_the_system_refuses_is_a_line(args, monkeypatch, capsys):
+    """One too long was an internal error."""
+    monkeypatch.setattr(sys, "argv", ["lowq", *args.format("x" * 300).split()])
+    assert main._run() == 2
+    assert capsys.readouterr().err.endswith(": File name too long\n")
+
+
 @pytest.mark.parametrize("name", ["none.gguf", "none.safetensors"])
 def test_the_name_of_a_file_is_no_hub_id(name):
     done = run("inspect", name)

@@ -140,8 +140,9 @@ def test_what_is_sent(folder, monkeypatch, capsys):
 
 
 def test_refusals_are_one_line(folder, monkeypatch, capsys):
-    assert cli(monkeypatch, "no-owner", "--ckpt", folder) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    for name in ("no-owner", "../x", "me/..", "me/-x", "me/a--b", "me/" + "x" * 95, "me/\u00e9"):
+        assert cli(monkeypatch, name, "--dry-run", "--ckpt", folder) == 2
+        assert "write it as name/model" in capsys.readouterr().err
 
     class Hub:
         def create_repo(self, repo, **how):

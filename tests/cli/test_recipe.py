@@ -71,9 +71,10 @@ def test_mistakes_are_named(given, message):
 
 
 def test_bad_recipe_files(tmp_path):
-    (tmp_path / "r.toml").write_text("bits = ")
-    with pytest.raises(UsageError, match="not valid TOML"):
-        make_recipe(tmp_path / "r.toml")
+    for text in ("bits = ", "x = " + "[" * 5000):
+        (tmp_path / "r.toml").write_text(text)
+        with pytest.raises(UsageError, match="not valid TOML"):
+            make_recipe(tmp_path / "r.toml")
     (tmp_path / "r.toml").write_text("bitz = 4")
     with pytest.raises(UsageError, match="did you mean 'bits'"):
         make_recipe(tmp_path / "r.toml")

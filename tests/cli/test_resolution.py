@@ -9,15 +9,16 @@ import pytest
 import torch
 from folders import write_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import lowq
 from lowq_cli.engine.prompts import encode
-from lowq_cli.engine.tokenizer import FileTokenizer
+from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.safetensors_io import parse_header, read_json
 from lowq_cli.files.source import open_source
 from lowq_cli.hf import chat_template
+from lowq_cli.hf.tokenizer import load_tokenizer
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 
 WEIGHTS = "model.safetensors"
@@ -159,6 +160,48 @@ def test_a_tokenizer_whose_regular_expression_runs_wild_is_a_line():
         found("a" * 40 + "!")
     with pytest.raises(DamagedError, match="retry-limit"):
         encode(found, "a" * 40 + "!")
+
+
+def told(folder):
+    """The tokenizer of a folder without lowq's own reading of tokenizer.json, so by transformers."""
+    with open_source(str(folder)) as source:
+        return load_tokenizer(source)
+
+
+def test_what_the_tokenizers_library_raises_bare_is_a_line(model):
+    """A text with a character that a vocabulary without unknown tokens lacks: Exception itself, an internal error before."""
+    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
+    with pytest.raises(DamagedError, match="Missing"):
+        FileTokenizer(made, {}, None)("b")
+    made.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    found = told(model)
+    assert found("a")["input_ids"] == [0]
+    with pytest.raises(DamagedError, match="Missing"):
+        found("b")
+
+
+EIGHTFOLD = normalizers.Replace("a", "a" * 8)
+TO_MANY = normalizers.Precompiled(bytes(4) + b"b" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("part", "steps"),
+    [
+        *(("normalizer", s) for s in ([EIGHTFOLD] * 9, [normalizers.Sequence([EIGHTFOLD] * 3)] * 2, [TO_MANY])),
+        ("normalizer", [normalizers.Prepend("a" * 90), normalizers.Replace(Regex(""), "a" * 90)]),
+        ("decoder", [decoders.Replace("a", "a" * 8)] * 9),
+    ],
+)
+def test_a_tokenizer_that_makes_gigabytes_of_a_line_is_refused(model, part, steps):
+    """37 characters stood for 5 GB, and the command had not ended after minutes."""
+    made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    setattr(made, part, (normalizers if part == "normalizer" else decoders).Sequence(steps))
+    made.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    for read in (lambda: read_tokenizer(model, "llama"), lambda: told(model)):
+        with pytest.raises(UnsupportedError, match=rf"{part} may make a text .* as long"):
+            read()
 
 
 class Words:

@@ -30,6 +30,7 @@ SLOW = (
     "quantize learn",
     "quantize distill",
     "quantize --bpw",
+    "quantize --max-kl",
     "quantize --calib self",
 )  # seconds a run: stopped a quarter as often
 TALK = [{"role": "user", "content": "x" * 9999}]
@@ -67,12 +68,12 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
     calib = {"calib": str(text), "calib_tokens": 4096}
 
     def quantizing(name: str, **how: Any) -> Command:
-        how = {"lm_head": "keep"} | ({} if {"format", "bpw"} & how.keys() else {"bits": 4, "group": 32}) | how
+        how = {"lm_head": "keep"} | ({} if {"format", "bpw", "max_kl"} & how.keys() else {"bits": 4, "group": 32}) | how
 
         def run(folder: Path) -> None:
             own = how.get("calib") == "self"
             with small(own):
-                quantize(valid["speaking"] if own else model, folder / "out", **how)
+                quantize(valid["speaking"] if own or "max_kl" in how else model, folder / "out", **how)
 
         return Command(name, run)
 
@@ -91,6 +92,7 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
         quantizing("quantize learn", method="learn", **calib),
         quantizing("quantize distill", method="distill", **calib),
         quantizing("quantize --bpw", method="rtn", bpw=5.0, **calib),
+        quantizing("quantize --max-kl", method="rtn", max_kl=1e-5, group=32, **calib),
         quantizing("quantize --format fp8", format="fp8"),
         quantizing("quantize --calib self", method="gptq", calib="self", calib_tokens=4096),
         Command("quantize --export", and_export),
