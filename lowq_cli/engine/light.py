@@ -339,6 +339,6 @@ def _stops(source: Source, config: Config) -> Any:
     path = source.folder / "generation_config.json"
     try:
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         raise NotPlain("generation_config.json cannot be read") from None
     return config.eos_token_id if found is None else found

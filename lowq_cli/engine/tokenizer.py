@@ -105,7 +105,7 @@ def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise NotPlain(f"{path.name}: {e}") from None
     if not isinstance(found, dict):
         raise NotPlain(f"{path.name} is no table")

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 import lowq
 from lowq_cli.engine.prompts import encode
+from lowq_cli.engine.ready import ready
 from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.safetensors_io import parse_header, read_json
@@ -160,6 +161,13 @@ def test_a_tokenizer_whose_regular_expression_runs_wild_is_a_line():
         found("a" * 40 + "!")
     with pytest.raises(DamagedError, match="retry-limit"):
         encode(found, "a" * 40 + "!")
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_a_file_of_brackets_is_a_line(model, name):
+    (model / name).write_text("[" * 100_000)
+    with pytest.raises(LowqError):
+        ready(str(model), "cpu")
 
 
 def told(folder):

@@ -173,6 +173,7 @@ TEXTS = [
     ('{"name": "nobody", "arguments": {}}', '{"name": "nobody", "arguments": {}}', 0),
     ('{"just": "JSON"}', '{"just": "JSON"}', 0),
     ("{ not JSON", "{ not JSON", 0),
+    ("[" * 9999, "[" * 9999, 0),
 ]
 
 

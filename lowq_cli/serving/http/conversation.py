@@ -76,7 +76,7 @@ def _call(name: str, given: Any) -> dict[str, Any]:
     arguments = function.get("arguments", "")
     try:
         arguments = json.loads(text(f"{name}.function.arguments", arguments) or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise wrong(f"{name}.function.arguments", "must be JSON, as a text") from None
     named = {"name": text(f"{name}.function.name", function.get("name")), "arguments": arguments}
     return {"id": given.get("id"), "type": "function", "function": named}

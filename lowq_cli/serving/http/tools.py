@@ -132,7 +132,7 @@ class Reader:
         """The calls that a text is; none if it is anything else."""
         try:
             value = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
         found = []
         for call in value if isinstance(value, list) else [value]:
