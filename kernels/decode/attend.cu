@@ -116,7 +116,7 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const i
     using C = Held<KV, T, D>;
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
     constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
-    constexpr int STAGES = KV == 4 ? 4 : KV == 8 ? 3 : 2, PIECES = 2 * CH + 4 * VH;       // tiles in flight a warp; 16-byte pieces a lane has of a tile
+    constexpr int STAGES = KV == 4 ? 4 : KV == 8 ? 3 : 2, PIECES = 2 * CH + 4 * VH;  // tiles in flight a warp; 16-byte pieces a lane has of a tile
     constexpr int PARTIAL = ITEMS + (G + 1) / 2;              // float4 a block leaves in global memory: sums, maximum and total
     constexpr float NONE = -1e30f;                            // the maximum of no scores: finite, so that differences stay numbers
     extern __shared__ float4 shared[];                        // [warp][stage][piece][lane] 16 bytes

@@ -42,10 +42,10 @@ LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _head(ptr, partner_ptr, norm_ptr, offs_d, partner, cos, sin, mask, mask_d, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Rows of heads (rows, BLOCK_D) in fp32, normed and rotated. `partner` is the other half of each rotated pair."""
-    x = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(partner_ptr, mask=mask, other=0.0).to(tl.float32)
+def _heads(rows, norm_ptr, offs_d, partner, cos, sin, mask, mask_d, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads at `rows` (n, 1), as (n, BLOCK_D) fp32, normed and rotated. `partner` is the other half of each rotated pair."""
+    x = tl.load(rows + offs_d[None, :], mask=mask, other=0.0).to(tl.float32)
+    other = tl.load(rows + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         x = x * inverse * tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
@@ -157,36 +157,10 @@ def _attend_kernel(
         q_sum = tl.sum(q.to(tl.float32), 1)
     else:
         token = qkv_ptr + b.to(tl.int64) * (G + 2) * HKV * D
-        q_row = token + (h * G + offs_g)[:, None] * D
-        q = _head(
-            q_row + offs_d[None, :],
-            q_row + partner[None, :],
-            q_norm_ptr,
-            offs_d,
-            partner,
-            cos,
-            sin,
-            mask_gd,
-            mask_d,
-            eps,
-            D,
-            NORM,
-        ).to(dtype)
+        q_rows = token + (h * G + offs_g)[:, None] * D
+        q = _heads(q_rows, q_norm_ptr, offs_d, partner, cos, sin, mask_gd, mask_d, eps, D, NORM).to(dtype)
         k_row = token + (HKV * G + h) * D + tl.zeros((1, 1), tl.int32)
-        new_k = _head(
-            k_row + offs_d[None, :],
-            k_row + partner[None, :],
-            k_norm_ptr,
-            offs_d,
-            partner,
-            cos,
-            sin,
-            mask_d[None, :],
-            mask_d,
-            eps,
-            D,
-            NORM,
-        ).to(dtype)
+        new_k = _heads(k_row, k_norm_ptr, offs_d, partner, cos, sin, mask_d[None, :], mask_d, eps, D, NORM).to(dtype)
         new_v = tl.load(token + (HKV * G + HKV + h) * D + offs_d, mask=mask_d, other=0.0)[None, :]
         if (begin <= pos) & (pos < end):  # this program's chunk holds the new token
             if PAGE:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.decode import kv, reference
-from lowq_kernels.decode.attend_triton import LOG2E, _head
+from lowq_kernels.decode.attend_triton import LOG2E, _heads
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, held, numbers, place, raw, scales
 from lowq_kernels.decode.kv_triton import facts as facts_of
@@ -55,19 +55,18 @@ def _place_kernel(
     sin = tl.where(offs_d < R // 2, -sin, sin)
     dtype = k_ptr.dtype.element_ty
     heads = qkv_ptr + row.to(tl.int64) * (HQ + 2 * HKV) * D + offs_h[:, None] * D
-    here, there = heads + offs_d[None, :], heads + partner[None, :]
     mask_q = is_q[:, None] & mask_d[None, :]
-    q = _head(here, there, q_norm_ptr, offs_d, partner, cos, sin, mask_q, mask_d, eps, D, NORM)
+    q = _heads(heads, q_norm_ptr, offs_d, partner, cos, sin, mask_q, mask_d, eps, D, NORM)
     tl.store(q_ptr + row.to(tl.int64) * HQ * D + offs_h[:, None] * D + offs_d[None, :], q.to(dtype), mask=mask_q)
     mask_k = is_k[:, None] & mask_d[None, :]
-    k = _head(here, there, k_norm_ptr, offs_d, partner, cos, sin, mask_k, mask_d, eps, D, NORM)
+    k = _heads(heads, k_norm_ptr, offs_d, partner, cos, sin, mask_k, mask_d, eps, D, NORM)
     if PAGE:  # a block has S slots, and is found where a sequence's number stands otherwise
         b = tl.load(table_ptr + tl.load(rows_ptr + row) * WIDTH + place // PAGE)
         place = place % PAGE
     slot = place.to(tl.int64) * D + offs_d[None, :]
     tl.store(k_ptr + (b * HKV + offs_h - HQ).to(tl.int64)[:, None] * S * D + slot, k.to(dtype), mask=mask_k)
     mask_v = is_v[:, None] & mask_d[None, :]
-    v = tl.load(here, mask=mask_v, other=0.0)
+    v = tl.load(heads + offs_d[None, :], mask=mask_v, other=0.0)
     tl.store(v_ptr + (b * HKV + offs_h - HQ - HKV).to(tl.int64)[:, None] * S * D + slot, v, mask=mask_v)
 
 
