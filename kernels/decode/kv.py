@@ -195,6 +195,15 @@ def zeros(kind: str, shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     return made
 
 
+def holding(kind: str, x: torch.Tensor) -> Cache:
+    """A cache of x (sequences or blocks, HKV, S, D); in 16 bits x itself."""
+    if kind == PLAIN:
+        return x
+    made = empty(kind, x.shape, x.dtype, x.device)
+    made[:] = x
+    return made
+
+
 def part(held: Cache, some: Any) -> Cache:
     """A view of some sequences of a cache."""
     return held.part(some) if isinstance(held, Coded) else held[some]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowq_cli import console, drawing
-from lowq_cli.commands import AsJson, Device, Threads, checkpoint_argument
+from lowq_cli.commands import AsJson, Device, KvCache, Threads, checkpoint_argument
 
 if TYPE_CHECKING:
     from lowq_cli.tuning.benching import Row
@@ -16,7 +16,7 @@ EXAMPLES = """Examples:
   lowq bench --shape 4096x14336 --bits 4 --batch 1,16,256 --plot speed.png
   lowq bench --shape 4096x4096 --kernel all --json
   lowq bench my-lowq --vllm --batch 1,16,64   (tokens per second in vLLM: its own kernels and lowq's)
-  lowq bench --op attend --shape 4096x8192 --batch 1,4   (32 heads of 128 over 8192 tokens)"""
+  lowq bench --op attend --shape 4096x8192 --batch 1,4 --kv fp8   (32 heads of 128 over 8192 tokens)"""
 BATCHES = "1,2,4,8,16,32,64,128,256"
 
 
@@ -30,6 +30,7 @@ def bench(
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
     kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or each.  [default: as dispatch]")] = None,
     op: Annotated[str, typer.Option(help="product, fp8_product, attend or experts; the last three with --shape.")] = "product",
+    kv: KvCache = "16",
     device: Device = "auto",
     threads: Threads = None,
     vllm: Annotated[
@@ -76,7 +77,7 @@ def bench(
     console.say(f"{ceiling.device}: reads {ceiling.read_gbs:.0f} GB/s, multiplies {ceiling.tflops:.3g} TFLOP/s (measured)")
     rows = []
     with console.progress("bench", len(shapes) * len(batches)) as advance:
-        for row in benching.measure(shapes, batches, where, ceiling, kernel, op):  # type: ignore[arg-type]
+        for row in benching.measure(shapes, batches, where, ceiling, kernel, op, kv):  # type: ignore[arg-type]
             rows.append(row)
             advance(len({(r.N, r.K, r.bits, r.group, r.M) for r in rows}), f"{row.N}x{row.K} M={row.M}: {row.us:.1f} us")
     if as_json:

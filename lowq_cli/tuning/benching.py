@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lowq_cli import drawing
-from lowq_cli.tuning.examples import EXAMPLES
+from lowq_cli.tuning.examples import EXAMPLES, HEAD
+from lowq_kernels.decode.kv import PLAIN, check, slot_bytes
 from lowq_kernels.dispatch.registry import Op, forced, kernels, named, select
 from lowq_kernels.dispatch.timing import Roofline, timed
 from lowq_kernels.dispatch.tuning import Shape
@@ -66,22 +67,28 @@ def measure(
     ceiling: Roofline,
     kernel: str | None,
     op: Op = "product",
+    kv: str = PLAIN,
 ) -> Iterator[Row]:
     """Rows in order: per shape and M, the kernel that dispatch takes; `kernel` names one of any operation, or "all" of `op`.
 
-    Raises UnsupportedError where the named kernel cannot take one of them.
+    kv: what attention's caches are held in (its rows' bits). Raises UsageError where it is no kind, or nothing attends, and
+    UnsupportedError where the named kernel cannot take one of them.
     """
+    check(kv)
     names = list(kernels(op)) if kernel == "all" else [kernel]
     if kernel and kernel != "all":
         op = named(kernel).op
     if op not in EXAMPLES:
         raise UnsupportedError(f"nothing times {op} alone: it is part of a decode step (lowq generate --profile)")
+    if kv != PLAIN and op != "attend":
+        raise UsageError("--kv goes with --op attend")
+    more = (kv,) if op == "attend" else ()
     for shape in shapes:
         for M in batches:
             dense: float | None = None
             for name in names:
                 try:
-                    example = EXAMPLES[op](shape, M, device, forced(name, op))
+                    example = EXAMPLES[op](shape, M, device, forced(name, op), *more)
                     spec, config = select(example.call, name)
                 except UnsupportedError:
                     if kernel == "all":
@@ -89,7 +96,10 @@ def measure(
                     raise
                 us = timed([partial(spec.launch, *operands, config) for operands in example.operands], device)
                 dense = dense or timed(example.dense, device)
-                place = (shape.N, shape.K, M, shape.scheme.bits, shape.scheme.group_size, spec.name, example.layout)
+                held = (shape.scheme.bits, shape.scheme.group_size)
+                if op == "attend":
+                    held = (8 * slot_bytes(kv, HEAD, shape.dtype) // HEAD, HEAD)
+                place = (shape.N, shape.K, M, *held, spec.name, example.layout)
                 gbs, tflops = example.nbytes / us / 1e3, example.flops / us / 1e6
                 percent = 100 * ceiling.floor_us(example.nbytes, example.flops) / us
                 yield Row(*place, round(us, 2), round(gbs, 4), round(tflops, 6), round(percent, 1), round(dense, 2))

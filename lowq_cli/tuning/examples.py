@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowq_kernels.activations import Act
-from lowq_kernels.decode import reference
+from lowq_kernels.decode import kv, reference
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.measure import call_for, copies, random_weight
@@ -62,8 +62,11 @@ def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | 
     return Example(call, operands, _linear(x, shape), call_bytes(M, shape.N, shape.K, 8), 2.0 * M * shape.N * shape.K)
 
 
-def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
-    """A token of each of M sequences: heads of 128 that make N features of queries, 4 a key head; caches of K slots, full."""
+def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None, kind: str = kv.PLAIN) -> Example:
+    """A token of each of M sequences: heads of 128 that make N features of queries, 4 a key head; caches of K slots, full.
+
+    kind: what they are held in (`kv.KINDS`); the dense call's are in 16 bits.
+    """
     HQ, S = shape.N // HEAD, shape.K
     if shape.N % (HEAD * QUERIES):
         heads = f"heads of {HEAD}, {QUERIES} a key head"
@@ -72,12 +75,12 @@ def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None)
     qkv = torch.randn(M, (HQ + 2 * h.HKV) * HEAD, device=device).to(shape.dtype)
     pos, angles = torch.full((M,), S - 1, dtype=torch.int32, device=device), torch.rand(S, HEAD, device=device)
     tables = angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
-    moved = 4.0 * M * h.HKV * S * HEAD
+    moved = 2.0 * M * h.HKV * S * kv.slot_bytes(kind, HEAD, shape.dtype)
     n = rotation(int(moved), device)
     caches = [torch.randn(2, M, h.HKV, S, HEAD, device=device).to(shape.dtype) for _ in range(n)]
-    operands = [(qkv, c[0], c[1], pos, *tables, h) for c in caches]
-    dense: list[Callable[[], object]] = [partial(reference.attend, *o) for o in operands]
-    return Example(AttendCall.of(qkv, S, HEAD, h), operands, dense, moved, 4.0 * M * HQ * S * HEAD)
+    dense: list[Callable[[], object]] = [partial(reference.attend, qkv, *c, pos, *tables, h) for c in caches]
+    operands = [(qkv, *(kv.holding(kind, x) for x in c), pos, *tables, h) for c in caches]
+    return Example(AttendCall.of(qkv, S, HEAD, h, kv=kind), operands, dense, moved, 4.0 * M * HQ * S * HEAD)
 
 
 def experts(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
@@ -108,7 +111,7 @@ def _linear(x: torch.Tensor, shape: Shape) -> list[Callable[[], object]]:
     return [partial(torch.nn.functional.linear, x, w) for w in made]
 
 
-EXAMPLES: dict[Op, Callable[[Shape, int, torch.device, KernelSpec | None], Example]] = {
+EXAMPLES: dict[Op, Callable[..., Example]] = {
     "product": product,
     "fp8_product": fp8_product,
     "attend": attend,

@@ -170,7 +170,9 @@ def test_bench_times_the_kernel_that_is_named(name, monkeypatch):
 @pytest.mark.parametrize("asked", [("--op", "attend"), ("--kernel", "torch/attend")])
 def test_bench_times_other_operations(asked):
     result, _ = lowq("bench", "--shape", "512x64", "--group", "32", "--batch", "2", "--device", "cpu", *asked)
-    assert [(r["kernel"], r["M"], r["us"] > 0) for r in result["rows"]] == [("torch/attend", 2, True)]
+    assert [(r["kernel"], r["M"], r["bits"], r["us"] > 0) for r in result["rows"]] == [("torch/attend", 2, 16, True)]
+    result, _ = lowq("bench", "--shape", "512x64", "--group", "32", "--batch", "1", "--device", "cpu", "--kv", "fp8", *asked)
+    assert [r["bits"] for r in result["rows"]] == [8]
 
 
 @pytest.mark.parametrize(
@@ -180,6 +182,8 @@ def test_bench_times_other_operations(asked):
         (["--shape", "64x64", "--group", "32", "--op", "fp8_product"], "no kernel takes"),
         (["--shape", "64x64", "--group", "32", "--op", "multiply"], "--op 'multiply'"),
         (["--op", "attend"], "goes with --shape"),
+        (["--shape", "64x64", "--group", "32", "--kv", "4"], "--kv goes with --op attend"),
+        (["--shape", "512x64", "--group", "32", "--op", "attend", "--kv", "5"], "--kv 5 must be one of"),
         (["--shape", "64x64", "--group", "32", "--kernel", "cuda/experts"], "cuda/experts .* runs on cuda, not on cpu"),
         (["--shape", "64x64", "--group", "32", "--kernel", "cuda/tile_mma"], "cuda/tile_mma .* runs on cuda, not on cpu"),
         (["--shape", "64"], "NxK"),
