@@ -22,7 +22,7 @@ from lowq_cli.calibrate import scaling, texts
 from lowq_cli.calibrate.end_to_end import PASSES, EndToEnd, polished
 from lowq_cli.calibrate.layer_file import load_item, load_notes, load_tensor, save_item
 from lowq_cli.calibrate.learn import EPOCHS, learn
-from lowq_cli.calibrate.need import UNSEEN, LayerDone, MatrixDone, PassDone
+from lowq_cli.calibrate.need import ALONE_TOKENS, UNSEEN, LayerDone, MatrixDone, PassDone
 from lowq_cli.calibrate.walk import Hidden, Layer
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.folder import staged
@@ -53,7 +53,7 @@ def seconds(plan: Plan, device: torch.device) -> float:
     began = time.perf_counter()
     (x @ x)[0, 0].item()
     rate = 2 * 1024**3 / (time.perf_counter() - began)
-    tokens = plan.recipe.calib_tokens
+    tokens = plan.recipe.tokens
     layers = len({m[1] for i in items if (m := re.search(r"\.(\d+)\.", i.name))})
     widths = sorted({i.shape[1] for i in items})
     work = 9.0 * tokens * sum(i.params for i in items)
@@ -62,8 +62,9 @@ def seconds(plan: Plan, device: torch.device) -> float:
     if learning := [i.params for i in items if quantizers.needs_learning(str(i.method))]:
         read = tokens * (UNSEEN + 1) / UNSEEN
         tables = sum(i.params for i in plan.items if i.kind in ("embedding", "head"))
-        work += LEARNING * read * 6 * (EPOCHS + 1) * sum(learning)
-        if any(quantizers.needs_distilling(str(i.method)) for i in items):
+        distills = any(quantizers.needs_distilling(str(i.method)) for i in items)
+        work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * sum(learning)
+        if distills:
             work += LEARNING * read * (8 * PASSES + 4) * (sum(learning) + tables)
     return work / rate
 
@@ -96,7 +97,7 @@ class Calibration:
         self.blocks = DecoderLayers(source, device)
         self.items = {i.name: i for i in plan.items if i.method and quantizers.needs_text(i.method)}
         tokenizer = load_tokenizer(source)
-        count = plan.recipe.calib_tokens if text.ids is None else text.ids.numel()
+        count = plan.recipe.tokens if text.ids is None else text.ids.numel()
         self.ids = text.windows(tokenizer, count, self.blocks.model)
         self.tokens = self.ids.numel()
         self.distills = any(quantizers.needs_distilling(str(i.method)) for i in self.items.values())
@@ -156,7 +157,9 @@ class Calibration:
         if not all(polished(p).is_file() for p in files.values()):
             start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
             dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in files}
-            yield from EndToEnd(self.blocks, self.items, dtypes, files).run(self.ids, start, wanted, others, self.folder)
+            yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored).run(
+                self.ids, start, wanted, others, self.folder
+            )
         self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}
 
     def _tables(self) -> dict[str, torch.Tensor]:
@@ -224,7 +227,8 @@ class Calibration:
                     self.rounded += 1
                     yield MatrixDone(name, self.rounded, len(self.items))
         dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
-        for name, q in learn(layer, learning, dtypes, original, behind).items():
+        every = max(1, round(self.tokens / ALONE_TOKENS)) if self.distills else 1  # a batch in so many is enough to start from
+        for name, q in learn(layer, learning, dtypes, original[::every], behind[::every]).items():
             results |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
         with writing(path):

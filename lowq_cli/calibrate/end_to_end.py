@@ -1,9 +1,10 @@
-"""After the layers, the whole model: scales and zeros follow the KL divergence of its predictions from the original's.
+"""After the layers, the whole model: all of them learn from the KL divergence of its predictions from the original's.
 
-Codes stay. What a layer alone cannot see, that errors of different layers add up or cancel, is what is left to gain. The
-original's predictions come from its last hidden states, which the walk leaves behind; the quantized model is run layer by
-layer, forwards without and backwards with gradients: one layer's activations are held at a time, and of the weights their
-codes (a byte each), scales and zeros with Adam's averages. Source: own, of a known part: EfficientQAT, arXiv:2407.11062.
+Scales and zeros, the norms' weights and, in few bits, codes (`need.TOGETHER`). What a layer alone cannot see, that errors of
+different layers add up or cancel, is what is left to gain. The original's predictions come from its last hidden states, which
+the walk leaves behind; the quantized model is run layer by layer, forwards without and backwards with gradients, and a layer
+moves as soon as it has them: one layer's activations and gradients are held at a time, and of the weights their codes (a byte
+each), with what is learnt and Adam's averages of it. Source: own, of a known part: EfficientQAT, arXiv:2407.11062.
 """
 
 import json
@@ -18,52 +19,16 @@ from torch.func import functional_call
 
 from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
-from lowq_cli.calibrate.learn import WARM, repeatable, stored, weights_of
-from lowq_cli.calibrate.need import PassDone
+from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
+from lowq_cli.calibrate.need import PassDone, rates
 from lowq_cli.calibrate.walk import Hidden
 from lowq_cli.files.atomic import writing
 from lowq_cli.hf.layers import DecoderLayers
 from lowq_cli.plan.plan import Item
 from lowq_packers.atomic import write_whole
-from lowq_packers.qtensor import QuantizedTensor
 
 PASSES = 4
-RATE = 1e-3  # of the scales' logarithms and of the zeros, in codes
 STATE = "end-to-end.safetensors"
-
-
-class Grid:
-    """A matrix whose scales and zeros have gradients. The dequantized value is that of what will be stored."""
-
-    def __init__(self, q: QuantizedTensor, dtype: torch.dtype, device: torch.device) -> None:
-        self.q, self.dtype = q, dtype
-        N, K = q.W_q.shape
-        self.codes = q.W_q.to(device).reshape(N, K // q.group_size, q.group_size)
-        self.scales = q.scales.float().to(device).unsqueeze(-1)
-        self.stretch = torch.zeros_like(self.scales, requires_grad=True)
-        mid = torch.full_like(self.scales, 2.0 ** (q.bits - 1))
-        self.zeros = mid if q.zeros is None else q.zeros.float().to(device).unsqueeze(-1)
-        self.shift = torch.zeros_like(self.scales, requires_grad=q.zero == "float")
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """What an optimizer moves."""
-        return [t for t in (self.stretch, self.shift) if t.requires_grad]
-
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales and zeros as they will be stored."""
-        return stored(self.scales * self.stretch.exp(), self.dtype), stored(self.zeros + self.shift, self.dtype)
-
-    def weight(self) -> torch.Tensor:
-        """(N, K) fp32."""
-        scales, zeros = self.parts()
-        return ((self.codes.float() - zeros) * scales).reshape(self.q.W_q.shape)
-
-    def quantized(self) -> QuantizedTensor:
-        """What was learnt."""
-        scales, zeros = (t.detach().squeeze(-1).cpu() for t in self.parts())
-        q = self.q
-        return QuantizedTensor(q.W_q, scales, None if q.zeros is None else zeros, q.bits, q.group_size, q.zero)
 
 
 class EndToEnd:
@@ -71,15 +36,22 @@ class EndToEnd:
 
     Args:
         blocks: its layers. items: the matrices that learn, by checkpoint name; dtypes: of their scales.
-        files: checkpoint name -> file that holds what the layer's own phase found.
+        files: checkpoint name -> file that holds what the layer's own phase found. kept: checkpoint name -> dtype of tensors
+            that are not quantized, norms among them.
     """
 
     def __init__(
-        self, blocks: DecoderLayers, items: dict[str, Item], dtypes: dict[str, torch.dtype], files: dict[str, Path]
+        self,
+        blocks: DecoderLayers,
+        items: dict[str, Item],
+        dtypes: dict[str, torch.dtype],
+        files: dict[str, Path],
+        kept: dict[str, torch.dtype],
     ) -> None:
-        self.blocks, self.files, self.dtypes, device = blocks, files, dtypes, blocks.device
+        self.blocks, self.files, self.dtypes, self.kept, device = blocks, files, dtypes, kept, blocks.device
         self.layers: list[SimpleNamespace] = []
-        self.grids: dict[str, Grid] = {}
+        self.optimizers: list[torch.optim.Adam | None] = []
+        weights = sum(items[n].params for n in files if n in items)
         for number in range(len(blocks)):
             spots = {n: s for n, s in blocks.linears(number).items() if n in files and n in items}
             with blocks.layer(number) as module:
@@ -88,14 +60,24 @@ class EndToEnd:
             for name, spot in spots.items():
                 q = load_item(files[name], items[name])
                 if spot.cut.expert is None:
-                    mine[name] = Grid(q, dtypes[name], device)
+                    rate, _, code_rate = rates(q.bits, weights)
+                    mine[name] = Grid(q, dtypes[name], device, rate, code_rate)
                     if spot.cut.rows is None and not spot.cut.transposed:
                         held[spot.path] = held[spot.path].to("meta")  # all of it is the grid's
                 else:
                     spot.cut.of(held[spot.path]).copy_(q.dequantize().to(device))
-            self.grids |= mine
             module = blocks.layers[number]
-            self.layers.append(SimpleNamespace(spots=spots, quantized=held, grids=mine, module=module, forward=module.forward))
+            norm_rate = rates(min(g.q.bits for g in mine.values()), weights)[1] if mine else 0.0
+            norms = {p: n for p, n in blocks.kept(number).items() if norm_rate and n in kept and _is_norm(module, p)}
+            learnt = {p: held[p].float().requires_grad_() for p in norms}
+            groups = [g for m in mine.values() for g in m.parameters()]
+            groups += [{"params": list(learnt.values()), "lr": norm_rate}] if learnt else []
+            self.optimizers.append(torch.optim.Adam(groups, betas=(0.9, 0.95)) if groups else None)
+            self.layers.append(
+                SimpleNamespace(
+                    spots=spots, quantized=held, grids=mine, norms=learnt, names=norms, module=module, forward=module.forward
+                )
+            )
 
     def run(self, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Any], folder: Path) -> Iterator[PassDone]:
         """Learn, and write a file beside each layer's; `files` then names those. Yields after each pass over the text.
@@ -105,22 +87,21 @@ class EndToEnd:
             wanted: the last layer's outputs in the original. others: see `DecoderLayers.start`.
             folder: where the passes done are kept, so that a killed run goes on behind them.
         """
-        leaves = [t for g in self.grids.values() for t in g.leaves]
-        optimizer = torch.optim.Adam(leaves, lr=RATE, betas=(0.9, 0.95))
+        groups = [g for o in self.optimizers if o for g in o.param_groups]
+        full = [g["lr"] for g in groups]
         with repeatable(), self.blocks.tail() as logits:
-            done, before = self._resume(folder / STATE, leaves, optimizer)
+            done, before = self._resume(folder / STATE)
             if done == 0:
                 before = self._loss(logits, ids, start, wanted, others)
             steps, step = PASSES * len(start), done * len(start)
             for number in range(done, PASSES):
                 total = 0.0
                 for i in torch.randperm(len(start), generator=torch.Generator().manual_seed(number)).tolist():
-                    optimizer.param_groups[0]["lr"] = RATE * min((step + 1) / WARM, 1 - step / steps)
-                    optimizer.zero_grad()
+                    for group, rate in zip(groups, full, strict=True):
+                        group["lr"] = rate * min((step + 1) / WARM, 1 - step / steps)
                     total += self._step(logits, ids, i, start[i], wanted[i], others)
-                    optimizer.step()
                     step += 1
-                self._keep(folder / STATE, leaves, optimizer, number + 1, before)
+                self._keep(folder / STATE, number + 1, before)
                 yield PassDone(number + 1, PASSES, total / len(start))
             after = self._loss(logits, ids, start, wanted, others)
         self._write(after < before)
@@ -130,6 +111,7 @@ class EndToEnd:
         layer = self.layers[number]
         layer.module.forward = layer.forward  # `DecoderLayers.tail` puts another there
         weights = {n: p for n, p in layer.quantized.items() if not p.is_meta} | weights_of(layer, layer.grids)
+        weights |= {p: stored(t, self.kept[layer.names[p]]) for p, t in layer.norms.items()}
         out = functional_call(layer.module, weights, (x, *others[0]), others[1])
         return out[0] if isinstance(out, tuple) else out
 
@@ -142,7 +124,7 @@ class EndToEnd:
         return entered
 
     def _step(self, logits: Any, ids: torch.Tensor, i: int, x: torch.Tensor, wanted: torch.Tensor, others: list[Any]) -> float:
-        """The gradients of a batch's mean KL divergence; that."""
+        """Move every layer by the gradients of a batch's mean KL divergence; that."""
         entered = self._through(x, others)
         last = entered.pop().requires_grad_()
         loss = 0.0
@@ -157,6 +139,9 @@ class EndToEnd:
                 h = entered.pop().requires_grad_()
                 self._forward(number, h, others[number]).backward(g)
             g = h.grad
+            if optimizer := self.optimizers[number]:
+                optimizer.step()
+                optimizer.zero_grad()
         return loss
 
     def _loss(self, logits: Any, ids: torch.Tensor, start: Hidden, wanted: Hidden, others: list[Any]) -> float:
@@ -178,37 +163,52 @@ class EndToEnd:
         q = torch.log_softmax(logits(window, hidden.unsqueeze(0)).float(), -1)
         return (p.exp() * (p - q)).sum(-1).mean()
 
-    def _resume(self, path: Path, leaves: list[torch.Tensor], optimizer: torch.optim.Adam) -> tuple[int, float]:
+    def _leaves(self) -> Iterator[tuple[str, torch.optim.Adam, torch.Tensor]]:
+        """What is learnt: a key of its own, its optimizer, itself."""
+        for number, optimizer in enumerate(self.optimizers):
+            if optimizer:
+                for i, t in enumerate([t for g in optimizer.param_groups for t in g["params"]]):
+                    yield f"{number}.{i}", optimizer, t
+
+    def _resume(self, path: Path) -> tuple[int, float]:
         """Passes done before, and the loss before them; leaves and averages are put back."""
         if not path.is_file():
             return 0, 0.0
         found = load_file(path)
         done, before = (float(x) for x in found["facts"])
-        for i, t in enumerate(leaves):
-            t.data.copy_(found[f"{i}.value"])
-            averages = {k: found[f"{i}.{k}"].to(t.device) for k in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[t] = {"step": found[f"{i}.step"], **averages}
+        for key, optimizer, t in self._leaves():
+            t.data.copy_(found[f"{key}.value"])
+            averages = {k: found[f"{key}.{k}"].to(t.device) for k in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[t] = {"step": found[f"{key}.step"], **averages}
         return int(done), before
 
-    @staticmethod
-    def _keep(path: Path, leaves: list[torch.Tensor], optimizer: torch.optim.Adam, done: int, before: float) -> None:
+    def _keep(self, path: Path, done: int, before: float) -> None:
         found = {"facts": torch.tensor([done, before], dtype=torch.float64)}
-        for i, t in enumerate(leaves):
+        for key, optimizer, t in self._leaves():
             state = optimizer.state[t]
-            found |= {f"{i}.{k}": state[k].detach().cpu().contiguous() for k in ("step", "exp_avg", "exp_avg_sq")}
-            found[f"{i}.value"] = t.detach().cpu().contiguous()
+            found |= {f"{key}.{k}": state[k].detach().cpu().contiguous() for k in ("step", "exp_avg", "exp_avg_sq")}
+            found[f"{key}.value"] = t.detach().cpu().contiguous()
         with writing(path):
             write_whole(path, save(found))
 
     def _write(self, better: bool) -> None:
-        """A file with the new scales and zeros beside each layer's; the old numbers where the loss did not fall."""
-        for path in sorted(set(self.files.values())):
-            tensors = load_file(path)
-            for name, grid in self.grids.items() if better else ():
-                if self.files[name] == path:
-                    tensors |= save_item(grid.quantized(), name, self.dtypes[name])
+        """A file with what was learnt beside each layer's; the old numbers where the loss did not fall."""
+        learnt: dict[Path, dict[str, torch.Tensor]] = {path: {} for path in sorted(set(self.files.values()))}
+        for layer in self.layers if better else ():
+            for name, grid in layer.grids.items():
+                learnt[self.files[name]] |= save_item(grid.quantized(), name, self.dtypes[name])
+            for p, t in layer.norms.items():
+                name = layer.names[p]
+                learnt[self.files[next(iter(layer.grids))]][f"{name}.values"] = t.detach().to(self.kept[name]).cpu()
+        for path, tensors in learnt.items():
             with writing(path):
-                write_whole(polished(path), save(tensors, {"notes": json.dumps(load_notes(path))}))
+                write_whole(polished(path), save(load_file(path) | tensors, {"notes": json.dumps(load_notes(path))}))
+
+
+def _is_norm(module: torch.nn.Module, path: str) -> bool:
+    """Whether a layer's parameter is the weight of a norm."""
+    owner, _, leaf = path.rpartition(".")
+    return leaf == "weight" and "Norm" in type(module.get_submodule(owner)).__name__
 
 
 def polished(path: Path) -> Path:

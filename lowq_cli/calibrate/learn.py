@@ -38,7 +38,11 @@ def learn(
         dtypes: of scales and zeros as stored, by name. Experts stay as they are.
         original, behind: the layer's inputs in the original model, and behind the layers quantized so far.
     """
-    dense = {n: _Learnt(q, dtypes[n]) for n, q in found.items() if layer.spots[n].cut.expert is None}
+    dense = {
+        n: Grid(q, dtypes[n], q.W_q.device, *RATES.get(q.bits, OTHERS))
+        for n, q in found.items()
+        if layer.spots[n].cut.expert is None
+    }
     if not dense:
         return {}
     wanted = [layer.run(x, layer.original) for x in original]
@@ -58,39 +62,39 @@ def learn(
                 optimizer.step()
                 step += 1
         better = {n: m.quantized() for n, m in dense.items()}
-        fixed = {n: _Learnt(q, dtypes[n]) for n, q in better.items()}
+        fixed = {n: Grid(q, dtypes[n], q.W_q.device, 0, 0) for n, q in better.items()}
         with torch.no_grad():
             after = sum(float(_loss(layer, weights_of(layer, fixed), x, y)) for x, y in zip(behind, wanted, strict=True))
     return better if after < before else {}
 
 
-class _Learnt:
-    """A quantized matrix whose parts have gradients. The dequantized value is that of what will be stored."""
+class Grid:
+    """A quantized matrix whose parts have gradients. The dequantized value is that of what will be stored.
 
-    def __init__(self, q: QuantizedTensor, dtype: torch.dtype) -> None:
-        self.q, self.dtype = q, dtype
-        self.rate, self.code_rate = RATES.get(q.bits, OTHERS)
+    rate, code_rate: Adam's, of the scales' logarithms and of the zeros (in codes); of the codes (0: they stay).
+    """
+
+    def __init__(self, q: QuantizedTensor, dtype: torch.dtype, device: torch.device, rate: float, code_rate: float) -> None:
+        self.q, self.dtype, self.rate, self.code_rate = q, dtype, rate, code_rate
         N, K = q.W_q.shape
-        self.codes = q.W_q.float().reshape(N, K // q.group_size, q.group_size)
-        self.moved = torch.zeros_like(self.codes, requires_grad=self.code_rate > 0)
-        self.scales = q.scales.float().unsqueeze(-1)
+        self.codes = q.W_q.to(device).reshape(N, K // q.group_size, q.group_size)
+        self.moved = torch.zeros(self.codes.shape, device=device, requires_grad=True) if code_rate else None
+        self.scales = q.scales.float().to(device).unsqueeze(-1)
         self.stretch = torch.zeros_like(self.scales, requires_grad=True)
         mid = torch.full_like(self.scales, 2.0 ** (q.bits - 1))
-        self.zeros = mid if q.zeros is None else q.zeros.float().unsqueeze(-1)
+        self.zeros = mid if q.zeros is None else q.zeros.float().to(device).unsqueeze(-1)
         self.shift = torch.zeros_like(self.scales, requires_grad=q.zero == "float")
 
-    def parameters(self) -> Iterator[dict[str, object]]:
+    def parameters(self) -> list[dict[str, Any]]:
         """What an optimizer is given."""
-        yield {"params": [self.stretch], "lr": self.rate}
-        if self.shift.requires_grad:
-            yield {"params": [self.shift], "lr": self.rate}
-        if self.moved.requires_grad:
-            yield {"params": [self.moved], "lr": self.code_rate}
+        found: list[dict[str, Any]] = [{"params": [t for t in (self.stretch, self.shift) if t.requires_grad], "lr": self.rate}]
+        return found if self.moved is None else [*found, {"params": [self.moved], "lr": self.code_rate}]
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scales and zeros as they would be stored, with gradients as if nothing were rounded."""
-        codes = self.codes + self.moved
-        if self.moved.requires_grad:
+        codes = self.codes.float()
+        if self.moved is not None:
+            codes = codes + self.moved
             codes = codes + (codes.round().clamp(0, 2**self.q.bits - 1) - codes).detach()
         scales, zeros = self.scales * self.stretch.exp(), self.zeros + self.shift
         return codes, stored(scales, self.dtype), stored(zeros, self.dtype)

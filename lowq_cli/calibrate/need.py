@@ -6,10 +6,21 @@ from dataclasses import dataclass, field
 from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
 from lowq_cli.plan.plan import Item, Plan
+from lowq_cli.plan.recipe import CALIB_TOKENS
 
 # `learn` also reads windows of random tokens, one to so many of text: what a text never shows (the bundled one lacks a third of
 # story's vocabulary) is else free to be forgotten. Story, 2 bits g128, WikiText-2 / mix: 77.6 / 67.4, without them 89.6 / 69.8.
 UNSEEN = 8
+
+# Width -> Adam's rates where all layers learn together: of the scales' logarithms and of the zeros (in codes); of the norms; of
+# the codes. 0: they stay. Base g64, own text, WikiText-2 / mix. 2 bits, 524,288 tokens: (1e-3, 0, 0) 40.10 / 47.94, these
+# 39.25 / 47.42. 3 bits, these: 36.43 / 42.01. 4 bits, 262,144 tokens, these: 35.54 / 41.15.
+TOGETHER = {1: (2e-3, 5e-4, 3e-3), 2: (2e-3, 5e-4, 3e-3), 3: (1e-3, 2e-4, 0.0)}
+WIDER = (1e-3, 0.0, 0.0)
+MOST_CODES = 2 * 10**9  # weights whose codes learn together: 12 bytes each of memory, and of disk after each pass
+ALONE_TOKENS = 131072  # that a layer learns from alone, where all learn together from more
+
+MOST_TOKENS, COST = 524288, 5e14  # where all layers learn together on a GPU, and the most weights times tokens
 
 
 @dataclass(frozen=True)
@@ -39,11 +50,23 @@ class MatrixDone:
 
 @dataclass(frozen=True)
 class PassDone:
-    """Scales and zeros of all layers were learnt together in one pass over the text. loss: KL divergence, nats a token."""
+    """All layers learnt together in one pass over the text. loss: KL divergence, nats a token."""
 
     index: int
     total: int
     loss: float
+
+
+def rates(bits: int, weights: int) -> tuple[float, float, float]:
+    """A line of TOGETHER for a model of so many weights that learn."""
+    scales, norms, codes = TOGETHER.get(bits, WIDER)
+    return scales, norms, codes if weights <= MOST_CODES else 0.0
+
+
+def tokens_for(plan: Plan) -> int:
+    """How many tokens all layers of a plan learn from on a GPU where nobody says: a power of two."""
+    weights = sum(i.params for i in plan.items if i.scheme)
+    return min(MOST_TOKENS, max(CALIB_TOKENS, 1 << int(COST / max(weights, 1)).bit_length() - 1))
 
 
 def is_calibrated(plan: Plan) -> bool:
@@ -53,7 +76,7 @@ def is_calibrated(plan: Plan) -> bool:
 
 def identity(plan: Plan, text: texts.Text | None) -> str:
     """A hash of the text and the number of tokens, for the name of the run; "" where nothing is calibrated."""
-    return f"{text.digest} {plan.recipe.calib_tokens}" if text else ""
+    return f"{text.digest} {plan.recipe.tokens}" if text else ""
 
 
 def working_bytes(plan: Plan) -> int:
@@ -70,7 +93,7 @@ def working_bytes(plan: Plan) -> int:
     inputs = 8 * texts.BATCH * texts.WINDOW * widest
     copies = 4 if any(i.kind == "expert" for i in items) else 2  # a mixture's inputs are held besides
     learns = any(quantizers.needs_learning(str(i.method)) for i in items)
-    tokens = plan.recipe.calib_tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.calib_tokens
+    tokens = plan.recipe.tokens * (UNSEEN + 1) // UNSEEN if learns else plan.recipe.tokens
     streams = copies * tokens * hidden
     if learns:
         # codes, their gradient and Adam's two averages, the weights and theirs; what a batch leaves for the way back; outputs
@@ -82,13 +105,19 @@ def working_bytes(plan: Plan) -> int:
 
 
 def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: int) -> int:
-    """Bytes that learning all layers together takes: codes, a byte each; of scales and zeros value, gradient, Adam's averages.
+    """Bytes that learning all layers together takes: codes, a byte each; of what is learnt value, gradient, Adam's averages.
 
-    Besides, a layer's weights and their gradients, a batch's hidden states before every layer, the tables and some logits.
+    Codes that are learnt have a gradient while their layer has: 12 bytes each. Besides, a layer's weights and their gradients,
+    a batch's hidden states before every layer, the tables and some logits.
     """
     tables = [i for i in plan.items if i.kind in ("embedding", "head")]
     rows, hidden = max((i.shape[0] for i in tables), default=0), min(i.shape[1] for i in items)
-    grids = sum(i.params * (1 + 2 * 16 / i.scheme.group_size) for i in items if i.scheme)
+    weights = sum(i.params for i in items)
+    grids = sum(
+        i.params * (1 + 2 * 16 / i.scheme.group_size + (12 if rates(i.scheme.bits, weights)[2] else 0))
+        for i in items
+        if i.scheme
+    )
     batch = texts.BATCH * texts.WINDOW * hidden * (len(layers) + 24)
     return (
         int(grids) + streams + 4 * (4 * max(layers.values()) + batch + sum(i.params for i in tables) + 6 * texts.WINDOW * rows)

@@ -65,7 +65,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
             "self|FILE|DIR",
         ),
     ),
-    "calib_tokens": (int, option("How many tokens of it to read.  [default: 65536]")),
+    "calib_tokens": (int, option("How many tokens of it to read.  [default: 65536; distill on a GPU: to 524288]")),
     "calib_seed": (int, option("With --calib self: another text.  [default: 0]")),
     "rotate": (bool, option("Turn the model's space first, folded into the weights.", None, None, "--rotate/--no-rotate")),
     "format": (str, option("lowq; nvfp4, mxfp4, nf4, or table (fitted to each weight); fp8 (e4m3).  [default: lowq]")),

@@ -31,6 +31,7 @@ from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, ZERO_KINDS, A
 DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
 Dtype = Literal["source", "float16", "bfloat16", "float32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+CALIB_TOKENS = 65536  # that calibrated methods read where nobody says how many
 NOT_CALIBRATED = ("head", "embedding", "router")
 # Width of the body: up to it a head gets so many bits. An 8-bit head costs under 0.03% of perplexity, a 4-bit one 0.4 to 1.4%
 # (benchmarks/results/accuracy/head.json), which is little beside what 2 bits cost (108%); and a decode step reads the whole
@@ -60,7 +61,7 @@ class Recipe:
         dtype: of scales, zeros and kept tensors; "source" leaves the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = the model writes it; "bundled";
             None = its own where writing it takes no longer than quantizing, else the bundled one.
-        calib_tokens: how many tokens of it, at most.
+        calib_tokens: how many tokens of it, at most; None = 65,536, or for distill on a GPU up to 524,288, by size.
         calib_seed: of a text that the model writes.
         rotate: turn the residual stream and the heads first, folded into the weights; exact, for the families of `rotation`.
         act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
@@ -88,7 +89,7 @@ class Recipe:
     embedding: int | Keep = "keep"
     dtype: Dtype = "source"
     calib: str | None = None
-    calib_tokens: int = 65536
+    calib_tokens: int | None = None
     calib_seed: int = 0
     act: Act = "none"
     rotate: bool = False
@@ -117,7 +118,8 @@ class Recipe:
         ):
             if value not in known:
                 raise UsageError(f"{name}={spelled(value)} does not exist; use one of {', '.join(known)}")
-        self._check_whole("calib_tokens", 4096, 1 << 62, "a whole number of at least 4096")
+        if self.calib_tokens is not None:
+            self._check_whole("calib_tokens", 4096, 1 << 62, "a whole number of at least 4096")
         self._check_whole("calib_seed", 0, (1 << 32) - 1, "a whole number from 0 to 2^32 - 1")
         if self.calib is not None and not self.budgeted and (self.method == "auto" or not quantizers.needs_text(self.method)):
             raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
@@ -140,6 +142,11 @@ class Recipe:
         if self.lm_head != "auto":
             return self.lm_head
         return next((head for most, head in HEAD_BITS.items() if self.bits <= most), "keep")
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of the text are read."""
+        return self.calib_tokens or CALIB_TOKENS
 
     @property
     def budgeted(self) -> bool:

@@ -1,4 +1,4 @@
-"""learn, then the scales and zeros of all layers follow the whole model's KL divergence: slowest. Needs a calibration text."""
+"""learn, then all layers and norms follow the KL divergence of the whole model: best, slowest. Needs a calibration text."""
 
 from lowq_cli.quantizers.gptq import quantize
 

@@ -114,10 +114,10 @@ def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) ->
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
     folder = cache_dir() / "own-text" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     kept = sum(len(r) for kind in (PLAIN, CHAT) for r in _kept_rounds(folder, kind))
-    left = max(0, recipe.calib_tokens - kept)
+    left = max(0, recipe.tokens - kept)
     seconds = left / _rate(folder, source, side, device) if left else 0.0
     held = int(source.nbytes * COPIES.get(bits, 1.0))
-    return Outlook(model, folder, device, bits, side, recipe.calib_tokens, recipe.calib_seed, seconds, held, kept)
+    return Outlook(model, folder, device, bits, side, recipe.tokens, recipe.calib_seed, seconds, held, kept)
 
 
 def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Generator[TextStep, None, texts.Text]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate.need import is_calibrated
+from lowq_cli.calibrate.need import is_calibrated, tokens_for
 from lowq_cli.calibrate.texts import SELF, Text
 from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
 from lowq_cli.files.source import Source
@@ -82,6 +82,9 @@ def prepare(
 
             source = rotated(raw)
         folder = default_out(source, recipe) if out is None else Path(out)
+        together = recipe.method != "auto" and quantizers.needs_distilling(recipe.method)
+        if together and recipe.calib_tokens is None and not budgeted and devices[0].type == "cuda":
+            recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, recipe, shard_size)))
         found = text = own = met = trial = None
         given, notes = recipe.calib is not None, []
         if recipe.method != "auto" and quantizers.needs_text(recipe.method) and recipe.calib in (None, SELF):

@@ -1,10 +1,10 @@
-"""Scales and zeros learnt by all layers together: nearer to the original's predictions, codes untouched, the same bytes."""
+"""All layers learn together: nearer to the original's predictions, what is learnt is what is stored, the same bytes."""
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowq_cli.calibrate import end_to_end, learn
+from lowq_cli.calibrate import end_to_end, learn, need
 from lowq_cli.calibrate.end_to_end import EndToEnd
 from lowq_cli.calibrate.need import LayerDone, PassDone
 from lowq_cli.files.source import open_source
@@ -15,8 +15,18 @@ from lowq_cli.run import pipeline
 @pytest.fixture(autouse=True)
 def small(small_calibration, monkeypatch):
     monkeypatch.setattr(learn, "EPOCHS", 2)
-    monkeypatch.setattr(end_to_end, "RATE", 2e-2)
     monkeypatch.setattr(end_to_end, "PASSES", 3)
+    quicken(monkeypatch, 10)
+
+
+def quicken(monkeypatch, factor):
+    """A few steps must do what thousands do, of which most codes do not move."""
+
+    def rates(bits, weights):
+        scales, norms, codes = need.rates(bits, weights)
+        return factor * scales, factor * norms, 2 * factor * codes
+
+    monkeypatch.setattr(end_to_end, "rates", rates)
 
 
 def recipe(text, bits=2, **more):
@@ -27,8 +37,18 @@ def weights(folder):
     return {p.name: p.read_bytes() for p in folder.glob("*.safetensors")}
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "phi3", "gpt2", "gemma3", "mixtral"])
-def test_predictions_come_nearer_and_codes_stay(family, family_checkpoints, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "bits", "norms"),
+    [
+        ("llama", 2, 4),
+        ("llama-tied", 4, 0),
+        ("phi3", 3, 4),
+        ("gpt2", 2, 4),
+        ("gemma3", 3, 12),
+        ("mixtral", 2, 4),
+    ],
+)
+def test_predictions_come_nearer(family, bits, norms, family_checkpoints, text, tmp_path, monkeypatch):
     seen = []
     loss = EndToEnd._loss
 
@@ -38,21 +58,25 @@ def test_predictions_come_nearer_and_codes_stay(family, family_checkpoints, text
 
     monkeypatch.setattr(EndToEnd, "_loss", spy)
     dense = family_checkpoints(family, schemes={}).dense
-    list(pipeline.run(dense, recipe(text), tmp_path / "together"))
+    list(pipeline.run(dense, recipe(text, bits), tmp_path / "together"))
     before, after = seen
     assert after < 0.97 * before
     monkeypatch.setattr(end_to_end, "PASSES", 0)
-    list(pipeline.run(dense, recipe(text), tmp_path / "alone"))
+    list(pipeline.run(dense, recipe(text, bits), tmp_path / "alone"))
     together, alone = (load_file(tmp_path / n / "model.safetensors") for n in ("together", "alone"))
     changed = {n for n, t in together.items() if not torch.equal(t, alone[n])}
-    assert changed
-    assert all(n.endswith((".weight_scale", ".weight_zero")) for n in changed)
+    learnt = {n for n in changed if n.endswith("norm.weight") or ".ln_" in n}
+    assert len(learnt) == norms
+    codes = {n for n in changed - learnt if n.endswith(".weight")}
+    assert bool(codes) == (bits == 2)
+    assert changed - learnt - codes
+    assert all(n.endswith((".weight_scale", ".weight_zero")) for n in changed - learnt - codes)
     if family == "mixtral":
         assert not any(".experts." in n for n in changed)
 
 
 def test_the_loss_is_that_of_the_stored_bytes(family_checkpoints, text, tmp_path, monkeypatch):
-    """What the phase computes layer by layer is what transformers' model gives with the checkpoint's weights."""
+    """What the phase computes layer by layer is what transformers' model gives with the checkpoint's weights, norms too."""
     from lowq_cli.hf.load import load_model
 
     dense = family_checkpoints("llama", schemes={}).dense
@@ -67,10 +91,12 @@ def test_the_loss_is_that_of_the_stored_bytes(family_checkpoints, text, tmp_path
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(seen[1], rel=2e-2)
 
 
-def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(family_checkpoints, text, tmp_path):
+def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(family_checkpoints, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(learn, "EPOCHS", 1)
+    monkeypatch.setattr(end_to_end, "PASSES", 2)
     dense = family_checkpoints("llama", schemes={}).dense
     list(pipeline.run(dense, recipe(text), tmp_path / "first"))
-    for name, stop, left in (("a", LayerDone, 3), ("b", PassDone, 2)):
+    for name, stop, left in (("a", LayerDone, 2), ("b", PassDone, 1)):
         events = pipeline.run(dense, recipe(text), tmp_path / name)
         while not isinstance(next(events), stop):
             pass
@@ -82,8 +108,8 @@ def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(family_c
 
 def test_what_is_no_better_is_not_taken(family_checkpoints, text, tmp_path, monkeypatch):
     dense = family_checkpoints("llama", schemes={}).dense
-    for name, rate, passes in (("wild", 5.0, 2), ("none", 0.0, 0)):
-        monkeypatch.setattr(end_to_end, "RATE", rate)
+    for name, factor, passes in (("wild", 5000, 2), ("none", 0, 0)):
+        quicken(monkeypatch, factor)
         monkeypatch.setattr(end_to_end, "PASSES", passes)
         list(pipeline.run(dense, recipe(text), tmp_path / name))
     assert weights(tmp_path / "wild") == weights(tmp_path / "none")

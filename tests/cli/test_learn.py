@@ -119,7 +119,7 @@ def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path, monke
 
 def test_gradients_reach_codes_scales_and_zeros():
     q = QuantizedTensor(torch.tensor([[0, 3, 1, 2]], dtype=torch.uint8), torch.ones(1, 1), torch.full((1, 1), 1.5), 2, 4)
-    learnt = learn._Learnt(q, torch.float32)
+    learnt = learn.Grid(q, torch.float32, q.W_q.device, 1e-3, 1e-2)
     learnt.weight().square().sum().backward()
     assert learnt.moved.grad.tolist() == [[[-3.0, 3.0, -1.0, 1.0]]]
     assert learnt.stretch.grad.item() == 2 * 5.0
