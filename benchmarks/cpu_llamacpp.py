@@ -9,9 +9,10 @@ A pair is one model at equal bits with an equal head: `lowq quantize --group 32 
 `lowq export --to gguf` of the same gives 8 bits (Q8_0) and 4 (Q4_0), `llama-quantize --token-embedding-type bf16` Q2_K. A
 checkpoint without a file is timed alone.
 
-Both are timed inside their processes after a warm-up of the same work, in rounds that take turns; the tables take the best of
-the rounds. Another call with the same --out adds rounds to what is there, so that pieces fit into quiet minutes. Peak memory is
-what the system reports of the process, mapped files included. --first CHECKPOINT times a shell's `lowq generate` of one token,
+Both are timed inside their processes after a warm-up of the same work, REPEATS times each, in rounds that take turns: a round
+is the best of its repeats, the tables take the best of the rounds. Another call with the same --out adds rounds to what is
+there, so that pieces fit into quiet minutes. Peak memory is what the system reports of the process, mapped files included.
+--first CHECKPOINT times a shell's `lowq generate` of one token,
 and `import torch` beside it.
 """
 
@@ -30,35 +31,41 @@ from typing import Any
 import torch
 
 PROMPT, NEW, BATCH, STEPS = 512, 64, 8, 16  # STEPS of the batch
+REPEATS = 3
 LOWQ = """
 import json, resource, sys, time, torch
 from lowq_cli.engine import explain
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.ready import ready
 from lowq_cli.engine.sampling import Sampling
+from lowq_kernels.products.cpu import native
 model, _ = ready(sys.argv[1], "cpu")
-prompt, new, batch, steps = map(int, sys.argv[2:6])
+prompt, new, batch, steps, repeats = map(int, sys.argv[2:7])
 decoder, found = FusedDecoder(model), {}
 
-def clock(tokens, work, times):
-    work()
-    since = time.perf_counter()
-    for _ in range(times):
+def clock(tokens, times, work, start=lambda: None):
+    best = 0
+    for _ in range(repeats):
+        start()
         work()
-    return tokens * times / (time.perf_counter() - since)
+        since = time.perf_counter()
+        for _ in range(times):
+            work()
+        best = max(best, tokens * times / (time.perf_counter() - since))
+    return best
 
 def ids(n, seed):
     return torch.randint(5, 5000, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 found["threads"] = torch.get_num_threads()
-decoder.start([ids(1, 0)], Sampling(), new + 2)
-found["decode"] = clock(1, decoder.step, new)
+found["decode"] = clock(1, new, decoder.step, lambda: decoder.start([ids(1, 0)], Sampling(), new + 2))
 found["read_bytes"] = explain.bytes_per_token(model, decoder, 1)
-seeds = iter(range(9))
-found["prompt"] = clock(prompt, lambda: decoder.start([ids(prompt, next(seeds))], Sampling(), 1), 1)
+seeds = iter(range(99))
+found["prompt"] = clock(prompt, 1, lambda: decoder.start([ids(prompt, next(seeds))], Sampling(), 1))
 found["peak_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-decoder.start([ids(1, b) for b in range(batch)], Sampling(), steps + 2)
-found["batch"] = clock(batch, decoder.step, steps)
+texts = [ids(1, b) for b in range(batch)]
+found["batch"] = clock(batch, steps, decoder.step, lambda: decoder.start(texts, Sampling(), steps + 2))
+found["isa"] = native.isa()[1]
 from lowq_kernels.dispatch.timing import roofline
 found["read_gbs"] = roofline(torch.device("cpu")).read_gbs
 print(json.dumps(found))
@@ -85,15 +92,15 @@ def run(command: list[str]) -> tuple[float, float, str]:
 
 def llama(bench: str, gguf: str, threads: int) -> dict[str, float]:
     """One round of llama.cpp."""
-    sizes = ["-p", str(PROMPT), "-n", str(NEW), "-t", str(threads), "-r", "1", "-o", "json"]
+    sizes = ["-p", str(PROMPT), "-n", str(NEW), "-t", str(threads), "-r", str(REPEATS), "-o", "json"]
     _, peak, out = run([bench, "-m", gguf, *sizes])
-    speeds = {"prompt" if test["n_prompt"] else "decode": test["avg_ts"] for test in json.loads(out)}
+    speeds = {"prompt" if test["n_prompt"] else "decode": max(test["samples_ts"]) for test in json.loads(out)}
     return speeds | {"peak_mb": peak}
 
 
 def lowq(folder: str) -> dict[str, float]:
     """One round of lowq."""
-    return json.loads(run([sys.executable, "-P", "-c", LOWQ, folder, *map(str, (PROMPT, NEW, BATCH, STEPS))])[2])
+    return json.loads(run([sys.executable, "-P", "-c", LOWQ, folder, *map(str, (PROMPT, NEW, BATCH, STEPS, REPEATS))])[2])
 
 
 def first(folder: str) -> dict[str, float]:

@@ -1,11 +1,11 @@
-"""docs/cpu.md: lowq beside llama.cpp. Results: cpu/llamacpp_1b.json, of cpu_llamacpp.py."""
+"""docs/cpu.md: lowq beside llama.cpp. Results: cpu/llamacpp_1b*.json, of cpu_llamacpp.py."""
 
 from statistics import median
 from typing import Any
 
-from pages import part, read, table
+from pages import ROOT, part, read, table
 
-RESULT = "cpu/llamacpp_1b.json"
+RESULTS = ("cpu/llamacpp_1b.json", "cpu/llamacpp_1b_avx2.json")
 Rounds = list[dict[str, dict[str, float]]]
 
 
@@ -25,26 +25,37 @@ def _about(report: dict[str, Any]) -> str:
     about = (
         f"1B of Llama 3.2's shape, random weights, 16-bit embedding and head in both; {m['cpu']}, {m['threads']} threads on "
     )
-    about += f"{m['cores']} cores, by the clock, most other work paused but not all (rounds differ by up to two), "
+    isa = {r["lowq"].get("isa", "avx512") for found in report["rounds"].values() for r in found}
+    about += (
+        f"{m['cores']} cores ({', '.join(sorted(isa))}), by the clock, load {min(m['load'])} to {max(m['load'])} before a run, "
+    )
     about += f"{report['date'][:10]} (torch {v['torch']}, llama.cpp {v['llama.cpp']}). Prompt of {report['prompt']} tokens, "
     return about + f"{report['new']} new ones after an empty context; tokens a second, the best round of each:"
 
 
 @part
 def cpu_llamacpp() -> str:
+    """Of each machine that was measured: `_machine`."""
+    return "\n\n".join(_machine(read(f)) for f in RESULTS if (ROOT / "benchmarks/results" / f).exists())
+
+
+def _machine(report: dict[str, Any]) -> str:
     """Tokens a second and peak memory of both, eight texts at once, seconds to the first token."""
-    report = read(RESULT)
     rows, many = [], []
     for name, found in report["rounds"].items():
         one, batch = _best(found, "lowq", "decode"), _best(found, "lowq", "batch")
-        many.append((name.split(" /")[0], f"{one:.1f}", f"{batch:.1f}", f"{batch / one:.1f}"))
+        gbs, loop = one * found[0]["lowq"]["read_bytes"] / 1e9, max(r["lowq"].get("read_gbs", 0) for r in found)
+        share = f"{gbs:.1f}", f"{100 * gbs / loop:.0f}%" if loop else "-"
+        many.append((name.split(" /")[0], f"{one:.1f}", *share, f"{batch:.1f}", f"{batch / one:.1f}"))
+        if "llama.cpp" not in found[0]:
+            continue
         theirs, ours = (_best(found, who, "peak_mb") for who in ("llama.cpp", "lowq"))
         memory = f"{theirs:,.0f} / {ours:,.0f}", f"{ours / theirs:.2f}"
         rows.append((name, len(found), *_pair(found, "decode"), *_pair(found, "prompt"), *memory))
     speeds = [c for what in ("decoding", "prompt") for c in (f">{what}: llama.cpp / lowq", ">ratio", ">median of rounds")]
     heads = ("lowq, llama.cpp", ">rounds", *speeds, ">peak MB", ">ratio")
-    batches = table(("lowq", ">one text", f">{report['batch']} texts", ">times"), many)
-    lines = f"{_about(report)}\n\n{table(heads, rows)}\n\nSeveral texts at once, tokens a second in all:\n\n{batches}"
+    widths = ("lowq", ">one text", ">reads GB/s", ">of a plain loop's", f">{report['batch']} texts", ">times")
+    lines = f"{_about(report)}\n\n{table(heads, rows)}\n\nEvery width, tokens a second in all:\n\n{table(widths, many)}"
     for name, found in report["first"].items():
         ours, bare = (min(r[k] for r in found) for k in ("first_s", "torch_s"))
         lines += f"\n\nFrom the shell to the first token, {name}: {ours:.2f} s, of which `import torch` {bare:.2f} s."
