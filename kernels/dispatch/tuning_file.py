@@ -81,7 +81,8 @@ class Machine:
 
         if device.type == "cuda":
             return cls(torch.cuda.get_device_name(device), capability(device), torch.__version__, _version("triton"))
-        return cls(f"cpu ({torch.get_num_threads()} threads)", (0, 0), torch.__version__, "")
+        n = torch.get_num_threads()
+        return cls(f"cpu ({n} thread{'s' * (n > 1)})", (0, 0), torch.__version__, "")
 
 
 def _version(name: str) -> str:

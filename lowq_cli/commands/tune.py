@@ -1,5 +1,6 @@
 """lowq tune: measure every kernel for this checkpoint's shapes on this machine and keep the winners in the checkpoint."""
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +32,11 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Time all kernels on this checkpoint's shapes; the winners go into its lowq_tune.json. Ctrl-C keeps those found."""
+    import torch
+
     from lowq_cli import state
     from lowq_cli.devices import pick_device
+    from lowq_cli.engine.ready import threads
     from lowq_cli.tuning import tuner, tuning_plan
     from lowq_kernels.dispatch import measure, tuning_file
     from lowq_kernels.products.cpu import native
@@ -43,6 +47,8 @@ def tune(
         raise UsageError(f"--budget {budget:g} is not a positive number of seconds")
     opened = tuning_plan.open_packed(state.checkpoint_or_last(checkpoint))
     where = pick_device(device)
+    if where.type == "cpu":
+        torch.set_num_threads(threads())  # as generate has it: entries are of a number of threads
     shapes = tuning_plan.shapes_of(opened, tuner.compute_dtype(opened, where))
     if not shapes:
         raise UsageError(f"{opened.folder} holds no quantized weight; quantize with --bits 4")
@@ -92,6 +98,8 @@ def tune(
     if stopped:
         console.say(f"{stopped}; what was measured until then is kept")
     console.say(f"wrote {len(chosen)} entries to {path} in {console.duration(clock.spent)}")
+    if stopped != "interrupted":
+        console.say(f"next: lowq generate{f' {shlex.quote(checkpoint)}' if checkpoint else ''} --prompt 'Hello'")
     if as_json:
         result: dict[str, Any] = {"gpu": here.gpu, "entries": len(chosen), "seconds": round(clock.spent, 1)}
         console.out_json(result | {"file": str(path), "complete": not stopped})
@@ -133,4 +141,5 @@ def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
         scheme = f"{e.bits}-bit g{e.group}" + (f", {e.act} x" if e.act != "none" else "")
         rows.append((f"{e.N}x{e.K}", scheme, e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
     columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
-    console.table("", columns, rows, on_stdout=not as_json, spare=("layout",))
+    end = None if any(row[-1] for row in rows) else -1  # on a CPU one kernel takes them
+    console.table("", columns[:end], [row[:end] for row in rows], on_stdout=not as_json, spare=("layout",))
