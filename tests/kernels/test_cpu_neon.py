@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emulation import weight
-from lowq_kernels.products.cpu import native, packed
+from lowq_kernels.products.cpu import building, native, packed
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import BITS, ZERO_KINDS
 
@@ -27,8 +27,17 @@ PARTS = ("x", "words", "scales", "zeros", "bias", "most")
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     made = tmp_path_factory.mktemp("neon") / "products"
-    sources = [native.HERE / "neon.cpp", Path(__file__).with_name("neon_main.cpp")]
-    command = [CXX, *native.FLAGS, *native.ARM["neon.cpp"], f"-I{native.HERE}", "-static", *map(str, sources), "-o", str(made)]
+    sources = [building.HERE / "neon.cpp", Path(__file__).with_name("neon_main.cpp")]
+    command = [
+        CXX,
+        *building.FLAGS,
+        *building.ARM["neon.cpp"],
+        f"-I{building.HERE}",
+        "-static",
+        *map(str, sources),
+        "-o",
+        str(made),
+    ]
     subprocess.run(command, check=True)
     return made
 

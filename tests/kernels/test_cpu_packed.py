@@ -10,7 +10,7 @@ from emulation import error, weight
 from lowq_kernels.activations import int8_rows
 from lowq_kernels.dispatch import registry
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_kernels.products.cpu import dense, native, packed
+from lowq_kernels.products.cpu import building, dense, native, packed
 from lowq_packers.layouts import pack, repack, unpack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS
@@ -194,8 +194,16 @@ def test_a_compiler_that_fails_is_named_with_its_first_line(tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-g++"), reason="no cross compiler for aarch64 is installed")
 def test_neon_compiles(tmp_path):
-    for name, flags in native.ARM.items():
-        command = ["aarch64-linux-gnu-g++", *native.FLAGS, *flags, "-c", str(native.HERE / name), "-o", str(tmp_path / name)]
+    for name, flags in building.ARM.items():
+        command = [
+            "aarch64-linux-gnu-g++",
+            *building.FLAGS,
+            *flags,
+            "-c",
+            str(building.HERE / name),
+            "-o",
+            str(tmp_path / name),
+        ]
         subprocess.run(command, check=True)
 
 
@@ -203,10 +211,10 @@ def test_who_waits_for_the_compiler_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("LOWQ_CPU_ISA", raising=False)
     native._found.cache_clear()
-    wanted = native.compiler() is not None and native.platform.machine().lower() in native.UNITS
+    wanted = building.compiler() is not None and building.units_here() is not None
     assert native.is_to_be_built() == wanted
     if wanted:
-        path = native._place(native.compiler(), native.UNITS[native.platform.machine().lower()], native.cache_dir() / "cpu", ())
+        path = native.cache_dir() / "cpu" / building.whole_name(building.compiler(), building.units_here())
         path.parent.mkdir(parents=True)
         path.touch()
         assert not native.is_to_be_built()

@@ -1,41 +1,24 @@
-"""The C++ of this folder as a shared library: built at the first use by the C++ compiler that is here, kept in the cache.
+"""The C++ of this folder as a shared library (`building`): a wheel's, else built at the first use and kept in the cache.
 
-One library holds every instruction set of the machine's kind, each in its own translation unit with its own flags; which
-one runs is asked of the CPU. $CXX names the compiler, else c++, g++ or clang++. Where none is, or it fails, or it has
-no OpenMP, `library` is None, `why_not` says so, and torch's own products stay. LOWQ_CPU_ISA=avx2 forces an instruction set,
+Which instruction set runs is asked of the CPU. Where there is neither a wheel's library nor a compiler that builds one,
+`library` is None, `why_not` says so, and torch's own products stay. LOWQ_CPU_ISA=avx2 forces an instruction set,
 LOWQ_CPU_ISA=off none. The library's OpenMP is the one that torch has loaded already: the same threads.
 """
 
 import ctypes
-import hashlib
 import os
 import platform
-import shutil
 import subprocess
-import tempfile
 import threading
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from lowq_kernels.products.cpu.building import build, carried, compiler, units_here, whole_name
 from lowq_packers.errors import NotFoundError
 from lowq_packers.home import cache_dir
 
-HERE = Path(__file__).parent
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden")
-X86 = {
-    "api.cpp": (),
-    "bf16.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512bf16"),
-    "avx512.cpp": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mf16c", "-mfma"),
-    "avx2.cpp": ("-mavx2", "-mf16c", "-mfma"),
-}
-ARM = {"api.cpp": (), "neon.cpp": ("-march=armv8.2-a+dotprod+fp16",)}
-UNITS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
-BUILD_SECONDS = 300
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
-
-
 PRODUCT = 3  # of args.h's calls; decode/cpu.py has the others
 noting = threading.local()  # .calls: a list of what this thread calls, for `repeated`
 
@@ -57,73 +40,33 @@ class Args(ctypes.Structure):
     )
 
 
-def compiler() -> str | None:
-    """The C++ compiler to use, or None."""
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
 def is_to_be_built() -> bool:
     """Whether the first product will wait for the compiler: some 15 s of a core."""
-    units, cxx = UNITS.get(platform.machine().lower()), compiler()
-    if _found.cache_info().currsize or units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
+    units, cxx = units_here(), compiler()
+    if _found.cache_info().currsize or carried() or units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
         return False
     try:
-        return not _place(cxx, units, cache_dir() / "cpu", ()).exists()
+        return not (cache_dir() / "cpu" / whole_name(cxx, units)).exists()
     except (OSError, NotFoundError, subprocess.SubprocessError):
         return False
 
 
 @cache
-def _version(cxx: str) -> str:
-    return subprocess.run([cxx, "--version"], capture_output=True, text=True, check=True).stdout
-
-
-def _place(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...]) -> Path:
-    """Where the library of these sources and this compiler is kept."""
-    sources = [p.read_text() for p in sorted(HERE.iterdir()) if p.suffix in (".cpp", ".h")]
-    key = hashlib.sha256(repr((_version(cxx), FLAGS, extra, units, sources)).encode()).hexdigest()[:24]
-    return folder / f"lowq_cpu_{key}.so"
-
-
-def build(cxx: str, units: dict[str, tuple[str, ...]], folder: Path, extra: tuple[str, ...] = ()) -> Path:
-    """The library, from `folder` if it is there. Raises OSError or CalledProcessError where it cannot be built."""
-    path = _place(cxx, units, folder, extra)
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        running = [
-            (subprocess.Popen([*args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), args)
-            for name, flags in units.items()
-            for args in [(cxx, *FLAGS, *extra, *flags, "-c", str(HERE / name), "-o", f"{work}/{name}.o")]
-        ]
-        for process, args in running:
-            log, _ = process.communicate(timeout=BUILD_SECONDS)
-            if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, args, log)
-        objects = [f"{work}/{name}.o" for name in units]
-        link = [cxx, "-shared", *FLAGS, *extra, *objects, "-o", f"{work}/done"]
-        subprocess.run(link, check=True, capture_output=True, text=True)
-        os.replace(f"{work}/done", path)  # whole or not at all: two processes may build at once
-    return path
-
-
-@cache
 def _found() -> tuple[ctypes.CDLL | None, int, str]:
     """(library, number of the instruction set, its name), or (None, 0, why not)."""
-    wanted, units, cxx = os.environ.get("LOWQ_CPU_ISA", ""), UNITS.get(platform.machine().lower()), compiler()
+    wanted, units, cxx, ready = os.environ.get("LOWQ_CPU_ISA", ""), units_here(), compiler(), carried()
     if wanted == "off":
         return None, 0, "LOWQ_CPU_ISA=off"
     if units is None:
         return None, 0, f"none are written for {platform.machine()}"
-    if cxx is None:
+    if cxx is None and ready is None:
         return None, 0, "no C++ compiler is here; install g++ or clang"
     try:
-        lib = ctypes.CDLL(str(build(cxx, units, cache_dir() / "cpu")))
+        lib = ctypes.CDLL(str(ready or build(str(cxx), units, cache_dir() / "cpu")))
     except (OSError, NotFoundError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
-        return None, 0, f"{cxx} does not build them: {log.splitlines()[0]}"
+        whose = f"{cxx} does not build them" if ready is None else "the wheel's library does not load"
+        return None, 0, f"{whose}: {log.splitlines()[0]}"
     found = _sets(lib)
     for i, (name, here) in enumerate(found):
         if here and wanted in ("", name):
