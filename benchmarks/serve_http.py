@@ -55,6 +55,8 @@ def fill_tokenizer(folder: Path, vocabulary: int) -> None:
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     words = tokenizer["model"]["vocab"]
+    if len(words) == vocabulary:
+        return  # an export of the folder, which goes by its files, stays valid
     words |= {f"\u0120w{i}": i for i in range(len(words), vocabulary)}
     path.write_text(json.dumps(tokenizer))
 

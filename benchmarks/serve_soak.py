@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-PROMPTS = 48
 WORDS = (
     "the old man",
     "and",
@@ -116,7 +115,7 @@ async def slowly(writer, raw):
 
 async def one(client, rng, number, prompts, tokens, alone, seen):
     """A request of a random kind."""
-    at = rng.randrange(PROMPTS)
+    at = rng.randrange(len(prompts))
     streamed = rng.random() < 0.5
     body = {"prompt": prompts[at], "max_tokens": tokens, "temperature": 0, "stream": streamed}
     raw, path, kind = json.dumps(body).encode(), "/v1/completions", rng.random()
@@ -161,20 +160,20 @@ async def one(client, rng, number, prompts, tokens, alone, seen):
         (seen.wrong if mixed_up else seen.different).append({"prompt": prompts[at], "text": text, "alone": alone[at]})
 
 
-def prompts_of(rng):
+def prompts_of(rng, count):
     """Different prompts, some of them with a beginning in common that is longer than a block of the cache."""
     common = " ".join(rng.choice(WORDS) for _ in range(100))
     made = []
-    for i in range(PROMPTS):
+    for i in range(count):
         own = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(2, 60)))
         made.append(f"{common} {own}" if i % 3 == 0 else f"{i} {own}")
     return made
 
 
-async def soak(url, pid, count, users, seconds, seed, tokens):
-    """All requests, `users` at a time, or as many as `seconds` allow."""
+async def soak(url, pid, count, users, seconds, seed, tokens, different):
+    """All requests to `different` prompts, `users` at a time, or as many as `seconds` allow."""
     rng, client, seen, until = random.Random(seed), Client(url), Seen(), time.monotonic() + seconds
-    prompts, alone = prompts_of(rng), []
+    prompts, alone = prompts_of(rng, different), []
     for prompt in prompts:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
         alone.append(text_of((await client.ask("/v1/completions", json.dumps(body).encode()))[1], False))
@@ -220,6 +219,7 @@ def main():
     ask.add_argument("--users", type=int, default=16)
     ask.add_argument("--seconds", type=float, default=1e9, help="stop asking after so long")
     ask.add_argument("--tokens", type=int, default=24, help="of an answer")
+    ask.add_argument("--prompts", type=int, default=48, help="different ones")
     ask.add_argument("--seed", type=int, default=1)
     ask.add_argument("--device", default="auto")
     ask.add_argument("--args", default="--deterministic", help="more flags of lowq serve")
@@ -235,7 +235,7 @@ def main():
                 sys.exit("".join(said))
             time.sleep(0.05)
         seen, spent, health, metrics = asyncio.run(
-            soak(url, server.pid, args.requests, args.users, args.seconds, args.seed, args.tokens)
+            soak(url, server.pid, args.requests, args.users, args.seconds, args.seed, args.tokens, args.prompts)
         )
         server.terminate()
         code = server.wait(60)
