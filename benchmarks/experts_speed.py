@@ -1,9 +1,10 @@
 """A mixture's layer by both kernels: experts read once a token, and products grouped by expert. results/<gpu>/experts.json.
 
-    python benchmarks/experts_speed.py [--bits 4] [--out FILE]     # on a Hopper GPU
+    python benchmarks/experts_speed.py [--bits 4] [--models NAME,...] [--tokens 1,16,...] [--out FILE]     # on a Hopper GPU
 
-Shapes of Qwen3-30B-A3B and Mixtral 8x7B, random weights, groups of 128; us a layer inside a CUDA graph, layers rotating past
-the second-level cache; the relative error of each against fp32.
+Shapes of Qwen3-30B-A3B and Mixtral 8x7B, random weights, groups of 128, and of gpt-oss-20b: MXFP4, biases, its own gate. us a
+layer inside a CUDA graph, layers rotating past the second-level cache; the relative error of each against fp32; GB/s of the
+words and scales of the experts that were hit.
 """
 
 import argparse
@@ -20,27 +21,39 @@ from pages import results_of
 
 from lowq_kernels.decode.experts import experts
 from lowq_kernels.decode.grouped_experts import grouped_experts
+from lowq_kernels.decode.reference import gated
 from lowq_kernels.dispatch.timing import graph_time
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts import PackedWeight, unpack
-from lowq_packers.layouts.tile import WORDS, chunks
+from lowq_packers.layouts.tile import WORDS, chunks, padded_rows
 from lowq_packers.scheme import Scheme
+from lowq_packers.tables import to_bytes
 
-SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "mixtral-8x7b": (8, 2, 4096, 14336)}  # experts, a token, hidden, width
+SHAPES = {  # experts, a token, hidden, width
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+}
+MXFP4 = ("gpt-oss-20b",)
 TOKENS = (1, 4, 8, 16, 24, 32, 64, 128, 256, 512, 2048, 8192)
 FEW = 256  # tokens up to which experts are read once a token here
 WORTH = 3 << 30  # bytes of weights that rotate
 
 
-def stack(E: int, N: int, K: int, bits: int) -> Stack:
-    """Random words in layout tile."""
-    s, half = Scheme(bits, 128, "none"), {"dtype": torch.float16, "device": "cuda"}
-    words = torch.randint(-(1 << 31), 1 << 31, (E, N // 16, chunks(K, bits) * WORDS[bits]), device="cuda").to(torch.int32)
-    scales = torch.rand(E, N // 16, K // 128, 16, **half).add_(0.5).mul_(K**-0.5 / 2**bits)  # type: ignore[arg-type]
-    return Stack(words, scales, None, None, s, N, K, "tile")
+def stack(E: int, N: int, K: int, s: Scheme) -> Stack:
+    """Random words in layout tile; of a table, with biases."""
+    tiles, half = padded_rows(N) // 16, {"dtype": torch.float16, "device": "cuda"}
+    words = torch.randint(-(1 << 31), 1 << 31, (E, tiles, chunks(K, s.bits) * WORDS[s.bits]), device="cuda").to(torch.int32)
+    scales = torch.rand(E, tiles, s.groups(K), 16, **half).add_(0.5).mul_(K**-0.5 / 2**s.bits)  # type: ignore[arg-type]
+    if not s.table:
+        return Stack(words, scales, None, None, s, N, K, "tile")
+    bias = torch.randn(E, N, **half)  # type: ignore[arg-type]
+    return Stack(words, to_bytes(4 * scales.float(), s.scale), None, None, s, N, K, "tile", bias=bias)
 
 
-def error(y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack) -> float:
+def error(
+    y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str
+) -> float:
     """Relative, of the first 64 tokens."""
     wanted = torch.zeros(min(64, len(x)), x.shape[1], device="cuda")
 
@@ -50,8 +63,9 @@ def error(y: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Te
 
     for e in ids[: len(wanted)].unique().tolist():
         at, k = (ids[: len(wanted)] == e).nonzero(as_tuple=True)
-        gate, value = (x[at].float() @ dense(up, e).T).chunk(2, -1)
-        wanted.index_add_(0, at, (torch.nn.functional.silu(gate) * value) @ dense(down, e).T * weights[at, k, None])
+        of_up, of_down = (0 if s.bias is None else s.bias[e].float() for s in (up, down))
+        h = gated(x[at].float() @ dense(up, e).T + of_up, act)
+        wanted.index_add_(0, at, (h @ dense(down, e).T + of_down) * weights[at, k, None])
     return float((y[: len(wanted)].float() - wanted).norm() / wanted.norm())
 
 
@@ -59,32 +73,39 @@ def main() -> None:
     """Time and check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--models", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     torch.backends.cuda.matmul.allow_tf32 = False
-    for name, (E, top_k, H, width) in SHAPES.items():
-        layer_bytes = 3 * E * H * width * args.bits // 8
-        layers = [
-            (stack(E, 2 * width, H, args.bits), stack(E, H, width, args.bits)) for _ in range(max(1, WORTH // layer_bytes))
-        ]
-        for T in TOKENS:
+    for name in args.models.split(","):
+        E, top_k, H, width = SHAPES[name]
+        s, act = (
+            (Scheme.of(4, 32, "e2m1/e8m0"), "clamped_swiglu") if name in MXFP4 else (Scheme(args.bits, 128, "none"), "silu")
+        )
+        pair = stack(E, 2 * width, H, s), stack(E, H, width, s)
+        expert_bytes = sum(t.nbytes for p in pair for t in (p.words, p.scales) if t is not None) / E
+        more = max(1, int(WORTH // (E * expert_bytes))) - 1
+        layers = [pair, *((stack(E, 2 * width, H, s), stack(E, H, width, s)) for _ in range(more))]
+        for T in map(int, args.tokens.split(",")):
             x = torch.randn(T, H, device="cuda", dtype=torch.float16)
             ids = torch.rand(T, E, device="cuda").topk(top_k).indices
             weights = torch.rand(T, top_k, device="cuda")
-            row: dict[str, Any] = {"model": name, "tokens": T, "bits": args.bits}
+            row: dict[str, Any] = {"model": name, "tokens": T, "bits": s.bits, "weights": str(s)}
             ways: dict[str, Callable[..., torch.Tensor]] = {"grouped": grouped_experts}
             if T <= FEW:
                 ways["single"] = experts
             for way, call in ways.items():
                 try:
-                    row[f"{way}_error"] = error(call(x, ids, weights, *layers[0], "silu"), x, ids, weights, *layers[0])
-                    row[f"{way}_us"] = graph_time([partial(call, x, ids, weights, up, down, "silu") for up, down in layers])
+                    row[f"{way}_error"] = error(call(x, ids, weights, *pair, act), x, ids, weights, *pair, act)
+                    row[f"{way}_us"] = graph_time([partial(call, x, ids, weights, up, down, act) for up, down in layers])
+                    row[f"{way}_gbs"] = ids.unique().numel() * expert_bytes / row[f"{way}_us"] / 1e3
                 except Exception as e:
                     row[f"{way}_failed"] = f"{type(e).__name__}: {e}"[:200]
             rows.append(row)
             print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
-        del layers
+        del pair, layers
     device = torch.cuda.get_device_name(0)
     facts = {"device": device, "date": datetime.now(UTC).isoformat("T", "seconds")}
     facts |= {p: version(p) for p in ("lowq", "torch", "triton")}

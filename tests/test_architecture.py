@@ -1,7 +1,6 @@
 """The arrows of the design, and what the wheel holds: checked, so that nobody has to argue them in review."""
 
 import ast
-import os
 import shutil
 import subprocess
 import sys
@@ -31,7 +30,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 44_606  # lines of Python, CUDA and C++ in lowq_cli, kernels, packers and lowq.py
+BUDGET = 44_675  # lines of Python, CUDA and C++ in lowq_cli, kernels, packers and lowq.py
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -160,8 +159,7 @@ def test_the_wheel_holds_our_packages_and_nobody_elses(tmp_path):
     tree = tmp_path / "tree"  # setuptools leaves a build folder behind, whose stale files the next wheel would hold
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "benchmarks", "tests", "docs"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(tree)]
-    without = os.environ | {"LOWQ_CPU_ISA": "off"}  # compiled kernels: tests/kernels/test_cpu_wheel.py
-    subprocess.run(command, check=True, capture_output=True, env=without)
+    subprocess.run(command, check=True, capture_output=True)
     names = zipfile.ZipFile(next(tmp_path.glob("lowq-*.whl"))).namelist()
     tops = {n.split("/")[0] for n in names if not n.split("/")[0].endswith(".dist-info")}
     assert tops == {"lowq.py", *FOLDERS}

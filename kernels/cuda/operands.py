@@ -51,6 +51,17 @@ def table_form(scheme: Scheme) -> str:
     return ("E2M1" if scheme.table == "e2m1" else "BOOK") + SCALES[scheme.scale]
 
 
+def form(scheme: Scheme) -> str:
+    """The device code's FORM where it is no more than: no zeros, zeros, or how a table's values are read."""
+    return table_form(scheme) if scheme.table else str(int(scheme.zero != "none"))
+
+
+def tables_of(p: PackedWeight) -> tuple[torch.Tensor | None, int]:
+    """Tables or factors, and how many of p's rows share one; 0: all."""
+    own = book(p) if p.scheme.table else None
+    return own, 0 if own is None or own.shape[0] == 1 else p.N // own.shape[0]
+
+
 def book(p: PackedWeight) -> torch.Tensor | None:
     """What the device code reads beside such a form, for every `rows_of_table` rows: fp32 tables, or e2m1's factors, if any."""
     if p.scheme.table in ("e2m1", "fitted"):

@@ -73,6 +73,10 @@ def _gated_kernel(gate_up_ptr, y_ptr, width, ACT: tl.constexpr, BLOCK: tl.conste
     up = tl.load(gate_up_ptr + row * 2 * width + width + offs, mask=mask, other=0.0).to(tl.float32)
     if ACT == "silu":
         y = gate / (1.0 + tl.exp(-gate)) * up
+    elif ACT == "clamped_swiglu":
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+        y = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
     else:  # gelu, tanh form: tanh(t) = 1 - 2 / (exp(2 t) + 1)
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         y = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)) * up

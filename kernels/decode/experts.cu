@@ -1,8 +1,11 @@
 // Mixture layers while decoding: only the chosen experts' packed weights are read (layout `tile`); their ids stay on the device.
 //
-//   UP    h[s, i] = act(gate_i . x) * (up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
+//   UP    h[s, i] = act(gate_i . x, up_i . x) for slot s = token * top_k + place, gate and up rows i and I + i of its expert
 //   DOWN  y[token, n] = sum over the token's slots of weight[s] * (down_n . h[s]), in the order of the slots
+//   Where there is a bias (E, rows), each product has its row's added.
 //
+// FORM    0: no zeros, 1: zeros; E2M1, BOOK, SCALES_*: values from a table (book.cuh), `zeros` then fp32 tables or factors, one for
+//         table_rows rows of all experts' (0: one for all)
 // Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
 // Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
 //         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
@@ -13,21 +16,32 @@
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
 #include "fold.cuh"
+#include "book.cuh"
 
-enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2 };
+enum { UP_SILU = 0, UP_GELU_TANH = 1, DOWN = 2, UP_CLAMPED = 3 };
 
-template <int BITS, int T, int GROUP, bool ZEROS, int MODE>
+__device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-oss; a comparison, not fminf: NaN stays
+    float e;
+    gate = gate > 7.f ? 7.f : gate, up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * 1.702f * gate));
+    return gate / (1.f + e) * (up + 1.f);
+}
+
+template <int BITS, int T, int GROUP, int FORM, int MODE>
 __global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, MODE == DOWN || BITS == 1 ? 1 : 3 - BITS % 2)
-experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros, const long long* ids,
-        const float* weights, const u16* x, u16* y, int width, int K, int chunks, int groups, int tiles, int top_k, int KS) {
+experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
+        const u16* __restrict__ bias, const long long* ids, const float* weights, const u16* x, u16* y, int width, int K, int chunks,
+        int groups, int tiles, int top_k, int KS, int table_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
     constexpr int AHEAD = BITS == 4 ? 8 : 4;
-    constexpr bool UP = MODE != DOWN;
+    constexpr bool UP = MODE != DOWN, ZEROS = FORM == 1, TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
+    constexpr int BOOKS = BOOKED ? 16 : 1;
     extern __shared__ float4 shared[];  // x of each warp's part of K
     __shared__ float sums_at[16 * 16];
     __shared__ u32 mask[C::PLACES];
+    __shared__ uint4 books[BOOKS][2];  // of each warp
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, sub = warp / KS, part = warp % KS;
     if (!UP) next_grid_launch();
@@ -44,8 +58,26 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(expert) : "l"(ids + slot) : "memory");
     const size_t tile = expert * tiles + row_tile;
     const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
-    const u16* meta = scales + tile * groups * 16 + 2 * r;
-    const u16* meta_zero = ZEROS ? zeros + tile * groups * 16 + 2 * r : nullptr;
+    const size_t meta = tile * groups * 16 + 2 * r;
+    auto scale_of = [&](int g) {
+        if constexpr (of_bytes(FORM)) return byte_scales<FORM>(*(const u16*)((const unsigned char*)scales + meta + g * 16));
+        else return to_floats<T>(*(const u32*)(scales + meta + g * 16));
+    };
+    const size_t first_row = expert * (UP ? 2 * width : width) + (UP ? sub * width : 0);  // of this product, among all experts'
+    float unit = 1.f;
+    if (lane % 4 == 0) {  // its sums begin as the bias, in shared memory: registers are short
+#pragma unroll
+        for (int o = 0; o < 16; o += 8) {
+            const int n = blockIdx.x * 16 + r + o;
+            sums_at[warp * 16 + r + o] = bias && part == 0 && n < width ? to_floats<T>(bias[first_row + n]).x : 0.f;
+        }
+    }
+    if constexpr (TABLE) {
+        const size_t own = table_rows ? (first_row + blockIdx.x * 16) / table_rows : 0;
+        const float* tables = (const float*)zeros;
+        if constexpr (BOOKED) unit = make_book<BITS, T>(tables + (own << BITS), (unsigned char*)books[warp], lane), __syncwarp();
+        else unit = (tables ? tables[own] : 1.f) * (T == FP16 ? 16384.f : 1.f);
+    }
     const u16* x_from = x + (size_t)(UP ? slot / top_k : slot) * K;
     char* mine = (char*)shared + warp * each * L::CHUNK * 2;
     const u32 x_at = shared_address(mine) + (lane >> 3) * 16;
@@ -72,6 +104,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     __syncwarp();
 
     float acc0 = 0.f, acc1 = 0.f;  // of rows r and r + 8
+    u32 looked_up[4][4];           // [j][fragment % 4]
     for (int c = begin; c < end; c += AHEAD) {
         if (c > begin) load(c);
 #pragma unroll
@@ -84,22 +117,33 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
 #pragma unroll
                 for (int i = f; i < f + FG; i++) {
                     if (i == f || i % 2 == 0) load_matrix4(b, x_at + (c + a - begin) * L::CHUNK * 2 + (i >> 1) * 64);
-                    const u32 constant[4] = {C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE, C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE};
                     u32 code[4];
+                    if constexpr (TABLE) {
+                        if (BOOKED && i % 4 == 0) {
+                            const uint4 book[2] = {books[warp % BOOKS][0], books[warp % BOOKS][1]};
+#pragma unroll
+                            for (int j = 0; j < 4; j++) Book<BITS>::look_up(w[a], i / 4, j, book, looked_up[j]);
+                        }
+#pragma unroll
+                        for (int j = 0; j < 4; j++) code[j] = BOOKED ? looked_up[j][i % 4] : e2m1<T>(w[a][j], i);
+                        mma<T>(sum, code, b[i % 2 * 2], b[i % 2 * 2 + 1], sum[0], sum[1], sum[2], sum[3]);
+                        continue;
+                    }
+                    const u32 constant[4] = {C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE, C::minus_magic(C::p(i) / C::FIELD), Half<T>::ONE};
                     C::fragment(w[a], i, masks, code);
                     mma<T>(total, constant, b[i % 2 * 2], b[i % 2 * 2 + 1], total[0], total[1], total[2], total[3]);
                     mma<T>(sum, code, b[i % 2 * 2], b[i % 2 * 2 + 1], sum[0], sum[1], sum[2], sum[3]);
                 }
                 const int k0 = (c + a) * L::CHUNK + f * 16, g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
-                const float2 scale = to_floats<T>(*(const u32*)(meta + g * 16));
-                float2 zero = make_float2(mid<BITS>(), mid<BITS>());
-                if (ZEROS) zero = to_floats<T>(*(const u32*)(meta_zero + g * 16));
+                const float2 scale = scale_of(g);
+                float2 zero = TABLE ? make_float2(0.f, 0.f) : make_float2(mid<BITS>(), mid<BITS>());
+                if (ZEROS) zero = to_floats<T>(*(const u32*)(zeros + meta + g * 16));
                 acc0 += scale.x * (sum[0] + total[0] - zero.x * total[2]);
                 acc1 += scale.y * (sum[2] + total[0] - zero.y * total[2]);
             }
         }
     }
-    if (lane % 4 == 0) sums_at[warp * 16 + r] = acc0, sums_at[warp * 16 + r + 8] = acc1;
+    if (lane % 4 == 0) sums_at[warp * 16 + r] += acc0 * unit, sums_at[warp * 16 + r + 8] += acc1 * unit;
     __syncthreads();
     const int i = threadIdx.x, n = blockIdx.x * 16 + i;
     if (i >= 16 || n >= width) return;
@@ -110,7 +154,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     };
     float v = 0.f;
     if constexpr (UP) {
-        v = activation(MODE == UP_SILU, product(0)) * product(1);
+        if constexpr (MODE == UP_CLAMPED) v = clamped_swiglu(product(0), product(1));
+        else v = activation(MODE == UP_SILU, product(0)) * product(1);
     } else {
         for (int k = 0; k < top_k; k++) v += weights[blockIdx.y * top_k + k] * product(k);
     }

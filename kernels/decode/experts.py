@@ -12,15 +12,15 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
-from lowq_kernels.cuda.operands import TYPES
+from lowq_kernels.cuda.operands import TYPES, form, scales_zeros_bias, tables_of
 from lowq_kernels.decode import launch
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
 
-PARAMETERS = (*(ctypes.c_void_p,) * 7, *(ctypes.c_int32,) * 7)
-ACTS = {"silu": 0, "gelu_tanh": 1}
+PARAMETERS = (*(ctypes.c_void_p,) * 8, *(ctypes.c_int32,) * 8)
+ACTS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 3}
 DOWN = 2
 MOST_WARPS, UP_WARPS = 16, 8  # of a block of DOWN, of UP
 UP_PRODUCTS = 2  # gate and up
@@ -45,23 +45,23 @@ def _refuse(call: ExpertsCall) -> str | None:
     if call.top_k > MOST_WARPS:
         return f"{call.top_k} experts a token, at most {MOST_WARPS} are taken"
     limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
-    for (_, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
+    for (N, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
         if scheme is None or layout != "tile":
             return "experts that are not packed in the layout tile"
-        if scheme.table:
-            return f"values of the table {scheme.table}"
         if K % 8 or (scheme.group_size % 16 and scheme.group_size != K):
             return f"rows of {K} in groups of {scheme.group_size}"
         if _smem(K, scheme.bits, down_of) > limit:
             return f"rows of {K} are too long"
+        if scheme.table_width and N % 32:
+            return f"tables of {N} rows, perhaps two to them, which are no tiles of 16"
     N = call.gate_up[0]
     return f"{N // 2} rows of gate and up, which are no tiles of 16" if N % 32 else None
 
 
-def expression(scheme: Scheme, K: int, T: int, zeros: bool, mode: int) -> str:
+def expression(scheme: Scheme, K: int, T: int, mode: int) -> str:
     """The template instance of experts.cu."""
     group = 0 if scheme.groups(K) == 1 else scheme.group_size
-    return f"experts<{scheme.bits}, {T}, {group}, {'true' if zeros else 'false'}, {mode}>"
+    return f"experts<{scheme.bits}, {T}, {group}, {form(scheme)}, {mode}>"
 
 
 @cache
@@ -74,16 +74,18 @@ def _launch(
 ) -> None:
     assert s.scheme is not None
     assert s.scales is not None
-    scales, zeros = (None if t is None else t if t.dtype == x.dtype else t.to(x.dtype) for t in (s.scales, s.zeros))
-    assert scales is not None
+    p = s.side_by_side()
+    scales, zeros, bias = scales_zeros_bias(p, s.bias, x.dtype)
+    tables, each = tables_of(p)
+    beside = tables if s.scheme.table else zeros
     bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
     n = parts(s.K, bits, down_of)
-    instance = expression(s.scheme, s.K, TYPES[x.dtype], zeros is not None, mode)
+    instance = expression(s.scheme, s.K, TYPES[x.dtype], mode)
     serialize = launch.enabled and gpu.here(x.device.index).dependent_launch
     grid = (math.ceil(y.shape[1] / 16), y.shape[0], _smem(s.K, bits, down_of))
-    of_W = (s.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    of_W = (s.words.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (beside, bias)))
     pointers = (*of_W, ids.data_ptr(), 0 if weights is None else weights.data_ptr(), x.data_ptr(), y.data_ptr())
-    sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[2], s.words.shape[1], top_k, n)
+    sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[1], s.words.shape[1], top_k, n, each)
     _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(*grid, *pointers, *sizes)
 
 
@@ -93,7 +95,7 @@ def experts(
 ) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
 
-    act: "silu" or "gelu_tanh". fp32 inside; h = act(gate) * up and y are rounded to x's dtype.
+    act: one of ACTS (`reference.gated`). fp32 inside; h = act(gate) * up and y are rounded to x's dtype.
     """
     M, top_k = ids.shape
     ids, weights, x = ids.contiguous(), weights.float().contiguous(), x.contiguous()

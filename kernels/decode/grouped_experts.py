@@ -19,7 +19,6 @@ from lowq_kernels.decode.elementwise import gated
 from lowq_kernels.gpu import capability
 from lowq_kernels.modules.stack import Facts, Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
-from lowq_packers.layouts import PackedWeight
 
 BLOCK = 256  # slots or features of a program
 
@@ -96,20 +95,12 @@ def place(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, tor
 
 def why_not(up: Facts, down: Facts, device: torch.device) -> str | None:
     """The reason that such experts are not taken, or None."""
-    for _, K, scheme, layout in (up, down):
-        if scheme is None or scheme.table:
-            return "takes packed experts whose values are codes, not in a table"
+    for N, K, scheme, layout in (up, down):
+        if scheme is None or (scheme.table_width and N % 32):
+            return "takes packed experts, whole row tiles of a table"
         if why := tile_wgmma_grouped.why_not(scheme, K, layout, capability(device)):
             return why
     return None
-
-
-def _product(x: torch.Tensor, s: Stack, rows: int, of_tile: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    assert s.scheme is not None
-    assert s.scales is not None
-    zeros = None if s.zeros is None else s.zeros.flatten(0, 1)
-    p = PackedWeight(s.words.flatten(0, 1), s.scales.flatten(0, 1), zeros, s.scheme, s.N, s.K, s.layout)
-    return tile_wgmma_grouped.grouped(x, p, rows, of_tile, valid)
 
 
 def grouped_experts(
@@ -117,7 +108,7 @@ def grouped_experts(
 ) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
 
-    act: "silu" or "gelu_tanh". The products and act(gate) * up are rounded to x's dtype, the sum once.
+    act: "silu", "gelu_tanh" or "clamped_swiglu". The products and act(gate) * up are rounded to x's dtype, the sum once.
     """
     (M, H), (experts, top_k) = x.shape, (gate_up.words.shape[0], ids.shape[1])
     y = torch.empty_like(x)
@@ -127,7 +118,10 @@ def grouped_experts(
     row, tokens, of_tile, valid = place(ids.contiguous(), experts, rows)
     sorted_x = torch.empty(tokens.shape[0], H, dtype=x.dtype, device=x.device)
     _gather_kernel[(tokens.shape[0],)](x.contiguous(), tokens, sorted_x, H, BLOCK=min(1024, triton.next_power_of_2(H)))
-    h = gated(_product(sorted_x, gate_up, rows, of_tile, valid), act)
-    out = _product(h, down, rows, of_tile, valid)
+
+    def product(x: torch.Tensor, s: Stack) -> torch.Tensor:
+        return tile_wgmma_grouped.grouped(x, s.side_by_side(), s.bias, s.N, rows, of_tile, valid)
+
+    out = product(gated(product(sorted_x, gate_up), act), down)
     _weigh_kernel[(M, math.ceil(H / BLOCK))](out, row, weights.float().contiguous(), y, H, TOP_K=top_k, BLOCK=BLOCK)
     return y

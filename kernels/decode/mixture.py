@@ -12,7 +12,7 @@ from lowq_kernels.modules.stack import Facts, Stack, fused
 
 FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 256 launches, one or two for every expert
 MOST_READS = 0.25  # of all experts: 32 slots of Qwen3-30B's 128 take 42 us a layer, grouped 40; 8 of Mixtral's 8 259 and 163
-GROUPED_ACTS = ("silu", "gelu_tanh")
+GROUPED_ACTS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
 @cache

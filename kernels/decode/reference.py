@@ -78,8 +78,12 @@ def add_norm(
 
 
 def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """act(gate) * up for (M, 2 I) = gate, up side by side -> (M, I). act: "silu" or "gelu_tanh"."""
+    """act(gate) * up for (M, 2 I) = gate, up side by side -> (M, I). act: "silu", "gelu_tanh", or gpt-oss's "clamped_swiglu":
+    gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7."""
     gate, up = gate_up.chunk(2, -1)
+    if act == "clamped_swiglu":
+        low, high = gate.float().clamp(max=7), up.float().clamp(-7, 7)
+        return (low * torch.sigmoid(1.702 * low) * (high + 1)).to(gate.dtype)
     if act == "silu":
         return (F.silu(gate.float()) * up.float()).to(gate.dtype)
     return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)

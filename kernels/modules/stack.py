@@ -1,7 +1,7 @@
 """Stack: the packed weights of a mixture's experts side by side, so that one kernel can find any of them."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ class Stack:
     K: int
     layout: str
     table: torch.Tensor | None = None  # (E, T, width): each expert's
+    bias: torch.Tensor | None = None  # (E, N): what kernels of a whole layer (op "experts") add; `product` does not
 
     @property
     def facts(self) -> Facts:
@@ -40,6 +41,15 @@ class Stack:
         zeros, aux, table = (None if t is None else t[e] for t in (self.zeros, self.aux, self.table))
         return PackedWeight(self.words[e], self.scales[e], zeros, self.scheme, self.N, self.K, self.layout, aux, table)
 
+    def side_by_side(self) -> PackedWeight:
+        """All experts' rows as those of one weight: views, of a layout whose experts are whole blocks of rows (tile)."""
+        assert self.scheme is not None
+        assert self.scales is not None
+        tensors = (None if t is None else t.flatten(0, 1) for t in (self.words, self.scales, self.zeros, self.table))
+        words, scales, zeros, table = tensors
+        N = self.N * self.words.shape[0]
+        return PackedWeight(words, scales, zeros, self.scheme, N, self.K, self.layout, table=table)  # type: ignore[arg-type]
+
     def product(self, x: torch.Tensor, e: int) -> torch.Tensor:
         """x (M, K) times expert e's weight -> (M, N)."""
         if self.scheme is None:
@@ -48,9 +58,9 @@ class Stack:
 
     def take(self, experts: torch.Tensor) -> "Stack":
         """Copies of the chosen experts, in their order."""
-        held = (self.scales, self.zeros, self.aux, self.table)
-        scales, zeros, aux, table = (None if t is None else t[experts] for t in held)
-        return replace(self, words=self.words[experts], scales=scales, zeros=zeros, aux=aux, table=table)
+        fields = ("words", "scales", "zeros", "aux", "table", "bias")
+        chosen: dict[str, Any] = {f: t[experts] for f in fields if (t := getattr(self, f)) is not None}
+        return replace(self, **chosen)
 
     def repacked(self, layout: str) -> "Stack":
         """The same weights in another layout, expert by expert."""
@@ -65,10 +75,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """A mixture's layer of a few tokens from the chosen experts' packed weights alone. act: "silu" or "gelu_tanh".
+    """A mixture's layer of a few tokens from the chosen experts' packed weights alone. act: as `reference.gated` has it.
 
     Its kernels are launch(x, ids, weights, gate_up, down, act, config) -> y: for each row of x (M, H) the sum over its experts
-    ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
+    ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x), biases of stacks added.
     """
 
     op: ClassVar[Op] = "experts"

@@ -52,6 +52,7 @@ class QuantExperts(nn.Module):
         self.kind, self.schemes, self.top_k = kind, dict(schemes), top_k
         self.shapes: dict[str, tuple[int, int, int]] = {}
         self.layouts: dict[str, str] = {}
+        self._ordered: dict[str, tuple[object, torch.Tensor]] = {}
         for name in kind.stacks:
             dense = getattr(experts, name)
             delattr(experts, name)
@@ -86,12 +87,17 @@ class QuantExperts(nn.Module):
         words, scales, zeros, table, aux = (getattr(self, name + suffix) for suffix in (*LEAVES, "_aux"))
         if name not in self.schemes:
             words = self.kind.rows(name, words)
-        return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name], table)
+        return Stack(words, scales, zeros, aux, self.schemes.get(name), N, K, self.layouts[name], table, self.bias(name))
 
     def bias(self, name: str) -> torch.Tensor | None:
         """What is added to the products of a stack, (E, N); None where nothing is."""
         bias = getattr(self, f"{name}_bias")
-        return None if bias is None else self.kind.in_order(name, bias)
+        if bias is None or not self.kind.interleaved:
+            return bias
+        key = (bias.data_ptr(), bias.device)
+        if name not in self._ordered or self._ordered[name][0] != key:  # a step of decoding would copy it in every layer
+            self._ordered[name] = key, self.kind.in_order(name, bias.data)
+        return self._ordered[name][1]
 
     def _move(self, name: str, layout: str) -> None:
         if layout != self.layouts[name]:
@@ -99,6 +105,7 @@ class QuantExperts(nn.Module):
 
     def prepare(self, dtype: torch.dtype | None = None) -> "QuantExperts":
         """Move the weights into the layout this device computes in. Called after loading; idempotent."""
+        self._ordered.clear()
         for name, scheme in self.schemes.items():
             now = self.stack(name)
             assert now.scales is not None
@@ -155,6 +162,8 @@ class QuantExperts(nn.Module):
     def act(self) -> str:
         """The activation between gate and up, as the kernels call it; "" where the gating is not the usual one."""
         gating: Any = self.__dict__["gating"]
+        if type(gating).__name__ == "GptOssExperts" and (gating.alpha, gating.limit) == (1.702, 7.0):
+            return "clamped_swiglu"
         usual = getattr(getattr(type(gating), "_apply_gate", None), "__name__", "") == "_default_apply_gate"
         usual = usual and self.kind == Kind()
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
@@ -207,6 +216,7 @@ class QuantExperts(nn.Module):
         for name in self.schemes:
             self._move(name, DISK)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self._ordered.clear()
         if ready:
             self.prepare()
 

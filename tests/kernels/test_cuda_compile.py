@@ -15,6 +15,8 @@ import torch
 nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not installed")
 
 from lowq_kernels import gpu
+from lowq_kernels.cuda import operands
+from lowq_kernels.decode import experts
 from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma, tile_wgmma_grouped
@@ -68,13 +70,23 @@ def test_tile_wgmma_of_tables(scheme):
     """Every third config, and the widest tiles, whose sums leave the fewest registers."""
     s = Scheme.of(*scheme)
     for i, c in enumerate(tile_wgmma.CONFIGS):
-        if (i % 3 == s.bits % 3 or c["BLOCK_M"] == 256) and tile_wgmma.plan(s.bits, s.group_size, tile_wgmma.form(s), c)[
-            0
-        ] >= 2:
-            expression = tile_wgmma.expression(s.bits, i % 2, s.group_size, tile_wgmma.form(s), c)
+        if (i % 3 == s.bits % 3 or c["BLOCK_M"] == 256) and tile_wgmma.plan(s.bits, s.group_size, operands.form(s), c)[0] >= 2:
+            expression = tile_wgmma.expression(s.bits, i % 2, s.group_size, operands.form(s), c)
             assert clean("tile_wgmma.cu", expression, "sm_90a")["registers"] <= 65536 // (
                 tile_wgmma.threads(c) * c["BLOCKS_PER_SM"]
             )
+
+
+def test_experts_of_tables():
+    """gpt-oss's gate over MXFP4, NVFP4 and the widest look-up; and a tile of x per expert."""
+    for scheme, T, mode, arch in (
+        ((4, 32, "e2m1/e8m0"), 1, 3, "sm_90a"),
+        ((4, 16, "e2m1/e4m3"), 0, 0, "sm_90a"),
+        ((4, 64, "nf4"), 0, 2, "sm_80"),
+    ):
+        clean("experts.cu", experts.expression(Scheme.of(*scheme), 2880, T, mode), arch)
+    s, (_, config, *_) = Scheme.of(4, 32, "e2m1/e8m0"), tile_wgmma_grouped.CONFIGS.values()
+    clean("tile_wgmma.cu", tile_wgmma.expression(4, 1, 32, operands.form(s), config, grouped=True), "sm_90a")
 
 
 @pytest.mark.parametrize("bits", BITS)

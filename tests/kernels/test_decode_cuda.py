@@ -28,6 +28,7 @@ from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
 from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_packers import tables
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -70,6 +71,12 @@ LAYERS = {
     "3": (3, 48, "float", "silu", F16, 336, 48),
     "2": (2, 0, "none", "silu", F16, 640, 32),
     "1": (1, 128, "none", "silu", F16, 768, 256),
+    "gpt-oss": (4, 32, "e2m1/e8m0", "clamped_swiglu", BF16, 288, 96),
+    "mxfp4": (4, 32, "e2m1/e8m0", "clamped_swiglu", F16, 320, 32),
+    "nvfp4": (4, 16, "e2m1/e4m3", "silu", F16, 288, 48),
+    "nf4": (4, 64, "nf4", "gelu_tanh", F16, 192, 64),
+    "3 bits, tables": (3, 48, "fitted", "silu", BF16, 288, 48),
+    "2 bits, tables": (2, 32, "fitted", "clamped_swiglu", F16, 288, 32),
 }
 
 
@@ -248,19 +255,26 @@ def experts_call(up, down, top_k, act="silu", dtype=F16):
     return ExpertsCall(1, up.facts, down.facts, top_k, act, dtype, "cuda", (9, 0))
 
 
-def stack(E, N, K, bits, group, zero, dtype):
-    """(packed stack, its weights (E, N, K) in fp32)."""
-    scheme, made = Scheme(bits, group or K, zero), []
-    for _ in range(E):
+def stack(E, N, K, bits, group, zero, dtype, T=1):
+    """(packed stack, its weights (E, N, K) in fp32); of values from a table, T to a weight, with a bias."""
+    scheme, made = Scheme.of(bits, group or K, zero), []
+    for _ in range(E if scheme.table else 0):
+        codes = torch.randint(0, scheme.levels, (N, K), dtype=torch.uint8)
+        scales = torch.rand(N, scheme.groups(K)) * 0.1 + 0.01
+        scales = scales.to(dtype) if scheme.scale == "float" else tables.to_bytes(scales, scheme.scale)
+        table = torch.rand(T, scheme.table_width) + 0.1 if scheme.table_width else None
+        made.append(QuantizedTensor.of(scheme, codes, scales, None, table))
+    for _ in range(0 if scheme.table else E):
         codes = torch.randint(0, scheme.levels, (N, K), dtype=torch.uint8)
         scales = (torch.rand(N, scheme.groups(K)) * 0.02 + 0.01).to(dtype)
         zeros = (torch.rand_like(scales.float()) * (scheme.levels - 1)).to(dtype)
         zeros = None if zero == "none" else zeros.round() if zero == "int" else zeros
         made.append(QuantizedTensor(codes, scales, zeros, bits, group or K, zero))
     packed = [pack(q, "tile") for q in made]
-    fields = {f: [getattr(p, f) for p in packed] for f in ("words", "scales", "zeros")}
+    fields = {f: [getattr(p, f) for p in packed] for f in ("words", "scales", "zeros", "table")}
+    bias = torch.randn(E, N).to(dtype) if scheme.table else None
     held = {f: None if ts[0] is None else torch.stack(ts) for f, ts in fields.items()}
-    held = Stack(**held, aux=None, scheme=scheme, N=N, K=K, layout="tile")
+    held = Stack(**held, bias=bias, aux=None, scheme=scheme, N=N, K=K, layout="tile")
     return held, torch.stack([q.dequantize().float() for q in made])
 
 
@@ -269,15 +283,16 @@ def layer(name):
     """(y, truth) of a mixture layer of 5 experts, 4 a token, 3 tokens."""
     bits, group, zero, act, dtype, H, I = LAYERS[name]  # noqa: E741
     torch.manual_seed(bits)
-    up, up_weights = stack(5, 2 * I, H, bits, group, zero, dtype)
+    up, up_weights = stack(5, 2 * I, H, bits, group, zero, dtype, T=2)
     down, down_weights = stack(5, H, I, bits, group if group and I % group == 0 else 0, zero, dtype)
     x, weights = torch.randn(3, H).to(dtype) * 0.3, torch.rand(3, 4)
     ids = torch.stack([torch.randperm(5)[:4] for _ in range(3)])
     assert EXPERTS.why_not(experts_call(up, down, 4, act, dtype)) is None
     y = mixture.experts(x, ids, weights, up, down, act, {})
-    both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float())
+    both = torch.einsum("tkoh,th->tko", up_weights[ids], x.float()) + (0 if up.bias is None else up.bias[ids].float())
     h = reference.gated(both.reshape(12, -1), act).to(dtype).float().reshape(3, 4, I)
-    return y, torch.einsum("tk,tkhi,tki->th", weights, down_weights[ids], h)
+    bias = 0 if down.bias is None else torch.einsum("tk,tkh->th", weights, down.bias[ids].float())
+    return y, torch.einsum("tk,tkhi,tki->th", weights, down_weights[ids], h) + bias
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -92,7 +92,7 @@ INSTANCES = {
     "tile_mma": lambda on: _mma(on),
     "tile_dequant": lambda on: ("tile_dequant.cu", "tile_dequant<4, 1, 128, true>"),
     "act_rows": lambda on: ("act_rows.cu", f"round_rows<0, {'false' if on.fp8 else 'true'}>"),
-    "experts": lambda on: ("experts.cu", "experts<4, 1, 128, true, 2>"),
+    "experts": lambda on: ("experts.cu", "experts<4, 1, 128, 1, 2>"),
     "gemv_warp32": lambda on: ("gemv_warp32.cu", "gemv_warp32<4, 0, 128, true, 0, 8>"),
     "gemv_rows": lambda on: _gemv_rows(),
     "attend": lambda on: ("attend.cu", "attend<1, 128, 128, 4, 0, 4, 8, 64, 0>") if on.max_cluster > 1 else None,

@@ -7,11 +7,13 @@ import torch
 
 import emulation
 from lowq_packers.layouts import pack
-from lowq_packers.scheme import Scheme
+from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import ZERO_KINDS, Scheme
+from lowq_packers.tables import to_bytes
 
 emulation.require("cuda/tile_wgmma")
 import simt
-from lowq_kernels.decode import grouped_experts
+from lowq_kernels.decode import grouped_experts, reference
 from lowq_kernels.modules.stack import Stack
 from lowq_kernels.products.cuda import tile_wgmma, tile_wgmma_grouped
 
@@ -20,8 +22,9 @@ CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero,
     (40, 3, 2, 80, 136, 3, 0, "int", torch.bfloat16, 32),
     (70, 3, 2, 64, 128, 2, 64, "none", torch.float16, 64),
     (140, 2, 1, 32, 64, 8, 32, "float", torch.bfloat16, 128),
-    (60, 2, 2, 96, 128, 8, 32, "float", torch.float16, 128),
-    (60, 2, 2, 96, 128, 3, 32, "float", torch.float16, 128),
+    (9, 4, 2, 48, 96, 4, 32, "e2m1/e8m0", torch.bfloat16, 16),
+    (40, 3, 2, 32, 112, 4, 16, "e2m1/e4m3", torch.float16, 32),
+    (70, 2, 1, 32, 64, 4, 32, "fitted", torch.float16, 64),
 ]
 
 
@@ -32,7 +35,25 @@ def gpu():
     emulation.forget(tile_wgmma)
 
 
-def stack(E, N, K, bits, group, zero, dtype):
+def tables_of(E, N, K, bits, group, kind, dtype, T):
+    """As `stack`: values from T tables a weight, or one of theirs, and a bias."""
+    scheme, g, weights = Scheme.of(bits, group, kind), torch.Generator().manual_seed(E), []
+    for _ in range(E):
+        scales = torch.rand(N, K // group, generator=g) * 0.1 + 0.01
+        scales = scales.to(dtype) if scheme.scale == "float" else to_bytes(scales, scheme.scale)
+        table = torch.rand(T, scheme.table_width, generator=g) + 0.1 if scheme.table_width else None
+        codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
+        weights.append(QuantizedTensor.of(scheme, codes, scales, None, table))
+    packed = [pack(q, "tile") for q in weights]
+    words, scales = (torch.stack([getattr(p, leaf) for p in packed]) for leaf in ("words", "scales"))
+    table = torch.stack([p.table for p in packed]) if scheme.table_width else None
+    bias = torch.randn(E, N, generator=g).to(dtype)
+    return Stack(words, scales, None, None, scheme, N, K, "tile", table, bias), weights
+
+
+def stack(E, N, K, bits, group, zero, dtype, T=1):
+    if zero not in ZERO_KINDS:
+        return tables_of(E, N, K, bits, group, zero, dtype, T)
     weights = [emulation.weight(N, K, bits, group, zero, dtype, torch.Generator().manual_seed(e)) for e in range(E)]
     packed = [pack(q, "tile") for q in weights]
     zeros = None if zero == "none" else torch.stack([p.zeros for p in packed])
@@ -43,7 +64,8 @@ def stack(E, N, K, bits, group, zero, dtype):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer(case):
     T, E, top_k, width, H, bits, group, zero, dtype, rows = case
-    up, of_up = stack(E, 2 * width, H, bits, group, zero, dtype)
+    act = "clamped_swiglu" if zero == "e2m1/e8m0" else "silu"
+    up, of_up = stack(E, 2 * width, H, bits, group, zero, dtype, 2)
     down, of_down = stack(E, H, width, bits, 16 if width % (group or 16) else group, zero, dtype)
     g = torch.Generator().manual_seed(T)
     x = torch.randn(T, H, generator=g).to(dtype)
@@ -53,13 +75,14 @@ def test_a_layer(case):
     found = []
     for order in (1, -1)[: 1 if rows > 32 else 2]:
         with mock.patch.object(simt.Kernel, "order", order), mock.patch.object(tile_wgmma_grouped, "block", return_value=rows):
-            found.append(grouped_experts.grouped_experts(x, ids, weights, up, down, "silu"))
+            found.append(grouped_experts.grouped_experts(x, ids, weights, up, down, act))
     assert torch.equal(found[0], found[-1]), "the order of the threads changes the result"
     wanted = torch.zeros(T, H)
     for t in range(T):
         for w, e in zip(weights[t], ids[t].tolist(), strict=True):
-            gate, value = (x[t].float() @ of_up[e].dequantize().float().T).chunk(2)
-            wanted[t] += w * ((torch.nn.functional.silu(gate) * value) @ of_down[e].dequantize().float().T)
+            both = x[t].float() @ of_up[e].dequantize().float().T + (0 if up.bias is None else up.bias[e].float())
+            y = reference.gated(both, act) @ of_down[e].dequantize().float().T
+            wanted[t] += w * (y + (0 if down.bias is None else down.bias[e].float()))
     error = float((found[0].float() - wanted).norm() / wanted.norm())
     assert error < {torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
 

@@ -54,9 +54,9 @@ def test_many_tokens_are_grouped_where_a_kernel_can(routes, monkeypatch, capabil
         assert found is None  # of these kernels, or because there is none
 
 
-def test_values_from_a_table_are_not_taken_for_codes(monkeypatch):
+def test_row_tiles_of_two_tables_are_refused(monkeypatch):
     monkeypatch.setattr(grouped_experts, "capability", lambda device: (9, 0))
-    plain, table = Scheme(4, 32, "none"), Scheme(4, 32, "none", "nf4")
-    facts = [(64, 128, s, "tile") for s in (plain, table)]
-    assert grouped_experts.why_not(facts[0], facts[0], torch.device("cuda:0")) is None
-    assert "table" in grouped_experts.why_not(facts[0], facts[1], torch.device("cuda:0"))
+    fitted = Scheme(4, 32, "none", "fitted")
+    facts = [(N, 128, s, "tile") for N, s in ((64, fitted), (48, Scheme(4, 32, "none", "nf4")), (48, fitted))]
+    assert grouped_experts.why_not(facts[0], facts[1], torch.device("cuda:0")) is None
+    assert "row tiles of a table" in grouped_experts.why_not(facts[0], facts[2], torch.device("cuda:0"))

@@ -31,7 +31,7 @@
 //         more than there are: boxes that reach far past the end of x are slow. Sums of its other columns are of nothing, and
 //         stay here. `loaded`: bytes of a stage then, a parameter, because worked out here it cost a register too many.
 // GROUPED W is many weights of N rows side by side, `next` row tiles apart, and each tile of x has one of them, experts[tile of x]:
-//         a mixture's products, rows of x sorted by expert. Tiles from row *valid on have none and are left alone. Both are read
+//         a mixture's products, rows of x sorted by expert; biases (E, N) too. Tiles from row *valid on are left alone. Both are read
 //         from memory that the kernel before may have written.
 // ptxas   waits for every single wgmma ("serialized" in its log, +20 to 60% time) where it thinks the path divergent, or
 //         where registers are short; tests/kernels/test_cuda_compile.py refuses that.
@@ -429,7 +429,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
             for (int o = 0; o < 2; o++) {
                 const int n = n_first + warp * 16 + r + 8 * o;
-                const float b = n < N ? to_floats<T>(bias[n]).x : 0.f;
+                const float b = n < N ? to_floats<T>(bias[n + (GROUPED ? experts[m0 / BLOCK_M] * (size_t)N : 0)]).x : 0.f;
 #pragma unroll
                 for (int i = 0; i < COLUMNS / 8; i++) acc[4 * i + 2 * o] += b, acc[4 * i + 2 * o + 1] += b;
             }

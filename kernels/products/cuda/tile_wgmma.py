@@ -19,14 +19,14 @@ from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import (
     SMEM_KEEPING_L1,
     TYPES,
-    book,
+    form,
     group_argument,
     groups_of_step,
     rows_of_x,
     scales_zeros_bias,
     share_of_block,
     straddled,
-    table_form,
+    tables_of,
     weight_maps,
     whole_product,
 )
@@ -34,7 +34,6 @@ from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import ANY_TABLE, Call, Config, configs_of, register
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, ROWS, WORDS, padded_rows
-from lowq_packers.scheme import Scheme
 
 STREAM_K = 0  # a value of SPLIT_K: the steps of all tiles are shared evenly among all blocks
 KEYS = ("WARPGROUPS_N", "WARPGROUPS_K", "BLOCK_M", "SPLIT_K", "BLOCKS_PER_SM")
@@ -70,11 +69,6 @@ UNGROUPED = (0, 0, 0)  # experts, valid and next of a product by one weight
 MAX_STAGES = 8
 
 
-def form(scheme: Scheme) -> str:
-    """The device code's FORM: whether there are zeros, or how a table's values are read."""
-    return table_form(scheme) if scheme.table else str(int(scheme.zero != "none"))
-
-
 def threads(config: Config) -> int:
     """Threads of a block: the producer's warpgroup and the consumers'."""
     return 128 * (1 + config["WARPGROUPS_N"] * config["WARPGROUPS_K"])
@@ -92,7 +86,7 @@ def allowed(config: Config) -> int:
     return share_of_block(of_sm, blocks)
 
 
-def batch(bits: int, group: int, form: str, config: Config) -> tuple[int, int]:
+def batch(bits: int, group: int, kind: str, config: Config) -> tuple[int, int]:
     """(BATCH, BUFFERS): k16 fragments that go to wgmma together, and register buffers they alternate between, as ptxas finds
     registers for. From 128 columns on four warpgroups, or steps in turn, hide a warpgroup's wait for its own products."""
     if config["BLOCK_M"] < 128:
@@ -101,7 +95,7 @@ def batch(bits: int, group: int, form: str, config: Config) -> tuple[int, int]:
         short = config["BLOCK_M"] == 64 and bits == 1 and config["BLOCKS_PER_SM"] == 2
         return (2 if short or (config["BLOCK_M"] > 16 and long_steps(bits, group, config)) else 4), 2
     if config["BLOCK_M"] == 256:
-        return (8, 1) if bits == 3 and "BOOK" in form else (4, 2)
+        return (8, 1) if bits == 3 and "BOOK" in kind else (4, 2)
     tight = config["WARPGROUPS_N"] * config["WARPGROUPS_K"] == 4  # 112 registers, 64 of them sums
     four = CHUNK[bits] == 64 or (bits == 2 and config["SPLIT_K"] < 2)  # 2 bits spilled with two
     return (8 if not tight else 4 if four else 2), 1
@@ -127,23 +121,23 @@ def band(bits: int) -> int:
     return 4096 if bits == 8 else 8192
 
 
-def loaded_bytes(bits: int, group: int, form: str, config: Config, rows: int) -> int:
+def loaded_bytes(bits: int, group: int, kind: str, config: Config, rows: int) -> int:
     """Bytes of a step: `rows` rows of x, words, scales and zeros."""
     u, tiles = chunks_of_step(bits, group, config), 4 * config["WARPGROUPS_N"]
-    each = 4 if form == "1" else 1 if "SCALES" in form else 2  # of a row's group
+    each = 4 if kind == "1" else 1 if "SCALES" in kind else 2  # of a row's group
     metas = each * tiles * ROWS * groups_of_step(group, u * CHUNK[bits])
     return u * (rows * CHUNK[bits] * 2 + tiles * WORDS[bits] * 4) + metas
 
 
-def stage_bytes(bits: int, group: int, form: str, config: Config) -> int:
+def stage_bytes(bits: int, group: int, kind: str, config: Config) -> int:
     """Shared memory of a stage."""
-    return -(-loaded_bytes(bits, group, form, config, config["BLOCK_M"]) // 1024) * 1024
+    return -(-loaded_bytes(bits, group, kind, config, config["BLOCK_M"]) // 1024) * 1024
 
 
-def plan(bits: int, group: int, form: str, config: Config) -> tuple[int, int]:
+def plan(bits: int, group: int, kind: str, config: Config) -> tuple[int, int]:
     """(stages, dynamic shared memory): as many stages as fit beside the fp32 sums of the warpgroups along K and the staging
     of the outputs, the same number for each of WK; under a split sums and staging take the ring's place."""
-    stage, groups = stage_bytes(bits, group, form, config), config["WARPGROUPS_N"] * config["WARPGROUPS_K"]
+    stage, groups = stage_bytes(bits, group, kind, config), config["WARPGROUPS_N"] * config["WARPGROUPS_K"]
     split = config["SPLIT_K"] > 1
     staging = groups * min(32, config["BLOCK_M"]) * 72 * 2
     sums = groups * config["BLOCK_M"] * 256 if split or config["WARPGROUPS_K"] > 1 else 0
@@ -152,17 +146,17 @@ def plan(bits: int, group: int, form: str, config: Config) -> tuple[int, int]:
     return stages, max(stages * stage + beside, sums, staging)
 
 
-def expression(bits: int, T: int, group: int, form: str, config: Config, grouped: bool = False) -> str:
+def expression(bits: int, T: int, group: int, kind: str, config: Config, grouped: bool = False) -> str:
     """The template instance of tile_wgmma.cu. grouped: each tile of x has a weight of its own (tile_wgmma_grouped.py)."""
     stages, u, (fb, buf) = (
-        plan(bits, group, form, config)[0],
+        plan(bits, group, kind, config)[0],
         chunks_of_step(bits, group, config),
-        batch(bits, group, form, config),
+        batch(bits, group, kind, config),
     )
     tile = f"{config['WARPGROUPS_N']}, {config['WARPGROUPS_K']}, {config['BLOCK_M']}, {u}, {fb}, {buf}"
     tail = f"{stages}, {max(config['SPLIT_K'], 1)}, {config['BLOCKS_PER_SM']}, {band(bits) // (64 * config['WARPGROUPS_N'])}"
     tail += ", true" if grouped else ""
-    return f"tile_wgmma<{bits}, {T}, {group}, {form}, {tile}, {tail}>"
+    return f"tile_wgmma<{bits}, {T}, {group}, {kind}, {tile}, {tail}>"
 
 
 def _steps(K: int, bits: int, group: int, config: Config) -> int:
@@ -264,20 +258,14 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 
 @cache
 def prepared(
-    bits: int, T: int, group: int, form: str, config: tuple[int, ...], device: int, grouped: bool = False
+    bits: int, T: int, group: int, kind: str, config: tuple[int, ...], device: int, grouped: bool = False
 ) -> tuple[Kernel, int]:
     """The kernel of a config (its values) and its shared memory, resolved once."""
     named: Config = dict(zip(KEYS, config, strict=True))
-    smem = plan(bits, group, form, named)[1]
-    instance = expression(bits, T, group, form, named, grouped)
+    smem = plan(bits, group, kind, named)[1]
+    instance = expression(bits, T, group, kind, named, grouped)
     cluster = max(named["SPLIT_K"], 1)
     return Kernel("tile_wgmma.cu", instance, device, threads(named), PARAMETERS, smem, cluster, serialize=True), smem
-
-
-def tables_of(p: PackedWeight, rows: int) -> tuple[torch.Tensor | None, int]:
-    """Tables or factors, and how many of the `rows` rows share one; 0: all."""
-    own = book(p) if p.scheme.table else None
-    return own, 0 if own is None or own.shape[0] == 1 else rows // own.shape[0]
 
 
 @register(
@@ -317,6 +305,6 @@ def tile_wgmma(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, conf
     sizes = (M, rows, loaded_bytes(bits, group, kind, config, rows), p.N, steps, whole)
     shared = (0 if partials is None else partials.data_ptr(), 0 if flags is None else flags.data_ptr())
     pointers = (0 if bias is None else bias.data_ptr(), y.data_ptr())
-    own, each = tables_of(p, p.N)
+    own, each = tables_of(p)
     kernel(blocks, 1, smem, *maps, *pointers, *sizes, *shared, *UNGROUPED, 0 if own is None else own.data_ptr(), each)
     return y

@@ -6,17 +6,15 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda import driver
-from lowq_kernels.cuda.operands import TYPES, group_argument, scales_zeros_bias, weight_maps
+from lowq_kernels.cuda.operands import TYPES, form, group_argument, scales_zeros_bias, tables_of, weight_maps
 from lowq_kernels.dispatch.registry import Config, configs_of
 from lowq_kernels.products.cuda.tile_wgmma import (
     KEYS,
     allowed,
     chunks_of_step,
-    form,
     loaded_bytes,
     plan,
     prepared,
-    tables_of,
 )
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, ROWS, padded_rows
@@ -46,28 +44,31 @@ def why_not(scheme: Scheme, K: int, layout: str, capability: tuple[int, int]) ->
     return None
 
 
-def grouped(x: torch.Tensor, p: PackedWeight, rows: int, experts: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """x (P, K) fp16 or bf16, tile i of `rows` of its rows times the weight of expert experts[i] -> (P, N).
+def grouped(
+    x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, N: int, rows: int, experts: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    """x (P, K) fp16 or bf16, tile i of `rows` of its rows times the weight of expert experts[i], plus its bias -> (P, N).
 
     Args:
-        p: all experts' weights (N, K) in layout tile, one after another: words (E * N' / 16, ...), scales and zeros likewise.
+        p: the weights (N, K) of E experts in layout tile as one of E * N rows; bias (E, N).
         rows: of a tile, one of CONFIGS; P is a multiple of it.
         experts: (P / rows,) int32. valid: (1,) int32, how many rows there are; those after them stay unwritten.
     """
     P, bits, config = x.shape[0], p.scheme.bits, CONFIGS[rows]
-    y = torch.empty(P, p.N, dtype=x.dtype, device=x.device)
-    scales, zeros, _ = scales_zeros_bias(p, None, x.dtype)
+    y = torch.empty(P, N, dtype=x.dtype, device=x.device)
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
     group, T = group_argument(p), TYPES[x.dtype]
     kind = form(p.scheme)
     kernel, smem = prepared(bits, T, group, kind, tuple(config.values()), x.device.index, grouped=True)
     tiles, u = 4 * config["WARPGROUPS_N"], chunks_of_step(bits, group, config)
-    all_tiles = math.ceil(padded_rows(p.N) / (ROWS * tiles)) * (P // rows)
+    all_tiles = math.ceil(padded_rows(N) / (ROWS * tiles)) * (P // rows)
     x_map = driver.tensor_map(x.data_ptr(), 2, p.K, P, p.K * 2, (64, rows), True)
     maps = (x_map, *weight_maps(p, scales, zeros, group, CHUNK[bits] * u, tiles))
     loaded, steps = loaded_bytes(bits, group, kind, config, rows), math.ceil(p.K / (CHUNK[bits] * u))
-    sizes, shared = (P, rows, loaded, p.N, steps, all_tiles), (0, 0)  # no tile is
-    of_experts = (experts.data_ptr(), valid.data_ptr(), padded_rows(p.N) // ROWS)
+    sizes, shared = (P, rows, loaded, N, steps, all_tiles), (0, 0)  # no tile is
+    of_experts = (experts.data_ptr(), valid.data_ptr(), padded_rows(N) // ROWS)
     blocks = min(all_tiles, gpu.here(x.device.index).sms * config["BLOCKS_PER_SM"])
-    own, each = tables_of(p, p.N * p.words.shape[0] // (padded_rows(p.N) // ROWS))
-    kernel(blocks, 1, smem, *maps, 0, y.data_ptr(), *sizes, *shared, *of_experts, 0 if own is None else own.data_ptr(), each)
+    own, each = tables_of(p)
+    pointers = (0 if bias is None else bias.data_ptr(), y.data_ptr())
+    kernel(blocks, 1, smem, *maps, *pointers, *sizes, *shared, *of_experts, 0 if own is None else own.data_ptr(), each)
     return y
