@@ -133,7 +133,7 @@ class Kernel:
                 driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, cubin.symbol.encode()),
                 cubin.symbol,
             )
-            if smem > 48 << 10:
+            if smem:  # even of 48 KB and less: what the source itself declares counts too
                 _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SMEM, smem), f"{smem} bytes of shared memory")
         self.name, self.device, self._launch, self._lock = expression, device, driver.cuLaunchKernelEx, threading.Lock()
         self._parameters = Parameters(parameters)

@@ -26,6 +26,9 @@ pytestmark = [
 PROMPTS = ["Once upon a time there was a", "The whale"]
 NEW = 200
 TIE = 0.05  # two logits nearer than this (of about 10) change places with the rounding of 16-bit sums
+ROUTER_TIE = (
+    0.02  # so do the last expert taken and the first not, and what follows is another text: transformers' own in fp16, too
+)
 
 
 def story(dtype):
@@ -37,12 +40,26 @@ def story(dtype):
 
 
 def agrees(model, prompt, tokens):
-    """Whether each of `tokens` is the argmax after those before it, or ties with it, by one forward in fp32."""
-    ids = torch.tensor([prompt + tokens], device="cuda")
+    """Whether each of `tokens` is the argmax after those before it, or ties with it, by one forward in fp32.
+
+    Where a mixture's router ties, and so another expert may be taken, any token is right.
+    """
+    ids, ties = torch.tensor([prompt + tokens], device="cuda"), []
+
+    def of_router(_, __, out):
+        by_size = (out[0] if isinstance(out, tuple) else out).float().sort(-1, descending=True).values
+        top_k = model.config.num_experts_per_tok
+        ties.append((by_size[:, top_k - 1] - by_size[:, top_k] < ROUTER_TIE)[len(prompt) - 1 : -1])
+
+    hooks = [m.register_forward_hook(of_router) for name, m in model.named_modules() if name.endswith(".gate")]
     with torch.inference_mode():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    for hook in hooks:
+        hook.remove()
     got = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
-    return bool((logits.max(-1).values - got < TIE).all())
+    tied = torch.stack(ties).any(0) if ties else torch.zeros_like(got, dtype=torch.bool)
+    assert tied.float().mean() < 0.5
+    return bool(((logits.max(-1).values - got < TIE) | tied).all())
 
 
 @pytest.mark.parametrize("kind", ["fused", "fused without graphs", "unfused"])
@@ -132,8 +149,8 @@ def test_packed_mixtures(kind, bits):
     for prompts in (
         [5, 6, 7],
         [[9, 8], [1, 2, 3, 4], [7] * 80],
-        [list(range(3, 13)) * 30],
-    ):  # 300 different tokens: even transformers in fp16 routes one of them to another expert than in fp32, and is 0.4 off
+        [list(range(3, 303))],
+    ):  # the last by grouped products on Hopper
         g = stream(model, tokenizer, prompts, max_new_tokens=40, decoder=decoder)
         list(g.pieces())
         assert decoder.reason == ""

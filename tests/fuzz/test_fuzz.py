@@ -95,7 +95,7 @@ def test_a_stopped_command_leaves_the_same_bytes_and_nothing_else(ground):
 def test_it_runs_as_a_module(tmp_path):
     """Although the checkout holds a folder `kernels`, which transformers would take for another package."""
     root = Path(__file__).parents[2]
-    numbers = ["--minutes", "5", "--bends", "5", "--kills", "0"]
+    numbers = ["--minutes", "60", "--bends", "5", "--kills", "0"]
     line = [sys.executable, "-m", "tests.fuzz", *numbers, "--out", str(tmp_path / "long.json")]
     subprocess.run(line, cwd=root, check=True, capture_output=True)
     assert sum(row["bent"] for row in json.loads((tmp_path / "long.json").read_text())["bends"].values()) == 5

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_soak.py"
 
 def soak(*args):
     line = [sys.executable, "-P", SCRIPT, "demo", "--device", "cpu", *map(str, args)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=900)
     assert done.stdout, done.stderr
     row = json.loads(done.stdout)
     assert done.returncode == 0, row
