@@ -97,7 +97,9 @@ class Refining:
                     prepared.source, plan, text, made, run, on, lambda name: found.read_matrix(packed[name])
                 )
                 yield from calibration.run()
-                codes = {i.name: partial(load_item, calibration.layer_of[i.name], i) for i in calibration.items.values()}
+                codes: dict[str, Callable[[], QuantizedTensor]] = {
+                    i.name: partial(load_item, calibration.layer_of[i.name], i) for i in calibration.items.values()
+                }
                 _write(found, codes, made)
                 calibration.close()
 
