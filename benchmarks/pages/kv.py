@@ -1,8 +1,8 @@
-"""What a cache in few bits costs."""
+"""What a cache in few bits costs: accuracy, and time on a GPU (h200/kv.json)."""
 
 import json
 
-from pages import RESULTS, part, table
+from pages import RESULTS, part, read, shown, table
 
 
 @part
@@ -35,3 +35,22 @@ def kv() -> str:
         for r in rows
     ]
     return table(columns, cells)
+
+
+@part
+def kv_speed() -> str:
+    """One layer's attention in a step, and an 8B's whole step, over each kind of cache."""
+    found, kinds = read("h200/kv.json"), ("16", "fp8", "4")
+    us = {(r["B"], r["tokens"], r["kv"]): r for r in found["kv"] if not r["page"]}
+    lines = []
+    for B, tokens in dict.fromkeys((B, tokens) for B, tokens, _ in us):
+        rows = [us[B, tokens, kind] for kind in kinds]
+        cells = (f"{shown(r['us'])} ({shown(r['read_us'])})" for r in rows)
+        lines.append((B, f"{tokens:,}", *cells))
+    layer = table((">sequences", ">tokens so far", *(f">{kind}" for kind in kinds)), lines)
+    steps = {(r["tokens"], r["kv"]): f"{r['step_us']:,.0f}" for r in found["decode"]}
+    whole = [(f"{t:,}", *(steps[t, kind] for kind in kinds)) for t in dict.fromkeys(t for t, _ in steps)]
+    head = f"{found['gpu']}, {found['date']}, torch {found['torch']}, reading {found['read_gbs']:,} GB/s"
+    text = f"Attention of one layer of an 8B in a step, us, with what reading the cache alone takes ({head}):\n\n{layer}\n"
+    steps_table = table((">tokens so far", *(f">{kind}" for kind in kinds)), whole)
+    return f"{text}A whole step of that model by 4 bits, one sequence, us:\n\n{steps_table}"

@@ -1,10 +1,12 @@
-"""docs/serving.md: vLLM with its own kernels and with lowq's. Results: h200/{vllm_8b,vllm_quality,serve_8b,experts}.json."""
+"""docs/serving.md: vLLM with its own kernels and with lowq's, lowq's own engine and its HTTP. Results: SPEED to EXPERTS below."""
 
 from typing import Any
 
 from pages import RESULTS, Row, part, read, shown, table
 
-SPEED, QUALITY, OWN, EXPERTS = (f"h200/{name}.json" for name in ("vllm_8b", "vllm_quality", "serve_8b", "experts"))
+SPEED, QUALITY, OWN, HTTP, EXPERTS = (
+    f"h200/{name}.json" for name in ("vllm_8b", "vllm_quality", "serve_8b", "serve_http_8b", "experts")
+)
 
 
 def rows_of(bits: str, kernels: str, what: str) -> list[Row]:
@@ -92,6 +94,18 @@ def vllm_users() -> str:
                 times = (f"{t['p50']:.1f} / {t['p99']:.1f}" for t in (first, between))
                 lines.append((users, engine, f"{row['tokens_per_s']:,.0f}", *times))
     return table((">users", "engine", ">tokens/s", ">first token, ms p50 / p99", ">between tokens"), lines)
+
+
+@part
+def http_users() -> str:
+    """The same loop through `lowq serve`, over HTTP."""
+    report = read(HTTP)
+    lines = []
+    for row in (v for k, v in report["servers"]["lowq"].items() if k.startswith("users_")):
+        times = (f"{t['p50']:.1f} / {t['p99']:.1f}" for t in (row["ttft_ms"], row["between_ms"]))
+        lines.append((row["users"], row["requests"], f"{row['tokens_per_s']:,.0f}", *times))
+    columns = (">users", ">requests", ">tokens/s", ">first token, ms p50 / p99", ">between tokens")
+    return f"{report['device']}, {report['date'][:10]}, torch {report['torch']}:\n\n{table(columns, lines)}"
 
 
 @part
