@@ -1,4 +1,4 @@
-"""docs/serving.md: vLLM with its own kernels and with lowq's, lowq's own engine and its HTTP. Results: SPEED to EXPERTS below."""
+"""docs/serving.md: vLLM with its own kernels and with lowq's; lowq's own engine, also over HTTP. Results: SPEED to EXPERTS."""
 
 from typing import Any
 
