@@ -45,7 +45,7 @@ def refine(
         dtype="float32",
         lm_head="keep",
         calib=calib,
-        **({"calib_tokens": calib_tokens} if calib_tokens else {}),
+        calib_tokens=calib_tokens or None,
     )
     wake(device)
     with console.status("starting"):

@@ -66,7 +66,7 @@ class LowqQuantizer(Frozen):
         from lowq_cli.hf.skeleton import Skeleton
 
         if model is None:  # transformers before 5.23, where `swap` refuses packed experts
-            return super().update_weight_conversions(weight_conversions)
+            return super().update_weight_conversions(weight_conversions)  # type: ignore[call-arg]
         return super().update_weight_conversions(weight_conversions + Skeleton(model).own, model)
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:

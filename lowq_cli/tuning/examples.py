@@ -78,7 +78,7 @@ def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None,
     moved = 2.0 * M * h.HKV * S * kv.slot_bytes(kind, HEAD, shape.dtype)
     n = rotation(int(moved), device)
     caches = [torch.randn(2, M, h.HKV, S, HEAD, device=device).to(shape.dtype) for _ in range(n)]
-    dense: list[Callable[[], object]] = [partial(reference.attend, qkv, *c, pos, *tables, h) for c in caches]
+    dense: list[Callable[[], object]] = [partial(reference.attend, qkv, k, v, pos, *tables, h) for k, v in caches]
     operands = [(qkv, *(kv.holding(kind, x) for x in c), pos, *tables, h) for c in caches]
     return Example(AttendCall.of(qkv, S, HEAD, h, kv=kind), operands, dense, moved, 4.0 * M * HQ * S * HEAD)
 
