@@ -148,8 +148,8 @@ def _row(r: _Reader) -> tuple[str, tuple[int, ...], str, int]:
     if number not in KNOWN:
         raise UnsupportedError(f"{r.where}: {name} has the GGUF type {number}; lowq reads {', '.join(TYPES)}: take such a file")
     kind = TYPES[KNOWN[number]]
-    if not all(0 < d < 1 << 40 for d in shape) or shape[-1] % kind.elements:
-        raise DamagedError(f"{r.where}: {name} is {kind.name} of the shape {list(shape)}, which is not made of whole blocks")
+    if not all(0 < d < 1 << 40 for d in shape) or shape[-1] % kind.elements or dims == 1 < kind.elements:
+        raise DamagedError(f"{r.where}: {name} is {kind.name} of the shape {list(shape)}, which is not rows of whole blocks")
     return name, shape, kind.name, at
 
 

@@ -110,6 +110,11 @@ ROW = struct.pack("<Q", 1) + b"t" + struct.pack("<I", 2)
         (HEAD + struct.pack("<Q", 8) + b"a\n\x1b]0;b\x07", DamagedError, r"the name 'a\\n\\x1b"),
         (HEAD + struct.pack("<Q", 65) + 65 * b"a", DamagedError, "of the name 'a{64}'; fetch"),
         (HEAD + ROW + struct.pack("<QQIQ", 33, 1, 2, 0), DamagedError, "whole blocks"),
+        (
+            HEAD + struct.pack("<Q", 1) + b"t" + struct.pack("<IQIQ", 1, 64, 2, 0),
+            DamagedError,
+            "whole blocks",
+        ),  # a norm in codes
         (HEAD + ROW + struct.pack("<QQIQ", 1 << 39, 1 << 39, 0, 0), DamagedError, "beyond the end"),
         (HEAD + ROW + struct.pack("<QQIQ", 64, 1, 0, 1 << 50), DamagedError, "beyond the end"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), UnsupportedError, "architecture None"),
