@@ -19,6 +19,10 @@ class _Only(TorchDispatchMode):
 
     ALLOWED = ("empty", "empty_like", "view", "_unsafe_view", "reshape", "_reshape_alias", "alias", "detach")
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # torch asks: True would import torch._dynamo, seconds before the second token
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.others = set[str]()
