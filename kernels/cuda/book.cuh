@@ -24,6 +24,7 @@ __device__ __forceinline__ float2 byte_scales(u32 v) {
     return make_float2(__uint_as_float((v & 0xff) << 20) * power, __uint_as_float((v >> 8 & 0xff) << 20) * power);
 }
 
+template <int T> constexpr float E2M1_UNIT = T == FP16 ? 16384.f : 1.f;  // what e2m1 leaves to `unit`
 template <int T>  // register j of fragment f, e2m1 times 2^-14 (fp16) or 2^-126 (bf16)
 __device__ __forceinline__ u32 small_e2m1(u32 word, int f) {
     const int to = (T == FP16 ? 9 : 6) - 4 * f;

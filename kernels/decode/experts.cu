@@ -76,7 +76,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
         const size_t own = table_rows ? (first_row + blockIdx.x * 16) / table_rows : 0;
         const float* tables = (const float*)zeros;
         if constexpr (BOOKED) unit = make_book<BITS, T>(tables + (own << BITS), (unsigned char*)books[warp], lane), __syncwarp();
-        else unit = (tables ? tables[own] : 1.f) * (T == FP16 ? 16384.f : 1.f);
+        else unit = (tables ? tables[own] : 1.f) * E2M1_UNIT<T>;
     }
     const u16* x_from = x + (size_t)(UP ? slot / top_k : slot) * K;
     char* mine = (char*)shared + warp * each * L::CHUNK * 2;

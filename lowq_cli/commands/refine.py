@@ -39,14 +39,8 @@ def refine(
     if not model:
         raise UsageError("refine needs the model that the file was made from; add --model MODEL")
     check_there(ckpt, model)
-    recipe = make_recipe(
-        method="gptq",
-        group="channel",
-        dtype="float32",
-        lm_head="keep",
-        calib=calib,
-        calib_tokens=calib_tokens or None,
-    )
+    fixed = {"method": "gptq", "group": "channel", "dtype": "float32", "lm_head": "keep"}
+    recipe = make_recipe(**fixed, calib=calib, calib_tokens=calib_tokens)
     wake(device)
     with console.status("starting"):
         from lowq_cli.run.refine import Refining

@@ -15,8 +15,11 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.dispatch import registry
+from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
+from lowq_packers.tables import to_bytes
 
 EMPTY = torch.empty
 
@@ -66,15 +69,33 @@ def weight(
     zero: str = "float",
     dtype: torch.dtype = torch.bfloat16,
     g: torch.Generator | None = None,
+    tables: int = 1,
 ) -> QuantizedTensor:
-    """A random weight; group 0: a row is one group."""
-    g, group = g or torch.Generator().manual_seed(bits), group or K
-    codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
-    scales = (torch.rand(N, K // group, generator=g) * 0.009 + 0.001).to(dtype)
-    zeros = (torch.rand(N, K // group, generator=g) * ((1 << bits) - 1)).to(dtype)
-    return QuantizedTensor(
-        codes, scales, None if zero == "none" else zeros.round() if zero == "int" else zeros, bits, group, zero
-    )
+    """A random weight on the CPU; group 0: a row is one group; of values from a table, so many of its own where it has any."""
+    g, s = g or torch.Generator().manual_seed(bits), Scheme.of(bits, group or K, zero)
+    codes = torch.randint(0, s.levels, (N, K), dtype=torch.uint8, generator=g, device="cpu")
+    scales = torch.rand(N, s.groups(K), generator=g, device="cpu") * 0.009 + 0.001
+    if s.table:
+        scales *= 10  # of values around 1, where codes are around 8
+        own = torch.rand(tables, s.table_width, generator=g, device="cpu") + 0.1 if s.table_width else None
+        return QuantizedTensor.of(s, codes, scales.to(dtype) if s.scale == "float" else to_bytes(scales, s.scale), None, own)
+    zeros = (torch.rand(scales.shape, generator=g, device="cpu") * (s.levels - 1)).to(dtype)
+    zeros = None if zero == "none" else zeros.round() if zero == "int" else zeros
+    return QuantizedTensor.of(s, codes, scales.to(dtype), zeros)
+
+
+def stack(E: int, N: int, K: int, *scheme: Any, tables: int = 1) -> tuple[Stack, torch.Tensor]:
+    """(E random weights packed side by side, the weights (E, N, K) in fp32) on torch's default device.
+
+    scheme: bits, group, zero and dtype, as `weight` takes them. Values from tables come with a bias.
+    """
+    made = [weight(N, K, *scheme, torch.Generator().manual_seed(N + e), tables=tables) for e in range(E)]
+    packed, device = [pack(q, "tile") for q in made], torch.get_default_device()
+    fields = {f: [getattr(p, f) for p in packed] for f in ("words", "scales", "zeros", "table")}
+    leaves: dict[str, Any] = {f: None if ts[0] is None else torch.stack(ts).to(device) for f, ts in fields.items()}
+    bias = torch.randn(E, N).to(scheme[3]) if packed[0].scheme.table else None
+    held = Stack(**leaves, bias=bias, aux=None, scheme=packed[0].scheme, N=N, K=K, layout="tile")
+    return held, torch.stack([q.dequantize().float() for q in made]).to(device)
 
 
 def operands(case: Any, device: str) -> tuple[torch.Tensor, PackedWeight, torch.Tensor | None, QuantizedTensor]:

@@ -20,6 +20,7 @@ try:
     from lowq_kernels.decode import experts as mixture
 except ModuleNotFoundError:
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+import emulation
 import lowq_kernels.gpu
 import simt
 from emulation import error
@@ -27,11 +28,7 @@ from lowq_kernels.decode import kv, reference
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
-from lowq_kernels.modules.stack import ExpertsCall, Stack
-from lowq_packers import tables
-from lowq_packers.layouts import pack
-from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import Scheme
+from lowq_kernels.modules.stack import ExpertsCall
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -111,6 +108,16 @@ def gpu():
         p.stop()
     for m in modules:
         m._kernel.cache_clear()
+
+
+def twice(made, tolerance):
+    """`made` gives (y, truth): near each other, and y the same with the threads in either order."""
+    results = []
+    for simt.Kernel.order in (1, -1):
+        y, truth = made()
+        assert error(y, truth) < tolerance
+        results.append(y)
+    assert torch.equal(*results)
 
 
 def on_device(made):
@@ -211,12 +218,7 @@ def coded(name):
 
 @pytest.mark.parametrize("name", CODED)
 def test_attend_over_codes(name):
-    results = []
-    for simt.Kernel.order in (1, -1):
-        y, truth = coded(name)
-        assert error(y, truth) < TOLERANCE[CODED[name][5]]
-        results.append(y)
-    assert torch.equal(*results)
+    twice(lambda: coded(name), TOLERANCE[CODED[name][5]])
 
 
 CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
@@ -255,36 +257,13 @@ def experts_call(up, down, top_k, act="silu", dtype=F16):
     return ExpertsCall(1, up.facts, down.facts, top_k, act, dtype, "cuda", (9, 0))
 
 
-def stack(E, N, K, bits, group, zero, dtype, T=1):
-    """(packed stack, its weights (E, N, K) in fp32); of values from a table, T to a weight, with a bias."""
-    scheme, made = Scheme.of(bits, group or K, zero), []
-    for _ in range(E if scheme.table else 0):
-        codes = torch.randint(0, scheme.levels, (N, K), dtype=torch.uint8)
-        scales = torch.rand(N, scheme.groups(K)) * 0.1 + 0.01
-        scales = scales.to(dtype) if scheme.scale == "float" else tables.to_bytes(scales, scheme.scale)
-        table = torch.rand(T, scheme.table_width) + 0.1 if scheme.table_width else None
-        made.append(QuantizedTensor.of(scheme, codes, scales, None, table))
-    for _ in range(0 if scheme.table else E):
-        codes = torch.randint(0, scheme.levels, (N, K), dtype=torch.uint8)
-        scales = (torch.rand(N, scheme.groups(K)) * 0.02 + 0.01).to(dtype)
-        zeros = (torch.rand_like(scales.float()) * (scheme.levels - 1)).to(dtype)
-        zeros = None if zero == "none" else zeros.round() if zero == "int" else zeros
-        made.append(QuantizedTensor(codes, scales, zeros, bits, group or K, zero))
-    packed = [pack(q, "tile") for q in made]
-    fields = {f: [getattr(p, f) for p in packed] for f in ("words", "scales", "zeros", "table")}
-    bias = torch.randn(E, N).to(dtype) if scheme.table else None
-    held = {f: None if ts[0] is None else torch.stack(ts) for f, ts in fields.items()}
-    held = Stack(**held, bias=bias, aux=None, scheme=scheme, N=N, K=K, layout="tile")
-    return held, torch.stack([q.dequantize().float() for q in made])
-
-
 @on_device
 def layer(name):
     """(y, truth) of a mixture layer of 5 experts, 4 a token, 3 tokens."""
     bits, group, zero, act, dtype, H, I = LAYERS[name]  # noqa: E741
     torch.manual_seed(bits)
-    up, up_weights = stack(5, 2 * I, H, bits, group, zero, dtype, T=2)
-    down, down_weights = stack(5, H, I, bits, group if group and I % group == 0 else 0, zero, dtype)
+    up, up_weights = emulation.stack(5, 2 * I, H, bits, group, zero, dtype, tables=2)
+    down, down_weights = emulation.stack(5, H, I, bits, group if group and I % group == 0 else 0, zero, dtype)
     x, weights = torch.randn(3, H).to(dtype) * 0.3, torch.rand(3, 4)
     ids = torch.stack([torch.randperm(5)[:4] for _ in range(3)])
     assert EXPERTS.why_not(experts_call(up, down, 4, act, dtype)) is None
@@ -297,16 +276,11 @@ def layer(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_experts(name):
-    results = []
-    for simt.Kernel.order in (1, -1):
-        y, truth = layer(name)
-        assert error(y, truth) < TOLERANCE[LAYERS[name][4]]
-        results.append(y)
-    assert torch.equal(*results)
+    twice(lambda: layer(name), TOLERANCE[LAYERS[name][4]])
 
 
 def test_layers_it_does_not_take():
-    good, _ = stack(2, 64, 64, 4, 32, "float", F16)
+    good, _ = emulation.stack(2, 64, 64, 4, 32, "float", F16)
     assert EXPERTS.why_not(experts_call(good, good, 2)) is None
     assert "activation" in EXPERTS.why_not(experts_call(good, good, 2, ""))
     assert "tile" in EXPERTS.why_not(experts_call(good, dataclasses.replace(good, layout="rowstream"), 2))

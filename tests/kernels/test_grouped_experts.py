@@ -6,10 +6,6 @@ import pytest
 import torch
 
 import emulation
-from lowq_packers.layouts import pack
-from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import ZERO_KINDS, Scheme
-from lowq_packers.tables import to_bytes
 
 emulation.require("cuda/tile_wgmma")
 if torch.cuda.is_available():
@@ -19,7 +15,6 @@ if torch.cuda.is_available():
     )
 import simt
 from lowq_kernels.decode import grouped_experts, reference
-from lowq_kernels.modules.stack import Stack
 from lowq_kernels.products.cuda import tile_wgmma, tile_wgmma_grouped
 
 CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero, dtype, rows of a tile
@@ -40,38 +35,12 @@ def gpu():
     emulation.forget(tile_wgmma)
 
 
-def tables_of(E, N, K, bits, group, kind, dtype, T):
-    """As `stack`: values from T tables a weight, or one of theirs, and a bias."""
-    scheme, g, weights = Scheme.of(bits, group, kind), torch.Generator().manual_seed(E), []
-    for _ in range(E):
-        scales = torch.rand(N, K // group, generator=g) * 0.1 + 0.01
-        scales = scales.to(dtype) if scheme.scale == "float" else to_bytes(scales, scheme.scale)
-        table = torch.rand(T, scheme.table_width, generator=g) + 0.1 if scheme.table_width else None
-        codes = torch.randint(0, 1 << bits, (N, K), dtype=torch.uint8, generator=g)
-        weights.append(QuantizedTensor.of(scheme, codes, scales, None, table))
-    packed = [pack(q, "tile") for q in weights]
-    words, scales = (torch.stack([getattr(p, leaf) for p in packed]) for leaf in ("words", "scales"))
-    table = torch.stack([p.table for p in packed]) if scheme.table_width else None
-    bias = torch.randn(E, N, generator=g).to(dtype)
-    return Stack(words, scales, None, None, scheme, N, K, "tile", table, bias), weights
-
-
-def stack(E, N, K, bits, group, zero, dtype, T=1):
-    if zero not in ZERO_KINDS:
-        return tables_of(E, N, K, bits, group, zero, dtype, T)
-    weights = [emulation.weight(N, K, bits, group, zero, dtype, torch.Generator().manual_seed(e)) for e in range(E)]
-    packed = [pack(q, "tile") for q in weights]
-    zeros = None if zero == "none" else torch.stack([p.zeros for p in packed])
-    words, scales = (torch.stack([getattr(p, leaf) for p in packed]) for leaf in ("words", "scales"))
-    return Stack(words, scales, zeros, None, Scheme(bits, group or K, zero), N, K, "tile"), weights
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer(case):
     T, E, top_k, width, H, bits, group, zero, dtype, rows = case
     act = "clamped_swiglu" if zero == "e2m1/e8m0" else "silu"
-    up, of_up = stack(E, 2 * width, H, bits, group, zero, dtype, 2)
-    down, of_down = stack(E, H, width, bits, 16 if width % (group or 16) else group, zero, dtype)
+    up, of_up = emulation.stack(E, 2 * width, H, bits, group, zero, dtype, tables=2)
+    down, of_down = emulation.stack(E, H, width, bits, 16 if width % (group or 16) else group, zero, dtype)
     g = torch.Generator().manual_seed(T)
     x = torch.randn(T, H, generator=g).to(dtype)
     ids = torch.stack([torch.randperm(E, generator=g)[:top_k] for _ in range(T)])
@@ -85,8 +54,8 @@ def test_a_layer(case):
     wanted = torch.zeros(T, H)
     for t in range(T):
         for w, e in zip(weights[t], ids[t].tolist(), strict=True):
-            both = x[t].float() @ of_up[e].dequantize().float().T + (0 if up.bias is None else up.bias[e].float())
-            y = reference.gated(both, act) @ of_down[e].dequantize().float().T
+            both = x[t].float() @ of_up[e].T + (0 if up.bias is None else up.bias[e].float())
+            y = reference.gated(both, act) @ of_down[e].T
             wanted[t] += w * (y + (0 if down.bias is None else down.bias[e].float()))
     error = float((found[0].float() - wanted).norm() / wanted.norm())
     assert error < {torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]

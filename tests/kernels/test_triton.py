@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import emulation
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Call, Config, KernelSpec, capability, kernels, select
-from lowq_packers import tables
 from lowq_packers.layouts import PackedWeight, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
@@ -118,11 +118,7 @@ def test_values_from_a_table(s):
     N, K, g = 33, 96, torch.Generator().manual_seed(s.bits)
     for name in (n for n in TRITON if s.table in kernels()[n].tables):
         for dtype in TOLERANCE:
-            scales = torch.rand(N, s.groups(K), generator=g) * 0.9 + 0.1
-            scales = scales.to(dtype) if s.scale == "float" else tables.to_bytes(scales, s.scale)
-            table = torch.rand(3, s.table_width, generator=g) * 0.02 + 0.001 if s.table_width else None
-            codes = torch.randint(0, s.levels, (N, K), dtype=torch.uint8, generator=g)
-            q = QuantizedTensor.of(s, codes, scales, None, table)
+            q = emulation.weight(N, K, s.bits, s.group_size, s.kind, dtype, g, tables=3)
             for config in pick(legal(kernels()[name], 2, pack(q, "strided"), dtype), s.bits, 1 if not GPU else 5):
                 check(kernels()[name], config, q, 2, dtype, biased=True)
 

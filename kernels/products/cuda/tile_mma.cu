@@ -197,7 +197,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             const float* own = (const float*)zeros + (size_t)(row / table_rows) * (BOOKED ? 1 << BITS : 1);
             float by;
             if constexpr (BOOKED) by = make_book<BITS, T>(own, (unsigned char*)books[t], lane);
-            else by = (zeros ? *own : 1.f) * (T == FP16 ? 16384.f : 1.f);
+            else by = (zeros ? *own : 1.f) * E2M1_UNIT<T>;
             if (lane == 0) unit[t] = by;
         }
         __syncthreads();
