@@ -194,10 +194,10 @@ class _Author:
         ids = torch.tensor([t for s, row in zip(start, rows, strict=True) for t in (*s, *row)], dtype=torch.int32)
         if sum(map(len, rows)) < min(FEW, room) * len(rows):
             raise UnsupportedError("the model ends its own texts at once; give a text with --calib, or --calib bundled")
-        _keep(path, ids)
-        with writing(path):
-            self.spent, self.made = self.spent + time.monotonic() - began, self.made + len(ids)
+        self.spent, self.made = self.spent + time.monotonic() - began, self.made + len(ids)
+        with writing(path):  # before the round, whose file ends this: a process killed here is followed by one that comes here
             write_whole(self.plan.folder / "rate.json", json.dumps({"tokens_per_s": self.made / self.spent}).encode())
+        _keep(path, ids)
         return ids
 
     def more(self, ids: torch.Tensor, visits: Visits) -> Generator[TextStep, None, list[torch.Tensor]]:
