@@ -1,6 +1,6 @@
-"""lowq eval: perplexity of a checkpoint, and how far it is from the model it was made from."""
+"""lowq eval: perplexity of a checkpoint, how far it is from the model it was made from, and its answers to tasks."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,12 +9,14 @@ from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens, KvCache, T
 
 if TYPE_CHECKING:
     from lowq_cli.evaluate.layer_errors import LayerError
+    from lowq_cli.evaluate.tasks import Score
 
 EXAMPLES = """Examples:
   lowq eval --against demo
   lowq eval my-lowq --text book.txt --against my-model --max-ppl-increase 3
   lowq eval --act all
-  lowq eval my-lowq --against my-lowq --kv 4   (what a cache in 4 bits costs)"""
+  lowq eval my-lowq --against my-lowq --kv 4   (what a cache in 4 bits costs)
+  lowq eval my-lowq --tasks arc_easy,hellaswag --against my-model"""
 
 
 BAR = "#"
@@ -34,11 +36,22 @@ def eval(
         typer.Option(help="Activations: none, int8, fp8, or all to compare them.  [default: as the checkpoint says]"),
     ] = None,
     kv: KvCache = "16",
+    tasks: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Instead of a text: lm-eval's tasks by name, or YAML files; with commas between."),
+    ] = None,
+    fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Of --tasks: examples before each.  [default: as the task]")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Of --tasks: only so many questions of each.")] = None,
     device: Device = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement."""
+    """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement.
+
+    With --tasks: what lm-eval counts of the model's answers (pip install 'lowq[eval]').
+    """
     from lowq_cli import state
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
@@ -52,9 +65,20 @@ def eval(
         raise UsageError("--act all compares modes with each other; leave --against out")
     if act == "all" and kv != "16":
         raise UsageError("--act all compares activations in a cache of 16 bits; leave --kv out")
+    if tasks is None and (fewshot is not None or limit is not None):
+        raise UsageError(f"--{'fewshot' if limit is None else 'limit'} is of --tasks; name some, or leave it out")
+    if tasks is not None:
+        others = {"text": text, "max-ppl-increase": max_ppl_increase, "max-tokens": max_tokens, "layers": layers or None}
+        if given := [flag for flag, value in others.items() if value is not None]:
+            raise UsageError(f"--{given[0]} measures on a text, --tasks asks questions; give one of them")
+        if act == "all":
+            raise UsageError("--act all compares perplexities; with --tasks name one of its modes")
     name = state.checkpoint_or_last(ckpt)
     check_there(name, against)
     wake(device)
+    if tasks is not None:
+        _tasks(name, against, [t for t in tasks.split(",") if t], fewshot, limit, device, act, kv, as_json)
+        return
 
     with console.status("starting"):
         from lowq_cli.evaluate.perplexity import measure, measure_modes, read_text
@@ -115,6 +139,60 @@ def eval(
         console.table("errors by layer, those before it included", columns, table, on_stdout=True, spare=("",))
     if failure:
         raise failure
+
+
+def _tasks(
+    name: str, against: str | None, tasks: list[str], fewshot: int | None, limit: int | None, device: str, act: str | None,
+    kv: str, as_json: bool
+) -> None:  # fmt: skip
+    """The plan, then each model's answers, then what lm-eval counted of them."""
+    import time
+
+    with console.status("reading the tasks"):
+        from lowq_cli.evaluate.tasks import load_tasks
+        from lowq_kernels.decode.kv import check
+
+        check(kv)
+        loaded = load_tasks(tasks, fewshot, limit)
+    console.table("plan", ("task", "asks for", ">questions", ">examples before each"), loaded.rows)
+    began = time.perf_counter()
+    models = [_scores(name, loaded, limit, device, act, kv)]
+    if against is not None:
+        models.append(_scores(against, loaded, limit, device, None, "16"))
+    seconds = time.perf_counter() - began
+    if as_json:
+        from importlib.metadata import version
+
+        told: dict[str, Any] = {"model": name, "tasks": [vars(s) for s in models[0]]}
+        told |= {} if against is None else {"against": against, "tasks_of_against": [vars(s) for s in models[1]]}
+        console.out_json(told | {"kv": kv, "limit": limit, "lm_eval": version("lm_eval"), "seconds": round(seconds, 3)})
+        return
+    columns: tuple[str, ...] = ("task", "metric", ">value", ">stderr", ">questions", ">examples")
+    rows = [
+        (s.task, s.metric, f"{s.value:.4f}", "" if s.stderr is None else f"{s.stderr:.4f}", str(s.questions), str(s.fewshot))
+        for s in models[0]
+    ]
+    if against is not None:
+        columns = (*columns, f">{against}", ">difference")
+        rows = [
+            (*row, f"{t.value:.4f}", f"{s.value - t.value:+.4f}") for row, s, t in zip(rows, *models, strict=True)
+        ]  # fmt: skip
+    console.table(f"{name}, {console.duration(seconds)}", columns, rows, on_stdout=True)
+
+
+def _scores(name: str, loaded: Any, limit: int | None, device: str, act: str | None, kv: str) -> "list[Score]":
+    """One model's, loaded as for perplexity."""
+    from lowq_cli.engine.ready import ready
+    from lowq_cli.evaluate.tasks import Judge, scores
+    from lowq_cli.hf.activations import set_activations
+    from lowq_cli.serving.many import answers
+    from lowq_kernels.activations import check_act
+
+    with console.status(f"loading {name}"):
+        model, tokenizer = ready(name, device)
+        if act is not None:
+            set_activations(model, check_act(act))
+    return scores(loaded, Judge(model, tokenizer, answers, console.progress, kv), limit)
 
 
 def _bar(output: float, errors: "list[LayerError]") -> int:

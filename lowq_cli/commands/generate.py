@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,7 +29,6 @@ from lowq_packers.errors import NotFoundError, UsageError
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
     from lowq_cli.engine.explain import LayerKernel
-    from lowq_cli.serving.many import Answer
 
 EXAMPLES = """Examples:
   lowq generate --prompt 'Once upon a time'
@@ -199,9 +198,11 @@ def _answer_all(
     """
     import time
 
+    from lowq_cli.serving.many import answers
+
     ids = _encode_all(model, tokenizer, [line["prompt"] for line in asked], settings.pop("chat"))
     lines, tokens, began = [], 0, time.perf_counter()
-    for given, a in zip(asked, _answers(model, tokenizer, ids, batch, settings), strict=True):
+    for given, a in zip(asked, answers(model, tokenizer, ids, settings, batch), strict=True):
         line = {**given, "text": a.text, "tokens": a.tokens, "finish_reason": a.finish_reason}
         if as_json:
             lines.append(line)
@@ -214,29 +215,6 @@ def _answer_all(
     made = f"{_count(len(asked), 'prompt')}, {_count(tokens, 'new token')}"
     drawn = f"; seed {settings['seed']}" if settings["temperature"] else ""
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
-
-
-def _answers(
-    model: Any, tokenizer: Any, prompts: list[list[int]], batch: int | None, settings: dict[str, Any]
-) -> "Iterator[Answer]":
-    """The answers in order: each prompt as soon as there is room for it, or `batch` of them from start to end."""
-    from lowq_cli.engine import stream
-    from lowq_cli.engine.sampling import Sampling
-    from lowq_cli.serving import continuous
-    from lowq_cli.serving.many import Answer, answer_all
-
-    if continuous.why_not(model) is None:
-        how = Sampling(**{k: settings[k] for k in ("temperature", "top_k", "top_p", "repetition_penalty", "seed")})
-        yield from answer_all(
-            model, tokenizer, prompts, settings["max_new_tokens"], how, settings["stop"], batch, settings["kv"]
-        )
-        return
-    at_once = batch or 1
-    for start in range(0, len(prompts), at_once):
-        g = stream(model, tokenizer, prompts[start : start + at_once], **settings)
-        for _ in g.pieces():
-            pass
-        yield from map(Answer, g.texts, g.tokens, g.finish_reasons)
 
 
 def _encode_all(model: Any, tokenizer: Any, prompts: list[str], chat: bool) -> list[list[int]]:

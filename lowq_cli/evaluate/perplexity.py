@@ -74,9 +74,8 @@ def evaluate(
     check_ids((int(cut.min()), int(cut.max())), vocabulary)
     batch = max(1, LOGITS_AT_ONCE // (cut.shape[1] * vocabulary * (1 if reference is None else 4)))
     for m in (model, reference):
-        if isinstance(m, LightModel):
-            decoder: Any = decoder_of(m, kv if m is model else PLAIN)  # the fused one: a model like this has no other
-            warm_texts(m, decoder, min(batch, len(cut)) * cut.shape[1])
+        if m is not None:
+            warm_reading(m, min(batch, len(cut)) * cut.shape[1], kv if m is model else PLAIN)
     nll = base_nll = kl = agree = 0.0
     for start in range(0, cut.shape[0], batch):
         part = cut[start : start + batch]
@@ -179,13 +178,23 @@ def _vocabulary(model: Any) -> int:
     return getattr(config, "vocab_size", 1 << 15)
 
 
+def warm_reading(model: Any, tokens: int, kv: str = PLAIN) -> None:
+    """Compile what `logits_of` takes for so many tokens at a time, where that is known beforehand."""
+    if isinstance(model, LightModel):
+        decoder: Any = decoder_of(model, kv)  # the fused one: a model like this has no other
+        warm_texts(model, decoder, tokens)
+
+
+def logits_of(model: Any, ids: torch.Tensor, kv: str = PLAIN) -> torch.Tensor:
+    """Logits (B, T, V) at every place of whole texts (B, T), in the model's dtype; keys and values held as `kv` says."""
+    ids = ids.to(_device(model))
+    if kv == PLAIN:
+        return model(input_ids=ids, use_cache=False).logits
+    decoder: Any = decoder_of(model, kv)  # fused or plain: the one that records graphs takes no other cache
+    return decoder.logits(ids)
+
+
 def _log_probabilities(model: torch.nn.Module, part: torch.Tensor, device: torch.device, kv: str = PLAIN) -> torch.Tensor:
     """(predicted tokens, vocabulary) fp32 log-probabilities of the next token, on `device`."""
-    ids = part.to(_device(model))
-    if kv == PLAIN:
-        logits = model(input_ids=ids, use_cache=False).logits
-    else:
-        decoder: Any = decoder_of(model, kv)  # fused or plain: the one that records graphs takes no other cache
-        logits = decoder.logits(ids)
-    logits = logits[:, :-1]
+    logits = logits_of(model, part, kv)[:, :-1]
     return torch.log_softmax(logits.reshape(-1, logits.shape[-1]).to(device).float(), dim=-1)

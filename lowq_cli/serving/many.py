@@ -1,14 +1,15 @@
 """Many texts from many prompts, each as soon as there is room for it: what `generate --prompts` runs on."""
 
 import queue
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lowq_cli.engine.detokenize import Detokenizer
-from lowq_cli.engine.prompts import context_limit, stop_ids
+from lowq_cli.engine.prompts import context_limit, stop_ids, stream
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import Stopper, check
+from lowq_cli.serving import continuous
 from lowq_cli.serving.continuous import MOST, MOST_RUNNING, ContinuousEngine
 from lowq_cli.serving.passes import BLOCK
 from lowq_cli.serving.request import Draw, Event, Request
@@ -25,6 +26,27 @@ class Answer:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     finish_reason: str = ""
+
+
+def answers(
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], settings: Mapping[str, Any], batch: int | None = None
+) -> Iterator[Answer]:
+    """The answers in order: each prompt as soon as there is room for it, or `batch` of them from start to end.
+
+    settings: of `Sampling`, and max_new_tokens, stop and kv.
+    """
+    if continuous.why_not(model) is None:
+        how = Sampling(**{f.name: settings[f.name] for f in fields(Sampling)})
+        yield from answer_all(
+            model, tokenizer, prompts, settings["max_new_tokens"], how, settings["stop"], batch, settings["kv"]
+        )
+        return
+    at_once = batch or 1
+    for start in range(0, len(prompts), at_once):
+        g = stream(model, tokenizer, prompts[start : start + at_once], **settings)
+        for _ in g.pieces():
+            pass
+        yield from map(Answer, g.texts, g.tokens, g.finish_reasons)
 
 
 def answer_all(
