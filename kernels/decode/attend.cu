@@ -15,8 +15,8 @@
 //         fixed order.
 // Paged   PAGE slots a block of the cache (0: a cache a sequence), found by `table`, S its width; tiles begin at multiples of 16,
 //         so that none lies in two blocks, and a warp asks for the block of the tile after the next one a tile ahead.
-// Codes   KV 8 or 4 (codes.cuh): q comes ready, and the newest slot is read like the others, both by another kernel (kv_triton.py's
-//         `place`); tiles begin at multiples of 16; y, summed as the values were turned, is turned back. No clusters.
+// Codes   KV 8 or 4 (codes.cuh): q comes ready, and the newest slot is read like the others, both by another kernel (place.cu);
+//         tiles begin at multiples of 16; y, summed as the values were turned, is turned back. No clusters.
 // Limits  fp16 or bf16, PAGE a power of two from 16 up, D of 64 or 128, R a multiple of 64, G <= 8.
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "codes.cuh"

@@ -19,7 +19,8 @@ from lowq_kernels.decode import launch
 from lowq_kernels.decode.attend import LONG, AttendCall
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN, Cache, Coded, kind_of, slot_bytes
-from lowq_kernels.decode.kv_triton import NUMBERS, numbers, place
+from lowq_kernels.decode.kv_triton import NUMBERS, numbers
+from lowq_kernels.decode.place_cuda import place
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
@@ -99,8 +100,7 @@ def attend(
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
     if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
-        whole, qkv = qkv, torch.empty_like(y)
-        place(whole, k_cache, v_cache, cos, sin, h, qkv, pos=pos, table=table)
+        qkv = place(qkv, (k_cache, v_cache), pos, cos, sin, h, norm, table)
         R, norm = h.D, 0  # what `place` has done already is not compiled in
     instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster, page, NUMBERS[kv])
     ring = _ring(h.D, warps, kv)

@@ -16,7 +16,7 @@ nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not inst
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda import operands
-from lowq_kernels.decode import experts
+from lowq_kernels.decode import experts, place_cuda
 from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma, tile_wgmma_grouped
@@ -87,6 +87,12 @@ def test_experts_of_tables():
         clean("experts.cu", experts.expression(Scheme.of(*scheme), 2880, T, mode), arch)
     s, (_, config, *_) = Scheme.of(4, 32, "e2m1/e8m0"), tile_wgmma_grouped.CONFIGS.values()
     clean("tile_wgmma.cu", tile_wgmma.expression(4, 1, 32, operands.form(s), config, grouped=True), "sm_90a")
+
+
+@pytest.mark.parametrize("kv", [8, 4])
+def test_place(kv):
+    for D, R, norm, T in ((128, 128, 0, 0), (128, 64, 1, 1), (64, 64, 2, 0)):
+        assert clean("place.cu", place_cuda.expression(T, D, R, norm, kv), "sm_90a")["registers"] <= 64
 
 
 @pytest.mark.parametrize("bits", BITS)

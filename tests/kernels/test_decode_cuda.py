@@ -3,7 +3,6 @@
 On a GPU they run there; elsewhere emulated on the CPU thread by thread, every launch twice, with the threads in two orders.
 """
 
-import contextlib
 import dataclasses
 import shutil
 from unittest import mock
@@ -16,7 +15,7 @@ if not torch.cuda.is_available() and shutil.which("g++") is None:
     pytest.skip("no g++", allow_module_level=True)
 pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
 try:
-    from lowq_kernels.decode import attend_cuda
+    from lowq_kernels.decode import attend_cuda, place_cuda
     from lowq_kernels.decode import experts as mixture
 except ModuleNotFoundError:
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
@@ -60,6 +59,11 @@ CODED = {
         "a head a block": (18, 9, 64, 0, [40], F16, 48, 0),
     }.items()
 }
+PLACED = [  # HQ, HKV, D, R, norm, dtype, slots of a block, kind
+    *((8, 2, 128, 128, 0, F16, 0, kind) for kind in kv.KINDS[1:]),
+    *((4, 3, 128, 64, 1, BF16, 32, kind) for kind in kv.KINDS[1:]),
+    *((7, 1, 64, 64, 2, F16, 16, kind) for kind in kv.KINDS[1:]),
+]
 # bits, group (0: a row), zero, act, dtype, H, I
 LAYERS = {
     "4": (4, 128, "float", "silu", F16, 512, 128),
@@ -83,7 +87,7 @@ def gpu():
     if DEVICE == "cuda":
         yield
         return
-    modules = (attend_cuda, mixture)
+    modules = (attend_cuda, place_cuda, mixture)
     patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in modules]
     here = dataclasses.replace(lowq_kernels.gpu.HOPPER, sms=SMS, clusters=())
     patches.append(mock.patch.object(lowq_kernels.gpu, "capability", return_value=here.capability))
@@ -99,6 +103,8 @@ def gpu():
         attend(name, PAGES[name])
     for name in CODED:
         coded(name)
+    for case in PLACED:
+        placed(*case)
     for name in LAYERS:
         layer(name)
     simt.Kernel.recording = False
@@ -178,15 +184,6 @@ def test_attend(name, page):
     assert torch.equal(*results)
 
 
-def placed(qkv, k_cache, v_cache, cos, sin, h, q, pos, table):
-    """What `kv_triton.place` does, by `reference` and `kv`."""
-    at, block = pos.long(), k_cache.shape[2]
-    q_heads, k, v = reference.split_heads(qkv, cos[at], sin[at], h)
-    rows = torch.arange(len(at)) if table is None else table[torch.arange(len(at)), at // block].long()
-    k_cache[rows, :, at % block], v_cache[rows, :, at % block] = k, v
-    q.copy_((kv.turn(q_heads.float()) if k_cache.kind == "4" else q_heads).flatten(1))
-
-
 @on_device
 def coded(name):
     """(y, truth) of a step over caches in few bits, what no text has reached yet at its worst."""
@@ -209,16 +206,51 @@ def coded(name):
                 cache.codes[b, :, p:] = 0xFF
             elif p % page < page - 1:
                 cache.codes[table[b, p // page], :, p % page :] = 0xFF
-    with contextlib.ExitStack() as stack:
-        if DEVICE == "cpu":
-            stack.enter_context(mock.patch.object(attend_cuda, "place", placed))
-        y = attend_cuda.attend(qkv, *caches, pos, *tables, h, table)
+    y = attend_cuda.attend(qkv, *caches, pos, *tables, h, table)
     return y, reference.attend(qkv, *theirs, pos, *tables, h, table)
 
 
 @pytest.mark.parametrize("name", CODED)
 def test_attend_over_codes(name):
     twice(lambda: coded(name), TOLERANCE[CODED[name][5]])
+
+
+@on_device
+def placed(HQ, HKV, D, R, norm, dtype, page, kind):
+    """(q, caches) by the kernel and by the definition, and the caches before."""
+    torch.manual_seed(D + R)
+    norms = [None if norm == 0 else (torch.rand(D) + 0.5).to(dtype if norm == 1 else torch.float32) for _ in range(2)]
+    h = reference.Heads(HQ, HKV, D, D**-0.5, 0, 1e-6, *norms, None)
+    B, angles = 3, torch.rand(96, R) * 6
+    qkv, turns = torch.randn(B, (HQ + 2 * HKV) * D).to(dtype), (angles.cos().to(dtype), angles.sin().to(dtype))
+    pos, table = torch.tensor([0, 37, 95], dtype=torch.int32), None
+    rows, at, shape = torch.arange(B), pos.long(), (B, HKV, 96, D)
+    if page:
+        table, shape = torch.randperm(B * 96 // page).reshape(B, -1).to(torch.int32), (B * 96 // page, HKV, page, D)
+        rows, at = table[rows, at // page].long(), at % page
+    caches = tuple(kv.holding(kind, torch.randn(shape)) for _ in range(2))
+    ours = tuple(dataclasses.replace(c, codes=c.codes.clone(), scales=c.scales.clone()) for c in caches)
+    q = place_cuda.place(qkv, ours, pos, *turns, h, norm, table)
+    their_q, *theirs = reference.split_heads(qkv, *(t[pos.long()] for t in turns), h)
+    if kind == "4":
+        their_q = kv.turn(their_q.float())
+    return (q, their_q.flatten(1)), [(c, old, x, rows, at) for c, old, x in zip(ours, caches, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("case", PLACED, ids=str)
+def test_place(case):
+    (q, their_q), caches = placed(*case)
+    assert error(q, their_q) < TOLERANCE[case[5]] / 4
+    for ours, before, x, rows, at in caches:
+        codes, scales = kv.encode(case[7], x)
+        best = error(kv.decode(case[7], codes, scales), x)
+        assert (
+            error(ours[rows, :, at], x) < best * 1.001
+        )  # where two scales are as good, or a sum's order turned a value over, either will do
+        assert (ours.codes[rows, :, at] == codes).float().mean() > 0.98
+        for a, b in ((ours.codes, before.codes), (ours.scales, before.scales)):  # and no other slot
+            a[rows, :, at] = b[rows, :, at]
+            assert torch.equal(a, b)
 
 
 CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
