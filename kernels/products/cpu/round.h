@@ -30,7 +30,16 @@ inline Bytes in_quads(Bytes v, std::index_sequence<J...>) {
     return __builtin_shufflevector(v, v, code_of(BITS, J)...);
 }
 
-// Activations of MB rows as kernels read them: quads[chunk][m][d][q] of 4 digits; scale and sum[block][m].
+// Low and high bytes in quads become the 16-bit integers of even bytes, and those of odd ones.
+template <size_t... J>
+inline void pair_up(Bytes& low, Bytes& high, std::index_sequence<J...>) {
+    Bytes even = __builtin_shufflevector(low, high, (J / 2 * 2 + J % 2 * CHUNK)...);
+    high = __builtin_shufflevector(low, high, (J / 2 * 2 + 1 + J % 2 * CHUNK)...);
+    low = even;
+}
+
+// Activations of MB rows as kernels read them: quads[chunk][m][d][q] of 4 digits, or where `pairs` of two 16-bit integers, the
+// even (d = 0) and the odd codes' of the quad; scale and sum[block][m].
 struct Rounded {
     int8_t* quads;
     float *scale, *sum;
@@ -41,11 +50,12 @@ struct Rounded {
 // fp16 within 2^-6 or 2^-3 of the block's largest is exact and any other is off by at most 2^-14 of that.
 // One digit: x ~ scale * h, the row's scale = max / 127 as `activations.int8_rows` has it. Anything infinite or no number
 // makes the whole block so.
-template <int BITS, int D>
+template <int BITS, int D, bool PAIRS>
 inline void round_block(const Args& a, int row, int block, int m, const Rounded& out) {
     const int n = a.block, k0 = block * n;
     alignas(64) float x[128];
-    alignas(64) int8_t digit[D][128];
+    constexpr int BYTES = PAIRS ? 2 : D;
+    alignas(64) int8_t digit[BYTES][128];
     int have = a.K - k0 < n ? a.K - k0 : n;
     widen(x, a.x, a.dtype, (size_t)row * a.K + k0, have);
     for (int i = have; i < n; i++) x[i] = 0;
@@ -74,16 +84,19 @@ inline void round_block(const Args& a, int row, int block, int m, const Rounded&
         f = f > most ? most : f < -most ? -most : f;
         int v = top < 0x7f800000 ? (int)__builtin_rintf(f) : 0;
         total += v;
-        if (D == 2) digit[0][i] = (int8_t)(v / 128), digit[D - 1][i] = (int8_t)(v % 128);
+        if (PAIRS) digit[0][i] = (int8_t)v, digit[BYTES - 1][i] = (int8_t)(v >> 8);
+        else if (D == 2) digit[0][i] = (int8_t)(v / 128), digit[D - 1][i] = (int8_t)(v % 128);
         else digit[0][i] = (int8_t)v;
     }
-    for (int c = 0; c < n / CHUNK; c++)
-        for (int d = 0; d < D; d++) {
-            Bytes v;
-            memcpy(&v, digit[d] + c * CHUNK, CHUNK);
-            v = in_quads<BITS>(v, std::make_index_sequence<CHUNK>());
-            memcpy(out.quads + (((size_t)(k0 / CHUNK + c) * out.MB + m) * D + d) * CHUNK, &v, CHUNK);
+    for (int c = 0; c < n / CHUNK; c++) {
+        Bytes v[BYTES];
+        for (int d = 0; d < BYTES; d++) {
+            memcpy(&v[d], digit[d] + c * CHUNK, CHUNK);
+            v[d] = in_quads<BITS>(v[d], std::make_index_sequence<CHUNK>());
         }
+        if (PAIRS) pair_up(v[0], v[BYTES - 1], std::make_index_sequence<CHUNK>());
+        memcpy(out.quads + ((size_t)(k0 / CHUNK + c) * out.MB + m) * BYTES * CHUNK, v, sizeof(v));
+    }
     out.scale[block * out.MB + m] = scale;
     out.sum[block * out.MB + m] = (float)total;
 }
