@@ -27,8 +27,9 @@ def chunks(K: int) -> int:
 
 
 def _why_not(scheme: Scheme, N: int, K: int) -> str | None:
-    if scheme.group_size % CHUNK and scheme.group_size != K:
-        return f"groups are multiples of {CHUNK} or whole rows, not {scheme.group_size}"
+    step = CHUNK // 2 if scheme.table else CHUNK  # no kernel divides a chunk's even steps
+    if scheme.group_size % step and scheme.group_size != K:
+        return f"groups are multiples of {step} or whole rows, not {scheme.group_size}"
     return None
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from emulation import weight
-from lowq_kernels.products.cpu import building, native, packed
+from lowq_kernels.products.cpu import building, native, packed, table
 from lowq_packers.layouts import pack
 from lowq_packers.scheme import BITS, ZERO_KINDS
 
@@ -21,7 +21,8 @@ MISSING = [tool for tool in (CXX, QEMU) if not shutil.which(tool)]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 CASES = [(1, 33, 64, 32), (3, 40, 384, 128), (9, 17, 96, 96), (5, 31, 30, 30)]  # M N K group
-PARTS = ("x", "words", "scales", "zeros", "bias", "most")
+TABLES = [(4, "e2m1/e4m3"), (4, "e2m1/e8m0"), (4, "nf4"), (3, "fitted"), (2, "fitted/e4m3")]
+PARTS = ("x", "words", "scales", "zeros", "bias", "most", "table", "factor")
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +54,21 @@ def make(M, N, K, group, bits, zero, dtype):
     return weight(N, K, bits, group, zero, dtype, g), x, bias
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [*BITS, "tables"])
 def test_products_against_the_definition(program, bits, monkeypatch):
-    sent, truths = [], []
+    sent, truths, kinds = [], [], TABLES if bits == "tables" else [(bits, zero) for zero in ZERO_KINDS]
 
     def send(tensors, meta, **numbers):
         kinds = {"dtype": native.DTYPES[tensors["y"].dtype], "meta": native.DTYPES[meta], "threads": 2}
         raw = bytes(native.Args(**numbers, **kinds))
-        sent.append(struct.pack("<q", len(raw)) + raw + b"".join(blob(tensors[part]) for part in PARTS))
+        sent.append(struct.pack("<q", len(raw)) + raw + b"".join(blob(tensors.get(part)) for part in PARTS))
 
     monkeypatch.setattr(native, "product", send)
-    for zero in ZERO_KINDS:
+    for bits, zero in kinds:
         for dtype in TOLERANCE:
             for M, N, K, group in CASES:
                 q, x, bias = make(M, N, K, group, bits, zero, dtype)
-                packed.packed(x, pack(q, "cpu"), bias, {})
+                (packed.packed if zero in ZERO_KINDS else table.table)(x, pack(q, "cpu"), bias, {})
                 truths.append((x.double() @ q.dequantize().double().t() + bias.double(), dtype))
     done = subprocess.run([QEMU, "-cpu", "max", str(program)], input=b"".join(sent), capture_output=True, check=True)
     at = 0

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 import torch
 
+from cpu_sets import ROWS, TOLERANCE, isa, pytestmark, rows
 from emulation import error, weight
 from lowq_kernels.activations import int8_rows
 from lowq_kernels.dispatch import registry
@@ -15,30 +16,8 @@ from lowq_packers.layouts import pack, repack, unpack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, ZERO_KINDS
 
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 SHAPES = [(33, 64, 32), (80, 384, 128), (64, 256, 256), (95, 96, 96), (17, 30, 30), (1, 100, 100), (48, 320, 64)]  # N K group
-ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 19)  # M: every block of rows and what is left over
-SETS = [name for name, here in native.sets() if here]
-
-pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not built: {native.why_not()}")
-
-
-def rows(M, K, dtype=torch.bfloat16, seed=0):
-    return torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture(params=SETS)
-def isa(request, monkeypatch):
-    """One instruction set after the other, and outputs that hold NaN until they are written."""
-    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
-    native._found.cache_clear()
-
-    def poisoned(*size, **kind):
-        return torch.full(size if isinstance(size[0], int) else size[0], float("nan"), **kind)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    yield request.param
-    native._found.cache_clear()
+__all__ = ["isa", "pytestmark"]
 
 
 @pytest.mark.parametrize("zero", ZERO_KINDS)

@@ -73,7 +73,7 @@ def test_a_weight_is_packed_for_the_kernel_that_is_asked_for_by_name(name, by_en
     if by_environment:
         monkeypatch.setenv("LOWQ_KERNEL", name)
     for bits in spec.bits:
-        scheme = Scheme(bits, 128, spec.zeros[0])
+        scheme = Scheme(bits, 128, spec.zeros[0], "" if "" in spec.tables else spec.tables[-1])
         layout = best_layout(scheme, 4096, 4096, dtype, device, kernel=kernel)
         call = Call(max(1, spec.m_range[0]), 4096, 4096, scheme, layout, dtype, device.type, (9, 0), spec.acts[0])
         assert select(call, kernel)[0].name == name

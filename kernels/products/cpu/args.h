@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-enum { BF16, FP16, FP32 };
+enum { BF16, FP16, FP32, E4M3, E8M0 };  // the last two of scales alone: bytes; `meta` reads E4M3 as 2^-8 of it
 #ifdef __aarch64__
 typedef __fp16 Half;  // g++ knows _Float16 there from version 13 on
 #else
@@ -16,9 +16,11 @@ struct Args {
     const void *scales, *zeros, *bias;  // `meta`; zeros and bias may be null
     const float* most;     // (M,) the largest |x| of each row, for one digit
     void* y;               // (M, N) `dtype`
+    const float *table, *factor;  // (1 or tables, 2^bits) and (tables,), or null: what codes stand for, what multiplies scales
     int32_t M, N, K, bits, group, groups, chunks;
     int32_t block, blocks;  // k that share a scale of x: 32, 64 or 128, dividing the group
     int32_t dtype, meta, digits, threads;
+    int32_t scale, tables, apart;  // of a table: dtype of scales; tables of N / tables rows; values between theirs, or 0
     float mid;             // the zero where none is stored
 };
 

@@ -13,14 +13,12 @@ struct Isa {
     using I = __m512i;
     using F = __m512;
     static constexpr int LANES = 16, OFFSET = 0, TOGETHER = 8;
-    static constexpr bool JOINED = false;  // digits' sums of a block
+    static constexpr int wide(int) { return 1; }  // registers of rows at once: the memory likes one stream
     static constexpr bool AT_ONCE = false;
     static constexpr bool ANY_BYTE = true;  // of codes in `dot`
-    static constexpr bool pairs(int, int, int) { return false; }  // of 16-bit integers: bytes are multiplied
     static I load(const void* p) { return _mm512_loadu_si512(p); }
     static I none() { return _mm512_setzero_si512(); }
     static I eight(I v) { return v; }
-    static I half(I quad, int) { return quad; }
     static I right(I v, int n) { return n ? _mm512_srli_epi32(v, n) : v; }
     static I left(I v, int n) { return _mm512_slli_epi32(v, n); }
     static I down(I v, int n) { return n ? _mm512_srai_epi32(v, n) : v; }
@@ -38,7 +36,7 @@ struct Isa {
     template <int BITS>
     static I begin(I sum) { return sum; }
     template <int BITS>
-    static I end(I, I part, int = 0) { return part; }
+    static I end(I, I part) { return part; }
     template <int BITS>
     static I dot(I sum, I codes, I digits) {
         return _mm512_dpbusd_epi32(sum, codes, digits);
@@ -48,6 +46,26 @@ struct Isa {
     static I dot_at(I sum, I codes, const void* x) {
         __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const Quad*)x));
         return sum;
+    }
+    // Of a table's whole numbers of 16 bits, two registers are as many as there are codes in one: of each four rows, two and two.
+    struct Entries { I first, second; };
+    using Sums = Entries;  // of the same rows, two a row
+    static I bytes(const void* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+    static Entries look_up(I codes, I low, I high) {
+        low = _mm512_shuffle_epi8(low, codes), high = _mm512_shuffle_epi8(high, codes);
+        return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
+    }
+    static Sums no_sums() { return {none(), none()}; }
+    static Sums plus(Sums sum, Entries v, const int16_t* x) {
+        int64_t four;
+        __builtin_memcpy(&four, x, 8);
+        const I quad = _mm512_set1_epi64(four);
+        return {_mm512_dpwssd_epi32(sum.first, v.first, quad), _mm512_dpwssd_epi32(sum.second, v.second, quad)};
+    }
+    static I total(Sums s) {
+        const F first = _mm512_castsi512_ps(s.first), second = _mm512_castsi512_ps(s.second);
+        return add(_mm512_castps_si512(_mm512_shuffle_ps(first, second, 0x88)),
+                   _mm512_castps_si512(_mm512_shuffle_ps(first, second, 0xdd)));
     }
     static bool bf16_dense(const Args& a) { return dense_bf16(a); }
     static F zero() { return _mm512_setzero_ps(); }
@@ -61,6 +79,11 @@ struct Isa {
     static float total(F v) { return _mm512_reduce_add_ps(v); }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return _mm512_loadu_ps((const float*)p + at);
+        if (dtype > 2) {
+            __m128i v = _mm_loadu_si128((const __m128i*)((const uint8_t*)p + at));
+            if (dtype == 3) return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(v), 7));
+            return _mm512_castsi512_ps(_mm512_max_epi32(left(_mm512_cvtepu8_epi32(v), 23), _mm512_set1_epi32(1 << 22)));
+        }
         __m256i v = _mm256_loadu_si256((const __m256i*)((const uint16_t*)p + at));
         return dtype == 1 ? _mm512_cvtph_ps(v) : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
     }

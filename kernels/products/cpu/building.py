@@ -11,8 +11,6 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
@@ -76,22 +74,13 @@ def carry(folder: Path) -> bool:
     return True
 
 
-def _scratch(at: Path) -> AbstractContextManager[str]:
-    return tempfile.TemporaryDirectory(dir=at)
-
-
-def build(
-    cxx: str, units: Units, folder: Path, scratch: Callable[[Path], AbstractContextManager[str | Path]] = _scratch
-) -> Path:
-    """The library, from `folder` if it is there; made in a folder that `scratch` makes there for a while.
-
-    Raises OSError or CalledProcessError where it cannot be built.
-    """
+def build(cxx: str, units: Units, folder: Path) -> Path:
+    """The library, from `folder` if it is there. Raises OSError or CalledProcessError where it cannot be built."""
     path = folder / whole_name(cxx, units)
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    with scratch(folder) as work:
+    with tempfile.TemporaryDirectory(dir=folder) as work:
         running = [
             (subprocess.Popen([*args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), args)
             for name, flags in units.items()

@@ -10,16 +10,16 @@ import os
 import platform
 import subprocess
 import threading
-from functools import cache, partial
+from functools import cache
 
 import torch
 
 from lowq_kernels.products.cpu.building import build, carried, compiler, units_here, whole_name
-from lowq_packers.atomic import scratch
 from lowq_packers.errors import NotFoundError
 from lowq_packers.home import cache_dir
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
+SCALES = {"e4m3": 3, "e8m0": 4}
 PRODUCT = 3  # of args.h's calls; decode/cpu.py has the others
 noting = threading.local()  # .calls: a list of what this thread calls, for `repeated`
 
@@ -34,9 +34,12 @@ class Args(ctypes.Structure):
     """args.h's struct."""
 
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "most", "y")]
+        [(name, ctypes.c_void_p) for name in ("x", "words", "scales", "zeros", "bias", "most", "y", "table", "factor")]
         + [(name, ctypes.c_int32) for name in ("M", "N", "K", "bits", "group", "groups", "chunks")]
-        + [(name, ctypes.c_int32) for name in ("block", "blocks", "dtype", "meta", "digits", "threads")]
+        + [
+            (name, ctypes.c_int32)
+            for name in ("block", "blocks", "dtype", "meta", "digits", "threads", "scale", "tables", "apart")
+        ]
         + [("mid", ctypes.c_float)]
     )
 
@@ -63,7 +66,7 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
     if cxx is None and ready is None:
         return None, 0, "no C++ compiler is here; install g++ or clang"
     try:
-        lib = ctypes.CDLL(str(ready or build(str(cxx), units, cache_dir() / "cpu", partial(scratch, name="building"))))
+        lib = ctypes.CDLL(str(ready or build(str(cxx), units, cache_dir() / "cpu")))
     except (OSError, NotFoundError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
         whose = f"{cxx} does not build them" if ready is None else "the wheel's library does not load"

@@ -9,14 +9,12 @@ struct Isa {
     using I = int32x4_t;
     using F = float32x4_t;
     static constexpr int LANES = 4, OFFSET = 128, TOGETHER = 4;
-    static constexpr bool JOINED = false;  // digits' sums of a block
+    static constexpr int wide(int) { return 4; }
     static constexpr bool AT_ONCE = false;
     static constexpr bool ANY_BYTE = false;  // of codes in `dot`, which are signed
-    static constexpr bool pairs(int, int, int) { return false; }  // of 16-bit integers: bytes are multiplied
     static I load(const void* p) { return vld1q_s32((const int32_t*)p); }
     static I none() { return vdupq_n_s32(0); }
     static I eight(I v) { return veorq_s32(v, vreinterpretq_s32_u8(vdupq_n_u8(0x80))); }
-    static I half(I quad, int) { return quad; }
     static I right(I v, int n) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v), vdupq_n_s32(-n))); }
     static I left(I v, int n) { return vshlq_s32(v, vdupq_n_s32(n)); }
     static I down(I v, int) { return v; }
@@ -27,13 +25,29 @@ struct Isa {
     template <int BITS>
     static I begin(I sum) { return sum; }
     template <int BITS>
-    static I end(I, I part, int = 0) { return part; }
+    static I end(I, I part) { return part; }
     template <int BITS>
     static I dot(I sum, I codes, I digits) {
         return vdotq_s32(sum, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(digits));
     }
     template <int BITS>
     static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
+    // Of a table's whole numbers of 16 bits, two registers are as many as there are codes in one: of its first and last two rows.
+    struct Entries { int16x8_t first, second; };
+    struct Sums { I row[4]; };
+    static I bytes(const void* p) { return vld1q_s32((const int32_t*)p); }
+    static Entries look_up(I codes, I low, I high) {
+        const uint8x16_t at = vreinterpretq_u8_s32(codes);
+        const int8x16_t l = vqtbl1q_s8(vreinterpretq_s8_s32(low), at), h = vqtbl1q_s8(vreinterpretq_s8_s32(high), at);
+        return {vreinterpretq_s16_s8(vzip1q_s8(l, h)), vreinterpretq_s16_s8(vzip2q_s8(l, h))};
+    }
+    static Sums no_sums() { return {{none(), none(), none(), none()}}; }
+    static Sums plus(Sums s, Entries v, const int16_t* x) {
+        const int16x4_t quad = vld1_s16(x);
+        return {{vmlal_s16(s.row[0], vget_low_s16(v.first), quad), vmlal_s16(s.row[1], vget_high_s16(v.first), quad),
+                 vmlal_s16(s.row[2], vget_low_s16(v.second), quad), vmlal_s16(s.row[3], vget_high_s16(v.second), quad)}};
+    }
+    static I total(Sums s) { return vpaddq_s32(vpaddq_s32(s.row[0], s.row[1]), vpaddq_s32(s.row[2], s.row[3])); }
     static bool bf16_dense(const Args&) { return false; }
     static F zero() { return vdupq_n_f32(0); }
     static F all(float f) { return vdupq_n_f32(f); }
@@ -46,6 +60,13 @@ struct Isa {
     static float total(F v) { return vaddvq_f32(v); }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return vld1q_f32((const float*)p + at);
+        if (dtype > 2) {
+            uint32_t four;
+            __builtin_memcpy(&four, (const uint8_t*)p + at, 4);
+            const uint16x4_t v = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
+            if (dtype == 3) return vcvt_f32_f16(vreinterpret_f16_u16(vshl_n_u16(v, 7)));
+            return vreinterpretq_f32_u32(vmaxq_u32(vshlq_n_u32(vmovl_u16(v), 23), vdupq_n_u32(1 << 22)));
+        }
         uint16x4_t v = vld1_u16((const uint16_t*)p + at);
         return dtype == 1 ? vcvt_f32_f16(vreinterpret_f16_u16(v)) : vreinterpretq_f32_u32(vshll_n_u16(v, 16));
     }

@@ -16,17 +16,18 @@ from lowq_packers.layouts.cpu import chunks
 BLOCKS = (128, 64, 32)  # k that share a scale of x: the first that divides the group
 
 
-def _refuse(call: Call) -> str | None:
+def refuse(call: Call) -> str | None:
+    """Why no kernel of this folder takes any call, or None."""
     return f"own CPU kernels are not in use: {why}" if (why := native.why_not()) else None
 
 
-@register("cpu/packed", layouts=("cpu",), devices=("cpu",), refuse=_refuse, rank=5)
+@register("cpu/packed", layouts=("cpu",), devices=("cpu",), refuse=refuse, rank=5)
 def packed(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) bf16 or fp16 -> (M, N)."""
     return _product(x, p, bias)
 
 
-@register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=_refuse, acts=("int8",), rank=5)
+@register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=refuse, acts=("int8",), rank=5)
 def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """As `packed`, each row of x rounded to 8 bits as `--act int8` says: half the dot products."""
     return _product(x, p, bias, x.abs().amax(1).float().clamp(min=fp8.LEAST))

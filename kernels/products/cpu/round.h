@@ -16,6 +16,11 @@ constexpr int CHUNK = 32;  // k of `bits` words a row; always 8 quads
 constexpr int QUADS = 8;   // of 4 codes in the 4 bytes of a lane
 constexpr int MOST = 16;   // rows of x multiplied together: their digits, 64 KB of K = 2048, stay in the second-level cache
 
+constexpr int TILES = 4;  // that share one block of rows of x while it is in the cache
+
+// Rows of x that are multiplied together from m0 on.
+inline int rows_at(int M, int m0) { return M - m0 < MOST ? M - m0 : MOST; }
+
 typedef int8_t Bytes __attribute__((vector_size(CHUNK)));
 
 // Byte j of the shuffled chunk is byte b of quad q, and that is code k of the chunk: what `codes` below makes of the words.
@@ -30,32 +35,19 @@ inline Bytes in_quads(Bytes v, std::index_sequence<J...>) {
     return __builtin_shufflevector(v, v, code_of(BITS, J)...);
 }
 
-// Low and high bytes in quads become the 16-bit integers of even bytes, and those of odd ones.
-template <size_t... J>
-inline void pair_up(Bytes& low, Bytes& high, std::index_sequence<J...>) {
-    Bytes even = __builtin_shufflevector(low, high, (J / 2 * 2 + J % 2 * CHUNK)...);
-    high = __builtin_shufflevector(low, high, (J / 2 * 2 + 1 + J % 2 * CHUNK)...);
-    low = even;
-}
-
-// Activations of MB rows as kernels read them: quads[chunk][m][d][q] of 4 digits, or where `pairs` of two 16-bit integers, the
-// even (d = 0) and the odd codes' of the quad; scale and sum[block][m].
+// Activations of MB rows as kernels read them: quads[chunk][m][d][q] of 4 digits; scale and sum[block][m].
 struct Rounded {
     int8_t* quads;
     float *scale, *sum;
     int MB;
 };
 
-// One block of one row. Two digits: x ~ scale * (128 h + l), scale a power of two, |128 h + l| < 2^14, so that a bf16 or
-// fp16 within 2^-6 or 2^-3 of the block's largest is exact and any other is off by at most 2^-14 of that.
-// One digit: x ~ scale * h, the row's scale = max / 127 as `activations.int8_rows` has it. Anything infinite or no number
-// makes the whole block so.
-template <int BITS, int D, bool PAIRS>
-inline void round_block(const Args& a, int row, int block, int m, const Rounded& out) {
-    const int n = a.block, k0 = block * n;
+// The n values of one row from k0 on as whole numbers v, zeros beyond K; what they are multiples of. Two digits: a power of two,
+// |v| < 2^14, so that a bf16 or fp16 within 2^-6 or 2^-3 of the largest is exact and any other is off by at most 2^-14 of that.
+// One digit: the row's max / 127, as `activations.int8_rows` has it. Where anything is infinite or no number it is NaN.
+template <int D>
+inline float whole_numbers(const Args& a, int row, int k0, int n, int* v) {
     alignas(64) float x[128];
-    constexpr int BYTES = PAIRS ? 2 : D;
-    alignas(64) int8_t digit[BYTES][128];
     int have = a.K - k0 < n ? a.K - k0 : n;
     widen(x, a.x, a.dtype, (size_t)row * a.K + k0, have);
     for (int i = have; i < n; i++) x[i] = 0;
@@ -78,25 +70,34 @@ inline void round_block(const Args& a, int row, int block, int m, const Rounded&
         scale = a.most[row] / 127, inverse = 127 / a.most[row];
     }
     const float most = D == 2 ? 16383.f : 127.f;
-    int total = 0;
     for (int i = 0; i < n; i++) {
         float f = x[i] * inverse;
         f = f > most ? most : f < -most ? -most : f;
-        int v = top < 0x7f800000 ? (int)__builtin_rintf(f) : 0;
-        total += v;
-        if (PAIRS) digit[0][i] = (int8_t)v, digit[BYTES - 1][i] = (int8_t)(v >> 8);
-        else if (D == 2) digit[0][i] = (int8_t)(v / 128), digit[D - 1][i] = (int8_t)(v % 128);
-        else digit[0][i] = (int8_t)v;
+        v[i] = top < 0x7f800000 ? (int)__builtin_rintf(f) : 0;
     }
-    for (int c = 0; c < n / CHUNK; c++) {
-        Bytes v[BYTES];
-        for (int d = 0; d < BYTES; d++) {
-            memcpy(&v[d], digit[d] + c * CHUNK, CHUNK);
-            v[d] = in_quads<BITS>(v[d], std::make_index_sequence<CHUNK>());
+    return scale;
+}
+
+// One block of one row: x ~ scale * (128 h + l) of two digits, scale * h of one.
+template <int BITS, int D>
+inline void round_block(const Args& a, int row, int block, int m, const Rounded& out) {
+    const int n = a.block, k0 = block * n;
+    alignas(64) int v[128];
+    alignas(64) int8_t digit[D][128];
+    const float scale = whole_numbers<D>(a, row, k0, n, v);
+    int total = 0;
+    for (int i = 0; i < n; i++) {
+        total += v[i];
+        if (D == 2) digit[0][i] = (int8_t)(v[i] / 128), digit[D - 1][i] = (int8_t)(v[i] % 128);
+        else digit[0][i] = (int8_t)v[i];
+    }
+    for (int c = 0; c < n / CHUNK; c++)
+        for (int d = 0; d < D; d++) {
+            Bytes v;
+            memcpy(&v, digit[d] + c * CHUNK, CHUNK);
+            v = in_quads<BITS>(v, std::make_index_sequence<CHUNK>());
+            memcpy(out.quads + (((size_t)(k0 / CHUNK + c) * out.MB + m) * D + d) * CHUNK, &v, CHUNK);
         }
-        if (PAIRS) pair_up(v[0], v[BYTES - 1], std::make_index_sequence<CHUNK>());
-        memcpy(out.quads + ((size_t)(k0 / CHUNK + c) * out.MB + m) * BYTES * CHUNK, v, sizeof(v));
-    }
     out.scale[block * out.MB + m] = scale;
     out.sum[block * out.MB + m] = (float)total;
 }

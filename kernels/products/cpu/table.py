@@ -1,0 +1,45 @@
+"""cpu/table: own C++ products of codes that stand for a table's values, over the layout `cpu` (table.h).
+
+x is rounded as `packed` has it, in blocks of 32; a table to 13 bits and a sign of a power of two, which holds e2m1 and iq4_nl
+exactly, and other values within 2^-13 of the largest. y does not depend on M, on threads or on the batch that a row is in.
+"""
+
+import torch
+
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.products.cpu import native
+from lowq_kernels.products.cpu.packed import refuse
+from lowq_kernels.products.reference import reference
+from lowq_packers import tables
+from lowq_packers.layouts import PackedWeight
+from lowq_packers.layouts.cpu import CHUNK, ROWS, chunks
+from lowq_packers.scheme import TABLES
+
+
+@register(
+    "cpu/table",
+    layouts=("cpu",),
+    devices=("cpu",),
+    tables=tuple(TABLES),
+    bits=(4, 3, 2),
+    zeros=("none",),
+    refuse=refuse,
+    rank=5,
+)
+def table(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
+    """x (M, K) bf16 or fp16 -> (M, N)."""
+    s, M, T = p.scheme, x.shape[0], 1 if p.table is None else p.table.shape[0]
+    if T > 1 and p.N // T % ROWS:  # tiles of two tables
+        return reference(x, p, bias, config)
+    y = torch.empty(M, p.N, dtype=x.dtype)
+    if M == 0:
+        return y
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
+    values, factor = tables.values(s, p.table), None if s.table == "fitted" else p.table
+    tensors = {"x": x, "words": p.words, "scales": p.scales, "bias": bias, "y": y, "table": values, "factor": factor}
+    group = chunks(p.K) * CHUNK if s.group_size == p.K else s.group_size
+    sizes = {"M": M, "N": p.N, "K": p.K, "bits": s.bits, "group": group, "groups": s.groups(p.K), "chunks": chunks(p.K)}
+    scale = native.SCALES[s.scale] if s.scale in native.SCALES else native.DTYPES[p.scales.dtype]
+    apart = 0 if values.shape[0] == 1 else s.levels
+    native.product(tensors, x.dtype, **sizes, scale=scale, tables=T, apart=apart)
+    return y

@@ -1,0 +1,31 @@
+"""What tests of own C++ on the CPU share: each instruction set that is here, and rows of x."""
+
+import pytest
+import torch
+
+from lowq_kernels.products.cpu import native
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+ROWS = (1, 2, 3, 5, 8, 9, 15, 16, 19)  # M: every block of rows and what is left over
+SETS = [name for name, here in native.sets() if here]
+
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not built: {native.why_not()}")
+
+
+def rows(M, K, dtype=torch.bfloat16, seed=0):
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.fixture(params=SETS)
+def isa(request, monkeypatch):
+    """One instruction set after the other, and outputs that hold NaN until they are written."""
+    monkeypatch.setenv("LOWQ_CPU_ISA", request.param)
+    native._found.cache_clear()
+
+    def poisoned(*size, **kind):
+        return torch.full(size if isinstance(size[0], int) else size[0], float("nan"), **kind)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    yield request.param
+    native._found.cache_clear()
