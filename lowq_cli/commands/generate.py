@@ -24,7 +24,7 @@ from lowq_cli.commands import (
     seed_or_random,
     unescaped,
 )
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
@@ -159,12 +159,12 @@ def _bare_text(given: str | None) -> tuple[None, str]:
 
 def _read_prompts(where: str) -> list[dict[str, Any]]:
     """The lines of a JSONL file or stdin: each "prompt" and its other keys. Raises NotFoundError, UsageError (with a line)."""
+    from lowq_cli.calibrate.texts import read_utf8
+
     try:
-        text = sys.stdin.read() if where == "-" else Path(where).read_text(encoding="utf-8")
-    except OSError as e:
-        raise NotFoundError(f"cannot read the prompts in {where}: {e.strerror}") from None
+        text = sys.stdin.read() if where == "-" else read_utf8(Path(where), "prompts in")
     except UnicodeDecodeError:
-        raise UsageError(f"{where} is not UTF-8 text; --prompts takes JSONL") from None
+        raise UsageError("stdin is not UTF-8 text; --prompts takes JSONL") from None
     found = []
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):  # splitlines also cuts at U+2028, inside a text
         if not line.strip():

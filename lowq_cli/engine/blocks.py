@@ -16,6 +16,7 @@ from lowq_cli.files.family_config import ACTS
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.modules.joined import join
+from lowq_packers.errors import DamagedError
 from lowq_packers.families import Family, families
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # of a config's layer_types
@@ -92,8 +93,8 @@ class Blocks:
         self.config, self.family, self.embed, self.head = config, family, embed, head
         self.layers = [_layer(tensors, i, config, family) for i in range(config.num_hidden_layers)]
         self.norm = _norm(tensors, "model.norm", config, family)
-        self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.act = ACTS[_act_name(config)]
+        self.softcap = config.final_logit_softcapping if family.soft_capped else None
+        self.act = ACTS[getattr(config, family.activation)]
         named = nn.ModuleList(_named(layer) for layer in self.layers)
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
 
@@ -165,9 +166,9 @@ def why_not_config(config: Any) -> str | None:
     kind = getattr(type(config), "model_type", config.model_type)  # Ministral's may be called mistral
     if kind not in families():
         return f"{kind} is not one of the families with fused layers ({', '.join(families())})"
-    if _act_name(config) not in ACTS:
-        return f"activation {_act_name(config)}"
-    if reason := rope.why_not(getattr(config, "rope_parameters", None)):
+    if (act := getattr(config, families()[kind].activation)) not in ACTS:
+        return f"activation {act}"
+    if reason := rope.why_not(getattr(config, "rope_parameters", None), families()[kind].rope_by_layer_type):
         return reason
     if getattr(config, "attn_logit_softcapping", None):
         return "soft-capped attention"
@@ -179,10 +180,6 @@ def why_not_config(config: Any) -> str | None:
 def head_dim(config: Any) -> int:
     """Values of a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _act_name(config: Any) -> str:
-    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
 
 
 def _scaled(weight: torch.Tensor, family: Family) -> torch.Tensor:
@@ -197,7 +194,10 @@ def _window(index: int, config: Any, family: Family) -> int:
     windowed = family.windows == "every layer"
     if family.windows == "by layer_types":
         windowed = config.layer_types[index] == SLIDING
-    return int(getattr(config, "sliding_window", None) or 0) if windowed else 0
+    window = int(getattr(config, "sliding_window", None) or 0) if windowed else 0
+    if window < 0:
+        raise DamagedError(f"config.json has sliding_window = {window}; it cannot be negative")
+    return window
 
 
 def _layer(tensors: Tensors, index: int, config: Any, family: Family) -> Layer:

@@ -14,13 +14,17 @@ from typing import Any
 import torch
 
 from lowq_cli.files.family_config import ROPES
+from lowq_packers.errors import DamagedError, one_line
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos, sin (slots, R)
 
 
-def why_not(rope: Mapping[str, Any] | None) -> str | None:
-    """The reason the angles of a config's rope_parameters cannot be made here, or None."""
-    for r in by_kind(rope).values():
+def why_not(rope: Mapping[str, Any] | None, by_layer_type: bool = False) -> str | None:
+    """The reason the angles of a config's rope_parameters cannot be made here, or None. by_layer_type: as its family."""
+    kinds = by_kind(rope)
+    if by_layer_type == ("" in kinds):
+        return "rotary angles by kind of layer, or not, where its family has them otherwise"
+    for r in kinds.values():
         if r.get("rope_type") not in ROPES:
             return f"rotary angles of the kind {r.get('rope_type')}"
     return None
@@ -70,9 +74,17 @@ class Rotation:
         return self.rope["rope_type"] == "longrope"
 
     def tables(self, slots: int, device: torch.device, dtype: torch.dtype, length: int | None = None) -> Tables:
-        """cos, sin (slots, R), R = D but for a partial_rotary_factor. length: of the text; None: each slot's is its last."""
+        """cos, sin (slots, R), R = D but for a partial_rotary_factor. length: of the text; None: each slot's is its last.
+
+        Raises DamagedError where the config gives none: torch's attention on a CPU makes zeros of queries that are NaN.
+        """
         places = torch.arange(slots)[:, None]
-        inverse, factor = self._frequencies(places + 1 if length is None else torch.tensor(length))
+        try:
+            inverse, factor = self._frequencies(places + 1 if length is None else torch.tensor(length))
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as e:
+            raise DamagedError(f"rope_parameters in config.json give no angles: {one_line(e)}") from e
+        if not (bool((inverse * slots).isfinite().all()) and math.isfinite(factor)):
+            raise DamagedError("rope_parameters in config.json give angles that are not finite")
         angles = places.to(device).float() * inverse.to(device)
         angles = torch.cat((angles, angles), -1)
         cos, sin = angles.cos() * factor, angles.sin() * factor

@@ -67,6 +67,25 @@ def restrict(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     return logits.masked_fill(logits < floor, float("-inf"))
 
 
+def drawable(logits: torch.Tensor) -> torch.Tensor:
+    """(B,) bool of logits (B, V): whether a draw from them means anything, the largest of each being a finite number."""
+    return logits.amax(-1).isfinite()
+
+
+def not_finite(dtype: torch.dtype) -> DamagedError:
+    """What to say where a model's logits, computed in a dtype, are not `drawable`."""
+    why = f"weights or activations overflow {str(dtype).removeprefix('torch.')}"
+    return DamagedError(
+        f"what the model computes is NaN or infinite: {why}; lowq quantize --dtype takes another, or fetch it again"
+    )
+
+
+def check_finite(logits: torch.Tensor) -> None:
+    """Raise DamagedError where a row of logits (B, V) is not `drawable`: every draw of it is token 0. Waits for the device."""
+    if not bool(drawable(logits).all()):
+        raise not_finite(logits.dtype)
+
+
 class Sampler:
     """What sampling B texts side by side keeps on the device, always in the same place: a CUDA graph may hold it.
 
@@ -106,13 +125,12 @@ class Sampler:
     def choose(self, logits: torch.Tensor, advance: int) -> None:
         """Write `token` for logits (B, V) of any float dtype and move `pos` on by `advance`; the same seed draws the same.
 
-        Restrictions are torch operations, the draw itself is one of the decode ops. Raises DamagedError for a prompt's logits
-        (`advance` 0) that are no numbers, of which every draw is token 0.
+        Restrictions are torch operations, the draw itself is one of the decode ops. Raises DamagedError as `check_finite`: on a
+        GPU for a prompt's (`advance` 0) alone, where nothing is waited for otherwise.
         """
         self.logits = logits
-        if not advance and bool(logits.isnan().any()):
-            why = f"weights or activations overflow {str(logits.dtype).removeprefix('torch.')}"
-            raise DamagedError(f"what the model computes is NaN: {why}; lowq quantize --dtype takes another, or fetch it again")
+        if not advance or logits.device.type == "cpu":
+            check_finite(logits)
         s, temperature = self.sampling, self.sampling.temperature
         seen = self.seen if s.repetition_penalty != 1 else None
         if seen is not None:

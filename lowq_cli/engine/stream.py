@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowq_cli.engine.detokenize import Detokenizer
-from lowq_cli.engine.sampling import Sampler, Sampling
+from lowq_cli.engine.sampling import Sampler, Sampling, check_finite
 from lowq_cli.engine.stopping import Stopper
 
 
@@ -119,7 +119,8 @@ class Generation:
                 piece = self._take(i, tokens[i])
                 self.texts[i] += piece
                 yield i, piece
-            if not self._open:
+            if not self._open:  # a NaN stays in its text's keys: the last logits tell of all, where no step looks at its own
+                check_finite(self.decoder.sampler.logits)
                 return
 
     def _take(self, i: int, token: int) -> str:

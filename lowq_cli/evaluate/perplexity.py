@@ -15,6 +15,7 @@ import torch
 from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.light import LightModel
+from lowq_cli.engine.sampling import check_finite
 from lowq_cli.engine.warm import warm_texts
 from lowq_kernels.activations import check_act
 from lowq_kernels.decode.kv import PLAIN
@@ -67,6 +68,7 @@ def evaluate(
         where both models' likeliest token is the same.
     Raises:
         UsageError: too short a text, tokens that the model lacks, or vocabularies of different size.
+        DamagedError: logits that are no numbers.
     """
     cut = windows(ids, window, max_tokens)
     device = _device(model)
@@ -196,5 +198,6 @@ def logits_of(model: Any, ids: torch.Tensor, kv: str = PLAIN) -> torch.Tensor:
 
 def _log_probabilities(model: torch.nn.Module, part: torch.Tensor, device: torch.device, kv: str = PLAIN) -> torch.Tensor:
     """(predicted tokens, vocabulary) fp32 log-probabilities of the next token, on `device`."""
-    logits = logits_of(model, part, kv)[:, :-1]
-    return torch.log_softmax(logits.reshape(-1, logits.shape[-1]).to(device).float(), dim=-1)
+    logits = logits_of(model, part, kv)[:, :-1].flatten(0, 1)
+    check_finite(logits)
+    return torch.log_softmax(logits.to(device).float(), dim=-1)

@@ -45,7 +45,7 @@ def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Family]:
         raise NotPlain("config.json has more layers than the files have tensors")
     if not isinstance(fields.get("rms_norm_eps"), float):
         raise NotPlain("config.json has no rms_norm_eps")
-    if (act := fields.get("hidden_activation") or fields.get("hidden_act")) not in ACTS:
+    if (act := str(fields.get(family.activation))) not in ACTS:
         raise NotPlain(f"activation {act}")
     heads = fields["num_attention_heads"]
     fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
@@ -68,7 +68,7 @@ def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Family]:
 
 def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """rope_parameters as transformers standardizes them, from its own or the older fields."""
-    rope = dict(fields.get("rope_scaling") or fields.get("rope_parameters") or {})
+    rope = _mapping(fields.get("rope_scaling") or fields.get("rope_parameters"))
     rope.setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
     if fields.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
@@ -89,9 +89,9 @@ def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The same for each kind of layer; older configs have two bases and scale only full attention."""
-    given = fields.get("rope_parameters") or {}
-    found = {kind: dict(given.get(kind) or {}) for kind in BY_TYPE}
-    found["full_attention"].update(fields.get("rope_scaling") or {})
+    given = _mapping(fields.get("rope_parameters"))
+    found = {kind: _mapping(given.get(kind)) for kind in BY_TYPE}
+    found["full_attention"].update(_mapping(fields.get("rope_scaling")))
     found["full_attention"].setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
     found["sliding_attention"].setdefault("rope_theta", fields.get("rope_local_base_freq", 10000.0))
     for rope in found.values():
@@ -100,6 +100,13 @@ def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             raise NotPlain("a scaled rotation of one kind of layers")
         _checked(rope)
     return found
+
+
+def _mapping(given: Any) -> dict[str, Any]:
+    """A copy; of nothing, an empty one. Raises NotPlain for what is none."""
+    if given and not isinstance(given, Mapping):
+        raise NotPlain("config.json has rope_parameters of an unusual kind")
+    return dict(given or {})
 
 
 def _checked(rope: dict[str, Any]) -> dict[str, Any]:

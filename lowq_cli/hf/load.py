@@ -80,6 +80,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
             )
         loaded.name_or_path = loaded.config._name_or_path = str(source.folder)
         _check_filled(source, found)
+        if not all(b.isfinite().all() for name, b in loaded.named_buffers() if name.endswith("inv_freq")):
+            raise DamagedError("rope_parameters in config.json give angles that are not finite")
         if source.folder is not None:
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))

@@ -244,6 +244,10 @@ def _config(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping
     if embedding is None or len(embedding.shape) != 2:
         raise DamagedError(f"{path} lacks token_embd.weight")
     found["head_dim"] = metadata.get(f"{arch}.attention.key_length") or found["hidden_size"] // found["num_attention_heads"]
+    usual = {"attention.value_length": found["head_dim"], "rope.dimension_count": found["head_dim"], "attention.causal": True}
+    for key, value in usual.items():
+        if (said := metadata.get(f"{arch}.{key}", value)) != value:
+            raise UnsupportedError(f"{path} has {arch}.{key}={str(said)[:40]}; lowq computes such models with {value} only")
     tokens = {f"{n}_token_id": metadata.get(f"tokenizer.ggml.{g}_token_id") for n, g in (("bos", "bos"), ("eos", "eos"))}
     return (
         found

@@ -22,6 +22,7 @@ import torch
 from lowq_cli.engine import blocks
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.serving.paged import make_cache
 from lowq_cli.serving.passes import BLOCK, Piece
 from lowq_cli.serving.pool import Pool
@@ -33,6 +34,7 @@ from lowq_packers.errors import UnsupportedError, UsageError, one_line
 
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
 MOST_RUNNING = 1024
+LOOK = 16  # steps of a GPU from one look at all logits to the next: NaN stays in its text's keys, so none is missed for long
 AHEAD = 1  # passes that are launched before the oldest is read
 EARLY_S = 0.0015  # before the end of a pass the next is launched: prompts that come until then ride in it
 SURE = 0.9  # of the seconds that a pass is expected to take: one that ends sooner would leave the device idle
@@ -51,10 +53,17 @@ class Flight:
     def __init__(self, device: torch.device) -> None:
         self.began = self._now(device)
 
-    def launched(self, drew: list[Text], token: torch.Tensor, logs: LogProbs | None, size: tuple[int, int]) -> "Flight":
-        """Itself, with what was launched."""
-        self.drew, self.logs, self.size = [(t, t.row) for t in drew], logs, size
-        self.tokens = fetch(token)
+    def launched(
+        self,
+        places: list[tuple[int, Text]],
+        token: torch.Tensor,
+        logs: LogProbs | None,
+        sound: torch.Tensor | None,
+        size: tuple[int, int],
+    ) -> "Flight":
+        """Itself, with what was launched: texts and their rows of the logits, and which of those rows are `drawable`."""
+        self.drew, self.logs, self.size = [(t, t.row, i) for i, t in places], logs, size
+        self.tokens, self.sound = fetch(token), None if sound is None else fetch(sound)
         self.ended = self._now(token.device)
         return self
 
@@ -297,7 +306,9 @@ class ContinuousEngine:
         logs = self.special.draw(logits, special) if special and logits is not None else None
         steps, rows = self.passes.size(n, pieces)
         size = (steps if steps == rows or self.passes.padded else 0, rows)  # of any size on a CPU: as if none did
-        return flight.launched([*plan.steps, *plan.finishing], self.rows.token, logs, size)
+        looks = bool(plan.finishing) or self.device.type == "cpu" or not self._steps % LOOK
+        sound = drawable(logits) if looks and logits is not None else None
+        return flight.launched(places, self.rows.token, logs, sound, size)
 
     def _land(self, most: int) -> None:
         """Read passes until at most so many are on their way, and tell what they drew."""
@@ -309,7 +320,10 @@ class ContinuousEngine:
                 self._due = 0.0 if behind else time.monotonic() + SURE * self.passes.pace.seconds(*self._flights[0].size)
             logs = flight.logs.read() if flight.logs is not None else {}
             self.passes.pace.note(*flight.size, seconds)
-            for text, row in flight.drew:
+            sound = None if flight.sound is None else flight.sound.tolist()
+            for text, row, place in flight.drew:
+                if sound is not None and not sound[place]:
+                    text.failed = not_finite(self.passes.decoder.dtype)
                 if not text.done and (event := self._event(text, tokens[row], logs)) is not None:
                     events.append((text.number, event))
             if events:

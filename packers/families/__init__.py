@@ -53,6 +53,8 @@ class Family:
     rope_by_layer_type: bool = False  # rope_parameters and inverse frequencies of each kind of layer
     partial_rope: bool = False  # partial_rotary_factor holds without rope scaling, too
     scaled_embedding: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    activation: str = "hidden_act"  # its field: a family passes over another's, whatever config.json has there
+    soft_capped: bool = False  # logits, by final_logit_softcapping
     attention_scale: str = ""  # the field whose inverse square root scales attention, in place of head_dim's
     # elsewhere
     llama_shapes: bool = True  # linear layers of the shapes that config.json implies for Llama

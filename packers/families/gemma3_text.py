@@ -25,6 +25,8 @@ FAMILY = Family(
     layer_types=layer_types,
     rope_by_layer_type=True,
     scaled_embedding=True,
+    activation="hidden_activation",
+    soft_capped=True,
     attention_scale="query_pre_attn_scalar",
     not_rotated="it has norms behind attention and MLP, whose weights do not commute with a rotation",
 )

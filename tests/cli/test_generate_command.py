@@ -88,6 +88,7 @@ def test_many_prompts_come_out_in_order(tmp_path, run):
         (["demo", "--prompt", "a", "--prompts", "b"], None, 2, "one of --prompt TEXT and --prompts"),
         (["demo", "--prompt", "-"], "", 2, "stdin held no prompt"),
         (["demo", "--prompts", "no-such-file.jsonl"], None, 3, "cannot read the prompts"),
+        (["demo", "--prompts", "/dev/zero"], None, 2, "is a device"),  # memory grew without an end
         (["demo", "--prompts", "-"], "not json\n", 2, "line 1 of - is not JSON"),
         (["demo", "--prompts", "-"], '"ok"\n{"text": 3}\n', 2, "line 2 of - holds no text"),
         (["demo", "--prompts", "-"], "\n", 2, "holds no prompts"),

@@ -24,8 +24,10 @@ def test_greedy_is_the_argmax():
 
 def test_a_model_that_answers_in_nan_is_an_error():
     """Weights too large for their dtype: the draw was token 0, the text empty, the exit code 0."""
-    with pytest.raises(DamagedError, match="is NaN: weights or activations overflow float32"):
-        pick(LOGITS.where(LOGITS < 2, torch.nan))
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(DamagedError, match="is NaN or infinite: weights or activations overflow float32"):
+            pick(LOGITS.where(LOGITS < 2, value))
+    assert pick(LOGITS.where(LOGITS > 2, -torch.inf)) == [4]
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])

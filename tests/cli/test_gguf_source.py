@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import lowq
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.interop import gguf_export, gguf_tokenizer
+from lowq_cli.interop import gguf_export, gguf_source, gguf_tokenizer
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.interop.inspection import inspect_model
@@ -86,6 +86,19 @@ def test_a_gguf_file_runs_alone(demo_gguf, demo4):
     with torch.inference_mode():
         a, b = ours(ids).logits, theirs(ids).logits
     assert (a - b).norm() / a.norm() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rope.dimension_count", 8), ("attention.value_length", 8), ("attention.causal", False)]
+)
+def test_what_a_file_computes_otherwise_is_refused(key, value):
+    """llama.cpp would turn a part of each head, or look ahead; the text was that of the usual model."""
+    fields = dict.fromkeys(gguf_source.FIELDS.values(), 4) | {"embedding_length": 64, "rope.dimension_count": 16}
+    metadata = {f"llama.{k}": v for k, v in fields.items()}
+    tensors = {"token_embd.weight": gguf_source.Entry((160, 64), "F16", 0)}
+    assert gguf_source._config(Path("m.gguf"), "llama", metadata, tensors)["head_dim"] == 16
+    with pytest.raises(UnsupportedError, match=f"llama.{key}={value}"):
+        gguf_source._config(Path("m.gguf"), "llama", metadata | {f"llama.{key}": value}, tensors)
 
 
 HEAD = b"GGUF" + struct.pack("<IQQ", 3, 1, 0)

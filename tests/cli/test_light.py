@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from lowq_cli.engine import blocks, light, rope, stream
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.ready import ready, tokenizer
 from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
@@ -115,6 +116,20 @@ def test_logits_of_whole_texts_are_those_of_transformers(tmp_path, family):
     ids = torch.randint(3, 150, (2, 50), generator=torch.Generator().manual_seed(1))
     wanted = heavy(input_ids=ids, use_cache=False).logits
     assert ((model(input_ids=ids).logits - wanted).norm() / wanted.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("other", [{"hidden_activation": "gelu_pytorch_tanh"}, {"final_logit_softcapping": 1.0}], ids=str)
+def test_a_field_of_another_family_changes_nothing(tmp_path, other):
+    """The fused decoder computed Gemma's activation and cap in a Llama whose config named them, transformers Llama's."""
+    folder = write_dense(tmp_path / "m", "llama")
+    ids = torch.arange(3, 40)[None]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | other))
+    with open_source(folder) as source:
+        model = load_model(source, CPU)
+        wanted = model(input_ids=ids).logits
+        for fused in (light.read(source, CPU), model):
+            assert ((decoder_of(fused).logits(ids) - wanted).norm() / wanted.norm()).item() < 1e-5
 
 
 READ = [name for name, family in families().items() if not family.stacked]  # by lowq itself

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowq_cli.evaluate import perplexity
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.errors import DamagedError, NotFoundError, UsageError
 
 
 class Table(torch.nn.Module):
@@ -44,6 +44,14 @@ def test_kl_agreement_and_increase():
     assert r.ppl_increase_pct == pytest.approx(100 * (4 * p - 1), rel=1e-5)
     same = perplexity.evaluate(SURE, ids, SURE, window=8)
     assert (same.kl, same.top1_agreement, same.ppl_increase_pct) == (0, 1, 0)
+
+
+def test_logits_that_are_no_numbers_are_an_error_of_either_model():
+    """Perplexity was inf and the exit code 0; beside such an original every gate was passed."""
+    broken, ids = Table(torch.full((4, 4), math.nan)), torch.arange(8) % 4
+    for pair in ((broken, None), (UNIFORM, broken)):
+        with pytest.raises(DamagedError, match="is NaN or infinite"):
+            perplexity.evaluate(pair[0], ids, pair[1], window=8)
 
 
 def test_batches_change_nothing(monkeypatch):

@@ -12,7 +12,7 @@ from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_kernels.decode import kv
-from lowq_packers.errors import UsageError
+from lowq_packers.errors import DamagedError, UsageError
 
 CPU = torch.device("cpu")
 LIMIT, WAS = 200, 16  # of the configs below: max_position_embeddings, and what it was before it was stretched
@@ -170,6 +170,32 @@ def test_a_text_ends_where_the_angles_do(name):
     g = stream(model, TOKENIZER, [5] * (reached - 2), max_new_tokens=9)
     list(g.pieces())
     assert (len(g.tokens[0]), g.finish_reason) == (2, "context")
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 0},
+        {"rope_theta": 0},
+        {"rope_theta": -5.0},
+        LLAMA3 | {"factor": 0},
+        LONGROPE | {"long_factor": LONG[:-1]},
+        YARN | {"factor": 4.0, "rope_theta": 1},
+    ],
+    ids=str,
+)
+def test_angles_that_are_none_are_an_error(scaling):
+    """torch's attention made zeros of queries that are NaN, so a text came out; a factor too few was an internal error."""
+    given = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": WAS} | scaling
+    with pytest.raises(DamagedError, match=r"rope_parameters in config\.json give"):
+        rope.Rotation(given, 16, LIMIT, False).tables(99, CPU, torch.float32, 99)
+
+
+@pytest.mark.parametrize("given", ["x", [1], {"full_attention": {"rope_theta": 1e4}}], ids=str)
+def test_rope_parameters_of_another_form_are_left_to_transformers(given):
+    raw = SMALL | {"max_position_embeddings": LIMIT, "rms_norm_eps": 1e-6, "model_type": "llama", "rope_parameters": given}
+    with pytest.raises(NotPlain, match="rope_parameters of an unusual kind"):
+        read_config(raw, 100)
 
 
 @pytest.mark.parametrize("factors", [None, LONG[:-1], ["1"] * PAIRS])
