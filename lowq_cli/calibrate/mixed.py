@@ -178,7 +178,9 @@ def spread(
     Raises UsageError where nothing is left to choose, and as `make_plan`.
     """
     calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
-    without = replace(recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, judge=None, calib=None)
+    without = replace(
+        recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, tokens_per_s=None, judge=None, calib=None
+    )
     plain = replace(without, calib=recipe.calib if calibrated else None)
     groups = grouped(free_candidates(source, plain))
     options = {name: _options(members, plain) for name, members in groups.items()}

@@ -27,7 +27,7 @@ EXAMPLES = """Examples:
   lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
   lowq quantize ./my-model --bits 3 --override 'down_proj=4:64' --lm-head 8
   lowq quantize ./my-model --recipe small
-  lowq quantize ./my-model --max-kl 0.02
+  lowq quantize ./my-model --max-kl 0.02 --tokens-per-s 40
   lowq quantize ./my-model --export gguf
   lowq quantize ./my-model --format nvfp4
   lowq quantize ./my-model --dry-run
@@ -47,6 +47,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "max_kl": (float, option("Mixed widths: the smallest checkpoint of at most so much KL divergence.", metavar="NATS")),
     "max_ppl": (str, option("Mixed widths: the smallest one with perplexity at most so much higher.", metavar="1%")),
     "fit": (str, option("With --max-kl or --max-ppl: weight files of at most so many bytes.", metavar="16GB")),
+    "tokens_per_s": (float, option("With them: it must decode at least so fast here, one text at a time.", metavar="N")),
     "judge": (str, option("With them: the text to measure on.  [default: a sample of novels]", metavar="FILE")),
     "widths": (str, option("Widths that these may choose.  [default: 8,4,3,2]", metavar="8,4,3,2")),
     "layout": (str, option("Order of the words in the files: auto (rowstream), tile for CUDA, or cpu.")),

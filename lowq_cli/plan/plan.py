@@ -267,6 +267,6 @@ def _unusual(recipe: Recipe) -> list[str]:
     parts += ["rot"] * r.rotate
     usual = Recipe()
     names = ["overrides", "skip", "dtype", "layout", "calib", "calib_tokens", "calib_seed"]
-    names += ["widths", "group", "fit", "judge"] if r.budgeted else []
+    names += ["widths", "group", "fit", "tokens_per_s", "judge"] if r.budgeted else []
     rest = {n: str(getattr(r, n)) for n in names if getattr(r, n) != getattr(usual, n)}
     return parts + [hashlib.sha256(json.dumps(rest).encode()).hexdigest()[:4]] * bool(rest)

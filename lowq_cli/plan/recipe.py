@@ -38,7 +38,7 @@ NOT_CALIBRATED = ("head", "embedding", "router")
 # head: of an 8B model 1.05 GB in fp16 beside 3.7 GB of 4-bit layers or 2 GB of 2-bit ones. A tied head is the embedding:
 # quantized apart it would make the model larger.
 HEAD_BITS = {2: 4, 4: 8}
-EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%"}
+EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30"}
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # what may stand in the place of `bits`
 LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # what files may hold
 FORMATS = ("lowq", "fp8", *TABLE_FORMATS)
@@ -70,6 +70,7 @@ class Recipe:
         max_kl, max_ppl: a bound instead of `bits`: nats per token of KL divergence from the model, or percent that perplexity
             may rise, measured on `judge`. The smallest checkpoint that meets it is found; see `bound`.
         fit: with a bound, most bytes of the weight files.
+        tokens_per_s: with a bound, tokens a second that one text must at least decode at, measured where it is quantized.
         judge: text that a bound is measured on; None = the bundled sample.
         widths: of the codes, that a budget may be spent on.
         overrides, skip: exceptions by tensor name.
@@ -98,6 +99,7 @@ class Recipe:
     max_kl: float | None = None
     max_ppl: float | None = None
     fit: int | None = None
+    tokens_per_s: float | None = None
     judge: str | None = None
     widths: tuple[int, ...] = (8, 4, 3, 2)
     overrides: tuple[Override, ...] = ()
@@ -197,15 +199,15 @@ class Recipe:
         given = [f"--{name.replace('_', '-')}" for name in BUDGETS if getattr(self, name) is not None]
         if len(given) > 1:
             raise UsageError(f"{' and '.join(given)} are {len(given)} budgets; give one of them")
-        for name in ("max_kl", "max_ppl"):
+        for name, most in (("max_kl", 1e3), ("max_ppl", 1e3), ("tokens_per_s", 1e9)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1000):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < most):
                 raise UsageError(f"{name}={spelled(value)} must be a positive number, such as {EXAMPLE[name]}")
         self._check_whole("fit", 1, 1 << 62, "a positive number of bytes")
-        for name in ("fit", "judge"):
+        for name in ("fit", "tokens_per_s", "judge"):
             if getattr(self, name) is not None and not self.bounded:
                 alone = "; alone it is --size" if name == "fit" else ""
-                raise UsageError(f"--{name} goes with --max-kl or --max-ppl{alone}")
+                raise UsageError(f"--{name.replace('_', '-')} goes with --max-kl or --max-ppl{alone}")
         if self.bpw is not None and not (isinstance(self.bpw, int | float) and 1 <= self.bpw <= 16):
             raise UsageError(f"bpw={spelled(self.bpw)} must be a number of bits per weight from 1 to 16, such as 3.2")
         self._check_whole("size", 1, 1 << 62, "a positive number of bytes")

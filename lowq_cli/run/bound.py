@@ -21,6 +21,8 @@ from typing import Any
 
 from lowq_cli.calibrate.mixed import Mixed, Spread
 from lowq_cli.console import size
+from lowq_cli.devices import pick_device
+from lowq_cli.engine import bandwidth
 from lowq_cli.evaluate.perplexity import measure
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.folder import held
@@ -35,26 +37,33 @@ ROUNDS = 8
 NEAR, AIM = 0.9, 0.96  # parts of the bound: what is near enough, and what is aimed at
 TOKENS = 16384  # of the held-out text that are read
 LEAST = 1e-6  # nats: less than rounding in 16 bits
+NEW_TOKENS, TIMES = 48, 3  # of a timed text; the best of so many counts: others may be using the machine
 Watch = Callable[[int, int, str], None]  # rounds done, of how many, what was found
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One checkpoint that was measured. bpw: of the weights that take part; kl: nats; ppl: percent above the model's."""
+    """One checkpoint that was measured. bpw: of the weights that take part; kl: nats; ppl: percent above the model's.
+
+    tps: tokens a second that it decodes one text at, where that was asked for.
+    """
 
     bpw: float
     nbytes: int
     expected: float
     kl: float
     ppl: float
+    tps: float | None = None
 
 
 @dataclass(frozen=True)
 class Bound:
     """What was found. limit, measured, more, less: nats of KL divergence, or percent of perplexity.
 
-    binding: what kept the checkpoint from being smaller ("max_kl", "max_ppl") or kept it this small ("widths": the smallest
-    that were allowed are good enough). more, less: to be expected of one bit per weight more, and one less.
+    binding: what kept the checkpoint from being smaller ("max_kl", "max_ppl"; "tokens_per_s": a smaller one met those, but was
+    slower) or kept it this small ("widths": the smallest that were allowed are good enough). more, less: to be expected of one
+    bit per weight more, and one less. tps: tokens a second, measured, and what a bit more and one less make of it if decoding
+    is as slow as reading the weights; None where no speed was asked for.
     """
 
     flag: str
@@ -64,6 +73,8 @@ class Bound:
     more: float | None
     less: float | None
     trials: tuple[Trial, ...]
+    tokens_per_s: float | None = None
+    tps: tuple[float, float, float] | None = None
 
     @property
     def unit(self) -> str:
@@ -75,9 +86,15 @@ class Bound:
         """A line of the plan."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
         why = f"{named} binds" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
+        if self.binding == "tokens_per_s":
+            why = f"--tokens-per-s {self.tokens_per_s:g} binds: what is smaller meets {named} and is slower"
         known = [(way, loss) for way, loss in (("more", self.more), ("less", self.less)) if loss is not None]
         others = [f"one bit per weight {way} about {loss:.3g}" for way, loss in known]
-        return f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
+        told = f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
+        if self.tps is None:
+            return told
+        here, slower, faster = self.tps
+        return f"{told}; {here:.4g} tokens/s here, a bit per weight more about {slower:.4g}, one less {faster:.4g}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -100,7 +117,7 @@ class Search:
         self.limit = asked.max_kl if asked.max_kl is not None else float(asked.max_ppl or 0)
         calibrated, self.judge = texts
         facts = [version("lowq"), spread.source.identity, spread.plain.to_json(), calibrated, self.judge, TOKENS]
-        facts.append(device.split(":")[0])
+        facts += [device.split(":")[0], *(["timed"] if asked.tokens_per_s else [])]
         self.folder = cache_dir() / "bounds" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         self.known: dict[str, dict[str, float]] = {}
         with suppress(OSError, ValueError):
@@ -142,13 +159,26 @@ class Search:
             met = [last] if self._loss(last) <= self._nats(self.limit) else []
         if not met:
             raise QualityError(self._unmet())
-        found = min(met, key=lambda t: t.nbytes)
+        found = min(filter(self._fast, met), key=lambda t: t.nbytes, default=None)
+        if found is None:
+            raise QualityError(self._too_slow(met))
         recipe, mixed = self.spread.at(found.nbytes)
         self.best = self._folder(recipe)
         binding = "widths" if found.nbytes == self.spread.least else self.flag
+        binding = "tokens_per_s" if min(t.nbytes for t in met) < found.nbytes else binding
         a_bit = self.spread.params // 8
         more, less = (self._foretold(found.nbytes + d) for d in (a_bit, -a_bit))
-        return recipe, mixed, Bound(self.flag, self.limit, self._said(found), binding, more, less, tuple(self.trials.values()))
+        tps = None if found.tps is None else (found.tps, self._tps(found.tps, a_bit), self._tps(found.tps, -a_bit))
+        trials, asked = tuple(self.trials.values()), self.asked.tokens_per_s
+        return recipe, mixed, Bound(self.flag, self.limit, self._said(found), binding, more, less, trials, asked, tps)
+
+    def _fast(self, trial: Trial) -> bool:
+        return trial.tps is None or trial.tps >= (self.asked.tokens_per_s or 0)
+
+    def _tps(self, tps: float, nbytes: int) -> float:
+        """Tokens a second with so many bytes of weights more to read (or fewer) at the speed of this machine's memory."""
+        read = nbytes / bandwidth.measured(pick_device(self.device))
+        return 1 / max(1 / tps + read, 0.1 / tps)
 
     def _most(self) -> int:
         """Bytes that the groups may take at most. Raises UsageError where --fit leaves too few."""
@@ -219,6 +249,8 @@ class Search:
             self.make(recipe, folder)
             report = measure(folder, self.judge, self.model, self.device, TOKENS)
             self.known[folder.name] = {"kl": float(report.kl or 0.0), "ppl": float(report.ppl_increase_pct or 0.0)}
+            if self.asked.tokens_per_s:
+                self.known[folder.name]["tps"] = speed(folder, self.judge, self.device)
             write_whole(self.folder / "measured.json", json.dumps(self.known).encode())
         trial = Trial(mixed.bpw, nbytes, mixed.error, **self.known[folder.name])
         self.trials[nbytes] = trial
@@ -230,8 +262,18 @@ class Search:
         return self.folder / hashlib.sha256(json.dumps(recipe.to_json()).encode()).hexdigest()[:16]
 
     def _smallest(self) -> Path | None:
-        met = [t.nbytes for t in self.trials.values() if self._loss(t) <= self._nats(self.limit)]
+        met = [t.nbytes for t in self.trials.values() if self._loss(t) <= self._nats(self.limit) and self._fast(t)]
         return self._folder(self.spread.at(min(met))[0]) if met else None
+
+    def _too_slow(self, met: list[Trial]) -> str:
+        """What each of the two bounds leaves of the other."""
+        named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
+        best = max(met, key=lambda t: t.tps or 0)
+        said = f"--tokens-per-s {self.asked.tokens_per_s:g} is not met: {named} leaves {best.tps:.4g} at {best.bpw:.3f} bits"
+        fast = [t for t in self.trials.values() if self._fast(t)]
+        least = min(fast, key=self._loss, default=None)
+        more = f"; at {least.bpw:.3f} bits {least.tps:.4g}, with {self._said(least):.4g}" if least else ""
+        return f"{said} per weight{more}; allow more loss, or ask for less"
 
     def _drop(self, keep: Path | None) -> None:
         for path in self.folder.iterdir():
@@ -245,6 +287,16 @@ class Search:
         if self.asked.fit is not None and self.most < self.spread.most:
             return f"{named} is not met: it is {what}--fit {size(self.asked.fit)} leaves; allow more bytes or more loss"
         return f"{named} is not met: it is {what}--widths {','.join(map(str, self.asked.widths))} allow; allow more loss"
+
+
+def speed(folder: Path, text: str, device: str) -> float:
+    """Tokens a second that a checkpoint decodes one text at, on a device."""
+    from lowq_cli.calibrate.texts import tokenize
+    from lowq_cli.engine.ready import ready
+    from lowq_cli.evaluate.comparison import decode_tps
+
+    model, tokenizer = ready(folder, device)
+    return decode_tps(model, tokenizer, tokenize(tokenizer, text), NEW_TOKENS, TIMES)
 
 
 def adopt(trial: Path, out: Path) -> bool:

@@ -119,6 +119,40 @@ class Curve:
         return make_recipe(bits=4, skip=[f"x{budget}"]), Mixed((share,), True, "")
 
 
+def timed(model, out, monkeypatch, seconds, **asked):
+    """`quantized` where a checkpoint of so many bytes decodes as `seconds` says; its own decoder is asked too, once."""
+    real, sizes = bound.speed, []
+
+    def speed(folder, text, device):
+        nbytes = (folder / "model.safetensors").stat().st_size
+        assert sizes or real(folder, text, device) > 0
+        sizes.append(nbytes)
+        return 1 / seconds(nbytes)
+
+    monkeypatch.setattr(bound, "speed", speed)
+    monkeypatch.setattr(bound.bandwidth, "measured", lambda device: 1e9)
+    return quantized(model, out, **asked)[0], sizes
+
+
+def test_a_speed_is_a_further_bound(model, cache, tmp_path, monkeypatch):
+    found, sizes = timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e9 / 4e6)
+    assert found.binding == "max_kl"
+    here, slower, faster = found.tps
+    assert here == pytest.approx(1e9 / sizes[-1]) or here in [t.tps for t in found.trials]
+    assert slower < here < faster  # by a bit of every weight that takes part, at the memory's speed
+    a_bit = 1 / slower - 1 / here
+    assert a_bit == pytest.approx(1 / here - 1 / faster)
+    assert f"{here:.4g} tokens/s here" in found.told
+    report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
+    assert report["recipe"]["tokens_per_s"] is None  # the recipe that makes the checkpoint names no bound
+
+
+def test_a_speed_that_the_loss_does_not_leave(model, cache, tmp_path, monkeypatch):
+    with pytest.raises(QualityError, match=r"--tokens-per-s 1e\+06 is not met: --max-kl 0.05 leaves .* allow more loss"):
+        timed(model, tmp_path / "a", monkeypatch, lambda n: n / 1e9, tokens_per_s=1e6)
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("limit", [0.5, 0.1, 0.02, 0.003])
 @pytest.mark.parametrize("truth", [lambda e: 0.4 * e, lambda e: 3 * e, lambda e: e**1.4, lambda e: e**0.7 + 1e-4])
 @pytest.mark.parametrize("flag", ["max_kl", "max_ppl"])
@@ -153,6 +187,8 @@ def test_the_search_lands_near_its_bound_however_wrong_the_estimate_is(limit, tr
         (["--max-kl", "0.1", "--bits", "3"], "--max-kl chooses the bits"),
         (["--max-kl", "-1"], "must be a positive number"),
         (["--max-ppl", "much"], "is no percentage"),
+        (["--tokens-per-s", "9"], "--tokens-per-s goes with --max-kl or --max-ppl"),
+        (["--max-kl", "0.1", "--tokens-per-s", "-2"], "must be a positive number, such as 30"),
         (["--fit", "2GB"], "--fit goes with --max-kl or --max-ppl; alone it is --size"),
         (["--max-ppl", "1%", "--judge", "none.txt"], "cannot read the text"),
     ],
