@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -80,6 +81,38 @@ def alone(folder: Path) -> Iterator[None]:
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+@contextmanager
+def scratch(parent: Path, name: str) -> Iterator[Path]:
+    """A new folder `name`-... of this process in `parent`, gone after the block; before, what killed ones left of such goes.
+
+    Raises OSError.
+    """
+    for left in parent.glob(f"{name}-????????????"):
+        with suppress(OSError):  # gone meanwhile, held, or somebody else's
+            fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if re.fullmatch("[0-9a-f]{12}", left.name.removeprefix(f"{name}-")) and os.fstat(fd).st_uid == os.getuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
+            finally:
+                os.close(fd)
+    while True:
+        made = parent / f"{name}-{uuid.uuid4().hex[:12]}"
+        made.mkdir(0o700)
+        with suppress(OSError):  # a file system without locks, or another process has just swept it away
+            fd = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if made.is_dir():
+                break
+            os.close(fd)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(fd)
 
 
 def _own(path: Path) -> tuple[Path, int]:

@@ -1,9 +1,9 @@
 """A few steps under torch's profiler: what each part of a step takes, and a timeline that Perfetto (ui.perfetto.dev) shows."""
 
 import os
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from lowq_cli.engine import timeline as lines
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.timeline import StepPart
+from lowq_packers.atomic import scratch
 from lowq_packers.errors import UsageError
 
 STEPS = 8  # profiled, after as many to warm up
@@ -55,12 +56,12 @@ def profile_steps(
 
 def _write(found: Any, timeline: Path) -> None:
     """The profiler's timeline, whole or not at all: on a full disk its library leaves a part of it and says nothing."""
-    try:
-        timeline.parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.TemporaryDirectory(dir=timeline.parent, prefix=".lowq-")
-    except OSError as e:
-        raise UsageError(f"the timeline {timeline} cannot be written: {e.strerror}") from None
-    with made as folder:
+    with ExitStack() as made:
+        try:
+            timeline.parent.mkdir(parents=True, exist_ok=True)
+            folder = made.enter_context(scratch(timeline.parent, ".lowq-timeline"))
+        except OSError as e:
+            raise UsageError(f"the timeline {timeline} cannot be written: {e.strerror}") from None
         try:
             found.export_chrome_trace(f"{folder}/{timeline.name}")
             os.replace(f"{folder}/{timeline.name}", timeline)

@@ -13,6 +13,7 @@ from pathlib import Path
 from lowq_cli.files.resolution import TOKENIZER, check_tokenizer
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import CONFIG, INDEX, SINGLE, Source
+from lowq_packers.atomic import scratch
 
 
 @contextmanager
@@ -23,8 +24,8 @@ def only_its_files(source: Source) -> Iterator[Path]:
     """
     assert source.folder is not None
     check_tokenizer(source.folder)
-    with tempfile.TemporaryDirectory(prefix="lowq-") as made:
-        folder, n = Path(made), len(source.files)
+    with scratch(Path(tempfile.gettempdir()), "lowq-view") as folder:
+        n = len(source.files)
         numbered = enumerate(sorted(source.files), 1)
         names = {f: SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors" for i, f in numbered}
         for file, name in names.items():

@@ -11,7 +11,7 @@ from lowq_cli import main
 from lowq_cli.files.folder import new_folder
 from lowq_cli.interop.exporter import export
 from lowq_cli.run.pipeline import quantize
-from lowq_packers.atomic import replacing, write_whole
+from lowq_packers.atomic import replacing, scratch, write_whole
 from lowq_packers.errors import LowqError
 from lowq_packers.scheme import Scheme
 
@@ -222,3 +222,19 @@ def test_a_damaged_export_is_not_already_there(demo4, tmp_path):
     os.truncate(tmp_path / "out.gguf", 1_000_000)
     with pytest.raises(LowqError, match="is there already"):
         export(demo4, "gguf", tmp_path / "out.gguf")
+
+
+def test_scratch_folders_of_killed_processes_go_with_the_next(tmp_path):
+    dead, others = tmp_path / "work-0123456789ab", tmp_path / "work-mine"
+    for folder in (dead, others):
+        folder.mkdir()
+        (folder / "x").write_text("x")
+    (tmp_path / "work-ba9876543210").symlink_to(others)
+    with scratch(tmp_path, "work") as first:
+        (first / "a").write_text("a")
+        with scratch(tmp_path, "work") as second:
+            assert (first / "a").is_file()  # held by somebody who lives
+            assert second.is_dir()
+        assert not second.exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["work-ba9876543210", "work-mine"]
+    assert (others / "x").is_file()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ def begin(command: Command, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     os.environ["XDG_STATE_HOME"], os.environ["XDG_CACHE_HOME"] = str(folder / "state"), str(folder / "cache")
+    tempfile.tempdir = str(folder / "tmp")  # where a stopped command may leave something, too
+    (folder / "tmp").mkdir()
     command.before(folder)
 
 
@@ -179,7 +182,11 @@ def pushed(checkpoint: Path, hub: Path) -> None:
 def files(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by its path."""
     found = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() or p.is_symlink()}
-    return {n: p.read_bytes() for n, p in found.items() if p.name not in UNTOLD and not n.startswith("state/")}
+    return {
+        n: b"" if p.is_symlink() and not p.exists() else p.read_bytes()
+        for n, p in found.items()
+        if p.name not in UNTOLD and not n.startswith("state/")
+    }
 
 
 @contextmanager
@@ -328,5 +335,6 @@ def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random
         run(folder / "out", fresh=True)
     run(folder / "new")
     said = differences(files(folder / "new"), files(folder / "out"), f"{name}, source changed after a kill")
-    left = [p.name for p in folder.iterdir() if p.name not in ("model", "out", "new", "state", "cache")]
+    left = [p.name for p in folder.iterdir() if p.name not in ("model", "out", "new", "state", "cache", "tmp")]
+    left += [f"tmp/{p.name}" for p in (folder / "tmp").iterdir()]
     return name, (said and f"{said} (refused first: {refused})") or (f"{name}: left {left[0]}" if left else "")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def ground(tmp_path_factory):
     yield Ground(tmp_path_factory.mktemp("fuzz") / "ground", slow=False)
     for name, value in before.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    tempfile.tempdir = None
 
 
 def test_a_bent_file_is_refused_in_a_line_or_read_as_its_own_reader_reads_it(ground):

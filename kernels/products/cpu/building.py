@@ -11,6 +11,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
@@ -74,13 +76,22 @@ def carry(folder: Path) -> bool:
     return True
 
 
-def build(cxx: str, units: Units, folder: Path) -> Path:
-    """The library, from `folder` if it is there. Raises OSError or CalledProcessError where it cannot be built."""
+def _scratch(at: Path) -> AbstractContextManager[str]:
+    return tempfile.TemporaryDirectory(dir=at)
+
+
+def build(
+    cxx: str, units: Units, folder: Path, scratch: Callable[[Path], AbstractContextManager[str | Path]] = _scratch
+) -> Path:
+    """The library, from `folder` if it is there; made in a folder that `scratch` makes there for a while.
+
+    Raises OSError or CalledProcessError where it cannot be built.
+    """
     path = folder / whole_name(cxx, units)
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with scratch(folder) as work:
         running = [
             (subprocess.Popen([*args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), args)
             for name, flags in units.items()

@@ -10,11 +10,12 @@ import os
 import platform
 import subprocess
 import threading
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from lowq_kernels.products.cpu.building import build, carried, compiler, units_here, whole_name
+from lowq_packers.atomic import scratch
 from lowq_packers.errors import NotFoundError
 from lowq_packers.home import cache_dir
 
@@ -66,7 +67,7 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
     if cxx is None and ready is None:
         return None, 0, "no C++ compiler is here; install g++ or clang"
     try:
-        lib = ctypes.CDLL(str(ready or build(str(cxx), units, cache_dir() / "cpu")))
+        lib = ctypes.CDLL(str(ready or build(str(cxx), units, cache_dir() / "cpu", partial(scratch, name="building"))))
     except (OSError, NotFoundError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
         whose = f"{cxx} does not build them" if ready is None else "the wheel's library does not load"
