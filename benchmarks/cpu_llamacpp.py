@@ -9,7 +9,7 @@ A pair is one model at equal bits with an equal head: `lowq quantize --group 32 
 `lowq export --to gguf` of the same gives 8 bits (Q8_0) and 4 (Q4_0), `llama-quantize --token-embedding-type bf16` Q2_K. A
 checkpoint without a file is timed alone.
 
-Both are timed inside their processes after a warm-up of the same work, REPEATS times each, in rounds that take turns: a round
+Both are timed inside their processes after a warm-up of the same work, --repeats times each, in rounds that take turns: a round
 is the best of its repeats, the tables take the best of the rounds. Another call with the same --out adds rounds to what is
 there, so that pieces fit into quiet minutes. Peak memory is what the system reports of the process, mapped files included.
 --first CHECKPOINT times a shell's `lowq generate` of one token,
@@ -31,7 +31,6 @@ from typing import Any
 import torch
 
 PROMPT, NEW, BATCH, STEPS = 512, 64, 8, 16  # STEPS of the batch
-REPEATS = 2
 LOWQ = """
 import json, resource, sys, time, torch
 from lowq_cli.engine import explain
@@ -91,17 +90,17 @@ def run(command: list[str]) -> tuple[float, float, str]:
     return time.perf_counter() - since, used.ru_maxrss / 1024, out
 
 
-def llama(bench: str, gguf: str, threads: int) -> dict[str, float]:
+def llama(bench: str, gguf: str, threads: int, repeats: int) -> dict[str, float]:
     """One round of llama.cpp."""
-    sizes = ["-p", str(PROMPT), "-n", str(NEW), "-t", str(threads), "-r", str(REPEATS), "-o", "json"]
+    sizes = ["-p", str(PROMPT), "-n", str(NEW), "-t", str(threads), "-r", str(repeats), "-o", "json"]
     _, peak, out = run([bench, "-m", gguf, *sizes])
     speeds = {"prompt" if test["n_prompt"] else "decode": max(test["samples_ts"]) for test in json.loads(out)}
     return speeds | {"peak_mb": peak}
 
 
-def lowq(folder: str) -> dict[str, float]:
+def lowq(folder: str, repeats: int) -> dict[str, float]:
     """One round of lowq."""
-    return json.loads(run([sys.executable, "-P", "-c", LOWQ, folder, *map(str, (PROMPT, NEW, BATCH, STEPS, REPEATS))])[2])
+    return json.loads(run([sys.executable, "-P", "-c", LOWQ, folder, *map(str, (PROMPT, NEW, BATCH, STEPS, repeats))])[2])
 
 
 def first(folder: str) -> dict[str, float]:
@@ -119,6 +118,7 @@ def main() -> None:
     parser.add_argument("--llama-version", default="", help="to be noted in the results")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--first", metavar="NAME=CHECKPOINT")
     parser.add_argument("--out", required=True, type=Path)
     given = parser.parse_args()
@@ -139,8 +139,8 @@ def main() -> None:
     for _ in range(given.rounds):
         for name, files in (p.split("=") for p in given.pairs):
             folder, _, gguf = files.partition(",")
-            theirs = {"llama.cpp": llama(given.llama_bench, gguf, given.threads)} if gguf else {}
-            keep("rounds", name, theirs | {"lowq": lowq(folder)})
+            theirs = {"llama.cpp": llama(given.llama_bench, gguf, given.threads, given.repeats)} if gguf else {}
+            keep("rounds", name, theirs | {"lowq": lowq(folder, given.repeats)})
         if given.first:
             name, folder = given.first.split("=")
             keep("first", name, first(folder))

@@ -1,5 +1,5 @@
-// AVX2: half a tile a register. Its multiply-add of bytes saturates at 16 bits, so 8-bit codes go as code - 128, whose
-// sign moves to the digit: 2 * 128 * 127 still fits.
+// AVX2: half a tile a register. Its multiply-add of bytes saturates at 16 bits, so codes of 8 bits are multiplied as 16-bit
+// integers, of which the other takes pairs: two of them for four codes, as many as two digits take.
 #include <immintrin.h>
 #include <stdint.h>
 
@@ -9,13 +9,16 @@ namespace {
 struct Isa {
     using I = __m256i;
     using F = __m256;
-    static constexpr int LANES = 8, OFFSET = 128, TOGETHER = 2;
-    static constexpr int wide(int) { return 2; }
+    static constexpr int LANES = 8, OFFSET = 0, TOGETHER = 2;
+    static constexpr bool JOINED = true;  // digits' sums of a block
     static constexpr bool AT_ONCE = true;  // a dot product's sum is there in the next cycle
     static constexpr bool ANY_BYTE = false;  // of codes in `dot`: else those below 128, two of which do not overflow
+    // Whether x goes as 16-bit integers: for codes of 8 bits, and where many rows share what is decoded.
+    static constexpr bool pairs(int bits, int digits, int rows) { return bits == 8 || (digits == 2 && rows > 2); }
     static I load(const void* p) { return _mm256_loadu_si256((const I*)p); }
     static I none() { return _mm256_setzero_si256(); }
-    static I eight(I v) { return _mm256_xor_si256(v, _mm256_set1_epi8((char)0x80)); }
+    static I eight(I v) { return v; }
+    static I half(I quad, int odd) { return odd ? _mm256_srli_epi16(quad, 8) : masked(quad, 0x00ff00ff); }
     static I right(I v, int n) { return n ? _mm256_srli_epi32(v, n) : v; }
     static I left(I v, int n) { return _mm256_slli_epi32(v, n); }
     static I down(I v, int) { return v; }
@@ -28,18 +31,19 @@ struct Isa {
         return _mm256_set1_epi32(quad);
     }
     // Sums of a chunk: up to 4 bits in 16 bits, 8 quads of 2 * 15 * 127 at most.
-    static I wide_sum(I pairs) { return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)); }
     template <int BITS>
     static I begin(I sum) { return BITS == 8 ? sum : none(); }
     template <int BITS>
     static I dot(I part, I codes, I digits) {
-        if (BITS == 8) part = add(part, wide_sum(_mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(digits, codes))));
+        if (BITS == 8) part = add(part, _mm256_madd_epi16(codes, digits));
         else part = _mm256_add_epi16(part, _mm256_maddubs_epi16(codes, digits));
         __asm__ volatile("" : "+x"(part));  // now: g++ holds back the sums of a chunk, in memory (54 of 173 instructions)
         return part;
     }
     template <int BITS>
-    static I end(I sum, I part) { return BITS == 8 ? part : add(sum, wide_sum(part)); }
+    static I end(I sum, I part, int left = 0) {
+        return BITS == 8 ? part : add(sum, _mm256_madd_epi16(part, _mm256_set1_epi16(1 << left)));
+    }
     template <int BITS>
     static I dot_at(I sum, I codes, const void* x) { return dot<BITS>(sum, codes, quad(x)); }
     // Of a table's whole numbers of 16 bits, two registers are as many as there are codes in one: of its rows 0, 1, 4, 5 and 2, 3, 6, 7.

@@ -13,12 +13,14 @@ struct Isa {
     using I = __m512i;
     using F = __m512;
     static constexpr int LANES = 16, OFFSET = 0, TOGETHER = 8;
-    static constexpr int wide(int) { return 1; }  // registers of rows at once: the memory likes one stream
+    static constexpr bool JOINED = false;  // digits' sums of a block
     static constexpr bool AT_ONCE = false;
     static constexpr bool ANY_BYTE = true;  // of codes in `dot`
+    static constexpr bool pairs(int, int, int) { return false; }  // of 16-bit integers: bytes are multiplied
     static I load(const void* p) { return _mm512_loadu_si512(p); }
     static I none() { return _mm512_setzero_si512(); }
     static I eight(I v) { return v; }
+    static I half(I quad, int) { return quad; }
     static I right(I v, int n) { return n ? _mm512_srli_epi32(v, n) : v; }
     static I left(I v, int n) { return _mm512_slli_epi32(v, n); }
     static I down(I v, int n) { return n ? _mm512_srai_epi32(v, n) : v; }
@@ -36,7 +38,7 @@ struct Isa {
     template <int BITS>
     static I begin(I sum) { return sum; }
     template <int BITS>
-    static I end(I, I part) { return part; }
+    static I end(I, I part, int = 0) { return part; }
     template <int BITS>
     static I dot(I sum, I codes, I digits) {
         return _mm512_dpbusd_epi32(sum, codes, digits);

@@ -1,4 +1,4 @@
-// Products of one or two rows of x, which wait for the memory: every row's sums in registers, weights asked for ahead.
+// Products of one or two rows of x, which wait for the memory: a tile's sums in registers, weights asked for ahead.
 #pragma once
 #include <cstdint>
 
@@ -6,92 +6,84 @@
 
 namespace {
 
-// y of W registers of neighbouring rows, out[m][row], which share what is read of x: rows from n0 on, of one tile or of
-// neighbours.
-template <int BITS, int MB, int D, int W>
-inline void few(const Args& a, int n0, const Rounded& x, float (*out)[W * Isa::LANES]) {
+// y of one tile, out[m][row]; its W registers of rows share what is read of x. BF: scales and zeros are bf16, known outside
+// of the loop (5 to 10% by groups of 32).
+template <int BITS, int MB, int D, bool BF>
+__attribute__((noinline)) void few(const Args& a, int tile, const Rounded& x, float (*out)[ROWS]) {
     using I = Isa::I;
     using F = Isa::F;
+    constexpr int W = ROWS / Isa::LANES;
     constexpr int U = Isa::AT_ONCE || W * MB * D >= 8 ? 1 : W * MB * D >= 4 || BITS >= 4 ? 2 : 4;  // chains of dependent dot products
-    constexpr int SUMS = U * W * MB * D;
-    constexpr auto at = [](int u, int w, int m, int d) { return ((u * W + w) * MB + m) * D + d; };
-    const int chunks = a.block / CHUNK;
-    const size_t stride = (size_t)a.chunks * BITS * ROWS;  // of a tile
-    // What follows on the last of a tile's words, W registers at a time: the tile after the ones that are read here.
-    const size_t skip = W * Isa::LANES > ROWS ? stride * (W * Isa::LANES / ROWS - 1) : 0;
-    const int last = a.chunks - AHEAD / (BITS * ROWS * 4);  // chunks from here on ask for words of the tiles that follow
-    const int32_t* p[W];
-    size_t meta[W];
+    constexpr bool HALVES = Isa::pairs(BITS, D, MB);  // of codes and of x, in the place of digits of x
+    constexpr int P = HALVES ? 1 : D, S = Isa::JOINED ? 1 : D;  // sums of a chunk and of a block, for each row of x
+    constexpr int PARTS = U * W * MB * P, SUMS = U * W * MB * S;
+    constexpr auto at = [](int u, int w, int m) { return (u * W + w) * MB + m; };
+    const int chunks = a.block / CHUNK, dtype = BF ? BF16 : a.meta;
+    const int32_t* words = a.words + (size_t)tile * a.chunks * BITS * ROWS;
+    size_t meta = (size_t)tile * a.groups * ROWS;
     F acc[W][MB];
 #pragma GCC unroll 4
-    for (int w = 0; w < W; w++) {
-        int n = n0 + w * Isa::LANES, tile = n / ROWS, lane = n % ROWS;
-        p[w] = a.words + stride * tile + lane;
-        meta[w] = (size_t)tile * a.groups * ROWS + lane;
+    for (int w = 0; w < W; w++)
 #pragma GCC unroll 8
         for (int m = 0; m < MB; m++) acc[w][m] = Isa::zero();
-    }
     const int8_t* xq = x.quads;
     for (int b = 0, left = a.group; b < a.blocks; b++) {
-        const size_t ahead = AHEAD / 4 + (b * chunks >= last ? skip : 0);
         I sum[SUMS];
 #pragma GCC unroll 16
         for (int i = 0; i < SUMS; i++) sum[i] = Isa::none();
         for (int c = 0; c < chunks; c++) {
-            I part[SUMS];  // of the chunk
+            I part[PARTS];
 #pragma GCC unroll 16
-            for (int i = 0; i < SUMS; i++) part[i] = Isa::begin<BITS>(sum[i]);
+            for (int i = 0; i < PARTS; i++) part[i] = Isa::begin<BITS>(sum[i * S / P]);
 #pragma GCC unroll 8
             for (int q = 0; q < QUADS; q++) {
+                for (int line = q * BITS / QUADS; line < (q + 1) * BITS / QUADS; line++)
+                    __builtin_prefetch(words + line * ROWS + AHEAD / 4);
                 I v[W];
 #pragma GCC unroll 4
-                for (int w = 0; w < W; w++) {
-                    for (int line = q * BITS / QUADS; line < (q + 1) * BITS / QUADS; line++)
-                        if ((n0 + w * Isa::LANES) % ROWS == 0) __builtin_prefetch(p[w] + line * ROWS + ahead);
-                    v[w] = codes<BITS, U>(p[w], q);
-                }
+                for (int w = 0; w < W; w++) v[w] = codes<BITS, U>(words + w * Isa::LANES, q);
 #pragma GCC unroll 8
                 for (int m = 0; m < MB; m++)
 #pragma GCC unroll 2
                     for (int d = 0; d < D; d++) {
                         const int8_t* digits = xq + (m * D + d) * CHUNK + q * 4;
                         if constexpr (W == 1) {
-                            part[at(q % U, 0, m, d)] = Isa::dot_at<BITS>(part[at(q % U, 0, m, d)], v[0], digits);
+                            I& to = part[at(q % U, 0, m) * P + d];
+                            to = Isa::dot_at<BITS>(to, v[0], digits);
                         } else {
                             I quad = Isa::quad(digits);
 #pragma GCC unroll 4
-                            for (int w = 0; w < W; w++) part[at(q % U, w, m, d)] = Isa::dot<BITS>(part[at(q % U, w, m, d)], v[w], quad);
+                            for (int w = 0; w < W; w++) {
+                                I& to = part[at(q % U, w, m) * P + d % P];
+                                to = Isa::dot<BITS>(to, HALVES ? Isa::half(v[w], d) : v[w], quad);
+                            }
                         }
                     }
             }
 #pragma GCC unroll 16
-            for (int i = 0; i < SUMS; i++) sum[i] = Isa::end<BITS>(sum[i], part[i]);
-#pragma GCC unroll 4
-            for (int w = 0; w < W; w++) p[w] += BITS * ROWS;
+            for (int i = 0; i < PARTS; i++) sum[i * S / P] = Isa::end<BITS>(sum[i * S / P], part[i], P == 2 && i % P == 0 ? 7 : 0);
+            words += BITS * ROWS;
             xq += MB * D * CHUNK;
         }
 #pragma GCC unroll 4
         for (int w = 0; w < W; w++) {
-            F scale = Isa::meta(a.scales, a.meta, meta[w]);
-            F zero = a.zeros ? Isa::meta(a.zeros, a.meta, meta[w]) : Isa::all(a.mid);
+            F scale = Isa::meta(a.scales, dtype, meta + w * Isa::LANES);
+            F zero = a.zeros ? Isa::meta(a.zeros, dtype, meta + w * Isa::LANES) : Isa::all(a.mid);
             if (BITS == 8 && Isa::OFFSET) zero = Isa::minus(zero, Isa::all(Isa::OFFSET));
 #pragma GCC unroll 8
             for (int m = 0; m < MB; m++) {
-                I v = sum[at(0, w, m, 0)], low = sum[at(0, w, m, D - 1)];
+                I v = sum[at(0, w, m) * S], low = sum[at(0, w, m) * S + S - 1];
 #pragma GCC unroll 4
                 for (int u = 1; u < U; u++) {
-                    v = Isa::add(v, Isa::down(sum[at(u, w, m, 0)], scaled(BITS, U, u)));
-                    low = Isa::add(low, Isa::down(sum[at(u, w, m, D - 1)], scaled(BITS, U, u)));
+                    v = Isa::add(v, Isa::down(sum[at(u, w, m) * S], scaled(BITS, U, u)));
+                    low = Isa::add(low, Isa::down(sum[at(u, w, m) * S + S - 1], scaled(BITS, U, u)));
                 }
-                if (D == 2) v = Isa::add(Isa::left(v, 7), low);
+                if (S == 2) v = Isa::add(Isa::left(v, 7), low);
                 F f = Isa::minus_product(Isa::to_float(v), zero, Isa::all(x.sum[b * MB + m]));
                 acc[w][m] = Isa::plus_product(acc[w][m], f, Isa::times(scale, Isa::all(x.scale[b * MB + m])));
             }
         }
-        if ((left -= a.block) <= 0) {
-            left = a.group;
-            for (int w = 0; w < W; w++) meta[w] += ROWS;
-        }
+        if ((left -= a.block) <= 0) left = a.group, meta += ROWS;
     }
 #pragma GCC unroll 4
     for (int w = 0; w < W; w++)

@@ -9,12 +9,14 @@ struct Isa {
     using I = int32x4_t;
     using F = float32x4_t;
     static constexpr int LANES = 4, OFFSET = 128, TOGETHER = 4;
-    static constexpr int wide(int) { return 4; }
+    static constexpr bool JOINED = false;  // digits' sums of a block
     static constexpr bool AT_ONCE = false;
     static constexpr bool ANY_BYTE = false;  // of codes in `dot`, which are signed
+    static constexpr bool pairs(int, int, int) { return false; }  // of 16-bit integers: bytes are multiplied
     static I load(const void* p) { return vld1q_s32((const int32_t*)p); }
     static I none() { return vdupq_n_s32(0); }
     static I eight(I v) { return veorq_s32(v, vreinterpretq_s32_u8(vdupq_n_u8(0x80))); }
+    static I half(I quad, int) { return quad; }
     static I right(I v, int n) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v), vdupq_n_s32(-n))); }
     static I left(I v, int n) { return vshlq_s32(v, vdupq_n_s32(n)); }
     static I down(I v, int) { return v; }
@@ -25,7 +27,7 @@ struct Isa {
     template <int BITS>
     static I begin(I sum) { return sum; }
     template <int BITS>
-    static I end(I, I part) { return part; }
+    static I end(I, I part, int = 0) { return part; }
     template <int BITS>
     static I dot(I sum, I codes, I digits) {
         return vdotq_s32(sum, vreinterpretq_s8_s32(codes), vreinterpretq_s8_s32(digits));

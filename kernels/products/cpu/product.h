@@ -11,6 +11,7 @@
 #include "dense.h"
 #include "few.h"
 #include "many.h"
+#include "pairs.h"
 #include "round.h"
 #include "table.h"
 
@@ -18,6 +19,7 @@ namespace {
 
 template <int BITS, int D>
 struct Product {
+    static constexpr int BYTES = Isa::pairs(BITS, D, 1) ? 2 : D;  // of a value of x
     const Args& a;
     int8_t* quads;
     float* meta;
@@ -25,43 +27,52 @@ struct Product {
     Rounded block(int m0) const {
         size_t n = (size_t)a.blocks * m0;
         const int MB = rows_at(a.M, m0);
-        return {quads + (size_t)a.chunks * CHUNK * D * m0, meta + 2 * n, meta + 2 * n + (size_t)a.blocks * MB, MB};
+        return {quads + (size_t)a.chunks * CHUNK * BYTES * m0, meta + 2 * n, meta + 2 * n + (size_t)a.blocks * MB, MB};
     }
 
     void round(long i) const {  // row i / blocks, block i % blocks
         int m = i / a.blocks, m0 = m / MOST * MOST;
-        round_block<BITS, D>(a, m, i % a.blocks, m - m0, block(m0));
+        const Rounded x = block(m0);
+        if (Isa::pairs(BITS, D, x.MB)) round_block<BITS, D, Isa::pairs(BITS, D, MOST)>(a, m, i % a.blocks, m - m0, x);
+        else round_block<BITS, D, false>(a, m, i % a.blocks, m - m0, x);
     }
 
-    template <int MB, int W>
-    void few_rows(int n0, int n1, int m0, const Rounded& x) const {
-        constexpr int WIDE = W * Isa::LANES;
-        alignas(64) float out[MB][WIDE];
-        for (; n0 < n1; n0 += WIDE) {
-            if constexpr (WIDE > ROWS) {
-                if (n0 + ROWS >= n1) return few_rows<MB, ROWS / Isa::LANES>(n0, n1, m0, x);  // a last tile by itself
+    template <int MB>
+    void few_rows(int t0, int t1, int m0, const Rounded& x) const {
+        alignas(64) float out[MB][ROWS];
+        for (int t = t0; t < t1; t++) {
+            a.meta == BF16 ? few<BITS, MB, BYTES, true>(a, t, x, out) : few<BITS, MB, BYTES, false>(a, t, x, out);
+            write_rows<ROWS>(a, t * ROWS, m0, MB, out);
+        }
+    }
+
+    void many_rows(int t0, int t1, int m0, const Rounded& x) const {
+        if constexpr (Isa::pairs(BITS, D, MOST)) {
+            alignas(64) float out[MOST][ROWS];
+            for (int t = t0; t < t1; t++) {
+                many_pairs<BITS, Isa>(a, t, x, out);
+                write_rows<ROWS>(a, t * ROWS, m0, x.MB, out);
             }
-            few<BITS, MB, D, W>(a, n0, x, out);
-            write_rows<WIDE>(a, n0, m0, MB, out);
+        } else {
+            alignas(64) float out[MOST][Isa::LANES];
+            for (int n0 = t0 * ROWS; n0 < t1 * ROWS; n0 += Isa::LANES) {
+                many<BITS, D>(a, n0, x, out);
+                if (n0 < a.N) write_rows<Isa::LANES>(a, n0, m0, x.MB, out);
+            }
         }
     }
 
     void tiles(int t0, int t1) const {
-        alignas(64) float out[MOST][Isa::LANES];
         for (int m0 = 0; m0 < a.M; m0 += MOST) {
             const Rounded x = block(m0);
-            if (x.MB == 1) few_rows<1, Isa::wide(D)>(t0 * ROWS, t1 * ROWS, m0, x);
-            else if (x.MB == 2) few_rows<2, Isa::wide(2 * D)>(t0 * ROWS, t1 * ROWS, m0, x);
-            else
-                for (int n0 = t0 * ROWS; n0 < t1 * ROWS; n0 += Isa::LANES) {
-                    many<BITS, D>(a, n0, x, out);
-                    if (n0 < a.N) write_rows<Isa::LANES>(a, n0, m0, x.MB, out);
-                }
+            if (x.MB == 1) few_rows<1>(t0, t1, m0, x);
+            else if (x.MB == 2) few_rows<2>(t0, t1, m0, x);
+            else many_rows(t0, t1, m0, x);
         }
     }
 
     static void run(const Args& a) {
-        size_t bytes = (size_t)a.M * a.chunks * CHUNK * D, metas = (size_t)a.M * a.blocks * 2 * sizeof(float);
+        size_t bytes = (size_t)a.M * a.chunks * CHUNK * BYTES, metas = (size_t)a.M * a.blocks * 2 * sizeof(float);
         char* memory = (char*)malloc(bytes + metas);
         Product product{a, (int8_t*)memory + metas, (float*)memory};
         const int tiles = (a.N + ROWS - 1) / ROWS;

@@ -35,7 +35,16 @@ inline Bytes in_quads(Bytes v, std::index_sequence<J...>) {
     return __builtin_shufflevector(v, v, code_of(BITS, J)...);
 }
 
-// Activations of MB rows as kernels read them: quads[chunk][m][d][q] of 4 digits; scale and sum[block][m].
+// Low and high bytes in quads become the 16-bit integers of even bytes, and those of odd ones.
+template <size_t... J>
+inline void pair_up(Bytes& low, Bytes& high, std::index_sequence<J...>) {
+    Bytes even = __builtin_shufflevector(low, high, (J / 2 * 2 + J % 2 * CHUNK)...);
+    high = __builtin_shufflevector(low, high, (J / 2 * 2 + 1 + J % 2 * CHUNK)...);
+    low = even;
+}
+
+// Activations of MB rows as kernels read them: quads[chunk][m][d][q] of 4 digits, or where `pairs` of two 16-bit integers, the
+// even (d = 0) and the odd codes' of the quad; scale and sum[block][m].
 struct Rounded {
     int8_t* quads;
     float *scale, *sum;
@@ -79,25 +88,29 @@ inline float whole_numbers(const Args& a, int row, int k0, int n, int* v) {
 }
 
 // One block of one row: x ~ scale * (128 h + l) of two digits, scale * h of one.
-template <int BITS, int D>
+template <int BITS, int D, bool PAIRS>
 inline void round_block(const Args& a, int row, int block, int m, const Rounded& out) {
     const int n = a.block, k0 = block * n;
+    constexpr int BYTES = PAIRS ? 2 : D;
     alignas(64) int v[128];
-    alignas(64) int8_t digit[D][128];
+    alignas(64) int8_t digit[BYTES][128];
     const float scale = whole_numbers<D>(a, row, k0, n, v);
     int total = 0;
     for (int i = 0; i < n; i++) {
         total += v[i];
-        if (D == 2) digit[0][i] = (int8_t)(v[i] / 128), digit[D - 1][i] = (int8_t)(v[i] % 128);
+        if (PAIRS) digit[0][i] = (int8_t)v[i], digit[BYTES - 1][i] = (int8_t)(v[i] >> 8);
+        else if (D == 2) digit[0][i] = (int8_t)(v[i] / 128), digit[BYTES - 1][i] = (int8_t)(v[i] % 128);
         else digit[0][i] = (int8_t)v[i];
     }
-    for (int c = 0; c < n / CHUNK; c++)
-        for (int d = 0; d < D; d++) {
-            Bytes v;
-            memcpy(&v, digit[d] + c * CHUNK, CHUNK);
-            v = in_quads<BITS>(v, std::make_index_sequence<CHUNK>());
-            memcpy(out.quads + (((size_t)(k0 / CHUNK + c) * out.MB + m) * D + d) * CHUNK, &v, CHUNK);
+    for (int c = 0; c < n / CHUNK; c++) {
+        Bytes quads[BYTES];
+        for (int d = 0; d < BYTES; d++) {
+            memcpy(&quads[d], digit[d] + c * CHUNK, CHUNK);
+            quads[d] = in_quads<BITS>(quads[d], std::make_index_sequence<CHUNK>());
         }
+        if (PAIRS) pair_up(quads[0], quads[BYTES - 1], std::make_index_sequence<CHUNK>());
+        memcpy(out.quads + ((size_t)(k0 / CHUNK + c) * out.MB + m) * BYTES * CHUNK, quads, sizeof(quads));
+    }
     out.scale[block * out.MB + m] = scale;
     out.sum[block * out.MB + m] = (float)total;
 }
