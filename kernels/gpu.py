@@ -1,7 +1,8 @@
 """What a GPU is: one self-checking row an architecture, and the device that is here, measured.
 
-A new architecture is a row of `ROWS` and a file in tuned/. Rules ask `of(capability)`, ahead of time and without a GPU;
-launchers ask `here(index)`, whose sizes the driver told. `capability` alone decides what a device is.
+A new architecture is a row of `ROWS` and a file in tuned/, with which every kernel runs that the row's facts allow. What it
+alone computes is a fact more, an `arch`, and kernels of their own, as wgmma's are. Rules ask `of(capability)`, ahead of time
+and without a GPU; launchers ask `here(index)`, whose sizes the driver told. `capability` alone decides what a device is.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Which layout a weight is held in: what a forced kernel reads, what measurements prefer, what the rule ranks first."""
+"""Which layout a weight is held in: what a forced kernel reads, what measurements prefer, what the rule ranks first.
+
+Chosen once a weight, for one row of x, by `rank` alone: `prefers` is of calls, and chooses among the kernels of that layout.
+"""
 
 import torch
 

@@ -6,7 +6,8 @@
     models    constants of the cost models that kernels' launchers evaluate: where many tiles of x make waves, what wins at one
               shape is slow at the next and 30 constants do better than 45,000 rows
               (benchmarks/notes/tile_wgmma.md)
-    measured  winners by shape (tuning.Table), which also answer for shapes near them; on GPUs of the file's capability alone
+    measured  winners by shape (tuning.Table), which also answer for shapes near them, in a layout that was measured (h100.json:
+              strided, so where that was asked for, or where NVRTC is missing); on GPUs of the file's capability alone
 
 A GPU asks the file of its name, else of its capability, else of its major number; of several the one of the nearest SM count.
 Configs stand as numbers in the order of `keys`. A key never changes its meaning, a new meaning is a new key: rows whose keys

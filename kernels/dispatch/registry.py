@@ -2,9 +2,10 @@
 
 A kernel file calls `@register(...)` on its launcher. Of a product that is `launch(x, p, bias, config) -> y` with x (M, K)
 contiguous, p a PackedWeight, bias (N,) or None, y (M, N) in x's dtype; the other operations (`Op`) say theirs where their call
-is defined. `select` asks, in order: LOWQ_KERNEL, the tables in `TABLES` (a checkpoint's tuned entries, then those shipped for
-this GPU), then the rule (`prefers`, then `rank`). A kernel that cannot take a call says why; when none can, the error lists
-every reason. LOWQ_KERNEL takes several names, separated by commas: each forces the operation that it computes.
+is defined. A weight's layout is chosen first (layouts.py), and with it the kernels that can read it. Then `select` asks, in
+order: LOWQ_KERNEL, the tables in `TABLES` (a checkpoint's tuned entries, then those shipped for this GPU), then the rule
+(`prefers`, then `rank`). A kernel that cannot take a call says why; when none can, the error lists every reason. LOWQ_KERNEL
+takes several names, separated by commas: each forces the operation that it computes, and the layout of weights loaded later.
 """
 
 import importlib

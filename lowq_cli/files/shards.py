@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.safetensors_io import DTYPES, TensorHeader, build_header, read_header
-from lowq_cli.files.source import INDEX, SINGLE
+from lowq_cli.files.source import INDEX, shard_name
 from lowq_packers.atomic import replacing
 from lowq_packers.lazy import torch
 
@@ -77,7 +77,7 @@ class SafetensorsWriter:
             written.result()
         weight_map: dict[str, str] = {}
         for i, (path, names) in enumerate(self.files, 1):
-            final = SINGLE if len(self.files) == 1 else f"model-{i:05d}-of-{len(self.files):05d}.safetensors"
+            final = shard_name(i, len(self.files))
             os.replace(path, self.folder / final)
             weight_map |= dict.fromkeys(sorted(names), final)
         if len(self.files) > 1:

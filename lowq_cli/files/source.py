@@ -55,6 +55,11 @@ _UNWANTED = ["*/*", "consolidated*"]  # folders of other formats, and Mistral's 
 SAMPLES, SAMPLE_BYTES = 16, 4096  # per file, for `identity`
 
 
+def shard_name(number: int, of: int) -> str:
+    """The file of weights with this number, from 1, of so many: what transformers calls it."""
+    return SINGLE if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
+
+
 @dataclass(frozen=True)
 class Cut:
     """One (N, K) matrix inside a tensor or parameter: which expert's of a stack, which rows (None: all), held as (K, N)?

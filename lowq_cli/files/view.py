@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lowq_cli.files.resolution import TOKENIZER, check_tokenizer
 from lowq_cli.files.safetensors_io import read_json
-from lowq_cli.files.source import CONFIG, INDEX, SINGLE, Source
+from lowq_cli.files.source import CONFIG, INDEX, Source, shard_name
 from lowq_packers.atomic import scratch
 
 
@@ -27,7 +27,7 @@ def only_its_files(source: Source) -> Iterator[Path]:
     with scratch(Path(tempfile.gettempdir()), "lowq-view") as folder:
         n = len(source.files)
         numbered = enumerate(sorted(source.files), 1)
-        names = {f: SINGLE if n == 1 else f"model-{i:05d}-of-{n:05d}.safetensors" for i, f in numbered}
+        names = {f: shard_name(i, n) for i, f in numbered}
         for file, name in names.items():
             if file.endswith(".safetensors"):
                 (folder / name).symlink_to(source.opened(file))

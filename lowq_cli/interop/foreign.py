@@ -1,7 +1,7 @@
 """Checkpoints of other tools, opened as a model source whose weights are dense: decoded as they are read, one at a time.
 
-`open_decoded` is `open_source` for whoever wants plain weights: GPTQ, AWQ, compressed-tensors, FP8, HQQ (also its qmodel.pt),
-GemLite, Humming, MLX and GGUF checkpoints come with the names, shapes and dtypes of the model they stand for.
+`open_decoded` is `open_source` for whoever wants plain weights: checkpoints of every format in packers/formats, HQQ's qmodel.pt
+and GGUF files come with the names, shapes and dtypes of the model they stand for.
 """
 
 import os

@@ -14,7 +14,7 @@ from lowq_cli.files.family_tensors import known_roles
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
 from lowq_cli.files.safetensors_io import ST_NAMES, TORCH_NAMES, TensorHeader, build_header
-from lowq_cli.files.source import SINGLE, WHOLE, Cut, Source
+from lowq_cli.files.source import WHOLE, Cut, Source, shard_name
 from lowq_cli.plan.fp8 import fp8_items
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_cli.plan.recipe import Recipe
@@ -358,7 +358,7 @@ def assign(items: list[Item], shard_size: int) -> tuple[Shard, ...]:
         used += item.nbytes
     shards = []
     for i, group in enumerate(groups, 1):
-        name = SINGLE if len(groups) == 1 else f"model-{i:05d}-of-{len(groups):05d}.safetensors"
+        name = shard_name(i, len(groups))
         header, placed = build_header(output for item in group for output in item.outputs)
         shards.append(Shard(name, header, placed, len(header) + sum(h.nbytes for h in placed.values()), tuple(group)))
     return tuple(shards)

@@ -1,7 +1,8 @@
 """Quantizers: one file = one algorithm, `quantize(W, scheme, dtype) -> QuantizedTensor`; this file finds and names them.
 
 The folder is the list: a file `<name>.py` here is the method `<name>`, its docstring's first line the summary that
-`--help` shows. Names and summaries are read without importing torch. A file whose name starts with _ is a helper.
+`--help` shows, and a line `FACT = True` in it what `calibrate` does for it (TEXT, SCALES, CARRIES, LEARN, DISTILL). All of that
+is read without importing torch. A file whose name starts with _ is a helper.
 """
 
 import importlib
@@ -20,7 +21,6 @@ FEW_TOKENS = 128  # of a calibration text: an expert that fewer visit is quantiz
 GPTQ_SLAB = 1 << 24  # weights that gptq rounds at a time: few passes over the columns, 64 MB a copy
 MOVES_ZERO = ("hqq",)  # methods that only move the zero
 TAKE_TABLES = ("lsq", "rtn")  # methods that choose codes of a table
-NEEDS_TEXT = "Needs a calibration text"  # how the summary of a calibrated method ends
 Quantize = Callable[..., "QuantizedTensor"]
 
 # Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.
@@ -59,8 +59,8 @@ def check_scheme(name: str, scheme: "Scheme") -> None:
 
 
 def needs_text(name: str) -> bool:
-    """Whether a method reads a calibration text: its summary says so, and its `quantize` takes `moments`."""
-    return methods()[check(name)].endswith(NEEDS_TEXT)
+    """Whether a method reads a calibration text, and its `quantize` takes `moments`: its file says TEXT."""
+    return _says(name, "TEXT")
 
 
 def needs_scales(name: str) -> bool:

@@ -10,6 +10,7 @@ from lowq_cli.quantizers.lsq import solve
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+TEXT = True
 SCALES = True  # `calibrate` folds the scales (scaling.py) into a layer before this sees its weights
 
 

@@ -4,6 +4,7 @@ from lowq_cli.quantizers.gptq import quantize
 
 __all__ = ["quantize"]
 
+TEXT = True
 CARRIES = True
 LEARN = True  # `calibrate` hands a layer's results to calibrate/learn.py
 DISTILL = True  # and all layers' to calibrate/end_to_end.py

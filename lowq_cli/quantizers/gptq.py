@@ -13,6 +13,7 @@ from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+TEXT = True
 CARRIES = True  # errors go on to later columns: a budget of bits weighs them so
 BLOCK = 128  # columns rounded before the rest of the row is corrected in one product
 # Added to the second moment's diagonal, relative to its mean, against chance correlations of the calibration text. Base model,

@@ -4,5 +4,6 @@ from lowq_cli.quantizers.gptq import quantize
 
 __all__ = ["quantize"]
 
+TEXT = True
 CARRIES = True
 LEARN = True  # `calibrate` hands a layer's results to calibrate/learn.py

@@ -1,6 +1,8 @@
 """Families of models whose layers lowq knows: a file each, whose FAMILY says what differs from Llama. The folder is the list.
 
-Whoever asks what a family is, asks here: the fused decoder, rotation, GGUF, MLX, the check of shapes. A new family is one file.
+Whoever asks what a family is, asks here: the fused decoder, rotation, GGUF, MLX, the check of shapes. A new family is one file
+where it differs from Llama by what `Family` has fields for. What it has beside that is a new field, read by engine/blocks.py
+(its layers), files/family_config.py and family_tensors.py (the start without transformers), kernels/decode (new arithmetic).
 No torch is imported.
 """
 
