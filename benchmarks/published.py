@@ -4,9 +4,10 @@
     python benchmarks/published.py measure MODEL --text wiki.test.raw --checkpoint FOLDER ...   # GPTQ, AWQ too
     python benchmarks/published.py plot NAME ... [--out F.svg] | plot NAME --beside FILE.json    # docs/img/
 
-MODEL is a folder or hub id: meta-llama/Llama-3.1-8B-Instruct, Qwen/Qwen3-8B. What is measured goes to
-benchmarks/results/published/NAME.json; a row measured again replaces the old one. --beside takes the JSON list that exllamav3's
-eval/compare_q.py prints, whose protocol this is (results/published/exllamav3.json says from where): EXL3, AWQ, i-quants.
+MODEL is a folder or hub id: meta-llama/Llama-3.1-8B-Instruct, Qwen/Qwen3-8B. What is measured goes to a
+file of the model's name in benchmarks/results/published; a row measured again replaces the old one. --beside takes a list as
+exllamav3's eval/compare_q.py prints, whose protocol this is (results/published/exllamav3.json says from where): EXL3, AWQ,
+i-quants.
 
 Protocol: WikiText-2 test, raw: lines that are not blank, two newlines between; tokens of the whole text;
 20 windows of 2048 (or the model's context), a quarter of that apart; perplexity of every token of a window but the first; KL
