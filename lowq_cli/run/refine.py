@@ -146,14 +146,17 @@ def _plan(plan: Plan, found: Checkpoint) -> Plan:
 
 
 def _check_same_model(found: Checkpoint, source: Source) -> None:
-    """Raise UnsupportedError where norms are not the model's: it is another, or factors were moved into its weights (AWQ)."""
+    """Raise UnsupportedError where norms are not the model's: another model, factors moved into its weights (AWQ), or learnt.
+
+    Codes are chosen for the inputs that the original's norms make, so with others they would be better on paper alone.
+    """
     for t in found.tensors:
         if t.scheme is None and t.name in source.headers and "norm" in t.name and len(t.shape) == 1:
             held, own = found.read_plain(t).float(), source.read(t.name).float()
             if held.shape != own.shape or not torch.allclose(held, own, rtol=SAME, atol=SAME * float(own.abs().mean())):
                 raise UnsupportedError(
                     f"{t.name} is not what it is in {source.name}: the file is of another model, or its weights were "
-                    "scaled before they were quantized, as AWQ does"
+                    "scaled before they were quantized, as AWQ does, or its norms were learnt, as distill does"
                 )
 
 

@@ -1,0 +1,59 @@
+"""Norms that were learnt (distill) belong to the checkpoint: every export carries them, and the logits are the checkpoint's."""
+
+import shutil
+
+import pytest
+import torch
+from exported import FLOAT, INT4, SYM
+from safetensors.torch import load_file, save_file
+
+import lowq
+from lowq_cli.interop.exporter import export
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+IDS = torch.arange(3, 43).reshape(2, 20)
+
+
+def learnt(packed, folder, share):
+    """A copy of a checkpoint whose norms are up to so much of themselves larger or smaller."""
+    shutil.copytree(packed, folder)
+    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    names = [n for n, t in tensors.items() if "norm" in n]
+    assert len(names) > 4
+    for n in names:
+        moved = 1 + share * (2 * torch.rand(tensors[n].shape, generator=draw) - 1)
+        tensors[n] = (tensors[n].float() * moved).to(tensors[n].dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@torch.inference_mode()
+def logits(model):
+    return lowq.load(model, device="cpu")[0](input_ids=IDS, use_cache=False).logits.float()
+
+
+def differ(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+def check(packed, to, folder):
+    """An export of a checkpoint with learnt norms has its logits; the norms of before would have others."""
+    source = learnt(packed, folder / "learnt", 0.3)
+    wanted = logits(source)
+    done = export(source, to, folder / ("out.gguf" if to == "gguf" else "out"))
+    assert differ(logits(done.out), wanted) < 1e-2
+    assert differ(logits(packed), wanted) > 5e-2
+
+
+CASES = [("gptq", SYM), ("awq", INT4), ("compressed-tensors", INT4), ("hqq", FLOAT), ("mlx", SYM)]
+
+
+@pytest.mark.parametrize(("to", "schemes"), CASES, ids=lambda v: v if isinstance(v, str) else "")
+def test_learnt_norms_are_exported(bf16_checkpoints, tmp_path, monkeypatch, to, schemes):
+    monkeypatch.setattr("lowq_cli.loading.load_tokenizer", lambda source: None)
+    check(bf16_checkpoints("llama", schemes).packed, to, tmp_path)
+
+
+@pytest.mark.parametrize("to", ["gguf", "humming"])
+def test_learnt_norms_are_exported_from_the_demo(demo4, tmp_path, to):
+    check(demo4, to, tmp_path)
