@@ -77,8 +77,9 @@ def warn(message: str) -> None:
 
 
 def fail(message: str) -> None:
-    """The one line of an error."""
-    print(f"lowq: {visible(message)}", file=sys.stderr if _errors is None else _errors, flush=True)
+    """The one line of an error; on a terminal too narrow for it, broken between words."""
+    stream = sys.stderr if _errors is None else _errors
+    print(_broken(f"lowq: {visible(message)}", stream), file=stream, flush=True)
 
 
 def only_errors() -> None:

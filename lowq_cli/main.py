@@ -209,6 +209,8 @@ def _mistyped(e: Any) -> int:
         console.page(e.format_message())
         return EXIT_USAGE
     text = " ".join(e.format_message().split()).rstrip(".")
+    if near := getattr(e, "possibilities", None):  # the likeliest one, as for a command
+        text = f"no such option: {e.option_name}. Did you mean {near[0]}?"
     path = e.ctx.command_path if getattr(e, "ctx", None) else "lowq"
     way_out = f" See: {path} --help" if text.endswith("?") else f"; see: {path} --help"
     return _fail(text[:1].lower() + text[1:] + way_out, EXIT_USAGE)

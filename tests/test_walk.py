@@ -59,7 +59,7 @@ STEPS = (
     Step("quantize demo --json", keys=("out", "bpw", "bytes", "already_done")),
     Step("inspect", says=("4.500", "serves in:")),
     Step("inspect --verify --json", keys=("format", "verified")),
-    Step(f"generate --prompt Once --explain {' '.join(TEXT)}", says=("new tokens", "decoder")),
+    Step(f"generate --prompt Once --explain {' '.join(TEXT)}", says=("new tokens", "(--max-new-tokens)")),
     Step(f"generate --prompt Once --temperature 1 --stop zebra --json {' '.join(TEXT)}", keys=("text", "seed", "ttft_s")),
     Step(f"generate --prompts - --batch 2 {' '.join(TEXT)}", says=('"id": 7',), stdin='{"prompt": "Once", "id": 7}\n"A"\n'),
     Step("chat --max-new-tokens 4", says=("/save FILE", "no chat template"), stdin="/help\nOnce\n/quit\n"),

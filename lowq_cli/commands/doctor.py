@@ -19,9 +19,10 @@ MANY = 3  # kernels that are not for this machine for the same reason, from whic
 
 def doctor(as_json: AsJson = False) -> None:
     """Check torch, GPU and kernel libraries: every kernel on a small product."""
-    from lowq_cli.checkup import checkup
+    with console.status("trying every kernel; the first time compiles them, up to a minute"):
+        from lowq_cli.checkup import checkup
 
-    checks = checkup()
+        checks = checkup()
     ok = all(c.ok is not False for c in checks)
     if as_json:
         rows: list[dict[str, Any]] = [{"name": c.name, "ok": c.ok, "found": c.found, "fix": c.fix} for c in checks]
@@ -33,6 +34,7 @@ def doctor(as_json: AsJson = False) -> None:
                 console.out(f"{c.name}: {c.fix}")
     if not ok:
         raise typer.Exit(1)
+    console.say("next: lowq run demo 'Once upon a time', or lowq quantize MODEL")
 
 
 def _rows(checks: "list[Check]") -> list[tuple[str, str, str]]:

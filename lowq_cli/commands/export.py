@@ -1,5 +1,6 @@
 """lowq export: a lowq checkpoint in the format of another engine."""
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +18,14 @@ EXAMPLES = """Examples:
   lowq export my-lowq --to gguf --out my.gguf
   lowq export my-model-gptq --to mlx
   lowq export my-lowq --to compressed-tensors --check-tp 8"""
+
+READERS = {  # the command that takes an export, by format
+    "compressed-tensors": "vllm serve {}",
+    "gptq": "vllm serve {}",
+    "awq": "vllm serve {}",
+    "gguf": "llama-cli -m {}",
+    "mlx": "mlx_lm.generate --model {}",
+}
 
 
 def export(
@@ -69,3 +78,5 @@ def show(found: "Exported") -> None:
     console.say(f"{found.matrices} weights, {console.size(found.bytes)}{there}; serves in: {', '.join(found.engines)}")
     for note in found.notes:
         console.say(f"note: {note}")
+    if program := READERS.get(found.format):
+        console.say(f"next: {program.format(shlex.quote(str(found.out)))}")

@@ -36,6 +36,7 @@ EXAMPLES = """Examples:
   echo 'Dear Ada,' | lowq generate --prompt - --temperature 0.8
   lowq generate --prompts questions.jsonl"""
 PROFILE_ROWS = 12  # that took the most time
+ENDED = {"length": "--max-new-tokens", "stop": "the text ended", "context": "the context is full"}  # by finish_reason
 NAMED = 3  # kernels that --explain names when they refuse for one reason
 
 
@@ -291,7 +292,7 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     made = sum(map(len, generation.tokens))
     line = f"{_count(n['prompt_tokens'], 'prompt token')} at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s; "
     speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
-    line += f"{_count(made, 'new token')}{speed} ({n['finish_reason']})"
+    line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
     drawn = "" if generation.sampling.greedy else f"; seed {n['seed']}"

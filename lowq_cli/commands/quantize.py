@@ -249,5 +249,7 @@ def _show_result(result: "Result", recipe: "Recipe", engine: str | None, to: str
         from lowq_cli.plan import targets
 
         console.say(f"for {engine}: lowq export --to {targets.get(engine).export}")
+    if to:  # which says its own
+        return
     first = "lowq eval --against MODEL" if recipe.format == "fp8" else "lowq tune"
     console.say(f"next: {first}, then lowq generate --prompt 'Hello'")

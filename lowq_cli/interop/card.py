@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lowq_cli.console import visible
+from lowq_cli.console import size, visible
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.interop.exporter import exportable
 
@@ -34,7 +34,7 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
         "| | |",
         "|---|---|",
         f"| bits per weight, whole model | {found.bpw:.2f} |",
-        f"| size of the weights | {found.nbytes / 1e9:.2f} GB{_before(report)} |",
+        f"| size of the weights | {size(found.nbytes)}{_before(report)} |",
         f"| share of weights quantized | {found.quantized_fraction:.1%} |",
         f"| schemes | {', '.join(schemes)} |",
         *_recipe(report),
@@ -60,8 +60,8 @@ def model_card(found: Checkpoint, repo: str, base: str | None = None, measured: 
 
 
 def _before(report: Mapping[str, Any]) -> str:
-    size = report.get("source_bytes")
-    return f" (before: {size / 1e9:.2f} GB)" if isinstance(size, int) else ""
+    before = report.get("source_bytes")
+    return f" (before: {size(before)})" if isinstance(before, int) else ""
 
 
 def _recipe(report: Mapping[str, Any]) -> list[str]:

@@ -6,9 +6,11 @@ import re
 
 import pytest
 
-from lowq_cli import console
+from lowq_cli import checkup, console
 from lowq_cli.checkup import Check
-from lowq_cli.commands.doctor import _rows
+from lowq_cli.commands.doctor import _rows, doctor
+from lowq_cli.commands.export import show
+from lowq_cli.interop.exported import Exported
 
 COLUMNS = ("shape", "kernel", ">time", ">GB/s", ">dense us")
 ROWS = [("4096x14336", "triton/gemm_splitk", "1234.5", "3021", "1322.3"), ("64x64", "reference", "1.0", "5", "2.0")]
@@ -91,6 +93,13 @@ def test_a_line_of_a_result_breaks_between_words(terminal):
     assert screen.getvalue() == "serves in: lowq, transformers (with import\n  lowq), humming (lowq export)\n"
 
 
+def test_an_error_breaks_between_words_on_a_terminal(terminal):
+    """At 80 columns "use one of ..., hummin / g": the terminal cut words."""
+    screen = terminal(44)
+    console.fail("--to ggml does not exist; use one of compressed-tensors, gptq")
+    assert screen.getvalue() == "lowq: --to ggml does not exist; use one of\n  compressed-tensors, gptq\n"
+
+
 def test_quiet_leaves_results_and_errors(capsys, monkeypatch):
     monkeypatch.setattr(console, "quiet", True)
     console.say("a hint")
@@ -101,3 +110,11 @@ def test_quiet_leaves_results_and_errors(capsys, monkeypatch):
     console.out("result")
     console.fail("error")
     assert capsys.readouterr() == ("result\n", "lowq: error\n")
+
+
+def test_doctor_and_export_end_with_the_next_command(capsys, monkeypatch):
+    monkeypatch.setattr(checkup, "checkup", lambda: [Check("torch", True, "2")])
+    doctor()
+    assert "next: lowq run demo" in capsys.readouterr().err
+    show(Exported("my model.gguf", "gguf", 7_100_000, 42, ("llama.cpp",), ()))
+    assert "next: llama-cli -m 'my model.gguf'" in capsys.readouterr().err

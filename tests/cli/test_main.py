@@ -63,6 +63,7 @@ def test_help_and_typos_import_nothing_heavy(args):
         (["quantize"], "missing argument"),
         (["quantize", "demo", "--bits", "four"], "invalid value for '--bits'"),
         (["eval", "--nope"], "no such option: --nope"),
+        (["eval", "--againts", "demo"], "no such option: --againts. Did you mean --against? See: lowq eval --help"),
         (["generate", "--prompt"], "option '--prompt' requires an argument"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",

@@ -46,7 +46,7 @@ def test_the_card_is_made_from_the_report(folder):
     front = card.split("---")[1]
     assert "base_model: org/original\nbase_model_relation: quantized" in front
     assert f"{found.bpw:.2f}" in card
-    assert "before: 123.00 GB" in card
+    assert "kB (before: 123.00 GB)" in card
     assert "4-bit g32 none zero, 8-bit g32 none zero" in card
     assert "11.000, +10.00% of 10.000" in card
     assert 'from_pretrained("me/small"' in card

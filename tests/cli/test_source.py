@@ -224,3 +224,9 @@ def test_a_mistyped_folder_is_answered_with_the_one_beside_it_and_no_network(nam
         open_source(name)
     with pytest.raises(NotFoundError, match="did you mean"):
         source_module.check_there(name)
+
+
+def test_a_mistyped_demo_is_answered_without_the_network():
+    """It waited for the hub, then blamed the network."""
+    with pytest.raises(NotFoundError, match="did you mean demo\\?"):
+        source_module.check_there("dmo")
