@@ -50,7 +50,7 @@ def eval(
 ) -> None:
     """Measure perplexity on a text, in windows of 512 tokens; with --against also KL divergence and top-1 agreement.
 
-    With --tasks: what lm-eval counts of the model's answers (pip install 'lowq[eval]').
+    With --tasks: what lm-eval counts of the model's answers (pip install 'lm-eval<0.5').
     """
     from lowq_cli import state
     from lowq_cli.devices import wake

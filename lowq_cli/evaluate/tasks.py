@@ -57,7 +57,7 @@ class Loaded:
 def check_installed() -> None:
     """Raise UsageError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError("--tasks needs lm-eval; install it with: pip install 'lowq[eval]'")
+        raise UsageError("--tasks needs lm-eval; install it with: pip install 'lm-eval<0.5'")
 
 
 def load_tasks(names: Sequence[str], fewshot: int | None = None, limit: int | None = None) -> Loaded:

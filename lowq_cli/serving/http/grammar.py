@@ -64,7 +64,7 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError:
-            raise Refusal(400, "response_format and forced tool calls need a library: pip install 'lowq[grammar]'") from None
+            raise Refusal(400, "response_format and forced tool calls need a library: pip install llguidance") from None
         backend = getattr(self.tokenizer, "tokens", None) or getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or not self.ends:
             raise Refusal(400, "this model's tokenizer is not one that forms can be written with")
