@@ -55,7 +55,10 @@ def named(names: list[str], cached: bool) -> list[Holding]:
     every = holdings()
     found = [h for h in every if cached and h.kind != "checkpoint"]
     for name in names:
-        path = state.user_path(name).absolute().resolve()
+        given = state.user_path(name).absolute()
+        path = given.resolve()
+        if given.is_symlink():
+            raise UsageError(f"{name} is a link to {path}; name that")
         mine = [h for h in every if h.path.resolve() == path] or [h for h in every if h.path.name == name.rstrip("/")]
         if not mine:
             raise NotFoundError(f"{name} is nothing that lowq wrote and remembers (lowq ls lists that); remove it yourself")

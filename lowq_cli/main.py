@@ -25,7 +25,7 @@ import typer
 
 from lowq_cli import commands, console, ranks
 from lowq_cli.commands import EXIT_INTERRUPTED
-from lowq_packers.errors import LowqError, disk_full
+from lowq_packers.errors import DamagedError, LowqError, disk_full
 
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
@@ -200,6 +200,11 @@ def _run() -> int:
         if type(e).__name__ == "OutOfMemoryError":  # torch's, named here so that torch need not be imported
             return _fail(f"the GPU is out of memory: {str(e).splitlines()[0]}; try --bits 2 or --device cpu", EXIT_NO_MEMORY)
         what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
+        where = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(e.__traceback__)]
+        whose = [name for name in where if name.startswith(("lowq", "transformers.models."))]
+        if whose[-1].startswith("transformers"):
+            line = f"the model cannot be computed, its config.json may contradict itself: {what.splitlines()[0]}"
+            return _fail(line, DamagedError.exit_code)
         return _fail(f"internal error, please report it: {what.splitlines()[0]} (details: LOWQ_DEBUG=1)", EXIT_OUR_BUG)
 
 

@@ -59,6 +59,9 @@ def test_rm_removes_what_is_listed_and_nothing_else(lowq, tmp_path):
     assert (code, "nothing that lowq wrote" in err) == (3, True)
     code, _, err = lowq("rm", "mine")
     assert (code, "add --yes" in err) == (2, True)
+    (tmp_path / "link").symlink_to(mine)
+    code, _, err = lowq("rm", "link", "--yes")
+    assert (code, f"link is a link to {mine}; name that" in " ".join(err.split())) == (2, True)
     assert stranger.is_dir()
     assert mine.is_dir()
     assert lowq("rm", "mine", "--yes")[0] == 0

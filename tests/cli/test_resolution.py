@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 import lowq
+from lowq_cli import main
 from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.ready import ready
 from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
@@ -187,6 +189,18 @@ def test_what_the_tokenizers_library_raises_bare_is_a_line(model):
     assert found("a")["input_ids"] == [0]
     with pytest.raises(DamagedError, match="Missing"):
         found("b")
+
+
+def test_a_model_that_its_own_code_cannot_compute_is_a_line(family_checkpoints, tmp_path, monkeypatch, capsys):
+    """Of a family that transformers computes: half of the angles that its layers take, an internal error before."""
+    model = shutil.copytree(family_checkpoints("mixtral").dense, tmp_path / "m")
+    config = json.loads((model / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    (model / "config.json").write_text(json.dumps(config))
+    write_tokenizer(model)
+    monkeypatch.setattr(sys, "argv", ["lowq", "generate", str(model), "--prompt", "a", "--max-new-tokens", "2"])
+    assert main._run() == DamagedError.exit_code
+    assert "the model cannot be computed, its config.json may contradict itself: RuntimeError" in capsys.readouterr().err
 
 
 EIGHTFOLD = normalizers.Replace("a", "a" * 8)

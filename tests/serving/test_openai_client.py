@@ -163,6 +163,7 @@ WRONG = [
     ({"n": 999}, "999 answers were asked for"),
     ({"n": True}, "n: must be a whole number, not true"),
     ({"stop": [""]}, "none of them empty"),
+    ({"logit_bias": {"\u0663": 1}}, "names tokens by their ids"),
     ({"logit_bias": {"x": 1}}, 'names tokens by their ids, not "x"'),
     ({"logit_bias": {"99999": 1}}, "token id 99999 is not from 0 to 8191"),
     ({"prompt": [1, 99999]}, "token id 99999 is not from 0 to 8191"),

@@ -92,7 +92,7 @@ def biases(name: str, value: Any) -> dict[int, float]:
     """Token ids, as texts, and what is added to their logits."""
     found = {}
     for key, bias in table(name, value).items():
-        if not key.isdecimal() or len(key) > 9:
+        if not (key.isascii() and key.isdecimal()) or len(key) > 9:
             raise wrong(name, f"names tokens by their ids, not {shown(key)}")
         found[int(key)] = number(name, bias)
     return found
