@@ -1,4 +1,4 @@
-"""What lowq has written on this disk and knows of: checkpoints of `quantize`, and imports, exports and runs in the cache."""
+"""What lowq has written on this disk and knows of: checkpoints of `quantize`, and what is in the cache."""
 
 import shutil
 import time
@@ -9,12 +9,12 @@ from lowq_cli import state
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 
-CACHED = {"runs": "*", "imports": "*", "exports": "*/*"}  # folder of the cache -> where its checkpoints are
+CACHED = {"runs": "*", "imports": "*", "refined": "*", "exports": "*/*"}  # folder of the cache -> where its checkpoints are
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A folder that lowq wrote. kind: checkpoint, run, import or export. time: of its last change, in seconds since 1970."""
+    """A folder that lowq wrote. kind: checkpoint or, in the cache, one of CACHED. time: of its last change, in s since 1970."""
 
     path: Path
     kind: str

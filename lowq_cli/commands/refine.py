@@ -56,7 +56,8 @@ def refine(
         console.out_json({**done.exported.to_json(), "better": done.better})
     else:
         console.out(done.exported.out)
+        there = " (was already there)" if done.exported.already_done else ""
         console.say(
             f"{done.better} of {done.matrices} weights have codes of less error; {console.size(done.exported.bytes)}, "
-            f"{done.exported.format} as before"
+            f"{done.exported.format} as before{there}"
         )

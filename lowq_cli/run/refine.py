@@ -6,7 +6,6 @@ kept in the cache until it is exported, so that the same call goes on behind the
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +24,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.interop import exporter
 from lowq_cli.interop.exported import Exported, Progress
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
-from lowq_cli.interop.importer import cached, runnable
+from lowq_cli.interop.importer import runnable
 from lowq_cli.plan.plan import Plan
 from lowq_cli.plan.recipe import NOT_CALIBRATED, Recipe
 from lowq_cli.run.events import Event
@@ -34,6 +33,7 @@ from lowq_cli.run.prepare import prepare
 from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.formats import Format
+from lowq_packers.home import cache_dir
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 
@@ -64,8 +64,10 @@ class Refining:
         self.model, self.recipe, self.device = model, recipe, device
         self.format, path = _writable(checkpoint), user_path(checkpoint).resolve()
         self.out = Path(out or (f"{path.stem}-refined.gguf" if path.is_file() else f"{path.name}-refined"))
-        check_free(self.out)
         self.found = open_checkpoint(runnable(checkpoint))
+        self.kept = cache_dir() / "refined" / self.found.folder.name  # of the import: it says which file, and which lowq
+        if not any(self.kept.parent.glob(f"{self.kept.name}-*")):
+            check_free(self.out)  # before a text is written; where there is a result, the run says whether it is this one's
         exporter.check(self.found, self.format)
         if odd := next((t for t in self.found.tensors if t.scheme and t.scheme.table), None):
             raise UnsupportedError(
@@ -85,12 +87,12 @@ class Refining:
             text, plan = yield from text_of(prepared, plan)
             assert text
             on = torch.device(str(prepared.workers[0]))
-            facts = f"{run_hash(prepared.source, plan, on, text)} {found.source.identity}"
+            facts = f"{run_hash(prepared.source, plan, on, text)} {self.kept.name}"
             run = hashlib.sha256(facts.encode()).hexdigest()[:16]
-            folder = cached(found.source, "refined")
-            self.work = folder.with_name(f"{folder.name}-{run}")
+            self.work = self.kept.with_name(f"{self.kept.name}-{run}")
             if is_checkpoint(self.work):
                 return
+            check_free(self.out)
             packed = {t.name: t for t in found.tensors if t.scheme}
             with new_folder(self.work, run) as made:
                 calibration = Calibration(
@@ -104,12 +106,11 @@ class Refining:
                 calibration.close()
 
     def export(self, progress: Progress | None = None) -> Refined:
-        """The result in the file's own format."""
+        """The result in the file's own format. It stays in the cache (`lowq rm`), so that the same call again finds it done."""
         done = exporter.export(self.work, self.format.name, self.out, progress=progress)
         with open_checkpoint(self.found.folder).source as old, open_checkpoint(self.work).source as new:
             names = [f"{name}.weight" for name in self.found.schemes]
             better = sum(not torch.equal(old.read(n), new.read(n)) for n in names)
-        shutil.rmtree(self.work)
         return Refined(done, len(names), better)
 
 

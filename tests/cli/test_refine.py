@@ -1,5 +1,6 @@
 """Better codes inside another tool's file: its format, scales and zeros stay, the outputs come nearer, refusals are told."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import refine
 from lowq_cli.run.refine import Refining
 from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.home import cache_dir
 from lowq_packers.scheme import Scheme
 
 AFFINE = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(4, 32, "float")}
@@ -100,6 +102,7 @@ def test_a_killed_run_goes_on_with_the_same_bytes(bf16_checkpoints, text, tmp_pa
     made = bf16_checkpoints("llama", INT4)
     export(made.packed, "gptq", tmp_path / "file")
     refined(tmp_path / "file", made.dense, text, tmp_path / "once")
+    shutil.rmtree(cache_dir() / "refined")
     events = Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "again"), "cpu").run()
     for event in events:
         if isinstance(event, LayerDone):
@@ -109,7 +112,8 @@ def test_a_killed_run_goes_on_with_the_same_bytes(bf16_checkpoints, text, tmp_pa
     resumed = Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "again"), "cpu")
     assert [e.resumed for e in resumed.run() if isinstance(e, LayerDone)] == [True, False]
     assert list(Refining(str(tmp_path / "file"), str(made.dense), recipe(text), str(tmp_path / "again"), "cpu").run()) == []
-    resumed.export()
+    assert not resumed.export().exported.already_done
+    assert refined(tmp_path / "file", made.dense, text, tmp_path / "again").exported.already_done
     for path in (tmp_path / "once").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 

@@ -21,6 +21,7 @@ from kills import SLOW, Command, begin, calls_of, commands, differences, files, 
 from valid import Valid, all_valid, second_of_each
 from valid_tables import all_tables
 
+from lowq_cli.interop.exporter import export
 from lowq_cli.run.pipeline import quantize
 from lowq_kernels.products.cpu import native
 from lowq_packers.atomic import write_whole
@@ -46,6 +47,8 @@ class Ground:
         self.second = second_of_each(folder / "second") | second_tables
         self.paths = {v.format: v.model for v in self.valid} | {"packed": folder / "packed"}
         quantize(self.paths["dense"], self.paths["packed"], bits=4, group=32, method="rtn", zero="none", lm_head="keep")
+        export(self.paths["packed"], "compressed-tensors", folder / "theirs")
+        self.paths["theirs"] = folder / "theirs"
         self.valid += tables
         (folder / "text.txt").write_text(TEXT)
         self.paths["speaking"] = shutil.copytree(self.paths["dense"], folder / "speaking")

@@ -33,6 +33,7 @@ SLOW = (
     "quantize --bpw",
     "quantize --max-kl",
     "quantize --calib self",
+    "refine",
 )  # seconds a run: stopped a quarter as often
 TALK = [{"role": "user", "content": "x" * 9999}]
 UNTOLD = ("lowq.log", "rate.json")  # files that tell times
@@ -63,7 +64,9 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
     from lowq_cli.interop.exporter import export
     from lowq_cli.interop.importer import runnable
     from lowq_cli.interop.serving import prepare
+    from lowq_cli.plan.recipe import make_recipe
     from lowq_cli.run.pipeline import quantize
+    from lowq_cli.run.refine import Refining
     from lowq_cli.tuning.tuner import save
     from lowq_packers.atomic import write_whole
 
@@ -84,6 +87,13 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
         quantize(model, folder / "out", bits=4, group=32, method="rtn", zero="none", lm_head="keep")
         export(folder / "out", "compressed-tensors", folder / "exported")
 
+    def refined(folder: Path) -> None:
+        fixed = {"method": "gptq", "group": "channel", "dtype": "float32", "lm_head": "keep"}
+        with small(False):
+            refining = Refining(str(valid["theirs"]), str(model), make_recipe(**fixed, **calib), str(folder / "out"))
+            list(refining.run())
+            refining.export()
+
     def copied(folder: Path) -> None:
         shutil.copytree(packed, folder / "out")
 
@@ -99,6 +109,7 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
         quantizing("quantize --format fp8", format="fp8"),
         quantizing("quantize --calib self", method="gptq", calib="self", calib_tokens=4096),
         Command("quantize --export", and_export),
+        Command("refine", refined),
         Command("export, a folder", lambda folder: export(packed, "compressed-tensors", folder / "out")),
         Command("export, a file", lambda folder: export(packed, "gguf", folder / "out")),
         Command("generate: import", lambda folder: runnable(valid["gptq"])),
