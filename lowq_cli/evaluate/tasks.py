@@ -218,10 +218,10 @@ class Judge:
         for i, (context, continuation) in enumerate(asked):
             if not continuation:
                 raise UsageError("a task asks for the likelihood of no token; its continuation is empty")
-            row = (context + continuation)[:-1]
+            read = (context + continuation)[:-1]
             if self.limit is not None and len(continuation) > self.limit:
                 raise UsageError(f"a task's continuation of {len(continuation)} tokens exceeds the context of {self.limit}")
-            rows[tuple(row if self.limit is None else row[-self.limit :])].append(i)
+            rows[tuple(read if self.limit is None else read[-self.limit :])].append(i)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(asked)
         by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for row in rows:
