@@ -2,7 +2,7 @@
 
 The original is walked layer by layer on a text, as for gptq; each matrix gets the codes that gptq chooses on the file's own
 grid, where the output's error is less with them than with the file's. All else is taken over as it is. What was found is
-kept in the cache until it is exported, so that the same call goes on behind the last layer that was finished.
+kept in the cache: the same call goes on behind the last layer that was finished, and where all were finds its result there.
 """
 
 import hashlib
