@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -89,15 +89,7 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
 
     Raises OSError.
     """
-    for left in parent.glob(f"{name}-????????????"):
-        with suppress(OSError):  # gone meanwhile, held, or somebody else's
-            fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if re.fullmatch("[0-9a-f]{12}", left.name.removeprefix(f"{name}-")) and os.fstat(fd).st_uid == os.getuid():
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(left)
-            finally:
-                os.close(fd)
+    _remove_left(parent, rf"{re.escape(name)}-[0-9a-f]{{12}}", _own_tree)
     while True:
         made = parent / f"{name}-{uuid.uuid4().hex[:12]}"
         made.mkdir(0o700)
@@ -128,13 +120,23 @@ def _own(path: Path) -> tuple[Path, int]:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what killed processes left of earlier writes of `path`: files of its names that nobody holds."""
-    for left in path.parent.iterdir():
-        if re.fullmatch(rf"\.[0-9a-f]{{12}}-{re.escape(path.name)}", left.name):
+    """Remove what killed processes left of earlier writes of `path`."""
+    _remove_left(path.parent, rf"\.[0-9a-f]{{12}}-{re.escape(path.name)}", Path.unlink)
+
+
+def _own_tree(folder: Path) -> None:
+    if folder.lstat().st_uid == os.getuid():
+        shutil.rmtree(folder)
+
+
+def _remove_left(parent: Path, names: str, remove: Callable[[Path], None]) -> None:
+    """Remove what in `parent` has such a name and nobody holds: a killed process's."""
+    for left in parent.iterdir():
+        if re.fullmatch(names, left.name):
             with suppress(OSError):  # gone meanwhile, held, or somebody else's
                 fd = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    left.unlink()
+                    remove(left)
                 finally:
                     os.close(fd)
