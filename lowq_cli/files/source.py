@@ -237,9 +237,8 @@ def nearby(name: str) -> str:
     """A question that names the folder most like one that is not there, of those beside it and known checkpoints; or ""."""
     path = user_path(name)
     beside = [p for p in path.parent.glob("*") if (p / CONFIG).is_file() or p.suffix == ".gguf"]
-    spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *beside)} | {
-        "demo": "demo"
-    }  # that word is the bundled model's
+    spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *beside)}
+    spelled["demo"] = "demo"  # the bundled model, whatever else is called so
     near = difflib.get_close_matches(path.name, spelled, n=1, cutoff=0.75)
     return f"did you mean {spelled[near[0]]}?" if near else ""
 
