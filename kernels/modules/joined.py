@@ -13,6 +13,7 @@ from torch import nn
 
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.products.cpu.dense import Dense
 from lowq_packers import tables
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
 
@@ -67,9 +68,9 @@ def _kind(p: QuantLinear) -> tuple[object, ...]:
     return p.scheme, p.kernel, p.dtype, p.act
 
 
-def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> Dense:
     """A linear layer that holds weight (N, K) and bias (N,). Its constructor would draw others, on "meta" by torch._dynamo."""
-    made = nn.Linear.__new__(nn.Linear)
+    made = Dense.__new__(Dense)
     nn.Module.__init__(made)
     made.out_features, made.in_features = weight.shape
     made.weight = nn.Parameter(weight, requires_grad=False)

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from lowq_kernels.dispatch.registry import Choice, Op, find, matmul
 from lowq_kernels.gpu import capability
+from lowq_kernels.products.cpu import dense
 from lowq_packers.layouts import PackedWeight, repack
 from lowq_packers.scheme import Scheme
 
@@ -53,7 +53,7 @@ class Stack:
     def product(self, x: torch.Tensor, e: int) -> torch.Tensor:
         """x (M, K) times expert e's weight -> (M, N)."""
         if self.scheme is None:
-            return nn.functional.linear(x, self.words[e].to(x.dtype))
+            return dense.product(x, self.words[e].to(x.dtype), None)
         return matmul(x, self.expert(e))
 
     def take(self, experts: torch.Tensor) -> "Stack":

@@ -7,6 +7,7 @@ a slab holds at most SLAB_BYTES of dequantized weights, whatever the layer's siz
 import torch
 
 from lowq_kernels.dispatch.registry import ANY_TABLE, Config, register
+from lowq_kernels.products.cpu import dense
 from lowq_packers import bitstream, tables
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.qtensor import QuantizedTensor
@@ -35,7 +36,7 @@ def dequantized_rows(p: PackedWeight, n0: int, n1: int, dtype: torch.dtype) -> t
     rank=500,
 )
 def dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
-    """x (M, K) -> (M, N): weights rounded once to x's dtype, then torch.nn.functional.linear per slab."""
+    """x (M, K) -> (M, N): weights rounded once to x's dtype, then `dense.product` per slab."""
     rows = max(1, SLAB_BYTES // (4 * p.K))
     if p.table is not None and p.table.shape[0] > 1:  # of the rows of one table, or of several whole ones
         each = p.N // p.table.shape[0]
@@ -44,5 +45,5 @@ def dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     for n0 in range(0, p.N, rows):
         n1 = min(n0 + rows, p.N)
         b = None if bias is None else bias[n0:n1].to(x.dtype)
-        y[:, n0:n1] = torch.nn.functional.linear(x, dequantized_rows(p, n0, n1, x.dtype), b)
+        y[:, n0:n1] = dense.product(x, dequantized_rows(p, n0, n1, x.dtype), b)
     return y

@@ -15,7 +15,7 @@ from lowq_cli.engine import rope
 from lowq_cli.files.family_config import ACTS
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode.reference import Heads
-from lowq_kernels.modules.joined import join
+from lowq_kernels.modules.joined import dense, join
 from lowq_packers.errors import DamagedError
 from lowq_packers.families import Family, families
 
@@ -119,7 +119,10 @@ class _ModelTensors:
 
     def linear(self, parent: str, names: tuple[str, ...]) -> nn.Module:
         module = self.model.get_submodule(parent)
-        return getattr(module, names[0]) if len(names) == 1 else join(module, names)
+        if len(names) > 1:
+            return join(module, names)
+        only = getattr(module, names[0])
+        return dense(only.weight.detach(), only.bias) if type(only) is nn.Linear else only
 
     def vector(self, name: str, leaf: str = "weight") -> torch.Tensor:
         return getattr(self.model.get_submodule(name), leaf).detach()

@@ -75,7 +75,7 @@ def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
     assert tokens(model) == wanted
     theirs = dict(FusedDecoder(heavy).linears.named_modules())
     for name, m in model.linears.named_modules():  # each is held as it would be, joined and in the device's layout
-        assert type(m) is type(theirs[name])
+        assert isinstance(m, type(theirs[name]))
         assert getattr(m, "layout", None) == getattr(theirs[name], "layout", None)
 
 

@@ -10,6 +10,7 @@ from cpu_sets import ROWS, TOLERANCE, isa, pytestmark, rows
 from emulation import error, weight
 from lowq_kernels.activations import int8_rows
 from lowq_kernels.dispatch import registry
+from lowq_kernels.modules import joined
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import building, dense, native, packed
 from lowq_packers.layouts import pack, repack, unpack
@@ -58,6 +59,29 @@ def test_a_16_bit_layer_against_the_definition(isa):
                 y = dense.linear(layer, x[:M])
                 assert error(y, truth[:M]) < TOLERANCE[dtype] / 2
                 assert torch.equal(y, whole[:M])
+
+
+def test_many_rows_of_16_bits_are_not_left_to_slow_loops(monkeypatch):
+    """fp32 sums, rounded once, over slabs that do not divide N; 512 rows of 2048 x 2048 in bf16 by torch: 6 times as long."""
+    monkeypatch.setattr(dense, "SLAB_BYTES", 4 * 64 * 7)
+    monkeypatch.setattr(dense, "_has_products", lambda dtype: False)
+    monkeypatch.setattr(torch.nn.functional, "linear", only_fp32(torch.nn.functional.linear))
+    for dtype in TOLERANCE:
+        layer, x = torch.nn.Linear(64, 33, dtype=dtype).requires_grad_(False), rows(dense.MOST + 3, 64, dtype)
+        truth = x.double() @ layer.weight.double().t() + layer.bias.double()
+        y = dense.linear(layer, x)
+        assert y.dtype == dtype
+        assert error(y, truth) < TOLERANCE[dtype] / 2
+        made = joined.dense(layer.weight, layer.bias)
+        assert torch.equal(made(x[None]), y[None])
+
+
+def only_fp32(linear):
+    def checked(x, weight, bias):
+        assert x.dtype == weight.dtype == torch.float32
+        return linear(x, weight, bias)
+
+    return checked
 
 
 @pytest.mark.parametrize("bits", BITS)
