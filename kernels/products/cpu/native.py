@@ -10,9 +10,11 @@ import os
 import platform
 import subprocess
 import threading
+from contextlib import nullcontext
 from functools import cache, partial
 
 import torch
+from torch.profiler import record_function
 
 from lowq_kernels.products.cpu.building import build, carried, compiler, units_here, whole_name
 from lowq_packers.atomic import scratch
@@ -21,7 +23,8 @@ from lowq_packers.home import cache_dir
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
 SCALES = {"e4m3": 3, "e8m0": 4}
-PRODUCT = 3  # of args.h's calls; decode/cpu.py has the others
+NAMES = ("add_norm", "gated", "attend", "product")  # args.h's calls, as a profile shows them
+PRODUCT = 3  # decode/cpu.py has the others
 noting = threading.local()  # .calls: a list of what this thread calls, for `repeated`
 
 
@@ -109,6 +112,11 @@ def why_not() -> str | None:
     return None if _found()[0] else _found()[2]
 
 
+def is_watched() -> bool:
+    """Whether torch's profiler is at work, which would not see what the library does."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
 def product(tensors: dict[str, torch.Tensor | None], meta: torch.dtype, **numbers: float) -> None:
     """Fill args.h's struct and run it; x and y among `tensors` share a dtype, weights' companions have `meta`."""
     run(PRODUCT, Args, tensors["y"].dtype, tensors, meta=DTYPES[meta], **numbers)  # type: ignore[union-attr]
@@ -121,6 +129,7 @@ def run(
     pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
     args = kind(**pointers, **numbers, dtype=DTYPES[dtype], threads=torch.get_num_threads())
     call = Call(what, DTYPES[dtype], ctypes.addressof(args))
-    library().lowq_cpu_run(isa()[0], ctypes.byref(call), 1)  # type: ignore[union-attr]  # kernels refuse without one
+    with record_function(f"lowq::{NAMES[what]}") if is_watched() else nullcontext():
+        library().lowq_cpu_run(isa()[0], ctypes.byref(call), 1)  # type: ignore[union-attr]  # kernels refuse without one
     if (calls := getattr(noting, "calls", None)) is not None:
         calls.append((call, args, tensors))
