@@ -46,8 +46,12 @@ struct Isa {
     // The same of four bytes in memory, repeated by the instruction itself: g++ 12 loads them first, one more in three.
     template <int BITS>
     static I dot_at(I sum, I codes, const void* x) {
+#ifdef __AVX512VNNI__
         __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*(const Quad*)x));
         return sum;
+#else  // tests/kernels/avx512_emulated.h
+        return dot<BITS>(sum, codes, quad(x));
+#endif
     }
     // Of a table's whole numbers of 16 bits, two registers are as many as there are codes in one: of each four rows, two and two.
     struct Entries { I first, second; };

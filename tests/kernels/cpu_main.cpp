@@ -1,10 +1,10 @@
-// Products read from stdin, with NEON, their results to stdout: run under qemu by test_cpu_neon.py.
+// Products read from stdin, by the function MULTIPLY, their results to stdout: test_cpu_emulated.py runs this.
 #include <cstdio>
 #include <vector>
 
 #include "args.h"
 
-void product_neon(const Args&);
+void MULTIPLY(const Args&);
 
 static std::vector<char> blob() {
     int64_t size;
@@ -26,7 +26,7 @@ int main() {
         a.most = (const float*)at(5), a.table = (const float*)at(6), a.factor = (const float*)at(7);
         std::vector<char> y((size_t)a.M * a.N * 2, 0x5a);
         a.y = y.data();
-        product_neon(a);
+        MULTIPLY(a);
         fwrite(y.data(), 1, y.size(), stdout);
     }
 }
