@@ -1,8 +1,8 @@
 """g++'s address and undefined-behaviour sanitizers over own CPU kernels: `benchmarks/sanitize_cpu.py [-k WORDS ...]`.
 
-Their tests run again on a library built with both: every width, group, kind of zero and odd shape, on each instruction set
-that this CPU has, x, weights and results allocated one by one, so that an access past the end of one is seen. Further
-arguments go to pytest. Exits as it does; the first finding ends it, with where it is on stderr.
+Their tests run again on a library built with both: every width, table, group, kind of zero and odd shape, on each instruction
+set that this CPU has and AVX-512 emulated, x, weights and results allocated one by one, so that an access past the end of one
+is seen. Further arguments go to pytest. Exits as it does; the first finding ends it, with where it is on stderr.
 """
 
 import os
@@ -13,7 +13,9 @@ from pathlib import Path
 from lowq_kernels.products.cpu import building
 
 ROOT = Path(__file__).parent.parent
-TESTS = [str(ROOT / "tests/kernels" / name) for name in ("test_cpu_packed.py", "test_cpu_step.py")]
+NAMES = ("test_cpu_packed.py", "test_cpu_tables.py", "test_cpu_step.py", "test_cpu_emulated.py")
+TESTS = [f"tests/kernels/{name}" for name in NAMES]
+TESTS += [f"--deselect={TESTS[-1]}::test_products_against_the_definition[neon"]  # a static program cannot have them
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0", "-g1")  # -O1: minutes a file
 RUN = f"""
 import sys, pytest
