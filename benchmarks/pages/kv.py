@@ -2,7 +2,7 @@
 
 import json
 
-from pages import RESULTS, part, read, shown, table
+from pages import RESULTS, Row, part, read, shown, table
 
 
 @part
@@ -53,4 +53,23 @@ def kv_speed() -> str:
     head = f"{found['gpu']}, {found['date']}, torch {found['torch']}, reading {found['read_gbs']:,} GB/s"
     text = f"Attention of one layer of an 8B in a step, us, with what reading the cache alone takes ({head}):\n\n{layer}\n"
     steps_table = table((">tokens so far", *(f">{kind}" for kind in kinds)), whole)
-    return f"{text}A whole step of that model by 4 bits, one sequence, us:\n\n{steps_table}"
+    return f"{_pays(found)}\n\n{text}A whole step of that model by 4 bits, one sequence, us:\n\n{steps_table}"
+
+
+def _pays(found: Row) -> str:
+    """What writing codes costs, and the least length measured from which on a kind of cache is faster than 16 bits."""
+    layers = {(r["B"], r["tokens"], r["kv"]): r["us"] for r in found["kv"] if not r["page"]}
+    us = layers | {(1, r["tokens"], r["kv"]): r["step_us"] for r in found["decode"]}
+    steps = {r["tokens"] for r in found["decode"]}
+
+    def since(B: int, kind: str) -> str:
+        lengths = sorted({t for b, t, _ in us if b == B and (B > 1 or t in steps)}, reverse=True)
+        slow = next((i for i, t in enumerate(lengths) if us[B, t, kind] >= us[B, t, "16"]), len(lengths))
+        return f"{lengths[slow - 1]:,}" if slow else "no length measured"
+
+    placed = [r["place_us"] for r in found["kv"] if "place_us" in r]
+    told = (
+        f"Writing codes takes {min(placed):.1f} to {max(placed):.1f} us a layer. Faster than 16 bits, of the lengths measured: "
+    )
+    told += f"a step of one sequence from {since(1, 'fp8')} tokens of text on by fp8, from {since(1, '4')} by 4 bits; "
+    return told + f"attention of eight sequences from {since(8, 'fp8')} tokens each by fp8, from {since(8, '4')} by 4 bits."
