@@ -35,6 +35,8 @@ SHAPES = {  # experts, a token, hidden, width
     "gpt-oss-20b": (32, 4, 2880, 2880),
 }
 MXFP4 = ("gpt-oss-20b",)
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Stack, Stack, str], torch.Tensor]
+WAYS: dict[str, Way] = {"grouped": grouped_experts, "single": partial(experts, config={})}
 TOKENS = (1, 4, 8, 16, 24, 32, 64, 128, 256, 512, 2048, 8192)
 FEW = 256  # tokens up to which experts are read once a token here
 WORTH = 3 << 30  # bytes of weights that rotate
@@ -93,10 +95,9 @@ def main() -> None:
             ids = torch.rand(T, E, device="cuda").topk(top_k).indices
             weights = torch.rand(T, top_k, device="cuda")
             row: dict[str, Any] = {"model": name, "tokens": T, "bits": s.bits, "weights": str(s)}
-            ways: dict[str, Callable[..., torch.Tensor]] = {"grouped": grouped_experts}
-            if T <= FEW:
-                ways["single"] = experts
-            for way, call in ways.items():
+            for way, call in WAYS.items():
+                if way == "single" and T > FEW:
+                    continue
                 try:
                     row[f"{way}_error"] = error(call(x, ids, weights, *pair, act), x, ids, weights, *pair, act)
                     row[f"{way}_us"] = graph_time([partial(call, x, ids, weights, up, down, act) for up, down in layers])

@@ -1,5 +1,8 @@
 """Grouped products of a mixture: rows sorted by expert, tile_wgmma's grouped source emulated, the whole layer against fp32."""
 
+import inspect
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,6 +16,9 @@ if torch.cuda.is_available():
         "its Triton kernels run on a CPU, in the interpreter; benchmarks/experts_speed.py checks a GPU's",
         allow_module_level=True,
     )
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import experts_speed
+
 import simt
 from lowq_kernels.decode import grouped_experts, reference
 from lowq_kernels.products.cuda import tile_wgmma, tile_wgmma_grouped
@@ -71,3 +77,8 @@ def test_places(T, E, top_k, rows):
     assert torch.equal(tokens[row.long()], torch.arange(T * top_k, dtype=torch.int32) // top_k + 1)
     assert torch.equal(of_tile[row.long() // rows].long(), ids.reshape(-1)), "a slot's tile is its expert's"
     assert int((tokens > 0).sum()) == T * top_k
+
+
+@pytest.mark.parametrize("way", experts_speed.WAYS)
+def test_the_benchmark_calls_kernels_by_their_signatures(way):
+    inspect.signature(experts_speed.WAYS[way]).bind(*["x", "ids", "weights", "gate_up", "down", "act"])
