@@ -5,6 +5,7 @@
 
 The model is written first, so its files are in the page cache. Each command is a process of its own in a home of its own; the
 first `generate` compiles kernels, a later one finds them. A step that fails is told, with the end of its stderr, and exits 1.
+With --only the result file keeps its other rows, each with the date of its run.
 """
 
 import argparse
@@ -42,6 +43,7 @@ NEW = "--prompt Once --max-new-tokens"
 TUNED = (("generate, 512 tokens", f"generate CKPT {NEW} 512"), ("tune", "tune CKPT"))
 TUNED += (("generate, 512 tokens, tuned", f"generate CKPT {NEW} 512"),)
 FIRST = ("generate, 1 token, kernels not compiled yet", f"generate CKPT {NEW} 1")
+ONE = ("generate, 1 token", FIRST[1])
 FEWER = tuple((f"{what}; 2 bits g64", line.replace("CKPT", "CKPT2")) for what, line in (FIRST, *TUNED))
 STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint, CKPT2 the 2-bit one
     ("python, torch and a first tensor on the device", ""),
@@ -51,7 +53,7 @@ STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint, CK
     ("quantize, 4 bits g128", "quantize MODEL --group 128 --out CKPT"),
     ("inspect", "inspect CKPT"),
     FIRST,
-    ("generate, 1 token", f"generate CKPT {NEW} 1"),
+    ONE,
     ("generate, 1 token, again", f"generate CKPT {NEW} 1"),
     TUNED[0],
     ("eval, 20,000 tokens", "eval CKPT --max-tokens 20000"),
@@ -86,14 +88,23 @@ def main() -> None:
         facts |= {package: version(package) for package in ("lowq", "torch", "transformers")}
         out = args.out or results_of(name) / f"walk_{args.shape}.json"
         out.parent.mkdir(parents=True, exist_ok=True)
+        before = json.loads(out.read_text()) if args.only and out.is_file() else {"rows": []}
         rows: list[dict[str, Any]] = []
         for row in walk(work, args.device, args.only):
             rows.append(row)
-            out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")  # a run that is cut off keeps its steps
+            out.write_text(json.dumps(merged(before, {**facts, "rows": rows}), indent=1) + "\n")  # if cut off, keeps its steps
     finally:
         shutil.rmtree(work)
     print(f"wrote {out}")
     sys.exit(any("exit_code" in row for row in rows))
+
+
+def merged(before: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """A report with what only an older one has: those rows with the date of their run. In the order of STEPS."""
+    kept = {row["what"]: {**row, "date": row.get("date", before["date"])} for row in before["rows"]}
+    rows = kept | {row["what"]: row for row in report["rows"]}
+    order = {what: i for i, (what, _) in enumerate(STEPS)}
+    return {**report, "rows": sorted(rows.values(), key=lambda row: order.get(row["what"], len(order)))}
 
 
 def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
@@ -104,6 +115,7 @@ def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
     places |= {"CKPT2": work / "checkpoint-2-bits", "DEMO": work / "demo"}
     homes = {f"XDG_{kind}_HOME": str(work / kind.lower()) for kind in ("STATE", "CACHE")}
     env = {**os.environ, **homes, "TRITON_CACHE_DIR": str(work / "triton"), "HF_HUB_OFFLINE": "1"}
+    compiled = False
     for what, line in STEPS:
         if not re.search(only, what):
             continue
@@ -117,6 +129,9 @@ def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
         done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
         seconds = round(time.perf_counter() - began, 2)
         told = next((row for row in reversed(done.stderr.splitlines()) if " new token" in row or " written in " in row), "")
+        if (what, line) == ONE and not compiled:  # --only left out the step before it
+            what = FIRST[0]
+        compiled |= line.startswith("generate CKPT ")
         row = {"what": what, "command": f"lowq {line}" if line else "", "seconds": seconds, "said": told}
         print(f"{seconds:7.2f} s  {what}  {told}", flush=True)
         if done.returncode:
