@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
 
@@ -113,6 +114,17 @@ def check_companions(scales: torch.Tensor, zeros: torch.Tensor | None, scheme: S
         raise DamagedError(f"{name} holds scales or zeros that are not finite or out of range; quantize the model again")
 
 
+def note(facts: str) -> None:
+    """Say to vLLM what its compiled graphs will hold of a weight.
+
+    It keeps them on disk by a hash of its config, in which the layout does not stand: LOWQ_KERNEL, another GPU or a later lowq
+    may choose another, and the old graph would read the new words as the old layout's.
+    """
+    known = get_current_vllm_config().additional_config
+    if isinstance(known, dict):
+        known["lowq"] = sorted({*known.get("lowq", ()), facts})
+
+
 def hold(layer: Any, p: PackedWeight, act: Act = "none") -> None:
     """Keep `p`, in its device's layout, as the layer's tensors."""
     p = repack(p, best_layout(p.scheme, p.N, p.K, p.scales.dtype, p.words.device))
@@ -120,6 +132,7 @@ def hold(layer: Any, p: PackedWeight, act: Act = "none") -> None:
     for leaf, t in (("weight", p.words), ("weight_scale", p.scales), ("weight_zero", p.zeros), ("weight_aux", p.aux)):
         setattr(layer, leaf, None if t is None else nn.Parameter(t, requires_grad=False))
     layer.lowq = Held(p.scheme, p.N, p.K, p.layout)
+    note(pack_facts(*layer.lowq))
 
     def launch(rows: int) -> None:
         matmul(torch.zeros(rows, p.K, dtype=p.scales.dtype, device=p.words.device), p, act=act)

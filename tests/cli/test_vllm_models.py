@@ -14,6 +14,8 @@ import lowq
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_packers.errors import UnsupportedError
+from lowq_packers.layouts import pack_facts
+from lowq_packers.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 BF16 = 2e-2  # two layers, their sums in other orders
@@ -85,3 +87,19 @@ def test_rounded_activations(act, distance):
 def test_mixtrals_packed_table_is_refused(distance):
     with pytest.raises((UnsupportedError, ValueError), match="--embedding keep"):  # pydantic makes a ValueError of some
         distance("mixtral", bits=4, group=16, embedding=8)
+
+
+def test_another_layout_is_another_compiled_graph():
+    """vLLM keeps graphs by the hash of its config; a layer's layout stands in them as a constant."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    from lowq_cli.vllm_plugin.linear import note
+
+    hashes = []
+    for layouts in (("strided",), ("tile",), ("tile", "strided"), ("strided", "tile", "strided")):
+        with set_current_vllm_config(config := VllmConfig()):
+            for layout in layouts:
+                note(pack_facts(Scheme(4, 128), 256, 256, layout))
+        hashes.append(config.compute_hash())
+    assert len(set(hashes)) == 3
+    assert hashes[2] == hashes[3]

@@ -246,7 +246,8 @@ def install() -> None:
                 sys.modules[path].__path__ = []
         for member in members:
             setattr(sys.modules[name], member, getattr(here, member))
-    sys.modules["vllm.config"].get_current_vllm_config = None  # asked on a GPU only
+    config = types.SimpleNamespace(additional_config={})  # the rest is asked for on a GPU only
+    sys.modules["vllm.config"].get_current_vllm_config = lambda: config
     parameter = types.ModuleType("vllm.model_executor.parameter")
     parameter.PackedvLLMParameter = parameter.GroupQuantScaleParameter = ColumnAndRow
     parameter.ChannelQuantScaleParameter = Column
