@@ -4,41 +4,49 @@ from typing import Any
 
 from pages import RESULTS, Row, part, read, shown, table
 
-SPEED, QUALITY, OWN, HTTP, EXPERTS = (
-    f"h200/{name}.json" for name in ("vllm_8b", "vllm_quality", "serve_8b", "serve_http_8b", "experts")
-)
+SPEED = "h200/vllm_8b*.json"  # a run of vllm_speed.py each
+QUALITY, OWN, HTTP, EXPERTS = (f"h200/{name}.json" for name in ("vllm_quality", "serve_8b", "serve_http_8b", "experts"))
+WHOSE = {"export": "vLLM's", "lowq": "lowq's"}
 
 
-def rows_of(bits: str, kernels: str, what: str) -> list[Row]:
-    """The rows of one run."""
-    runs = read(SPEED)["runs"]
-    return [
-        row for run in runs if (run["bits"], run["kernels"]) == (bits, kernels) for row in run["rows"] if row["what"] == what
-    ]
+def reports() -> list[tuple[str, Row, dict[str, Row]]]:
+    """(bits, report, its engines by kernels) of every width in every file, the widest first; only one file's are compared."""
+    found = []
+    for path in RESULTS.glob(SPEED):
+        report = read(str(path.relative_to(RESULTS)))
+        # a run with fewer batches than another of its file was cut off: left out
+        most = max(len(rows(run, "decode")) for run in report["runs"])
+        runs = [run for run in report["runs"] if len(rows(run, "decode")) == most]
+        widths = {run["bits"] for run in runs}
+        found += [(bits, report, {r["kernels"]: r for r in runs if r["bits"] == bits}) for bits in widths]
+    return sorted(found, key=lambda r: (-int(r[0]), r[1]["date"]))
+
+
+def rows(run: Row | None, what: str) -> list[Row]:
+    """The rows of a run that measure `what`; none of no run."""
+    return [row for row in run["rows"] if row["what"] == what] if run else []
 
 
 @part
 def vllm_speed() -> str:
     """Tokens per second by both kernels, and what else an engine took."""
-    report, lines = read(SPEED), []
-    for bits in sorted({run["bits"] for run in report["runs"]}, key=int, reverse=True):
-        export, own = ({r["batch"]: r for r in rows_of(bits, kernels, "decode")} for kernels in ("export", "lowq"))
-        for batch, row in own.items():
-            theirs = export.get(batch)
-            lines.append((f"{bits} bits", f"{batch} x {row['prompt']} + {row['new']} new", *pair(theirs, row)))
-        for theirs, row in zip(rows_of(bits, "export", "prefill"), rows_of(bits, "lowq", "prefill"), strict=False):
-            lines.append((f"{bits} bits", f"prompts of {row['batch']} x {row['prompt']:,}", *pair(theirs, row)))
-    where = f"one {report['device']}, vLLM {report['vllm']}, torch {report['torch']}, {report['date'][:10]}"
-    facts = f"8B, Llama 3.1's shape, random weights, groups of 128, 16-bit head and fp16; {where}; "
-    facts += "tokens per second, the reading of prompts in the time of answers:"
-    starts = {run["kernels"]: run for run in report["runs"]}
-    whose = {"export": "vLLM's kernels", "lowq": "lowq's"}
-    end = "".join(
-        f"{whose[kernels]}: start {run['start_s']:.0f} s, weights {run['weights_gb']:.2f} GB. "
-        for kernels, run in starts.items()
+    lines, ends = [], []
+    for bits, report, runs in reports():
+        export, own = runs.get("export"), runs.get("lowq")
+        theirs = {r["batch"]: r for r in rows(export, "decode")}
+        for row in rows(own, "decode"):
+            work = f"{row['batch']} x {row['prompt']} + {row['new']} new"
+            lines.append((f"{bits} bits", work, *pair(theirs.get(row["batch"]), row)))
+        for long, row in zip(rows(export, "prefill"), rows(own, "prefill"), strict=False):
+            lines.append((f"{bits} bits", f"prompts of {row['batch']} x {row['prompt']:,}", *pair(long, row)))
+        where = f"{report['device']}, vLLM {report['vllm']}, torch {report['torch']}, {report['date'][:10]}"
+        took = (f"{WHOSE[k]} kernels start {r['start_s']:.0f} s, weights {r['weights_gb']:.2f} GB" for k, r in runs.items())
+        ends.append(f"- {bits} bits: {where}; {'; '.join(took)}.\n")
+    facts = (
+        "8B, Llama 3.1's shape, random weights, groups of 128, 16-bit head and fp16; tokens per second, the reading of prompts "
     )
     columns = ("weights", "work", ">vLLM's kernels", ">lowq's", ">ratio")
-    return f"{facts}\n\n{table(columns, lines)}\n{end.strip()}\n"
+    return f"{facts}in the time of answers:\n\n{table(columns, lines)}\n{''.join(ends)}"
 
 
 def pair(theirs: Row | None, own: Row) -> tuple[str, str, str]:
@@ -59,26 +67,26 @@ PLACES = {  # what a kernel does -> words in its name, the first that fit: Trito
 def vllm_step() -> str:
     """Where the GPU's time goes in a step, by both kernels."""
     lines = []
-    for kernels, whose in (("export", "vLLM's"), ("lowq", "lowq's")):
-        for row in rows_of("4", kernels, "step"):
+    for bits, _, runs in reports():
+        steps = [(row["batch"], whose, row) for k, whose in WHOSE.items() for row in rows(runs.get(k), "step")]
+        for batch, whose, row in sorted(steps, key=lambda step: step[0]):
             us = dict.fromkeys(PLACES, 0.0)
             for k in row["kernels"]:
                 if place := next((p for p, words in PLACES.items() if any(w in k["kernel"] for w in words)), None):
                     us[place] += k["us"]
             rest = row["busy_us"] - sum(us.values())
-            lines.append((row["batch"], whose, *(f"{v:,.0f}" for v in (*us.values(), rest, row["busy_us"]))))
-    return table(
-        (">sequences", "kernels", *(f">{p}" for p in PLACES), ">rest", ">us in all"), sorted(lines, key=lambda r: r[0])
-    )
+            lines.append((f"{bits} bits", batch, whose, *(f"{v:,.0f}" for v in (*us.values(), rest, row["busy_us"]))))
+    return table(("weights", ">sequences", "kernels", *(f">{p}" for p in PLACES), ">rest", ">us in all"), lines)
 
 
 def users_of_engines() -> dict[str, dict[int, Row]]:
-    """The rows of the closed loop by number of users: lowq's own engine, and vLLM by both kernels."""
+    """The rows of the closed loop by number of users, 4 bits: lowq's own engine, and vLLM by both kernels."""
     engines: dict[str, dict[int, Row]] = {}
     if (RESULTS / OWN).is_file():
         engines["lowq's own engine"] = {r["users"]: r for key, r in read(OWN).items() if key.startswith("users_")}
+    four = [runs for bits, _, runs in reports() if bits == "4"][-1]
     for kernels, engine in (("export", "vLLM, its kernels"), ("lowq", "vLLM, lowq's")):
-        engines[engine] = {r["users"]: r for r in rows_of("4", kernels, "users")}
+        engines[engine] = {r["users"]: r for r in rows(four[kernels], "users")}
     return engines
 
 
