@@ -21,7 +21,7 @@ from lowq_cli.engine.reading import Reader
 from lowq_cli.files import family_tensors
 from lowq_cli.files.family_config import ACTS, Config, NotPlain, read_config
 from lowq_cli.files.family_tensors import EMBED, HEAD, NORM, Matrix, Place
-from lowq_cli.files.packed import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
+from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
 from lowq_cli.files.quant_config import METHOD, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Source

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.files import packed
+from lowq_cli.files import packed_tensors
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json
@@ -254,7 +254,7 @@ def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> Checkpoin
     form = stored(layout)
     assert form.shapes
     dims = len(form.shapes(scheme, form.row_step, scheme.group_size)[1])
-    dtypes = packed.COMPANIONS if scheme.scale == "float" else packed.BYTES
+    dtypes = packed_tensors.COMPANIONS if scheme.scale == "float" else packed_tensors.BYTES
     for leaf, companion in zip(COMPANIONS, (scales, zeros), strict=False):
         if companion is None:
             continue
@@ -263,12 +263,12 @@ def _packed(source: Source, name: str, scheme: Scheme, layout: str) -> Checkpoin
             raise DamagedError(
                 f"{name}.{leaf} is {companion.dtype} {list(companion.shape)}, which does not fit words {list(words.shape)}"
             )
-    if table and (table.shape, table.dtype) != ((1, scheme.table_width), packed.TABLES[0]):
+    if table and (table.shape, table.dtype) != ((1, scheme.table_width), packed_tensors.TABLES[0]):
         raise DamagedError(
             f"{name}.weight_table is {table.dtype} {list(table.shape)}; {scheme} has F32 [1, {scheme.table_width}]"
         )
     G = scales.shape[1]
-    N, K = packed.rows(Stored(scheme, layout), words.shape), G * scheme.group_size
+    N, K = packed_tensors.rows(Stored(scheme, layout), words.shape), G * scheme.group_size
     if 0 in (N, G) or scheme.groups(K) != G or form.shapes(scheme, N, K) != (words.shape, scales.shape):
         wanted = " and ".join(str(list(shape)) for shape in form.shapes(scheme, N, K)) if N and G else "at least one group"
         raise DamagedError(

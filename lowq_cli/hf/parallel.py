@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lowq_cli.files.sharding import column_problem, row_problem, table_problem
+from lowq_cli.files.tensor_parallel import column_problem, row_problem, table_problem
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.expert_kinds import Kind
 from lowq_cli.hf.experts import QuantExperts

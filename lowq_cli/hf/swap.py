@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
 
-from lowq_cli.files.packed import SCALE, TABLE, WEIGHT, ZERO, rows, tensors
+from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, rows, tensors
 from lowq_cli.files.quant_config import Stored, compact, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
 from lowq_cli.files.source import Cut

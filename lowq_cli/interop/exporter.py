@@ -21,8 +21,8 @@ from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpo
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import TensorHeader
-from lowq_cli.files.sharding import fused_name, fusion_problems, shard_problems
-from lowq_cli.files.shards import SafetensorsWriter, name_of, to_json
+from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
+from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable

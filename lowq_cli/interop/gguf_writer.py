@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from lowq_cli.files import shards
+from lowq_cli.files import safetensors_writer
 from lowq_cli.files.atomic import publish, writing
 from lowq_cli.files.folder import unfinished
 from lowq_cli.interop.gguf_file import GgufTensor, finish_tensor
@@ -69,7 +69,7 @@ class GgufWriter:
                 self.file.write(part)
             finish_tensor(self.file, row, self.file.tell() - start)
             self.finished += 1
-            if self.file.tell() - self.synced >= shards.SHARD:
+            if self.file.tell() - self.synced >= safetensors_writer.SHARD:
                 self.file.flush()
                 os.fsync(self.file.fileno())
                 self.synced = self.file.tell()

@@ -18,7 +18,7 @@ from lowq_cli.files.checkpoint import is_checkpoint
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.regular import read_regular
-from lowq_cli.files.shards import SafetensorsWriter, to_json
+from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
 from lowq_packers import home

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from lowq_cli import quantizers
-from lowq_cli.files import packed
+from lowq_cli.files import packed_tensors
 from lowq_cli.files.family_tensors import known_roles
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import TIED, Role
@@ -311,7 +311,7 @@ def _quantized(c: Candidate, decision: Decision, recipe: Recipe, scales: str, sh
     scheme = decision.scheme
     assert scheme is not None, c.name  # parts of one tensor agree: _check_targets
     layout, why = _layout(c, scheme, recipe, shared)
-    tensors = packed.tensors(Stored(scheme, layout), *c.shape).items()
+    tensors = packed_tensors.tensors(Stored(scheme, layout), *c.shape).items()
     outputs = [(c.name + n, TensorHeader(shape, scales if scales in dtypes else dtypes[0])) for n, (shape, dtypes) in tensors]
     method = recipe.method_for(scheme.bits, scheme.group_size, c.kind)
     quantizers.check_scheme(method, scheme)

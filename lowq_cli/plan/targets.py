@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.files.sharding import fusion_problems
+from lowq_cli.files.tensor_parallel import fusion_problems
 from lowq_cli.plan.table_formats import TABLE_FORMATS
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Scheme

@@ -1,7 +1,7 @@
 """The streaming run: `prepare` plans it, `run` goes tensor by tensor: read -> quantize -> pack -> write, and yields events.
 
 No model is built: one slab of one tensor is in memory at a time. Run again after a kill, it continues, and leaves the same
-bytes as an uninterrupted run (see writer.py). The same input, recipe and kind of device give the same bytes; calibrated
+bytes as an uninterrupted run (see output_folder.py). The same input, recipe and kind of device give the same bytes; calibrated
 methods also need as many threads, over which torch shares out the sums of their products.
 """
 
@@ -24,16 +24,16 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate.need import identity
 from lowq_cli.calibrate.texts import BUNDLED, Text
 from lowq_cli.files.regular import read_regular
-from lowq_cli.files.shards import to_json
+from lowq_cli.files.safetensors_writer import to_json
 from lowq_cli.files.source import CONFIG, INDEX, REPORT, Source
 from lowq_cli.plan.plan import Item, Plan, Shard, index_json, output_config
 from lowq_cli.plan.planner import SHARD_SIZE
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import transform
 from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, TensorDone
+from lowq_cli.run.output_folder import OutputFolder, ShardFile, output_names
 from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.report import known_result, make_report, result_of
-from lowq_cli.run.writer import OutputFolder, ShardFile, output_names
 from lowq_cli.workers import in_order, on_free_device
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 

@@ -19,7 +19,7 @@ from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, new_folder
 from lowq_cli.files.regular import read_regular
-from lowq_cli.files.shards import SafetensorsWriter, to_json
+from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop import exporter
 from lowq_cli.interop.exported import Exported, Progress

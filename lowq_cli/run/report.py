@@ -14,7 +14,7 @@ from lowq_cli.files.source import REPORT, Source
 from lowq_cli.memory import peak_rss
 from lowq_cli.plan.plan import Plan
 from lowq_cli.run.events import Result
-from lowq_cli.run.writer import OutputFolder, ShardFile
+from lowq_cli.run.output_folder import OutputFolder, ShardFile
 from lowq_packers.errors import DamagedError
 
 WORST = 5

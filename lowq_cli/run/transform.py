@@ -14,7 +14,7 @@ from lowq_cli.plan.rows import read_rows
 from lowq_cli.quantizers._slabs import UNHELD, unheld
 from lowq_cli.quantizers._table_fit import Companion
 from lowq_cli.run.budget import scale_dtype, slab_rows
-from lowq_cli.run.writer import ShardFile
+from lowq_cli.run.output_folder import ShardFile
 from lowq_packers import fp8
 from lowq_packers.errors import DamagedError
 from lowq_packers.layouts import pack, stored

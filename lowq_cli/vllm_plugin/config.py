@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from lowq_cli.files.quant_config import METHOD, expand_stored
-from lowq_cli.files.sharding import DENSE_TABLE
+from lowq_cli.files.tensor_parallel import DENSE_TABLE
 from lowq_cli.vllm_plugin.embedding import LowqTableMethod, LowqTiedHeadMethod
 from lowq_cli.vllm_plugin.experts import LowqExpertsMethod
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod

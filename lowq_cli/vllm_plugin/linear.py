@@ -13,7 +13,7 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
 
-from lowq_cli.files.sharding import row_problem
+from lowq_cli.files.tensor_parallel import row_problem
 from lowq_cli.vllm_plugin.warm import warm
 from lowq_kernels.counters import reserve
 from lowq_kernels.dispatch.layouts import best_layout

@@ -11,7 +11,7 @@ from exported import FLOAT, HEAD, INT4, SYM, dense_tensors
 from safetensors.torch import load_file, save_file
 
 from lowq_cli import main
-from lowq_cli.files import shards
+from lowq_cli.files import safetensors_writer
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.exporter import encoded, export, exportable
@@ -54,7 +54,7 @@ def test_an_export_opens_as_the_weights_that_the_checkpoint_stands_for(bf16_chec
 
 
 def test_several_files_and_an_index(bf16_checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD", 20_000)
+    monkeypatch.setattr(safetensors_writer, "SHARD", 20_000)
     made = bf16_checkpoints("llama", SYM)
     export(made.packed, "compressed-tensors", tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowq_cli import main
-from lowq_cli.files import shards
+from lowq_cli.files import safetensors_writer
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import open_foreign
@@ -23,9 +23,9 @@ SMALL_FILES = 12_000  # bytes of a shard, so that an export has many
 KILLED = """
 import os, signal, sys
 from lowq_cli import main
-from lowq_cli.files import shards
+from lowq_cli.files import safetensors_writer
 from lowq_cli.interop.exporter import export
-shards.SHARD = int(sys.argv[4])
+safetensors_writer.SHARD = int(sys.argv[4])
 def progress(percent, name):
     progress.count += 1
     if progress.count == int(sys.argv[5]):
@@ -41,7 +41,7 @@ def contents(folder):
 
 def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, tmp_path, monkeypatch):
     made = family_checkpoints("llama", "bfloat16", SCHEMES)
-    monkeypatch.setattr(shards, "SHARD", SMALL_FILES)
+    monkeypatch.setattr(safetensors_writer, "SHARD", SMALL_FILES)
     export(made.packed, "compressed-tensors", tmp_path / "whole")
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
     out, read = tmp_path / "out", []
@@ -61,7 +61,7 @@ def test_a_killed_export_goes_on_and_leaves_the_same_files(family_checkpoints, t
 
 def test_what_another_export_left_is_not_gone_on_with(family_checkpoints, tmp_path, monkeypatch):
     made = family_checkpoints("llama", "bfloat16", SCHEMES)
-    monkeypatch.setattr(shards, "SHARD", SMALL_FILES)
+    monkeypatch.setattr(safetensors_writer, "SHARD", SMALL_FILES)
 
     def stop(percent, name):
         if percent > 50:
@@ -138,7 +138,7 @@ def test_a_bias_that_was_written_does_not_stand_for_its_matrix(family_checkpoint
     """In fp32 a checkpoint's biases come before their matrices."""
     recipe = make_recipe(bits=4, method="rtn", group=32, zero="none")
     list(pipeline.run(family_checkpoints("qwen2").dense, recipe, tmp_path / "q"))
-    monkeypatch.setattr(shards, "SHARD", 1)  # a file each
+    monkeypatch.setattr(safetensors_writer, "SHARD", 1)  # a file each
     export(tmp_path / "q", "compressed-tensors", tmp_path / "whole")
 
     def stop(percent, name, seen=[]):  # noqa: B006 (kept between the calls)

@@ -7,7 +7,7 @@ import pytest
 from exported import SYM
 
 import lowq
-from lowq_cli.files.sharding import fusion_problems, shard_problems
+from lowq_cli.files.tensor_parallel import fusion_problems, shard_problems
 from lowq_cli.interop.exporter import export
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.scheme import Scheme

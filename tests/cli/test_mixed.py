@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from lowq_cli.calibrate import mixed, sensitivity
 from lowq_cli.calibrate.texts import Text
-from lowq_cli.files.sharding import fusion_problems
 from lowq_cli.files.source import open_source
+from lowq_cli.files.tensor_parallel import fusion_problems
 from lowq_cli.main import app
 from lowq_cli.plan.planner import free_candidates, make_plan
 from lowq_cli.plan.recipe import make_recipe

@@ -21,7 +21,7 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import JOURNAL
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import writer
+from lowq_cli.run import output_folder
 from lowq_cli.run.pipeline import Finished, TensorDone, quantize, run
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, NotFoundError, UsageError
 
@@ -350,6 +350,6 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):
 
 def test_a_broken_log_does_not_hide_the_reason(tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / writer.LOG).mkdir()
+    (tmp_path / "out" / output_folder.LOG).mkdir()
     with pytest.raises(LowqError, match=r"lowq\.log"):
         quantize("demo", tmp_path / "out")

@@ -10,7 +10,7 @@ import torch
 from lowq_cli import state
 from lowq_cli.engine import bandwidth
 from lowq_cli.files.source import open_source
-from lowq_cli.run.writer import writing
+from lowq_cli.run.output_folder import writing
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 

@@ -1,4 +1,4 @@
-// What crosses the C ABI: packed.py fills this struct, field by field.
+// What crosses the C ABI: native.py fills this struct, field by field.
 #pragma once
 #include <cstdint>
 
