@@ -30,7 +30,7 @@ WIDE = 8  # warps of a block where blocks fill the GPU
 CLUSTER = 8  # blocks: what every GPU with clusters allows
 MOST_PER_SM = 1  # key heads of all sequences together, where blocks fill the GPU
 MOST_HEADS = 32  # key heads of all sequences together, of short caches
-PER_SM = {"16": 1, "fp8": 1, "4": 1}  # blocks that run side by side where blocks fill the GPU
+SYSTEM = 1 << 10  # bytes of shared memory that every block takes beside its own
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
 
 
@@ -39,13 +39,15 @@ def _ring(D: int, warps: int, kv: str = PLAIN) -> int:
     return TILES[kv] * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
 
 
-def _dynamic(D: int, warps: int, kv: str, fills: bool, on: gpu.Gpu) -> int:
-    """Bytes of shared memory that a block asks for: so many that no more than PER_SM of them fit an SM.
+def _shared(D: int, G: int, warps: int, kv: str, fills: bool, on: gpu.Gpu) -> int:
+    """Bytes of shared memory that a launch asks for beside what attend.cu declares: so many that no two of its blocks fit an SM
+    where they fill the GPU.
 
     The next layer's blocks come while this one's still run, and go where there is room: two on an SM that was idle, of which
-    each then has half (4 bits, 128,000 slots: 117 us for 71).
+    each then has half (4 bits, 128,000 slots: 117 us for 65).
     """
-    return max(_ring(D, warps, kv), on.smem_sm // (PER_SM[kv] + 1) + 1 if fills else 0)
+    declared = 4 * warps * G * (D + 6) + 16
+    return max(_ring(D, warps, kv), on.smem_sm // 2 + 1 - declared - SYSTEM if fills else 0)
 
 
 def _fills(S: int, D: int, on: gpu.Gpu, kv: str = PLAIN) -> bool:
@@ -104,7 +106,7 @@ def attend(
     on = gpu.here(qkv.device.index)
     warps, cluster = (WIDE, 1) if _fills(S, h.D, on, kv) else (4, CLUSTER)
     G, heads = h.HQ // h.HKV, B * h.HKV
-    blocks = max(1, PER_SM[kv] * on.sms // heads) if cluster == 1 else cluster
+    blocks = max(1, on.sms // heads) if cluster == 1 else cluster
     partial = arrived = None
     if cluster == 1 and blocks > 1:
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
@@ -113,12 +115,12 @@ def attend(
         qkv = place(qkv, (k_cache, v_cache), pos, cos, sin, h, norm, table)
         R, norm = h.D, 0  # what `place` has done already is not compiled in
     instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster, page, NUMBERS[kv])
-    ring = _dynamic(h.D, warps, kv, cluster == 1, on)
-    kernel = _kernel(instance, qkv.device.index, warps, ring, cluster, launch.enabled)
+    shared = _shared(h.D, G, warps, kv, cluster == 1, on)
+    kernel = _kernel(instance, qkv.device.index, warps, shared, cluster, launch.enabled)
     kernel(
         blocks,
         heads,
-        ring,
+        shared,
         *(t.data_ptr() for t in (qkv, numbers(k_cache), numbers(v_cache), pos)),
         0 if table is None else table.data_ptr(),
         cos.data_ptr(),

@@ -20,11 +20,13 @@ try:
 except ModuleNotFoundError:
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
 import emulation
-import lowq_kernels.gpu
 import simt
 from emulation import error
+from lowq_kernels import gpu
+from lowq_kernels.cuda.nvrtc import compiled
 from lowq_kernels.decode import kv, reference
 from lowq_kernels.decode.attend import AttendCall
+from lowq_kernels.decode.kv_triton import NUMBERS
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
 from lowq_kernels.modules.stack import ExpertsCall
@@ -82,16 +84,16 @@ LAYERS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def gpu():
+def a_gpu():
     """Where there is none, launchers see a GPU of capability 9.0 behind CPU tensors; all instances are built at once."""
     if DEVICE == "cuda":
         yield
         return
     modules = (attend_cuda, place_cuda, mixture)
     patches = [mock.patch.object(m, "Kernel", simt.Kernel) for m in modules]
-    here = dataclasses.replace(lowq_kernels.gpu.HOPPER, sms=SMS, clusters=())
-    patches.append(mock.patch.object(lowq_kernels.gpu, "capability", return_value=here.capability))
-    patches += [mock.patch.object(lowq_kernels.gpu, name, return_value=here) for name in ("here", "of")]
+    here = dataclasses.replace(gpu.HOPPER, sms=SMS, clusters=())
+    patches.append(mock.patch.object(gpu, "capability", return_value=here.capability))
+    patches += [mock.patch.object(gpu, name, return_value=here) for name in ("here", "of")]
     for p in patches:
         p.start()
     for m in modules:
@@ -280,6 +282,15 @@ def test_heads_it_does_not_take_go_to_triton(changed, why):
         registry.forget_choices()
         assert select(call)[0].name == ("cuda/attend" if why is None else "triton/attend")
     registry.forget_choices()
+
+
+@pytest.mark.parametrize(("kind", "G"), [("16", 4), ("fp8", 8), ("4", 4), ("4", 1)])
+def test_one_block_fits_an_sm(kind, G):
+    on, instance = gpu.HOPPER, attend_cuda.expression(0, 128, 128, G, 0, attend_cuda.WIDE, 1, 0, NUMBERS[kind])
+    asked = attend_cuda._shared(128, G, attend_cuda.WIDE, kind, True, on)
+    block = compiled("attend.cu", instance, on.arch).resources["smem"] + asked
+    assert block <= on.smem_block
+    assert 2 * (block + attend_cuda.SYSTEM) > on.smem_sm
 
 
 EXPERTS = named("cuda/experts")

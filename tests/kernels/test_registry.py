@@ -11,6 +11,7 @@ from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Call, kernels, refusals, select
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.products.cpu import native
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import LAYOUTS
 from lowq_packers.qtensor import QuantizedTensor
@@ -63,6 +64,9 @@ def test_a_kernel_can_be_forced_and_a_wrong_name_lists_the_right_ones(monkeypatc
         select(CPU, "cpu/int4")
 
 
+OWN_CPU = ("cpu/packed", "cpu/packed_int8", "cpu/table")
+
+
 @pytest.mark.parametrize("by_environment", [False, True])
 @pytest.mark.parametrize("name", sorted(kernels()))
 def test_a_weight_is_packed_for_the_kernel_that_is_asked_for_by_name(name, by_environment, monkeypatch):
@@ -76,7 +80,11 @@ def test_a_weight_is_packed_for_the_kernel_that_is_asked_for_by_name(name, by_en
         scheme = Scheme(bits, 128, spec.zeros[0], "" if "" in spec.tables else spec.tables[-1])
         layout = best_layout(scheme, 4096, 4096, dtype, device, kernel=kernel)
         call = Call(max(1, spec.m_range[0]), 4096, 4096, scheme, layout, dtype, device.type, (9, 0), spec.acts[0])
-        assert select(call, kernel)[0].name == name
+        if name in OWN_CPU and native.library() is None:
+            with pytest.raises(UnsupportedError, match="own CPU kernels are not in use"):
+                select(call, kernel)
+        else:
+            assert select(call, kernel)[0].name == name
 
 
 @pytest.mark.parametrize("name", sorted(n for n, s in kernels().items() if s.reproduction))
