@@ -1,13 +1,18 @@
-"""docs/decode.md: tokens per second of whole models. Results: h100/{decode_*,first_token}.json,
+"""docs/decode.md: tokens per second of whole models. Results: {h200,h100}/decode_*.json, h100/first_token.json,
 */same_tokens_*.json, h200/attention.json."""
 
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 from pages import RESULTS, Row, part, read, shown, table
 
 MODELS = {
     "8b": "8B, Llama 3.1's shape",
+    "8b_prompt4400": "8B after a long prompt",
+    "8b_prompt32000": "8B after a very long prompt",
+    "8b_tables": "8B of table weights, beside 4 bits without zeros",
+    "gpt-oss-20b": "gpt-oss-20b's shape: 4 of 32 experts a token",
     "1b": "1B, Llama 3.2's shape (tied head)",
     "70b": "70B, Llama 3.1's shape",
     "30b-a3b": "30B mixture, Qwen3-30B-A3B's shape: 8 of 128 experts a token",
@@ -67,10 +72,10 @@ def other_runs(rows: Iterable[Row]) -> str:
 def decode() -> str:
     """One or two tables a model."""
     parts = []
-    for model, title in MODELS.items():
-        if not (RESULTS / "h100" / f"decode_{model}.json").is_file():
+    for gpu, (model, title) in product(("h200", "h100"), MODELS.items()):
+        if not (RESULTS / gpu / f"decode_{model}.json").is_file():
             continue
-        report = read(f"h100/decode_{model}.json")
+        report = read(f"{gpu}/decode_{model}.json")
         rows = sorted((r for r in report["rows"] if "error" not in r), key=lambda r: order(r["variant"]))
         about = f"{report['device']}, prompt {report['prompt']}, {report['date'][:10]}, torch {report['versions']['torch']}"
         parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
