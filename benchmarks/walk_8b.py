@@ -3,8 +3,8 @@
     python benchmarks/walk_8b.py                      # on a GPU; 35 GB of disk; --folder /dev/shm for memory
     python benchmarks/walk_8b.py --shape tiny         # the same steps on a CPU in a minute or two, to see that they work
 
-The model is written first, so its files are in the page cache. Each command is a process of its own in a home of its own; the
-first `generate` compiles kernels, a later one finds them. A step that fails is told, with the end of its stderr, and exits 1.
+The model is written first, so its files are in the page cache. Each command is a process of its own in a home of its own; a row
+says how many kernels it compiled. A step that fails is told, with the end of its stderr, and exits 1.
 With --only the result file keeps its other rows, each with the date of its run.
 """
 
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 NEW = "--prompt Once --max-new-tokens"
 TUNED = (("generate, 512 tokens", f"generate CKPT {NEW} 512"), ("tune", "tune CKPT"))
 TUNED += (("generate, 512 tokens, tuned", f"generate CKPT {NEW} 512"),)
-FIRST = ("generate, 1 token, kernels not compiled yet", f"generate CKPT {NEW} 1")
+FIRST = ("generate, 1 token, the first after quantize", f"generate CKPT {NEW} 1")
 ONE = ("generate, 1 token", FIRST[1])
 FEWER = tuple((f"{what}; 2 bits g64", line.replace("CKPT", "CKPT2")) for what, line in (FIRST, *TUNED))
 STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint, CKPT2 the 2-bit one
@@ -125,7 +125,7 @@ def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
             command = [sys.executable, "-c", f"import torch; torch.zeros(1, device={device!r})"]
         elif line.split()[0] in ("generate", "run", "eval", "tune", "quantize", "compare"):
             command += ["--device", device]
-        began = time.perf_counter()
+        there, began = kernels(work), time.perf_counter()
         done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
         seconds = round(time.perf_counter() - began, 2)
         told = next((row for row in reversed(done.stderr.splitlines()) if " new token" in row or " written in " in row), "")
@@ -133,11 +133,17 @@ def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
             what = FIRST[0]
         compiled |= line.startswith("generate CKPT ")
         row = {"what": what, "command": f"lowq {line}" if line else "", "seconds": seconds, "said": told}
-        print(f"{seconds:7.2f} s  {what}  {told}", flush=True)
+        row["compiled"] = kernels(work) - there
+        print(f"{seconds:7.2f} s  {what}  {row['compiled']} kernels compiled  {told}", flush=True)
         if done.returncode:
             row["exit_code"] = done.returncode
             print(done.stderr[-2000:], flush=True)
         yield row
+
+
+def kernels(work: Path) -> int:
+    """How many compiled kernels lie in the caches: NVRTC's and Triton's."""
+    return sum(1 for pattern in ("cache/lowq/cubin/*", "triton/*/*.cubin") for _ in work.glob(pattern))
 
 
 def write(folder: Path, shape: str, device: str) -> int:

@@ -13,10 +13,12 @@ and is compiled anew; a home that is not there or cannot be written to only cost
 import ctypes
 import hashlib
 import re
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
@@ -125,12 +127,16 @@ def compiled(file: str, expression: str, arch: str) -> Cubin:
     path = None
     with suppress(NotFoundError):  # a user of no home
         path = cache_dir() / "cubin" / _key(file, expression, arch)
-    cubin = _read(path) if path else None
-    if cubin is None:
-        cubin = _compile(file, expression, arch)
-        if path:
-            _write(path, cubin)
+    with _one_at_a_time[file, expression, arch]:  # of threads that ask for the same one, the second finds it written
+        cubin = _read(path) if path else None
+        if cubin is None:
+            cubin = _compile(file, expression, arch)
+            if path:
+                _write(path, cubin)
     return cubin
+
+
+_one_at_a_time: defaultdict[tuple[str, str, str], Lock] = defaultdict(Lock)
 
 
 def _compile(file: str, expression: str, arch: str) -> Cubin:

@@ -1,10 +1,11 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 import inspect
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from textwrap import fill
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -196,7 +197,8 @@ def quantize(
             return
         from lowq_cli.run.pipeline import execute
 
-        result = follow(execute(prepared, fresh), prepared.plan)
+        with compiling(prepared):
+            result = follow(execute(prepared, fresh), prepared.plan)
     state.remember(prepared.out)
     if not as_json:
         _show_result(result, prepared.plan.recipe, engine, to)
@@ -206,6 +208,28 @@ def quantize(
         console.out_json({**result.to_json(), "parameters": prepared.plan.params, **_bound(prepared), **more})
     elif exported:
         export.show(exported)
+
+
+@contextmanager
+def compiling(prepared: "Prepared") -> Iterator[None]:
+    """On a GPU, compile meanwhile what will decode the checkpoint; the end waits for kernels in work and begins no others."""
+    if not str(prepared.workers[0]).startswith("cuda"):
+        yield
+        return
+    stop = Event()
+
+    def work() -> None:
+        from lowq_cli.serving.ahead import compile_ahead  # in this thread: half a second of imports
+
+        compile_ahead(prepared, stop.is_set)
+
+    thread = Thread(target=work, name="lowq-ahead", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _bound(prepared: "Prepared") -> dict[str, Any]:

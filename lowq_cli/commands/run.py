@@ -66,7 +66,7 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
     with ExitStack() as stack:
         wake(device)
         with console.status(f"reading {model}"):
-            from lowq_cli.commands.quantize import maker
+            from lowq_cli.commands.quantize import compiling, maker
             from lowq_cli.interop.foreign import open_foreign
             from lowq_cli.plan.plan import default_out
             from lowq_cli.run.pipeline import execute, prepare
@@ -81,7 +81,8 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
         plan = prepared.plan
         size = console.size(plan.nbytes)
         console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
-        follow(execute(prepared), plan)
+        with compiling(prepared):
+            follow(execute(prepared), plan)
     return str(target)
 
 

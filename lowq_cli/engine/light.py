@@ -96,14 +96,14 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(ids) * torch.tensor(self.scalar_embed_scale, device=self.weight.device).to(self.weight.dtype)
 
 
-def read(source: Source, device: torch.device) -> LightModel:
-    """The model of an open source.
+def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> LightModel:
+    """The model of an open source, its tensors read by `by`.
 
     Raises NotPlain where it has to go by way of transformers, DoesNotFitError where the device's memory ends.
     """
     contents = contents_of(source, device)
     try:
-        return _read(source, contents, device)
+        return _read(source, contents, by(source, device))
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{source.name} does not fit into the memory of {device}; use fewer bits, or --device cpu") from e
 
@@ -224,9 +224,9 @@ class _FileTensors:
         return self.vector(router), experts
 
 
-def _read(source: Source, contents: Contents, device: torch.device) -> LightModel:
+def _read(source: Source, contents: Contents, reader: Reader) -> LightModel:
     """Read in threads: the files' bytes, then each weight into its layout."""
-    with Reader(source, device) as reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
+    with reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
         embed = pool.submit(_embedding, contents, reader)
         head = pool.submit(_linear, [contents.head], contents.dtype, reader) if contents.head else None
         futures = {

@@ -1,5 +1,6 @@
 """The cache of an engine: as many blocks as there is room for beside the largest pass, which is run to see what it takes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,13 +74,23 @@ def _passes(decoder: FusedDecoder, most: int, longest: int, blocks: int, fixed: 
     return Passes(decoder, Rows(most + READERS, width, decoder.device), most, caches, width * BLOCK, fixed)
 
 
+def trial_passes(decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> Passes:
+    """Passes over two blocks that are nobody's."""
+    passes = _passes(decoder, most, longest, LEAST, fixed)
+    passes.rows.flush()
+    return passes
+
+
+def launches(model: Any, trial: Passes) -> list[Callable[[], object]]:
+    """One launch of each kernel that passes of every size take."""
+    rows = {M for _, M in trial.recorded()} | set(trial.totals)
+    return [*products(model, trial.decoder, rows), *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
+
+
 def _room(model: Any, decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> tuple[int, Pace]:
     """Bytes that are left beside the largest pass, and how long passes take. Compiles the kernels of all passes on the way."""
-    trial = _passes(decoder, most, longest, 2, fixed)
-    trial.rows.flush()
-    rows = {M for _, M in trial.recorded()} | set(trial.totals)
-    steps = [partial(trial.forward, s, s, None, 0) for s in trial.sizes]
-    launch_all([*products(model, decoder, rows), *steps], lambda n, of: None)
+    trial = trial_passes(decoder, most, longest, fixed)
+    launch_all(launches(model, trial), lambda n, of: None)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,0 +1,88 @@
+"""Kernels of a checkpoint that is being written, compiled meanwhile: its first text and its server start as later ones do.
+
+A model is made of the plan's shapes, with one layer of each kind and whatever the GPU's memory holds for weights. What a
+text, a prompt of any length and a server launch is launched once, in threads; what that compiles stays in the caches on disk.
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from lowq_cli.engine import light, warm
+from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.prompts import context_limit
+from lowq_cli.engine.reading import Blank
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.family_config import read_config
+from lowq_cli.files.source import Source
+from lowq_cli.plan.plan import Item, Plan, output_config
+from lowq_cli.run.prepare import Prepared
+from lowq_cli.serving import paged
+from lowq_cli.serving.continuous import MOST
+from lowq_kernels.dispatch.precompile import launch_all
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+ROOM = 12 << 30  # free bytes of a GPU below which nothing is tried: logits of 4,096 rows take 1 GB a thread
+WAYS = (Sampling(), Sampling(temperature=1.0))
+
+
+def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
+    """Compile on the run's first GPU until `stopped()`. Raises nothing: whoever needs what failed here says what is wrong."""
+    device = torch.device(str(prepared.workers[0]))
+    with suppress(Exception), torch.inference_mode():
+        if torch.cuda.mem_get_info(device)[0] < ROOM:
+            return
+        source = stand_in(prepared.source, prepared.plan, prepared.out)
+        model = light.read(cast(Source, source), device, Blank)
+        launch_all([partial(_unless, stopped, one) for one in launches(model)], lambda n, of: None)
+
+
+def _unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:
+    if not stopped():
+        launch()
+
+
+def launches(model: Any) -> list[Callable[[], object]]:
+    """One launch of each kernel that texts one by one and a server take; those of the first text first."""
+    decoder, met = FusedDecoder(model), set[object]()
+    work = [one for way in WAYS for one in warm.launches(model, decoder, 1, 1, way, met)]
+    trial = paged.trial_passes(decoder, MOST["cuda"], context_limit(model) or paged.NO_LIMIT, False)
+    return work + paged.launches(model, trial)
+
+
+def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
+    """What `light.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each kind.
+
+    Raises NotPlain where the family is not a known one.
+    """
+    config = read_config(source.config, len(source.headers))[0]
+    types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
+    layers: dict[int, list[Item]] = {}
+    others = []
+    for item in plan.items:
+        found = LAYER.match(item.name)
+        (layers.setdefault(int(found[1]), []) if found else others).append(item)
+    kinds: dict[object, int] = {}
+    for i, items in layers.items():
+        kinds.setdefault((types[i], *sorted((LAYER.sub("", m.name), m.spelled or "") for m in items)), i)
+    items = [_moved(m, n) for n, i in enumerate(kinds.values()) for m in layers[i]] + others
+    small = output_config(source, replace(plan, items=tuple(items)))
+    small |= {"num_hidden_layers": len(kinds)} | ({"layer_types": [types[i] for i in kinds.values()]} if types[0] else {})
+    headers = {n: h for m in items for n, h in m.outputs}
+    return SimpleNamespace(name=source.name, folder=folder, config=small, headers=headers, mapped=lambda names: None)
+
+
+def _moved(item: Item, layer: int) -> Item:
+    """An item as that of another layer."""
+
+    def name(old: str) -> str:
+        return LAYER.sub(f"model.layers.{layer}.", old)
+
+    return replace(item, name=name(item.name), outputs=tuple((name(n), h) for n, h in item.outputs))

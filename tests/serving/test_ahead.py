@@ -1,0 +1,75 @@
+"""While a checkpoint is written, the kernels that will decode it are compiled: of its shapes, each kind of layer once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowq_cli.engine import light
+from lowq_cli.engine.reading import Blank
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run.prepare import prepare
+from lowq_cli.serving import ahead
+from lowq_kernels.modules import linear
+
+CPU = torch.device("cpu")
+
+
+def planned(folder, **recipe):
+    """The model that kernels are compiled with for the demo's plan, and the plan."""
+    with prepare("demo", make_recipe(None, **recipe), folder, "cpu") as prepared:
+        source = ahead.stand_in(prepared.source, prepared.plan, folder)
+        return light.read(source, CPU, Blank), prepared.plan
+
+
+def test_one_layer_of_each_kind(tmp_path):
+    uniform, plan = planned(tmp_path)
+    assert len(uniform.blocks.layers) == 1
+    assert uniform.blocks.layers[0].o.scheme == next(i.scheme for i in plan.items if "o_proj" in i.name)
+    mixed, plan = planned(tmp_path, overrides=["layers.2.mlp.down_proj=8", "layers.3.mlp.down_proj=8"])
+    assert len(plan.items) > 4 * len(uniform.blocks.layers)
+    assert [layer.mlp.down.scheme.bits for layer in mixed.blocks.layers] == [4, 8]
+
+
+def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
+    model, _ = planned(tmp_path)
+    seen = set()
+    whole = linear.matmul
+    monkeypatch.setattr(linear, "matmul", lambda x, p, *rest: seen.add((x.shape[0], p.N)) or whole(x, p, *rest))
+    with torch.inference_mode():
+        for launch in ahead.launches(model):
+            launch()
+    layer = model.blocks.layers[0]
+    for rows in (1, 2, 16, 128, 512, 4096):  # of a text's step, of a server's, of prompts
+        assert {m.out_features for m in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)} <= {
+            N for M, N in seen if rows == M
+        }
+
+
+def test_nothing_begins_once_it_is_stopped():
+    begun = []
+    ahead._unless(lambda: True, lambda: begun.append(1))
+    ahead._unless(lambda: False, lambda: begun.append(2))
+    assert begun == [2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_first_text_after_quantize_compiles_nothing(tmp_path):
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    env["TRITON_CACHE_DIR"] = str(tmp_path / "triton")
+
+    def lowq(*words):
+        subprocess.run([Path(sys.executable).with_name("lowq"), *words], env=env, check=True, capture_output=True)
+        return {p for kind in ("cache/lowq/cubin/*", "triton/*/*.cubin") for p in tmp_path.glob(kind)}
+
+    # gptq: long enough for all kernels of so small a model
+    before = lowq(
+        "quantize", "demo", "--method", "gptq", "--calib", "bundled", "--group", "32", "--out", str(tmp_path / "demo")
+    )
+    assert before
+    for prompt in ("Once", "Once upon a time there was a child who"):
+        assert lowq("generate", str(tmp_path / "demo"), "--prompt", prompt, "--max-new-tokens", "8") == before
