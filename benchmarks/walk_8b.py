@@ -9,6 +9,7 @@ With --only the result file keeps its other rows, each with the date of its run.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from pages import results_of
 from safetensors.torch import save_file
+from serve_http import Server, free_port
 
 from lowq_cli import demo
 
@@ -45,6 +47,7 @@ TUNED += (("generate, 512 tokens, tuned", f"generate CKPT {NEW} 512"),)
 FIRST = ("generate, 1 token, the first after quantize", f"generate CKPT {NEW} 1")
 ONE = ("generate, 1 token", FIRST[1])
 FEWER = tuple((f"{what}; 2 bits g64", line.replace("CKPT", "CKPT2")) for what, line in (FIRST, *TUNED))
+SERVE = ("serve, until it answers", "serve CKPT")
 STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint, CKPT2 the 2-bit one
     ("python, torch and a first tensor on the device", ""),
     ("doctor", "doctor"),
@@ -66,6 +69,7 @@ STEPS = (  # what a row is called, the command; CKPT is the 4-bit checkpoint, CK
     *FEWER,
     ("generate, 16 texts of 256 tokens, first time", "generate CKPT --prompts PROMPTS --batch 16 --max-new-tokens 256"),
     ("generate, 16 texts of 256 tokens", "generate CKPT --prompts PROMPTS --batch 16 --max-new-tokens 256"),
+    SERVE,
     *TUNED[1:],
 )
 
@@ -126,8 +130,11 @@ def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
         elif line.split()[0] in ("generate", "run", "eval", "tune", "quantize", "compare"):
             command += ["--device", device]
         there, began = kernels(work), time.perf_counter()
-        done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
-        seconds = round(time.perf_counter() - began, 2)
+        if line == SERVE[1]:
+            done, seconds = served([*command, "--device", device], env, work)
+        else:
+            done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, check=False)
+            seconds = round(time.perf_counter() - began, 2)
         told = next((row for row in reversed(done.stderr.splitlines()) if " new token" in row or " written in " in row), "")
         if (what, line) == ONE and not compiled:  # --only left out the step before it
             what = FIRST[0]
@@ -139,6 +146,19 @@ def walk(work: Path, device: str, only: str) -> Iterator[dict[str, Any]]:
             row["exit_code"] = done.returncode
             print(done.stderr[-2000:], flush=True)
         yield row
+
+
+def served(command: list[str], env: dict[str, str], work: Path) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A server's end, and the seconds until it answered."""
+    port = free_port()
+    server = Server("lowq", [*command, "--port", str(port)], port, work / "server.log", env)
+    try:
+        asyncio.run(server.ready(120))
+    except RuntimeError as e:
+        server.stop()
+        return subprocess.CompletedProcess(command, 1, "", str(e)), time.perf_counter() - server.began
+    code = server.stop()
+    return subprocess.CompletedProcess(command, code or 0, "", server.log.read_text()), server.ready_s
 
 
 def kernels(work: Path) -> int:
