@@ -65,21 +65,31 @@ def log(monkeypatch):
     return said
 
 
-def test_a_recording_owns_its_scratch_memory(log, monkeypatch):
+@pytest.mark.parametrize("pool", [None, (0, 1)])
+def test_a_recording_owns_its_scratch_memory(log, monkeypatch, pool):
     stream_of_work = SimpleNamespace(wait_stream=lambda other: None)
 
-    @contextlib.contextmanager
-    def recording(graph, pool):
-        log.append("begin")
-        yield
-        log.append("end")
+    class Graph:
+        def capture_begin(self, pool):
+            log.append("begin")
 
-    fakes = {"Stream": lambda: stream_of_work, "current_stream": lambda: stream_of_work, "synchronize": lambda: None}
-    fakes |= {"stream": lambda s: contextlib.nullcontext(), "CUDAGraph": SimpleNamespace, "graph": recording}
+        def capture_end(self):
+            log.append("end")
+
+    @contextlib.contextmanager
+    def recording(graph, stream):
+        log.append("give back")
+        graph.capture_begin(None)
+        yield
+        graph.capture_end()
+
+    fakes = {"current_device": lambda: 0, "current_stream": lambda: stream_of_work, "synchronize": lambda: None}
+    fakes |= {"stream": lambda s: contextlib.nullcontext(), "CUDAGraph": Graph, "graph": recording}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    graph.capture(lambda: log.append("step"))
-    assert log == ["step", "step", "release", "begin", "step", "end", "release"]
+    monkeypatch.setattr(graph, "_stream", lambda device: stream_of_work)
+    graph.capture(lambda: log.append("step"), pool)
+    assert log == ["step", "release", *(["give back"] if pool is None else []), "begin", "step", "end", "release"]
 
 
 def test_threads_that_compiled_leave_no_scratch_memory(log):
