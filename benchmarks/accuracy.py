@@ -204,7 +204,7 @@ def gptqmodel(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> 
     from gptqmodel import GPTQModel, QuantizeConfig
 
     parameters = dict(judge.model.named_parameters())
-    ids = texts.Text.read(args.calib).windows(judge.tokenizer, args.calib_tokens, texts.WINDOW)
+    ids = texts.Text.read(args.calib).windows(judge.tokenizer, args.calib_tokens, judge.model)
     samples = [{"input_ids": w.unsqueeze(0), "attention_mask": w.new_ones(1, len(w))} for w in ids]
     for cell in wanted:
         with tempfile.TemporaryDirectory() as out:
@@ -322,20 +322,24 @@ SHOWN = (  # the cells of the tables
 )  # fmt: skip
 
 
-def flags(name: str) -> argparse.ArgumentParser:
+def flags(asked: Experiment) -> argparse.ArgumentParser:
     """The command line of an experiment."""
-    asked = EXPERIMENTS[name]
     made = parser(asked.out, asked.bits, asked.packages)
     for flag, how in asked.flags.items():
         made.add_argument(flag, **how)
     return made
 
 
+def measure(asked: Experiment, line: Sequence[str]) -> None:
+    """An experiment by its command line."""
+    run(flags(asked).parse_args(line), asked.cells, asked.measure)
+
+
 def holes() -> None:
     """Print a line per cell that a file lacks."""
     for line in SHOWN:
         name, *chosen = line.split()
-        args = flags(name).parse_args(["--models", ".", "--data", ".", *chosen])
+        args = flags(EXPERIMENTS[name]).parse_args(["--models", ".", "--data", ".", *chosen])
         cells = [cell for model in MODELS for cell in EXPERIMENTS[name].cells(model, args)]
         lacking = missing(cells, args.out)
         print(f"{line}: {len(lacking)} of {len(cells)} cells missing")
@@ -360,7 +364,7 @@ def main() -> None:
     elif name == "merge":
         merge_files(rest)
     elif name in EXPERIMENTS:
-        run(flags(name).parse_args(rest), EXPERIMENTS[name].cells, EXPERIMENTS[name].measure)
+        measure(EXPERIMENTS[name], rest)
     else:
         raise SystemExit(__doc__)
 

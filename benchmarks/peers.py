@@ -1,0 +1,206 @@
+"""Other tools' checkpoints beside lowq's at equal bits, judged alike: benchmarks/results/accuracy/peers.json.
+
+    python benchmarks/peers.py autoround --models MODELS --data DATA [--iters 200]      AutoRound (sign gradient descent)
+    python benchmarks/peers.py llamacpp  --models MODELS --data DATA --library LIB      K- and i-quants, importance matrix
+    python benchmarks/peers.py lowq      --models MODELS --data DATA [--method distill]
+
+All are given the same text: what the model wrote itself (--calib self, the default), the bundled one, or a file. Every linear
+layer but lm_head is quantized; files are read back into the fp32 model. A row has perplexity and KL divergence from the
+unquantized model (nats a token) on both texts. Flags and files are as in accuracy.py.
+
+autoround: in an environment with lowq and auto-round (0.16.1 was measured; `datasets` need not be the real one); its defaults
+but for --iters, asymmetric, windows of 512 tokens.
+llamacpp: LIB is ggml's base library (libggml-base.so); its quantizing functions and no other code of it are used. One type for
+all matrices: llama.cpp's files mix types by tensor. The importance matrix is what llama-imatrix counts, sums of squared inputs.
+Blocks are of 256 weights: columns are padded with zeros where K is no multiple of it, and the padding counted as bits.
+"""
+
+import ctypes
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from accuracy import Args, Experiment, dequantized, fill, linears, measure
+from accuracy_rows import Judge, Row, device, words
+
+from lowq_cli.calibrate import texts
+from lowq_cli.evaluate import perplexity
+from lowq_cli.files.source import open_source
+from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import own_text, pipeline
+from lowq_packers.scheme import Scheme
+
+TYPES = {  # ggml's number of a type -> its name, width of its codes
+    12: ("Q4_K", 4), 23: ("IQ4_XS", 4), 11: ("Q3_K", 3), 21: ("IQ3_S", 3), 18: ("IQ3_XXS", 3), 10: ("Q2_K", 2),
+    22: ("IQ2_S", 2), 17: ("IQ2_XS", 2), 16: ("IQ2_XXS", 2), 29: ("IQ1_M", 1), 19: ("IQ1_S", 1),
+}  # fmt: skip
+BLOCK = 256
+
+
+def about(args: Args) -> Row:
+    """What all rows of a run share: the text."""
+    return {"calib": Path(args.calib).name, "calib_tokens": args.calib_tokens}
+
+
+def windows_of(folder: Path, judge: Judge, args: Args) -> torch.Tensor:
+    """(n, window) token ids of the calibration text, as lowq takes them."""
+    text = texts.Text.read(args.calib) if args.calib != texts.SELF else None
+    if text is None:
+        with open_source(str(folder)) as source:
+            recipe = make_recipe(method="gptq", calib=texts.SELF, calib_tokens=args.calib_tokens)
+            text = own_text.whole(own_text.outlook(str(folder), source, recipe, torch.device(device())), None)
+    return text.windows(judge.tokenizer, args.calib_tokens, judge.model)
+
+
+def judged(judge: Judge, dense: torch.nn.Module) -> Row:
+    """Perplexity and KL divergence on each text."""
+    found = {name: perplexity.evaluate(judge.model, ids, dense) for name, ids in judge.texts.items()}
+    return {"ppl": {n: round(r.ppl, 4) for n, r in found.items()}, "kl": {n: round(r.kl, 5) for n, r in found.items()}}
+
+
+def grid_cells(model: str, args: Args, method: str) -> Iterator[Row]:
+    """One per group and bits."""
+    for group in args.group:
+        for bits in args.bits:
+            bpw = Scheme(bits, group).bits_per_weight()
+            yield {"model": model, "bits": bits, "group": group, "bpw": bpw, "method": method} | about(args)
+
+
+def autoround_cells(model: str, args: Args) -> Iterator[Row]:
+    """Its own grids: scales in fp16 as lowq's, zeros as whole codes."""
+    for cell in grid_cells(model, args, f"auto-round, {args.iters} steps"):
+        yield cell | {"bpw": cell["bits"] + (16 + cell["bits"]) / cell["group"]}
+
+
+def autoround(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """AutoRound's GPTQ files, read back by lowq's reader of the format."""
+    from auto_round import AutoRound
+
+    dense, ids = Judge(folder, args).model, windows_of(folder, judge, args)
+    samples = [{"input_ids": w.unsqueeze(0), "attention_mask": torch.ones_like(w).unsqueeze(0)} for w in ids]
+    parameters = dict(judge.model.named_parameters())
+    for cell in wanted:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as out:
+            made = AutoRound(
+                str(folder), judge.tokenizer, bits=cell["bits"], group_size=cell["group"], sym=False, iters=args.iters,
+                seqlen=ids.shape[1], nsamples=len(samples), batch_size=texts.BATCH, dataset=samples, device_map=device(),
+                enable_torch_compile=False,
+            )  # fmt: skip
+            made.quantize_and_save(output_dir=out, format="auto_gptq")
+            seconds = time.monotonic() - start
+            with open_decoded(str(next(Path(out).rglob("config.json")).parent)) as source:
+                for name in source.dense:
+                    parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
+        yield cell | judged(judge, dense) | {"seconds": round(seconds, 1)}
+
+
+def llamacpp_cells(model: str, args: Args) -> Iterator[Row]:
+    """One per type. Its bits per weight are known when it is done: padding counts."""
+    for name, bits in TYPES.values():
+        if bits in args.bits:
+            yield {"model": model, "bits": bits, "method": f"llama.cpp {name}"} | about(args)
+
+
+def llamacpp(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """Matrices through ggml's quantizing function and back."""
+    dense, ids = Judge(folder, args).model, windows_of(folder, judge, args)
+    layers = linears(judge.model)
+    original = {n: m.weight.data.clone() for n, m in layers.items()}
+    squares = importance(judge.model, layers, ids)
+    ggml, number = Ggml(args.library), {name: n for n, (name, _) in TYPES.items()}
+    for cell in wanted:
+        start, held = time.monotonic(), 0
+        for n, m in layers.items():
+            restored, nbytes = ggml.restored(number[cell["method"].split()[-1]], original[n].cpu(), squares[n])
+            held += nbytes
+            m.weight.data.copy_(restored)
+        seconds = time.monotonic() - start
+        bpw = 8 * held / sum(w.numel() for w in original.values())
+        yield cell | {"bpw": round(bpw, 4)} | judged(judge, dense) | {"seconds": round(seconds, 1)}
+
+
+@torch.inference_mode()
+def importance(model: torch.nn.Module, layers: dict[str, torch.nn.Linear], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Linear's name -> (K,) mean squared input over the text."""
+    sums = {n: torch.zeros(m.in_features) for n, m in layers.items()}
+
+    def count(name: str, x: torch.Tensor) -> None:
+        sums[name] += x.float().square().flatten(0, -2).sum(0).cpu()
+
+    hooks = [m.register_forward_pre_hook(lambda _, x, n=n: count(n, x[0])) for n, m in layers.items()]
+    for batch in ids.split(texts.BATCH):
+        model(batch.to(model.device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {n: s / ids.numel() for n, s in sums.items()}
+
+
+class Ggml:
+    """ggml's base library, for quantizing rows and reading them back."""
+
+    def __init__(self, library: Path) -> None:
+        lib = ctypes.CDLL(str(library))
+        lib.ggml_quantize_chunk.restype = lib.ggml_row_size.restype = ctypes.c_size_t
+        lib.ggml_row_size.argtypes = [ctypes.c_int, ctypes.c_int64]
+        floats = ctypes.POINTER(ctypes.c_float)
+        lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, floats, ctypes.c_void_p, *[ctypes.c_int64] * 3, floats]
+        self.lib, self.floats = lib, floats
+
+    def restored(self, kind: int, W: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """A matrix (N, K) as its type holds it, in fp32, and the type's bytes. importance: (K,) of its columns."""
+        N, K = W.shape
+        width = -(-K // BLOCK) * BLOCK
+        padded, weights = torch.zeros(N, width), torch.zeros(width)
+        padded[:, :K], weights[:K] = W, importance
+        held = ctypes.create_string_buffer(N * self.lib.ggml_row_size(kind, width))
+        at = lambda t: ctypes.cast(t.data_ptr(), self.floats)  # noqa: E731
+        self.lib.ggml_quantize_chunk(kind, at(padded), held, 0, N, width, at(weights))
+        back = torch.empty(N, width)
+        read = getattr(self.lib, f"dequantize_row_{TYPES[kind][0].lower().replace('k', 'K')}")
+        read.argtypes = [ctypes.c_void_p, self.floats, ctypes.c_int64]
+        read(held, at(back), N * width)
+        return back[:, :K].contiguous(), len(held)
+
+
+def lowq_cells(model: str, args: Args) -> Iterator[Row]:
+    """One per method, group and bits."""
+    for method in args.method:
+        yield from grid_cells(model, args, f"lowq {method}")
+
+
+def lowq(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """Checkpoints as `lowq quantize` writes them."""
+    dense = Judge(folder, args).model
+    for cell in wanted:
+        method = cell["method"].split()[-1]
+        with tempfile.TemporaryDirectory() as out:
+            recipe = make_recipe(bits=cell["bits"], group=cell["group"], method=method, calib=args.calib,
+                                 calib_tokens=args.calib_tokens, lm_head="keep")  # fmt: skip
+            *_, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
+            fill(judge.model, dequantized(Path(out) / "q"))
+        yield cell | judged(judge, dense) | {"seconds": round(finished.result.seconds, 1)}
+
+
+FLAGS = {"--calib": {"default": texts.SELF}, "--calib-tokens": {"type": int, "default": 65536}}
+EXPERIMENTS = {
+    "autoround": Experiment(
+        "peers.json", (4, 3, 2), ("auto-round",), FLAGS | {"--iters": {"type": int, "default": 200}}, autoround_cells, autoround
+    ),
+    "llamacpp": Experiment(
+        "peers.json", (4, 3, 2, 1), (), FLAGS | {"--library": {"type": Path, "required": True}}, llamacpp_cells, llamacpp
+    ),
+    "lowq": Experiment(
+        "peers.json", (4, 3, 2), (), FLAGS | {"--method": {"type": words, "default": ["distill"]}}, lowq_cells, lowq
+    ),
+}
+
+if __name__ == "__main__":
+    name, *rest = sys.argv[1:] or [""]
+    if name not in EXPERIMENTS:
+        raise SystemExit(__doc__)
+    measure(EXPERIMENTS[name], rest)
