@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ TYPES = {  # ggml's number of a type -> its name, width of its codes
     12: ("Q4_K", 4), 23: ("IQ4_XS", 4), 11: ("Q3_K", 3), 21: ("IQ3_S", 3), 18: ("IQ3_XXS", 3), 10: ("Q2_K", 2),
     22: ("IQ2_S", 2), 17: ("IQ2_XS", 2), 16: ("IQ2_XXS", 2), 29: ("IQ1_M", 1), 19: ("IQ1_S", 1),
 }  # fmt: skip
-BLOCK = 256
+BLOCK, ROWS = 256, 32  # weights that a block has; rows quantized at a time
 
 
 def about(args: Args) -> Row:
@@ -159,7 +160,10 @@ class Ggml:
         padded[:, :K], weights[:K] = W, importance
         held = ctypes.create_string_buffer(N * self.lib.ggml_row_size(kind, width))
         at = lambda t: ctypes.cast(t.data_ptr(), self.floats)  # noqa: E731
-        self.lib.ggml_quantize_chunk(kind, at(padded), held, 0, N, width, at(weights))
+        self.lib.ggml_quantize_init(kind)
+        with ThreadPoolExecutor() as pool:  # i-quants of 2 bits search long
+            some = lambda n: (kind, at(padded), held, n * width, min(ROWS, N - n), width, at(weights))  # noqa: E731
+            list(pool.map(lambda n: self.lib.ggml_quantize_chunk(*some(n)), range(0, N, ROWS)))
         back = torch.empty(N, width)
         read = getattr(self.lib, f"dequantize_row_{TYPES[kind][0].lower().replace('k', 'K')}")
         read.argtypes = [ctypes.c_void_p, self.floats, ctypes.c_int64]
@@ -192,7 +196,7 @@ EXPERIMENTS = {
         "peers.json", (4, 3, 2), ("auto-round",), FLAGS | {"--iters": {"type": int, "default": 200}}, autoround_cells, autoround
     ),
     "llamacpp": Experiment(
-        "peers.json", (4, 3, 2, 1), (), FLAGS | {"--library": {"type": Path, "required": True}}, llamacpp_cells, llamacpp
+        "peers.json", (4, 3, 2), (), FLAGS | {"--library": {"type": Path, "required": True}}, llamacpp_cells, llamacpp
     ),
     "lowq": Experiment(
         "peers.json", (4, 3, 2), (), FLAGS | {"--method": {"type": words, "default": ["distill"]}}, lowq_cells, lowq
