@@ -34,7 +34,7 @@ from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.ready import ready
 from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.request import Draw, Event, Request
+from lowq_cli.serving.request import Draw, Event, Request, Words
 
 PARTS = ("start", "same", "load", "deterministic", "prompts")
 LINES = 1000
@@ -162,8 +162,10 @@ def prompts(engine: Engine, model: Any, tokenizer: Any, vocabulary: int, lines: 
 class Anything:
     """A mask that allows every token."""
 
-    def fill(self, words: torch.Tensor) -> None:
-        words.fill_(-1)
+    recipe = ""
+
+    def fill(self, words: Words) -> None:
+        words[:] = -1
 
     def accept(self, token: int) -> None:
         pass

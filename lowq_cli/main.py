@@ -23,7 +23,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lowq_cli import commands, console, ranks
+from lowq_cli import commands, console, hf, ranks
 from lowq_cli.commands import EXIT_INTERRUPTED
 from lowq_packers.errors import DamagedError, LowqError, disk_full
 
@@ -34,7 +34,6 @@ REFUSED = (  # what the system says of a name that it was given
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
-UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: 2.7 s with inductor, 0.7 s with scipy
 ORDER = (
     *("run", "quantize", "tune", "generate", "chat", "eval", "compare", "inspect", "bench"),
     *("export", "refine", "serve", "push", "ls", "rm", "doctor"),
@@ -139,8 +138,7 @@ def _fail(message: str, code: int) -> int:
 def run() -> None:
     """The console script."""
     _open_streams()
-    for name in UNUSED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
+    hf.leave_out()
     if ranks.rank():
         console.only_errors()
     code = _run()

@@ -4,18 +4,21 @@ import shlex
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import completion, console
+from lowq_cli import completion, console, hf
 from lowq_cli.commands import Device, KvCache, checkpoint_argument
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     import socket
 
+    from lowq_cli.serving.apart import Made
     from lowq_cli.serving.http.app import Served
+    from lowq_cli.serving.http.metrics import Roofline
 
 EXAMPLES = """Examples:
   lowq serve
@@ -103,32 +106,63 @@ def _serve(
     if not 0 <= port < 1 << 16:
         raise UsageError(f"--port {port} must be from 0 to 65535")
     from lowq_cli.files.source import check_there
+    from lowq_cli.serving.apart import ApartEngine
+    from lowq_cli.serving.http import run
 
     check_there(model)
+    bound = run.listen(host, port)
+    engine = ApartEngine(_load, model, device, how, console.quiet)
+    try:
+        from lowq_cli.serving.http.app import Served  # while the model is loaded
+
+        loaded: _Loaded = engine.made()
+        served = Served(
+            engine, loaded.tokenizer, name or _name(model), loaded.stop_ids, api_key, run.names(bound),
+            log=console.say, failed=_failed, roofline=loaded.roofline,
+        )  # fmt: skip
+        plan = _plan(served, loaded, run.url(bound), how["kv"])
+        _show_plan(plan)
+        if as_json:
+            console.out_json(plan)
+        if not dry_run:
+            _run(served, bound, grace, plan)
+    finally:
+        engine.stop(0)
+
+
+@dataclass
+class _Loaded:
+    """What the engine's process tells of a model."""
+
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    roofline: "Roofline"
+    device: str
+    weight_bytes: int
+
+
+def _load(model: str, device: str, how: dict[str, Any], quiet: bool) -> "Made":
+    """In the engine's process: the model loaded, and its engine."""
+    console.quiet = quiet
+    hf.leave_out()
     with console.status(f"loading {model}"):
         from lowq_cli.engine.prompts import stop_ids
         from lowq_cli.engine.ready import ready
         from lowq_cli.serving import engines
-        from lowq_cli.serving.http import run
-        from lowq_cli.serving.http.app import Served
+        from lowq_cli.serving.apart import Made
+        from lowq_cli.serving.continuous import MOST_RUNNING
+        from lowq_cli.serving.http.grammar import Grammars
         from lowq_cli.serving.http.metrics import roofline
         from lowq_kernels.decode.kv import check
 
         check(how["kv"])
-        bound = run.listen(host, port)
         loaded, tokenizer = ready(model, device, console.warn)
-        share = roofline(loaded)  # before the cache takes the memory that a measurement needs
+        share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory that a measurement needs
         engine = engines.engine_of(loaded, **how)
-    served = Served(
-        engine, tokenizer, name or _name(model), stop_ids(loaded, tokenizer), api_key, run.names(bound),
-        log=console.say, failed=_failed, roofline=share,
-    )  # fmt: skip
-    plan = _plan(served, loaded, run.url(bound), how["kv"])
-    _show_plan(plan)
-    if as_json:
-        console.out_json(plan)
-    if not dry_run:
-        _run(served, bound, grace, plan)
+        ends = stop_ids(loaded, tokenizer)
+        held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
+    mask = Grammars(tokenizer, ends, engine.vocabulary).mask
+    return Made(engine, mask, _Loaded(tokenizer, ends, share, str(loaded.device), held))
 
 
 def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str, Any]) -> None:
@@ -166,16 +200,15 @@ def _run(served: "Served", bound: "socket.socket", grace: float, plan: dict[str,
     console.say(f"stopped: {s.prompt_tokens} prompt tokens read, {s.new_tokens} generated")
 
 
-def _plan(served: "Served", loaded: Any, url: str, kv: str) -> dict[str, Any]:
+def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any]:
     """What will be served, how, and how much of it fits."""
     engine, limits = served.engine, served.engine.limits
-    weights = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     return {
         "model": served.name,
-        "device": str(loaded.device),
+        "device": loaded.device,
         "engine": engine.name,
         "reason": engine.reason,
-        "weight_bytes": weights,
+        "weight_bytes": loaded.weight_bytes,
         "longest": limits.longest,
         "running": limits.running,
         "waiting": limits.waiting,

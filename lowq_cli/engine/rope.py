@@ -6,17 +6,18 @@ cache holds stays as it was turned. But for longrope's step from one set of fact
 read again (`rereads`), since keys turned by one are noise to queries turned by the other.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, TypeAlias
 
 from lowq_cli.files.family_config import ROPES
 from lowq_packers.errors import DamagedError, one_line
+from lowq_packers.lazy import torch
 
-Tables = tuple[torch.Tensor, torch.Tensor]  # cos, sin (slots, R)
+Tables: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # cos, sin (slots, R)
 
 
 def why_not(rope: Mapping[str, Any] | None, by_layer_type: bool = False) -> str | None:

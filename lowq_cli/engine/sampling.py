@@ -1,11 +1,12 @@
 """Sampling: logits (B, V) -> the next token of each sequence, with no host synchronisation on a GPU after a prompt's."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from lowq_packers.errors import DamagedError, UsageError
+from lowq_packers.lazy import torch
 
 LEAST = 1e-16  # logits of 1e4 divided by it twice are still fp32 numbers; infinite ones would draw token 0
 

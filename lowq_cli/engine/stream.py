@@ -4,16 +4,16 @@ On a GPU the host runs one step behind: it launches step i+1 before it looks at 
 detokenisation; the price is one wasted step after the end of a text.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
-from torch import nn
-
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampler, Sampling, check_finite
 from lowq_cli.engine.stopping import Stopper
+from lowq_packers.lazy import torch
 
 
 def nothing() -> None:
@@ -57,7 +57,7 @@ class StepDecoder(Decoder, Protocol):
     pos: torch.Tensor
 
     @property
-    def linears(self) -> nn.Module: ...
+    def linears(self) -> torch.nn.Module: ...
 
     def forward_step(self) -> None:
         """One token for each sequence, from and into tensors at fixed addresses."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+UNUSED = ("hqq", "sklearn")  # transformers imports these where they are installed: 2.7 s with inductor, 0.7 s with scipy
 TRIGGER = "transformers.quantizers.auto"  # the module that holds transformers' table of quantizers
 
 
@@ -40,3 +41,9 @@ def register() -> None:
         importlib.import_module("lowq_cli.hf.quantizer")
     elif not any(isinstance(f, _AfterImport) for f in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())  # type: ignore[arg-type]
+
+
+def leave_out() -> None:
+    """Have transformers go on without UNUSED, as if they were not installed: for processes of the command line."""
+    for name in UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
     config = read_config(source.config, len(source.headers))[0]
     types = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     layers: dict[int, list[Item]] = {}
-    others = []
+    others: list[Item] = []
     for item in plan.items:
         found = LAYER.match(item.name)
         (layers.setdefault(int(found[1]), []) if found else others).append(item)

@@ -127,7 +127,7 @@ class ContinuousEngine:
         self._incoming: list[Text] = []
         self._cancelled: set[int] = set()
         self._texts: dict[int, Text] = {}
-        self._number, self._closed, self._ending = 0, "the server has not started yet", False
+        self._number, self.closed, self._ending = 0, "the server has not started yet", False
         self._flights: deque[Flight] = deque()
         self._ahead = AHEAD if self.device.type == "cuda" else 0
         self._prompt_tokens = self._new_tokens = self._steps = 0
@@ -141,7 +141,7 @@ class ContinuousEngine:
                 self.rows.flush()
                 self.passes.record(done)
                 self.reason = self.passes.reason
-        self._sink, self._closed = sink, ""
+        self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
         self._thread.start()
 
@@ -149,8 +149,8 @@ class ContinuousEngine:
         """Queue a request; its number."""
         check(request, self.limits.longest, self.vocabulary)
         with self._changed:
-            if self._closed:
-                raise UnsupportedError(self._closed)
+            if self.closed:
+                raise UnsupportedError(self.closed)
             if len(self._incoming) + len(self.schedule.waiting) >= self.limits.waiting:
                 raise Busy(f"{self.limits.waiting} requests wait already; try again later")
             self._number += 1
@@ -186,7 +186,7 @@ class ContinuousEngine:
         """Finish what there is within `seconds`, cancel the rest."""
         until = time.monotonic() + seconds
         with self._changed:
-            self._closed = self._closed or "the server is stopping"
+            self.closed = self.closed or "the server is stopping"
             while self._texts and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._cancelled |= set(self._texts)
@@ -206,7 +206,7 @@ class ContinuousEngine:
         except Exception as e:  # the engine's own: nobody's text can go on
             message = f"the engine has stopped: {one_line(e)}"
             with self._changed:
-                self._closed, numbers = message, list(self._texts)
+                self.closed, numbers = message, list(self._texts)
                 self._texts.clear()
                 self._changed.notify_all()
             self._sink([(n, Event(finish_reason="error", message=message)) for n in numbers])

@@ -69,6 +69,6 @@ class Picker:
     def _allowed(self) -> torch.Tensor:
         assert self.mask is not None
         self.words.zero_()
-        self.mask.fill(self.words)
+        self.mask.fill(self.words.numpy())
         bits = (self.words[:, None] >> self.bits) & 1
         return bits.reshape(-1)[: self.counts.numel()].bool().to(self.device)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.sampling import Sampling
@@ -55,11 +56,19 @@ class Draw(Sampling):
             raise UsageError(f"logprobs={self.logprobs} must be from 0 to {MOST_LOGPROBS}")
 
 
-class Mask(Protocol):
-    """Which tokens may come next, as a grammar says; one request's, called from the engine's thread."""
+Words = npt.NDArray[np.int32]  # a bit a token, (ceil(V / 32),), lowest bit first
 
-    def fill(self, words: torch.Tensor) -> None:
-        """Set the bit of every token that may come next in `words`, (ceil(V / 32),) int32 on the CPU, lowest bit first."""
+
+class Mask(Protocol):
+    """Which tokens may come next, as a grammar says; one request's, called from the engine's thread.
+
+    recipe: from which an engine in another process makes a mask like it.
+    """
+
+    recipe: str
+
+    def fill(self, words: Words) -> None:
+        """Set the bit of every token that may come next."""
         ...
 
     def accept(self, token: int) -> None:
@@ -67,7 +76,7 @@ class Mask(Protocol):
         ...
 
 
-def allow(words: torch.Tensor, token: int) -> None:
+def allow(words: Words, token: int) -> None:
     """Set a token's bit as `Mask.fill` does."""
     words[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
 
@@ -162,10 +171,12 @@ class Engine(Protocol):
     """Computes the tokens of many requests.
 
     name, reason: what it is, and why nothing faster was taken ("" if it is the fastest). limits: known before `start`.
+    closed: why it takes no requests, "" while it does.
     """
 
     name: str
     reason: str
+    closed: str
     limits: Limits
     vocabulary: int  # logits of a token
 

@@ -43,14 +43,14 @@ class SequentialEngine:
         self._cancelled: set[int] = set()
         self._running: int | None = None
         self._number = 0
-        self._closed: str = "the server has not started yet"
+        self.closed: str = "the server has not started yet"
         self._stats = {"prompt_tokens": 0, "new_tokens": 0, "prefix_hits": 0, "steps": 0}
         self._busy_s = 0.0
         self._thread: threading.Thread | None = None
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
         """Begin to compute."""
-        self._sink, self._closed = sink, ""
+        self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
         self._thread.start()
 
@@ -58,8 +58,8 @@ class SequentialEngine:
         """Queue a request; its number."""
         check(request, self.limits.longest, self.vocabulary)
         with self._changed:
-            if self._closed:
-                raise UnsupportedError(self._closed)
+            if self.closed:
+                raise UnsupportedError(self.closed)
             if len(self._queue) >= self.limits.waiting:
                 raise Busy(f"{len(self._queue)} requests wait already; try again later")
             self._number += 1
@@ -85,7 +85,7 @@ class SequentialEngine:
         """Finish what there is within `seconds`, cancel the rest."""
         until = time.monotonic() + seconds
         with self._changed:
-            self._closed = self._closed or "the server is stopping"
+            self.closed = self.closed or "the server is stopping"
             while (self._queue or self._running is not None) and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             left_over = [self._running, *(n for n, _ in self._queue)]
@@ -100,7 +100,7 @@ class SequentialEngine:
         """The thread: requests until there are none and none may come."""
         while True:
             with self._changed:
-                while not self._queue and not self._closed:
+                while not self._queue and not self.closed:
                     self._changed.wait()
                 if not self._queue:
                     return

@@ -127,10 +127,10 @@ class Special:
 
     def _allowed(self, texts: Sequence[Text]) -> torch.Tensor:
         """(n, V) bool, as the masks say; the host has seen every token before."""
-        words = torch.full((len(texts), -(-self.V // BITS)), -1, dtype=torch.int32)
+        words = np.full((len(texts), -(-self.V // BITS)), -1, np.int32)
         for i, text in enumerate(texts):
             if text.request.mask is not None:
-                words[i].zero_()
+                words[i] = 0
                 if text.repeated is not None:  # its grammar is past that
                     allow(words[i], text.repeated)
                     continue
@@ -138,8 +138,8 @@ class Special:
                     text.request.mask.fill(words[i])
                 except Exception as e:  # its own grammar's: the others are drawn for all the same
                     text.failed = e
-                    words[i].fill_(-1)
-        on_device = upload(words.numpy(), self.device)
+                    words[i] = -1
+        on_device = upload(words, self.device)
         return ((on_device[:, :, None] >> self.bits) & 1).flatten(1)[:, : self.V].bool()
 
 

@@ -90,7 +90,7 @@ class Parity:
         self.accepted = []
 
     def fill(self, words):
-        words.fill_(-0x55555556 if len(self.accepted) % 2 else 0x55555555)  # bits 1, 3, ... or 0, 2, ...
+        words[:] = -0x55555556 if len(self.accepted) % 2 else 0x55555555  # bits 1, 3, ... or 0, 2, ...
 
     def accept(self, token):
         assert token % 2 == len(self.accepted) % 2

@@ -17,7 +17,7 @@ from lowq_cli.serving.request import Busy, Event, Limits, Stats
 class Scripted:
     """Tells the tokens it is given; `room` requests go in."""
 
-    name, reason, vocabulary = "scripted", "", 8192
+    name, reason, closed, vocabulary = "scripted", "", "", 8192
     limits = Limits(1024, 1, 8, 1024, 0)
 
     def __init__(self, tokens, room=100):

@@ -4,27 +4,30 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowq_cli.engine import explain
+from lowq_cli.engine import decoders, explain
 from lowq_cli.serving.http import metrics
 from lowq_cli.serving.request import Stats
 
 
-def test_the_share_of_the_memorys_speed(monkeypatch):
-    """40 steps of 3 sequences in half a second, each of which reads 1 MB and 10 kB a sequence, of 100 MB/s."""
-    monkeypatch.setattr(metrics, "decoder_of", lambda model: None)
-    monkeypatch.setattr(explain, "bytes_per_token", lambda model, decoder, batch=1: 1_000_000 + 10_000 * batch)
+@pytest.fixture
+def reads(monkeypatch):
+    """A model of which a step reads 1 MB and 10 kB a sequence, and no more for more than 24."""
+    monkeypatch.setattr(decoders, "decoder_of", lambda model: None)
+    monkeypatch.setattr(explain, "bytes_per_token", lambda model, decoder, batch=1: 1_000_000 + 10_000 * min(batch, 24))
+
+
+def test_the_share_of_the_memorys_speed(monkeypatch, reads):
+    """40 steps of 3 sequences in half a second, of 100 MB/s; then of 70, more than there were texts to count for."""
     monkeypatch.setattr(explain, "memory_speed", lambda device, n: (100e6, ""))
-    share = metrics.roofline(SimpleNamespace(device=None))
+    found = metrics.roofline(SimpleNamespace(device=None), 64)
     before, now = Stats(steps=10, new_tokens=5, busy_s=1.0), Stats(steps=50, new_tokens=125, busy_s=1.5)
-    assert share(before, now) == pytest.approx(1_030_000 * 40 / 0.5 / 100e6)
-    assert share(now, now) is None
-    page = metrics.Metrics(SimpleNamespace(stats=lambda: now), lambda before, now: 0.25).text().decode()
-    assert "lowq_roofline_ratio 0.25" in page
+    assert found.share(before, now) == pytest.approx(1_030_000 * 40 / 0.5 / 100e6)
+    assert found.share(before, Stats(steps=50, new_tokens=2805, busy_s=1.5)) == pytest.approx(1_240_000 * 40 / 0.5 / 100e6)
+    assert found.share(now, now) is None
+    page = metrics.Metrics(SimpleNamespace(stats=lambda: now), metrics.Roofline(100e6, (1_000_000,))).text().decode()
+    assert "lowq_roofline_ratio" not in page  # no step since
 
 
-def test_no_share_where_memory_is_not_the_limit(monkeypatch):
-    monkeypatch.setattr(metrics, "decoder_of", lambda model: None)
-    monkeypatch.setattr(explain, "bytes_per_token", lambda model, decoder, batch=1: 1)
+def test_no_share_where_memory_is_not_the_limit(monkeypatch, reads):
     monkeypatch.setattr(explain, "memory_speed", lambda device, n: (None, "stays in the cache"))
-    share = metrics.roofline(SimpleNamespace(device=None))
-    assert share(Stats(), Stats(steps=1, busy_s=1.0)) is None
+    assert metrics.roofline(SimpleNamespace(device=None), 8).share(Stats(), Stats(steps=1, busy_s=1.0)) is None

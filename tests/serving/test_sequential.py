@@ -10,7 +10,7 @@ from lowq_cli.engine import stream
 from lowq_cli.engine.ready import ready
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.picking import Picker
-from lowq_cli.serving.request import Busy, Draw, Request
+from lowq_cli.serving.request import Busy, Draw, Request, allow
 from lowq_cli.serving.sequential import SequentialEngine
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -116,7 +116,7 @@ class Only:
 
     def fill(self, words):
         token = self.allowed[len(self.accepted)]
-        words[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
+        allow(words, token)
 
     def accept(self, token):
         self.accepted.append(token)

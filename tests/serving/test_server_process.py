@@ -12,7 +12,7 @@ import torch
 
 from lowq_cli import main
 from lowq_cli.serving import engines
-from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.apart import ApartEngine
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
 
@@ -160,6 +160,6 @@ def test_an_engine_that_does_not_start_says_why(talk, monkeypatch, capsys):
     def start(self, sink, done=None):
         raise torch.OutOfMemoryError("while recording passes")
 
-    monkeypatch.setattr(ContinuousEngine, "start", start)
+    monkeypatch.setattr(ApartEngine, "start", start)
     assert cli(monkeypatch, talk, "--port", 0, "--device", "cpu") == main.EXIT_NO_MEMORY
     assert "out of memory: while recording passes" in capsys.readouterr().err

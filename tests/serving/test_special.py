@@ -6,7 +6,7 @@ from asking import Client, build, prompts
 
 from lowq_cli.engine.sampling import restrict
 from lowq_cli.serving.picking import Picker
-from lowq_cli.serving.request import Draw, Request
+from lowq_cli.serving.request import Draw, Request, allow
 from lowq_cli.serving.special import restrict_rows
 
 
@@ -30,7 +30,7 @@ class Every:
 
     def fill(self, words):
         for token in range(0, 320, len(self.taken) + 2):
-            words[token // 32] |= torch.tensor(1 << (token % 32)).to(torch.int32) if token % 32 < 31 else -(1 << 31)
+            allow(words, token)
 
     def accept(self, token):
         self.taken.append(token)

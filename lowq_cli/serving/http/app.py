@@ -63,7 +63,7 @@ class Served:
     log: Callable[[str], None] = lambda line: None
     failed: Callable[[Exception], None] = lambda e: None
     recording: Done = lambda n, of: None
-    roofline: Roofline = lambda before, now: None
+    roofline: Roofline = field(default_factory=Roofline)
     metrics: Metrics = field(init=False)
     hub: Hub = field(init=False)
     unstarted: Exception | None = field(default=None, init=False)  # why the engine did not start
@@ -137,9 +137,9 @@ class Endpoints:
         return Response(html, media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def health(self, _: HttpRequest) -> Response:
-        """That it runs, and how much there is to do."""
-        s = self.served.engine.stats()
-        return answer_json({"status": "ok", "running": s.running, "waiting": s.waiting})
+        """Whether it takes requests, and how much there is to do."""
+        s, why = self.served.engine.stats(), self.served.engine.closed
+        return answer_json({"status": why or "ok", "running": s.running, "waiting": s.waiting}, 503 if why else 200)
 
     async def metrics(self, _: HttpRequest) -> Response:
         """For Prometheus."""

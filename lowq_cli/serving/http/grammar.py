@@ -7,37 +7,37 @@ it). That is an error of the request, as half an object which "stop" follows wou
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any
 
-import torch
+import numpy as np
 
 from lowq_cli.serving.http.fields import Asked, known, shown, table
 from lowq_cli.serving.http.refusal import Refusal, wrong
-from lowq_cli.serving.request import Mask, allow
+from lowq_cli.serving.request import Mask, Words, allow
 from lowq_packers.errors import UsageError
 
 NO_TOKEN = "no token can follow"
+KEPT = 32  # grammars: one of 2,000 properties takes 0.1 s to read
 TRIED = 8  # tokens: a schema of 2,000 properties fails at the second, one that is itself at the first
 # as json.dumps writes it, which models have seen most; free blanks would let a small one write nothing else
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Grammar:
-    """The mask of one request."""
+    """The mask of one request; its recipe is the grammar as the library writes it."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
-        self.matcher, self.ends = matcher, ends
+    def __init__(self, matcher: Any, ends: Sequence[int], recipe: str) -> None:
+        self.matcher, self.ends, self.recipe = matcher, ends, recipe
 
-    def fill(self, words: torch.Tensor) -> None:
+    def fill(self, words: Words) -> None:
         """The tokens that the grammar allows; at its end those that end a text. Raises UsageError where the library gave up."""
-        self.matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * words.element_size())
+        self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self.matcher.is_error() or not (words.any() or self.matcher.is_accepting()):
             why = (self.matcher.get_error() or NO_TOKEN).partition("<state>")[0].replace("NoExtensionBias", NO_TOKEN)
             raise UsageError(f"the answer cannot keep to its form: {' '.join(why.split())[:200]}; a simpler schema may do")
         if not words.any():
-            words.zero_()
             for token in self.ends:
                 allow(words, token)
 
@@ -57,6 +57,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, stop_ids: frozenset[int], vocabulary: int) -> None:
         self.tokenizer, self.ends, self.vocabulary = tokenizer, sorted(stop_ids), vocabulary
         self.lock = Lock()
+        self._first = lru_cache(KEPT)(lambda recipe: self._library[0](self._library[1], recipe, log_level=0))
 
     @cached_property
     def _library(self) -> tuple[Any, Any]:
@@ -86,22 +87,25 @@ class Grammars:
         return self._grammar(matcher.grammar_from_lark(grammar), param)
 
     def _grammar(self, grammar: str, param: str) -> Callable[[], Mask]:
-        matcher, tokens = self._library
-        first = matcher(tokens, grammar, log_level=0)
-        if first.is_error():
-            raise wrong(param, " ".join(first.get_error().split())[:200])
         try:
-            self._try(Grammar(first.deep_copy(), self.ends))
+            self._try(self.mask(grammar))
         except UsageError as e:
             raise wrong(param, str(e)) from None
-        return lambda: Grammar(first.deep_copy(), self.ends)
+        return lambda: self.mask(grammar)
+
+    def mask(self, recipe: str) -> Grammar:
+        """A mask at its beginning. Raises UsageError for a grammar that the library does not take."""
+        first = self._first(recipe)
+        if first.is_error():
+            raise UsageError(" ".join(first.get_error().split())[:200])
+        return Grammar(first.deep_copy(), self.ends, recipe)
 
     def _try(self, grammar: Grammar) -> None:
         """Write a few tokens, always the first that may come. Raises UsageError where none may."""
-        words = torch.zeros(-(-self.vocabulary // 32), dtype=torch.int32)
+        words = np.zeros(-(-self.vocabulary // 32), np.int32)
         for _ in range(TRIED):
             grammar.fill(words)
-            word = int(words.nonzero()[0])
+            word = int(words.nonzero()[0][0])
             bits = int(words[word])
             token = 32 * word + (bits & -bits).bit_length() - 1
             if token in self.ends:

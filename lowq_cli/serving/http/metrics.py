@@ -1,21 +1,51 @@
 """What /metrics tells Prometheus: counters of the engine, times that clients see, the share of the memory's speed."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from lowq_cli.engine import explain
-from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.serving.request import Engine, Stats
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-Roofline = Callable[[Stats, Stats], float | None]
+@dataclass(frozen=True)
+class Roofline:
+    """The share of the memory's speed that steps reach.
+
+    speed: bytes per second; None where it is not known, or memory is not the limit. read: by powers of two of texts, the bytes
+    of weights that a step of so many reads.
+
+    Prompts are read in the same seconds and not counted as bytes, so a server that reads long ones shows a lower share.
+    """
+
+    speed: float | None = None
+    read: tuple[int, ...] = (0,)
+
+    def share(self, before: Stats, now: Stats) -> float | None:
+        """Of the steps between two moments; None where it is not known."""
+        steps, seconds = now.steps - before.steps, now.busy_s - before.busy_s
+        if self.speed is None or not steps or seconds <= 0:
+            return None
+        batch = max(1, round((now.new_tokens - before.new_tokens) / steps))
+        low = min(batch.bit_length() - 1, len(self.read) - 1)
+        high = min(low + 1, len(self.read) - 1)
+        bytes_ = self.read[low] + (self.read[high] - self.read[low]) * (batch / (1 << low) - 1)
+        return bytes_ * steps / seconds / self.speed
+
+
+def roofline(model: Any, most: int) -> Roofline:
+    """A model's, for steps of up to `most` texts. Memory's speed is measured now where it is not known (under a second)."""
+    from lowq_cli.engine import explain  # torch, which only the engine's process has
+    from lowq_cli.engine.decoders import decoder_of
+
+    read = tuple(explain.bytes_per_token(model, decoder_of(model), 1 << i) for i in range(most.bit_length() + 1))
+    return Roofline(explain.memory_speed(model.device, read[0])[0], read)
 
 
 class Metrics:
@@ -23,10 +53,9 @@ class Metrics:
 
     Args:
         engine: whose Stats are read when Prometheus asks.
-        roofline: the share of the memory's speed that steps reach, from the Stats of two moments; None where it is not known.
     """
 
-    def __init__(self, engine: Engine, roofline: Roofline = lambda before, now: None) -> None:
+    def __init__(self, engine: Engine, roofline: Roofline = Roofline()) -> None:
         self.engine, self.roofline = engine, roofline
         self.registry = CollectorRegistry()
         self.before = engine.stats()
@@ -59,28 +88,9 @@ class Metrics:
             ("lowq_cache_usage_ratio", s.blocks_used / s.blocks if s.blocks else 0.0, "Share of the cache's blocks in use"),
         ):
             yield GaugeMetricFamily(name, about, value)
-        share, self.before = self.roofline(self.before, s), s
+        share, self.before = self.roofline.share(self.before, s), s
         if share is not None:
             yield GaugeMetricFamily("lowq_roofline_ratio", "Share of the memory's speed that steps reached", share)
-
-
-def roofline(model: Any) -> Roofline:
-    """What `Metrics` takes: the bytes that steps between two moments read, over what memory gives in the seconds they took.
-
-    Prompts are read in the same seconds and not counted as bytes, so a server that reads long ones shows a lower share. Where
-    memory's speed is not known on this machine, it is measured now (under a second).
-    """
-    decoder = decoder_of(model)
-    speed = explain.memory_speed(model.device, explain.bytes_per_token(model, decoder))[0]
-
-    def share(before: Stats, now: Stats) -> float | None:
-        steps, seconds = now.steps - before.steps, now.busy_s - before.busy_s
-        if speed is None or not steps or seconds <= 0:
-            return None
-        batch = max(1, round((now.new_tokens - before.new_tokens) / steps))
-        return explain.bytes_per_token(model, decoder, batch) * steps / seconds / speed
-
-    return share
 
 
 class Speed:

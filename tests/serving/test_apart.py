@@ -1,0 +1,187 @@
+"""An engine in a process of its own: it answers as one beside us does, and whatever ends it ends nothing else."""
+
+import os
+import queue
+import signal
+import time
+
+import counting
+import pytest
+import torch
+from asking import Client, prompts
+
+from lowq_cli.engine.ready import ready
+from lowq_cli.serving.apart import ApartEngine, Made
+from lowq_cli.serving.engines import engine_of
+from lowq_cli.serving.request import Busy, Draw, Request, allow
+from lowq_packers.errors import DoesNotFitError, LowqError, UnsupportedError, UsageError
+
+RUNNING, WAITING = 3, 4
+
+
+class Multiples:
+    """A mask that lets through multiples of a number, and breaks after a few tokens."""
+
+    def __init__(self, recipe):
+        self.recipe, self.left = recipe, 6
+
+    def fill(self, words):
+        for token in range(0, 8192, int(self.recipe)):
+            allow(words, token)
+
+    def accept(self, token):
+        self.left -= 1
+        if not self.left:
+            raise UsageError("no rule fits")
+
+
+def make():
+    """In the other process: an engine over the bundled model."""
+    torch.set_num_threads(1)
+    return Made(engine_of(ready("demo", "cpu")[0], WAITING, running=RUNNING), Multiples, {"pid": os.getpid()})
+
+
+class Apart(Client):
+    """The client of an engine in a process."""
+
+    def __init__(self, make):
+        self.engine = ApartEngine(make)
+        self.pid = self.engine.made()["pid"]
+        self.events, self.heard = queue.Queue(), {}
+        self.engine.start(lambda batch: [self.events.put(e) for e in batch])
+
+
+@pytest.fixture(scope="module")
+def apart():
+    made = Apart(make)
+    yield made
+    made.engine.stop(0)
+
+
+@pytest.fixture(scope="module")
+def beside():
+    made = Client(ready("demo", "cpu")[0], running=RUNNING)
+    yield made
+    made.engine.stop(0)
+
+
+def gone(pid):
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_answers_are_those_of_an_engine_beside_us(apart, beside):
+    assert apart.pid != os.getpid()
+    ways = [{}, {"logprobs": 3}, {"temperature": 0.7, "seed": 4, "top_k": 30}, {"frequency_penalty": 0.5, "stop": (17,)}]
+    for prompt, way in zip(prompts(20, 33, 9, 41), ways, strict=True):
+        here, there = (c.follow(c.ask(prompt, 12, **way))[0] for c in (beside, apart))
+        assert there == here
+        assert len(here) == 12 or here[-1].finish_reason == "stop"
+    here, there = ((e.stats().new_tokens, e.name, e.vocabulary, e.limits.longest) for e in (beside.engine, apart.engine))
+    assert there == here
+
+
+def test_a_mask_is_made_again_there(apart):
+    prompt = tuple(prompts(15)[0])
+    events = apart.follow(apart.engine.submit(Request(prompt, 20, draw=Draw(), mask=Multiples("7"))))[0]
+    assert [e.token % 7 for e in events[:-1]] == [0] * 5
+    assert (events[-1].finish_reason, events[-1].message) == ("refused", "no rule fits")
+    bad = apart.follow(apart.engine.submit(Request(prompt, 20, draw=Draw(), mask=Multiples("seven"))))[0]
+    assert (bad[-1].finish_reason, len(bad)) == ("error", 1)
+
+
+def test_what_can_never_be_answered_and_what_has_no_room(apart):
+    with pytest.raises(UsageError, match="are more than the 1024 that fit"):
+        apart.ask([5] * 1000, 50)
+    numbers = [apart.ask([5, 6], 500) for _ in range(WAITING)]
+    while apart.engine.stats().running < RUNNING:
+        time.sleep(0.001)
+    numbers += [apart.ask([5, 6], 500) for _ in range(RUNNING)]
+    with pytest.raises(Busy, match="4 requests wait already"):
+        apart.ask([5, 6], 5)
+    for n in numbers:
+        apart.engine.cancel(n)
+    apart.engine.cancel(10**6)
+    ends = [events[-1].finish_reason for events in apart.follow(*numbers)]
+    assert set(ends) <= {"cancelled", "length"}
+    assert "cancelled" in ends
+    until = time.monotonic() + 5
+    while (s := apart.engine.stats()).running or s.waiting:
+        assert time.monotonic() < until, s
+    assert len(apart.tokens(apart.ask([5, 6], 5))[0]) == 5
+
+
+def test_an_engine_that_is_killed_ends_what_is_open_and_nothing_else():
+    client = Apart(counting.make)
+    try:
+        numbers = [client.ask(p, 400) for p in prompts(10, 12, 14, 16)]
+        client.hear()
+        os.kill(client.pid, signal.SIGTERM)  # which comes to both, and is the other one's to obey
+        client.hear()
+        os.kill(client.pid, signal.SIGKILL)
+        for events in client.follow(*numbers):
+            assert (events[-1].finish_reason, events[-1].token) == ("error", None)
+            assert "the engine's process was killed by signal 9" in events[-1].message
+        with pytest.raises(UnsupportedError, match="was killed by signal 9"):
+            client.ask([5], 3)
+        assert client.engine.closed
+        assert client.engine.stats().running == client.engine.stats().waiting == 0
+    finally:
+        client.engine.stop(5)
+    assert gone(client.pid)
+
+
+def test_the_process_ends_with_its_engine_and_answers_before():
+    client = Apart(counting.make)
+    number = client.ask([5, 6, 7], 40)
+    client.engine.stop(30)
+    assert len(client.tokens(number)[0]) == 40
+    assert gone(client.pid)
+    with pytest.raises(UnsupportedError, match="the server is stopping"):
+        client.ask([5], 3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "line"),
+    [
+        ("memory", DoesNotFitError, "a cache of 3 GB does not fit"),
+        ("strange", LowqError, "Strange: only here known"),
+        ("gone", LowqError, "the engine's process ended with exit code 3"),
+        ("start", MemoryError, "while recording passes"),
+    ],
+)
+def test_an_engine_that_cannot_be_made_or_started_says_why(fault, kind, line):
+    engine, told = ApartEngine(counting.make, fault), []
+
+    def begin():
+        engine.made()
+        engine.start(lambda batch: None, lambda n, of: told.append((n, of)))
+
+    try:
+        with pytest.raises(kind, match=line):
+            begin()
+        assert told == ([(1, 2)] if fault == "start" else [])
+    finally:
+        engine.stop(0)
+
+
+def test_a_process_that_nobody_talks_to_any_more_ends(start):
+    s = start()
+    children = [int(p) for p in os.listdir("/proc") if p.isdigit() and _parent(p) == s.process.pid]
+    assert children
+    s.process.kill()
+    assert all(gone(c) for c in children)
+
+
+def _parent(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return int(f.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
