@@ -20,7 +20,7 @@ gptqmodel: 7.7.0 was measured, in an environment with lowq; its own defaults, as
 whole; calibrated on the text and windows that lowq takes.
 bpw: `expected` is the KL divergence that the plan foretells; `kl` and `unquantized` (perplexity) are of the first text. part
 "all" has the embedding take part (these models' head is their embedding), "linears" keeps it (--lm-head keep).
-tables: `measure` is the scheme's kind (packers/scheme.py); as free, scales of 16 bits in bf16.
+tables: `measure` is the scheme's kind (packers/scheme.py); rtn and lsq as free, others as calibrated; 16-bit scales are bf16.
 head: untied from the embedding and quantized by its width's default; linear layers unquantized, or 4 or 2 bits at group 64.
 The recipe's default for the head comes from here.
 """
@@ -42,23 +42,21 @@ from accuracy_rows import RESULTS, TEXTS, Judge, Row, device, merge, missing, pa
 from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
 from lowq_cli.evaluate import perplexity
-from lowq_cli.files.quant_config import expand
-from lowq_cli.files.source import open_source
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_cli.run.events import LayerDone
-from lowq_packers.layouts import PackedWeight, unpack
-from lowq_packers.scheme import BITS, Scheme
+from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
 
 UNIFORM = ((2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 64), (4, 32))
 BODIES = (None, Scheme(4, 64), Scheme(2, 64))  # below a quantized head
-LEAVES = (".weight", ".weight_scale", ".weight_zero")
 KINDS = (  # of tables.json: kind, bits, group; at each number of bits per weight a table and a grid or more
     *(("e2m1/e4m3", 4, 16), ("e2m1/e8m0", 4, 32), ("nf4", 4, 64), ("nf4", 4, 32), ("fitted/e4m3", 4, 16)),
     *((kind, bits, group) for bits in (4, 3, 2) for kind in ("fitted", "none") for group in (64, 32)),
     *(("float", bits, group) for bits in (4, 3, 2) for group in (128, 64)),
 )
+FORMATS = {"e2m1/e4m3": "nvfp4", "e2m1/e8m0": "mxfp4", "nf4": "nf4", "fitted": "table"}  # kind -> --format
 MODELS = ("base", "story")  # whose tables are shown
 Args = argparse.Namespace
 
@@ -133,12 +131,22 @@ def free(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
 
 
 def tables_cells(model: str, args: Args) -> Iterator[Row]:
-    """The unquantized model, then each kind of scheme by both methods, the bits of a weight and its scales in all the same."""
-    yield {"model": model, "method": "fp32"}
-    for (kind, bits, group), method in itertools.product(KINDS, ("rtn", "lsq")):
+    """The unquantized model, then each kind of scheme by each method, the bits of a weight and its scales in all the same."""
+    if args.method[0] == "rtn":
+        yield {"model": model, "method": "fp32"}
+    for method, (kind, bits, group) in itertools.product(args.method, (k for k in KINDS if k[0] in (args.kind or k))):
         bpw = Scheme.of(bits, group, kind).bits_per_weight()
-        if bits in args.bits:
-            yield {"model": model, "measure": kind, "bits": bits, "group": group, "bpw": bpw, "method": method}
+        about = {"model": model, "measure": kind, "bits": bits, "group": group, "bpw": bpw, "method": method}
+        if bits in args.bits and not quantizers.needs_text(method):
+            yield about
+        elif bits in args.bits and (kind in ZERO_KINDS or kind in FORMATS):
+            yield about | text_of(args)
+
+
+def tables(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """The weights' own methods first, from the model as it is."""
+    yield from free(folder, judge, [cell for cell in wanted if "calib" not in cell], args)
+    yield from calibrated(folder, judge, [cell for cell in wanted if "calib" in cell], args)
 
 
 def text_of(args: Args) -> Row:
@@ -157,9 +165,11 @@ def calibrated(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) ->
     """Checkpoints as `lowq quantize` writes them."""
     for cell in wanted:
         with tempfile.TemporaryDirectory() as out:
+            kind = cell.get("measure", "float")
+            how = {"format": FORMATS[kind]} if kind in FORMATS else {"zero": kind}
             recipe = make_recipe(
                 bits=cell["bits"], group=cell["group"], method=cell["method"].removesuffix(" --rotate"), rotate=args.rotate,
-                calib=args.calib or "bundled", calib_tokens=args.calib_tokens, lm_head="keep",
+                calib=args.calib or "bundled", calib_tokens=args.calib_tokens, lm_head="keep", **how,
             )  # fmt: skip
             *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
             fill(judge.model, dequantized(Path(out) / "q"))
@@ -170,17 +180,13 @@ def calibrated(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) ->
 
 def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Parameter name -> the fp32 values that a lowq checkpoint's bytes stand for; norms, embedding and head too."""
-    found = {}
-    with open_source(checkpoint) as source:
-        read = lambda name: source.read(name).reshape(source.headers[name].shape)  # noqa: E731
-        stems = [n.removesuffix(".weight_scale") for n in source.headers if n.endswith(".weight_scale")]
-        schemes = expand(source.config["quantization_config"], stems)
-        for stem in stems:
-            words, scales, zeros = (read(stem + leaf) if stem + leaf in source.headers else None for leaf in LEAVES)
-            K = scales.shape[1] * schemes[stem].group_size
-            packed = PackedWeight(words, scales, zeros, schemes[stem], words.shape[0], K, "rowstream")
-            found[f"{stem}.weight"] = unpack(packed).dequantize()
-        return found | {n: read(n).float() for n in source.headers if not n.endswith(LEAVES[1:]) and n not in found}
+    found = open_checkpoint(checkpoint)
+    return {
+        f"{t.name}.weight" if t.scheme else t.name: (
+            found.read_matrix(t).dequantize() if t.scheme else found.read_plain(t).float()
+        )
+        for t in found.tensors
+    }
 
 
 def fill(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
@@ -312,7 +318,11 @@ EXPERIMENTS = {
         "calibrated.json", (8, 4, 3, 2), ("gptqmodel",), CALIB | {"--sym": SYM}, gptqmodel_cells, gptqmodel
     ),
     "bpw": Experiment("mixed.json", (4, 3, 2), (), MIXED, bpw_cells, bpw),
-    "tables": Experiment("tables.json", (4, 3, 2), (), {}, tables_cells, free),
+    "tables": Experiment(
+        "tables.json", (4, 3, 2), (),
+        CALIB | {"--method": {"type": words, "default": ["rtn", "lsq", "gptq"]}, "--rotate": ROTATE, "--kind": {"type": words}},
+        tables_cells, tables,
+    ),
     "head": Experiment("head.json", (8, 4, 3), (), {}, head_cells, head),
 }  # fmt: skip
 SHOWN = (  # the cells of the tables

@@ -1,8 +1,10 @@
 """gptq's inner loop: a block of columns is rounded one after the other, and each error moved on to those behind it.
 
 `round_block` on CUDA is one launch of round_block_triton.py where Triton is installed; elsewhere torch, six small ops a column.
+`carry` is the same loop for any choice of codes: a table's.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -46,13 +48,25 @@ def round_block_torch(
     block: torch.Tensor, factor: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, levels: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`round_block` on any device."""
+    inverse = 1 / scales
+
+    def nearest(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        code = (column * inverse).add_(zeros).round_().clamp_(0, levels - 1)
+        return code, (code - zeros).mul_(scales)
+
+    return carry(block, factor, nearest)
+
+
+def carry(
+    block: torch.Tensor, factor: torch.Tensor, nearest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `round_block`. nearest: of a column (R,) its codes, and the values that they stand for."""
     left = block.T.contiguous()  # a column is then contiguous
     codes, errors = torch.empty_like(left), torch.empty_like(left)
-    inverse = 1 / scales
     weight = (1 / factor.diagonal()).tolist()
     for i in range(left.shape[0]):
-        code = torch.mul(left[i], inverse, out=codes[i]).add_(zeros).round_().clamp_(0, levels - 1)
-        torch.sub(left[i], (code - zeros).mul_(scales), out=errors[i])
+        codes[i], values = nearest(left[i])
+        torch.sub(left[i], values, out=errors[i])
         errors[i].mul_(weight[i])
         left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
     return codes.T, errors.T

@@ -215,15 +215,15 @@ class Calibration:
                     q = better_codes(W, given, stage.moments)
                 else:
                     q = quantizers.get(str(item.method))(W, item.scheme, dtype, stage.moments)
-                restored = q.dequantize()
                 at = 0
                 for name, part in zip(names, parts, strict=True):
-                    rows, at = slice(at, at + len(part)), at + len(part)
-                    errors.append(_output_error(part, restored[rows], stage.moments.second))
-                    results |= save_item(_rows(q, rows), name, dtype)
-                    layer.set(name, restored[rows])
+                    rows, at = q.rows(at, at + len(part)), at + len(part)
+                    restored = rows.dequantize()
+                    errors.append(_output_error(part, restored, stage.moments.second))
+                    results |= save_item(rows, name, dtype)
+                    layer.set(name, restored)
                     if quantizers.needs_learning(str(item.method)):
-                        learning[name] = _rows(q, rows)
+                        learning[name] = rows
                     self.rounded += 1
                     yield MatrixDone(name, self.rounded, len(self.items))
         dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
@@ -251,7 +251,9 @@ class Calibration:
             item = self.items[name]
             alike.setdefault((item.method, item.scheme, item.outputs[1][1].dtype, item.kind), []).append(name)
         for group in alike.values():
-            if sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
+            scheme = self.items[group[0]].scheme
+            own = scheme and scheme.table_width  # a table, or its factor, is a matrix's own
+            if not own and sum(self.items[n].params for n in group) <= quantizers.GPTQ_SLAB:
                 yield group
             else:
                 yield from ([n] for n in group)
@@ -269,17 +271,17 @@ class Calibration:
                     tensors[key] = t.to(self.device, torch.float32)
         return found
 
-    def quantizer(self, item: Item) -> Callable[..., QuantizedTensor]:
-        """The quantizer of one item: rows of what `run` made, in order; a data-free method for what it did not see."""
+    def quantizer(self, item: Item) -> Callable[..., QuantizedTensor] | None:
+        """The quantizer of one item: rows of what `run` made, in order. None for what it did not see."""
         if item.name not in self.layer_of:
-            return quantizers.get(str(item.method))
+            return None
         q = load_item(self.layer_of[item.name], item)
         at = 0
 
         def next_rows(W: torch.Tensor, *_: object) -> QuantizedTensor:
             nonlocal at
-            part, at = slice(at, at + W.shape[0]), at + W.shape[0]
-            return _rows(q, part).to(W.device)
+            first, at = at, at + W.shape[0]
+            return q.rows(first, at).to(W.device)
 
         return next_rows
 
@@ -317,8 +319,3 @@ def better_codes(W: torch.Tensor, given: QuantizedTensor, moments: Moments) -> Q
 def _output_error(W: torch.Tensor, restored: torch.Tensor, second: torch.Tensor) -> float:
     error = W - restored
     return float(((error @ second) * error).sum() / ((W @ second) * W).sum().clamp(min=1e-30))
-
-
-def _rows(q: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    zeros = None if q.zeros is None else q.zeros[rows]
-    return QuantizedTensor(q.W_q[rows], q.scales[rows], zeros, q.bits, q.group_size, q.zero)

@@ -1,4 +1,4 @@
-"""A calibrated layer set down until the checkpoint holds it: codes, scales and zeros of its matrices, and the notes on it."""
+"""A calibrated layer set down until the checkpoint holds it: codes, scales, zeros and tables of its matrices, and notes."""
 
 import json
 from collections.abc import Iterator
@@ -15,11 +15,10 @@ from lowq_packers.qtensor import QuantizedTensor
 
 
 def save_item(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors to set down: codes as bytes, scales and zeros in the checkpoint's dtype."""
-    found = {f"{name}.codes": q.W_q, f"{name}.scales": q.scales.to(dtype)}
-    if q.zeros is not None:
-        found[f"{name}.zeros"] = q.zeros.to(dtype)
-    return {k: t.to("cpu", copy=True).contiguous() for k, t in found.items()}
+    """Tensors to set down: codes as bytes, scales and zeros as the checkpoint has them, a table in fp32."""
+    q = q.held(dtype)
+    found = {"codes": q.W_q, "scales": q.scales, "zeros": q.zeros, "table": q.table}
+    return {f"{name}.{k}": t.to("cpu", copy=True).contiguous() for k, t in found.items() if t is not None}
 
 
 def load_item(path: Path, item: Item) -> QuantizedTensor:
@@ -27,9 +26,9 @@ def load_item(path: Path, item: Item) -> QuantizedTensor:
     scheme = item.scheme
     assert scheme is not None
     with _reading(path) as saved:
-        codes, scales = saved.get_tensor(f"{item.name}.codes"), saved.get_tensor(f"{item.name}.scales").float()
-        zeros = None if scheme.zero == "none" else saved.get_tensor(f"{item.name}.zeros").float()
-    return QuantizedTensor(codes, scales, zeros, scheme.bits, scheme.group_size, scheme.zero)
+        has = {"codes": True, "scales": True, "zeros": scheme.zero != "none", "table": scheme.table_width}
+        parts = [saved.get_tensor(f"{item.name}.{k}") if there else None for k, there in has.items()]
+    return QuantizedTensor.of(scheme, *parts).held(torch.float32)
 
 
 def load_tensor(path: Path, name: str) -> torch.Tensor | None:

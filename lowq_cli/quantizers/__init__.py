@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FEW_TOKENS = 128  # of a calibration text: an expert that fewer visit is quantized without them
 GPTQ_SLAB = 1 << 24  # weights that gptq rounds at a time: few passes over the columns, 64 MB a copy
 MOVES_ZERO = ("hqq",)  # methods that only move the zero
-TAKE_TABLES = ("lsq", "rtn")  # methods that choose codes of a table
+TAKE_TABLES = ("lsq", "rtn", "gptq")  # methods that choose codes of a table
 Quantize = Callable[..., "QuantizedTensor"]
 
 # Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.

@@ -34,7 +34,11 @@ class Book:
             stored = store_scales(scales, self.dtype)
             return stored, stored
         stored = to_bytes(scales / self.factor, kind)
-        return stored, from_bytes(stored, kind) * self.factor
+        return stored, self.wide(stored)
+
+    def wide(self, stored: torch.Tensor) -> torch.Tensor:
+        """What stored scales are in fp32."""
+        return stored if self.scheme.scale == "float" else from_bytes(stored, self.scheme.scale) * self.factor
 
     def start(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales that reach each group's largest weight. Of e8m0: by exponents alone, as the standard has it."""
@@ -52,21 +56,31 @@ class Book:
         """Codes (R, G, g) for scales (R, G)."""
         return self.codes[self.places(groups, scales)]
 
-    def search(
-        self, groups: torch.Tensor, codes: torch.Tensor, stored: torch.Tensor, scales: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes and stored scales with the least squared error that are met from several starts."""
-        best, first = torch.full_like(scales, torch.inf), scales
+    def nearest_of(self, scales: torch.Tensor, column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of a column (R,) for scales (R,), and their values."""
+        places = self.places(column.unsqueeze(-1), scales).squeeze(-1)
+        return self.codes[places], self.values[places] * scales
+
+    def search(self, groups: torch.Tensor, weights: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes and stored scales with the least squared error that are met from several starts.
+
+        weights: (g,) or (G, g) positive importance of each place in a group; None counts all alike.
+        """
+        stored, first = self.start(groups)
+        codes, best = self.nearest(groups, first), torch.full_like(first, torch.inf)
+        weighted = groups if weights is None else groups * weights
         for share in SHARES[self.scheme.scale]:
             now, wide = self.store(first * share)
             for _ in range(REFINE + 1):
                 places = self.places(groups, wide)
                 q = self.values[places]
-                loss = (groups - q * wide.unsqueeze(-1)).square_().sum(-1)
+                counted = q if weights is None else q * weights
+                loss = (groups - q * wide.unsqueeze(-1)).square_()
+                loss = (loss if weights is None else loss * weights).sum(-1)
                 better = loss < best
                 best = torch.where(better, loss, best)
                 stored = torch.where(better, now, stored)
                 codes = torch.where(better.unsqueeze(-1), self.codes[places], codes)
-                along, spread = torch.linalg.vecdot(groups, q), torch.linalg.vecdot(q, q)
+                along, spread = torch.linalg.vecdot(weighted, q), torch.linalg.vecdot(counted, q)
                 now, wide = self.store(torch.where((along > 0) & (spread > 0), along / spread, wide))
         return codes, stored

@@ -13,6 +13,15 @@ REACH = 2.0
 ITERATIONS = 100  # of Lloyd's: 2**4 values move by less than 1e-4 of their range in the last
 
 
+def companion_of(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
+    """`Companion.found` of a whole weight (N, K); None for schemes without one."""
+    if not scheme.table_width:
+        return None
+    seen = Companion(scheme, *W.shape)
+    seen.see(W)
+    return seen.found().to(W.device)
+
+
 class Companion:
     """Finds what a whole weight (N, K) holds beside its scales, from its rows in order, in slabs: `see` them all, then ask.
 
@@ -59,8 +68,7 @@ def _fit(W: torch.Tensor, scheme: Scheme) -> torch.Tensor:
         table = table / most
         book = Book(free, table.unsqueeze(0), W.device, None)
         if i < ROUNDS - 1:
-            first, scales = book.start(groups)
-            scales = book.search(groups, book.nearest(groups, scales), first, scales)[1]
+            scales = book.search(groups)[1]
     return table.unsqueeze(0)
 
 

@@ -4,7 +4,7 @@ import torch
 
 from lowq_cli.quantizers._slabs import Solution, quantize_rows
 from lowq_cli.quantizers._table_book import Book
-from lowq_cli.quantizers._table_fit import Companion
+from lowq_cli.quantizers._table_fit import companion_of
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -16,18 +16,13 @@ def quantize(
 
     companion: of the matrix that W's rows are part of; None takes W for the whole. Raises as `quantize_rows`.
     """
-    if companion is None and scheme.table_width:
-        seen = Companion(scheme, *W.shape)
-        seen.see(W)
-        companion = seen.found()
-    companion = None if companion is None else companion.to(W.device)
+    companion = companion_of(W, scheme) if companion is None else companion.to(W.device)
     book = Book(scheme, companion, W.device, dtype)
 
     def solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> Solution:
-        stored, scales = book.start(groups)
-        codes = book.nearest(groups, scales)
         if search:
-            codes, stored = book.search(groups, codes, stored, scales)
-        return codes, stored, None
+            return *book.search(groups), None
+        stored, scales = book.start(groups)
+        return book.nearest(groups, scales), stored, None
 
     return quantize_rows(W, scheme, solve, dtype, table=companion)

@@ -7,8 +7,10 @@ import torch
 
 from lowq_cli.quantizers import GPTQ_SLAB
 from lowq_cli.quantizers._slabs import Solution, check_weight, quantize_rows
+from lowq_cli.quantizers._table_book import Book
+from lowq_cli.quantizers._table_fit import companion_of
 from lowq_cli.quantizers.lsq import fit_grid
-from lowq_kernels.gptq.round_block import round_block
+from lowq_kernels.gptq.round_block import carry, round_block
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -46,6 +48,7 @@ def quantize(
     dtype: torch.dtype | None = None,
     moments: Moments | None = None,
     grid: QuantizedTensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """Minimise ||W X - dequantized X'||^2 greedily, column by column.
 
@@ -57,7 +60,8 @@ def quantize(
         W: (N, K) float weight, any dtype and device; K a multiple of scheme.group_size.
         dtype: storage dtype of scales and zeros; both are rounded to it before the group's columns are. None keeps fp32.
         moments: of the inputs, on W's device. None stands for inputs that are independent and alike; the result is then lsq's.
-        grid: of `scheme`, (N, K), on W's device: its scales and zeros are kept, and only codes are chosen.
+        grid: of `scheme`, (N, K), on W's device: its scales, zeros and table are kept, and only codes are chosen.
+        table: of a table scheme: what the whole matrix, of which W may be rows, has beside its scales; None takes W's own.
     Returns:
         codes 0 .. 2**bits - 1; scales in weight units; zeros in code units.
     Raises:
@@ -71,12 +75,17 @@ def quantize(
         if moments.tokens >= ENOUGH * K:
             moments = replace(moments, tokens=0)
         W, path = correct_drift(W, moments), _Path.of(damp(moments), G)
+    if grid is not None:
+        table = grid.table
+    elif table is None:
+        table = companion_of(W, scheme)
+    book = Book(scheme, table, W.device, dtype) if scheme.table else None
     if grid is None:
-        return quantize_rows(W, scheme, partial(_solve, path, None), dtype, GPTQ_SLAB)
+        return quantize_rows(W, scheme, partial(_solve, path, None, book), dtype, GPTQ_SLAB, table)
     step, codes = max(1, GPTQ_SLAB // K), []
     for i in range(0, len(W), step):
         held = grid.rows(i, min(i + step, len(W)))
-        codes.append(quantize_rows(W[i : i + step], scheme, partial(_solve, path, held), None, W.numel()).W_q)
+        codes.append(quantize_rows(W[i : i + step], scheme, partial(_solve, path, held, book), None, W.numel(), held.table).W_q)
     return replace(grid, W_q=torch.cat(codes))
 
 
@@ -145,29 +154,42 @@ class _Path:
 
 
 def _solve(
-    path: _Path, grid: QuantizedTensor | None, groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None
+    path: _Path,
+    grid: QuantizedTensor | None,
+    book: Book | None,
+    groups: torch.Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype | None,
 ) -> Solution:
-    """Codes (R, G, g), scales and zeros of a slab of rows: those of `grid`, or else fitted."""
+    """Codes (R, G, g), scales and zeros of a slab of rows: those of `grid`, or else fitted. book: of a table scheme."""
     R, G, size = groups.shape
     factor, cost, K = path.factor, path.costs, G * size
     left = groups.reshape(R, K)[:, path.order]
     codes = torch.empty_like(left)
-    scales = torch.empty(R, G, device=left.device) if grid is None else grid.scales.float()
-    scales = torch.where(scales == 0, 1.0, scales) if grid else scales  # of a group of zeros: they stay what they are
-    zeros = torch.full_like(scales, scheme.mid) if grid is None or grid.zeros is None else grid.zeros.float()
+    if grid is None:
+        scales = torch.empty(R, G, device=left.device, dtype=torch.float32 if scheme.scale == "float" else torch.uint8)
+    elif book:
+        scales = grid.scales
+    else:
+        scales = torch.where(grid.scales == 0, 1.0, grid.scales.float())  # of a group of zeros: they stay what they are
+    zeros = torch.full((R, G), scheme.mid, device=left.device) if grid is None or grid.zeros is None else grid.zeros.float()
     owner = (path.order[::size] // size).tolist()
     for step, group in enumerate(owner):
         start, end = step * size, (step + 1) * size
         if grid is None:
-            s, z = fit_grid(left[:, start:end].unsqueeze(1), scheme, dtype, cost[start:end])
+            now = left[:, start:end].unsqueeze(1)
+            s, z = (book.search(now, cost[start:end])[1], None) if book else fit_grid(now, scheme, dtype, cost[start:end])
             scales[:, group] = s[:, 0]
             if z is not None:
                 zeros[:, group] = z[:, 0]
+        wide = book.wide(scales[:, group : group + 1])[:, 0] if book else scales[:, group]
         for first in range(start, end, BLOCK):
             last = min(first + BLOCK, end)
-            block, errors = round_block(
-                left[:, first:last], factor[first:last, first:last], scales[:, group], zeros[:, group], scheme.levels
-            )
+            part = left[:, first:last], factor[first:last, first:last]
+            if book:
+                block, errors = carry(*part, partial(book.nearest_of, wide))
+            else:
+                block, errors = round_block(*part, wide, zeros[:, group], scheme.levels)
             codes[:, first:last] = block
             left[:, last:].addmm_(errors, factor[first:last, last:], alpha=-1)
     back = torch.empty_like(codes)

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -42,7 +43,6 @@ def quantize(
     """
     assert item.scheme
     assert item.method
-    quantizer = quantizer or quantizers.get(item.method)
     dtype = scale_dtype(item)
     by_row, by_column = factors
     N, K = item.shape
@@ -50,15 +50,16 @@ def quantize(
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = lost = 0.0
     rows, unit = read_rows(item, source), stored(item.layout).row_step
-    table = _table(item, rows, step)
-    known = {} if not item.scheme.table else {"table": table}
+    if quantizer is None:
+        known = {"table": _table(item, rows, step)} if item.scheme.table else {}
+        quantizer = partial(quantizers.get(item.method), **known)
     rest: QuantizedTensor | None = None  # rows that do not fill a unit of the layout: they go with the next slab
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device, non_blocking=True)
         for factor in (f for f in (by_row, by_column) if f is not None):
             W = W.float() * (factor[first : first + step].unsqueeze(1) if factor is by_row else factor).to(device)
         try:
-            q = quantizer(W, item.scheme, dtype, **known)
+            q = quantizer(W, item.scheme, dtype)
         except DamagedError as e:
             raise DamagedError(f"{item.source}: {e}") from None
         q = q.held(dtype)

@@ -9,13 +9,15 @@ from folders import files
 from lowq_cli import quantizers
 from lowq_cli.calibrate import calibration, texts
 from lowq_cli.calibrate.walk import Layer
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.layers import DecoderLayers, run
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.quantizers import gptq, lsq
+from lowq_cli.quantizers import _table_fit, gptq, lsq
 from lowq_cli.quantizers.gptq import Moments
 from lowq_cli.run import pipeline
 from lowq_packers.errors import DamagedError, NotFoundError, SchemeError, UsageError
+from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 
 WALKED = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "gpt2", "mixtral", "qwen3-moe"]
@@ -37,20 +39,40 @@ def output_error(q, W, second):
     return float(((E @ second) * E).sum() / ((W @ second) * W).sum())
 
 
-@pytest.mark.parametrize("zero", ZERO_KINDS)
-@pytest.mark.parametrize("bits", [4, 3, 2])
-@pytest.mark.parametrize("group_size", [16, 64, 128])
-def test_gptq_halves_the_output_error_of_lsq(bits, zero, group_size):
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(Scheme(bits, group, zero) for bits in (4, 3, 2) for group in (16, 64, 128) for zero in ZERO_KINDS),
+        *(Scheme.of(bits, 64, "fitted") for bits in (4, 3, 2)),
+        *(Scheme.of(4, *of) for of in ((16, "e2m1/e4m3"), (32, "e2m1/e8m0"), (64, "nf4"), (16, "fitted/e4m3"))),
+    ],
+    ids=str,
+)
+def test_gptq_halves_the_output_error_of_lsq(scheme):
     W, second = correlated()
-    scheme = Scheme(bits, group_size, zero)
     free = output_error(lsq.quantize(W, scheme), W, second)
     assert output_error(gptq.quantize(W, scheme, torch.bfloat16, Moments(second)), W, second) < 0.5 * free
 
 
-def test_gptq_without_moments_is_near_lsq():
+@pytest.mark.parametrize("kind", ["float", "fitted"])
+def test_gptq_without_moments_is_near_lsq(kind):
     W, _ = correlated()
-    q = gptq.quantize(W, Scheme(3, 32))
-    assert float((q.dequantize() - W).norm()) <= 1.001 * float((lsq.quantize(W, Scheme(3, 32)).dequantize() - W).norm())
+    scheme = Scheme.of(3, 32, kind)
+    q = gptq.quantize(W, scheme)
+    assert float((q.dequantize() - W).norm()) <= 1.001 * float((lsq.quantize(W, scheme).dequantize() - W).norm())
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_gptq_over_a_table_of_even_steps_is_gptq_over_the_grid(bits):
+    W, second = correlated()
+    even = gptq.quantize(W, Scheme(bits, 32, "none"), None, Moments(second))
+    scheme, mid = Scheme.of(bits, 32, "fitted"), even.scheme.mid
+    table = ((torch.arange(scheme.levels) - mid) / mid).unsqueeze(0)
+    held = QuantizedTensor.of(scheme, torch.zeros_like(even.W_q), even.scales * mid, None, table)
+    found = gptq.quantize(W, scheme, None, Moments(second), held)
+    assert torch.equal(found.W_q, even.W_q)
+    assert torch.equal(found.dequantize(), even.dequantize())
+    assert not torch.equal(found.W_q, gptq.quantize(W, scheme, None, None, held).W_q)  # moments do count
 
 
 def test_gptq_slabs_of_rows_change_nothing(monkeypatch):
@@ -133,6 +155,24 @@ def test_families_are_calibrated_whole(family, family_checkpoints, text, tmp_pat
     assert {t["method"] for t in report["tensors"] if "method" in t and t["kind"] != "head"} == {"gptq"}
     free = pipeline.quantize(dense, tmp_path / "free", bits=2, group=16)
     assert finished.result.bytes == free["bytes"]
+
+
+@pytest.mark.parametrize("form", ["nvfp4", "table"])
+def test_tables_are_calibrated_from_run_to_rerun(form, family_checkpoints, text, tmp_path, monkeypatch):
+    """What gptq found is what the files hold: codes, scales of 8 bits, each matrix's own table or factor."""
+    monkeypatch.setattr(_table_fit, "ITERATIONS", 3)
+    dense, recipe = family_checkpoints("llama").dense, make_recipe(format=form, group=16, method="gptq", calib=text)
+    list(pipeline.run(dense, recipe, tmp_path / "whole"))
+    whole = open_checkpoint(tmp_path / "whole")
+    tables = [whole.read_matrix(t).table for t in whole.tensors if t.scheme and "layers" in t.name]
+    assert len({tuple(t.flatten().tolist()) for t in tables}) == len(tables) == 14
+    assert all((t.shape[1] == 16) == (form == "table") for t in tables)
+    events = pipeline.run(dense, recipe, tmp_path / "killed")
+    while not isinstance(next(events), calibration.LayerDone):
+        pass
+    events.close()
+    list(pipeline.run(dense, recipe, tmp_path / "killed"))
+    assert (tmp_path / "killed" / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
 
 def test_a_rerun_continues_behind_the_finished_layers(family_checkpoints, text, tmp_path):

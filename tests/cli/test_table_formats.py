@@ -190,11 +190,11 @@ def test_recipes_that_contradict_themselves(flags, said):
 
 
 def test_methods_that_know_no_tables_say_so(family_checkpoints, tmp_path):
-    for method in ("hqq", "gptq"):
+    for method in ("hqq", "awq"):
         with pytest.raises(SchemeError, match=f"{method} fits evenly spaced values, not the table nf4; use --method lsq"):
             quantize(family_checkpoints("llama").dense, tmp_path / "out", format="nf4", method=method)
     with pytest.raises(SchemeError, match="use lsq or rtn"):
-        quantizers.get("gptq")(torch.zeros(2, 64), SCHEMES["nf4"])
+        quantizers.get("awq")(torch.zeros(2, 64), SCHEMES["nf4"])
 
 
 def test_matrices_that_no_group_divides_stay(family_checkpoints, tmp_path):
