@@ -52,7 +52,7 @@ class Seen:
     counts: Counter = field(default_factory=Counter)
     wrong: list = field(default_factory=list)
     different: list = field(default_factory=list)
-    rss: list = field(default_factory=list)  # MB, once a second
+    rss: list = field(default_factory=list)  # MB of the server's processes, once a second
 
 
 class Client:
@@ -193,8 +193,9 @@ async def soak(url, pid, count, users, seconds, seed, tokens, different):
 
     async def watch():
         while not done:
-            rows = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            seen.rss.append(int(rows["VmRSS"].split()[0]) / 1000)
+            processes = [pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]  # the engine's among them
+            told = [Path(f"/proc/{p}/status").read_text() for p in processes]
+            seen.rss.append(sum(int(re.search(r"VmRSS:\s+(\d+)", t)[1]) for t in told) / 1000)
             await asyncio.sleep(1)
 
     watching = asyncio.create_task(watch())

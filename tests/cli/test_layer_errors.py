@@ -38,10 +38,10 @@ def test_errors_begin_where_quantizing_does(demo_4b):
 
 def test_the_command_prints_them(demo_4b):
     done = CliRunner().invoke(
-        app, ["eval", demo_4b, "--against", "demo", "--layers", "--max-tokens", "64", "--device", "cpu", "--json"]
+        app, ["eval", demo_4b, "--against", "demo", "--layers", "--max-tokens", "16", "--device", "cpu", "--json"]
     )
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert (told["window"], told["stride"]) == (64, 64)
+    assert (told["window"], told["stride"]) == (16, 16)
     assert len(told["layers"]) == 6
     assert isinstance(CliRunner().invoke(app, ["eval", demo_4b, "--layers"]).exception, UsageError)

@@ -172,7 +172,7 @@ def alone(seconds: float, bends: int, kills: int, first: int, out: Path) -> int:
     killed: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     memory = Path("/dev/shm")  # where deleting a file takes no time: half of all otherwise
     with tempfile.TemporaryDirectory(prefix="lowq-fuzz-", dir=memory if memory.is_dir() else None) as folder:
-        ground = Ground(Path(folder) / "ground")
+        ground = Ground(Path(folder) / "ground", slow=kills > 0)
         done = [0, 0]
         spent = [0.0, 0.0]
         told = time.monotonic()

@@ -17,7 +17,7 @@ import judge as judging
 import kills
 from campaign import FOUND, Ground
 
-BEND_SECONDS, KILL_SECONDS = 8, 12
+BEND_SECONDS, KILL_SECONDS = 6, 9
 BENDS = 20  # at least, on a machine that is busy elsewhere: half of them are accepted, in half a second of its own
 
 

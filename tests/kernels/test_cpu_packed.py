@@ -202,6 +202,7 @@ def test_neon_compiles(tmp_path):
             "aarch64-linux-gnu-g++",
             *building.FLAGS,
             *flags,
+            "-O1",  # 10 s for 25
             "-c",
             str(building.HERE / name),
             "-o",
