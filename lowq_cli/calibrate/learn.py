@@ -1,4 +1,4 @@
-"""Gradient descent on a quantized layer: its codes, scales and zeros follow the error of the layer's output.
+"""Gradient descent on a quantized layer: its codes, scales, zeros and fitted tables follow the error of the layer's output.
 
 What gptq finds matrix by matrix starts it. The loss is the squared distance of the layer's output, behind the layers quantized
 so far, to what the original model has there; codes stay whole numbers (straight-through estimate). Nothing changes at run time.
@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowq_cli.calibrate.walk import Hidden, Layer
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.tables import values
 
 EPOCHS = 12
 # Width -> Adam's rates: of the scales' logarithms and of the zeros (in codes); of the codes (0: they stay). Faster, 2 bits fit
@@ -71,23 +72,31 @@ def learn(
 class Grid:
     """A quantized matrix whose parts have gradients. The dequantized value is that of what will be stored.
 
-    rate, code_rate: Adam's, of the scales' logarithms and of the zeros (in codes); of the codes (0: they stay).
+    rate, code_rate: Adam's, of the scales' logarithms, of the zeros and a fitted table's values (in codes: a table over
+    -1 .. 1 spans `levels`); of the codes (0: they stay). A table is held in ascending order, codes as places in it.
     """
 
     def __init__(self, q: QuantizedTensor, dtype: torch.dtype, device: torch.device, rate: float, code_rate: float) -> None:
         self.q, self.dtype, self.rate, self.code_rate = q, dtype, rate, code_rate
         N, K = q.W_q.shape
-        self.codes = q.W_q.to(device).reshape(N, K // q.group_size, q.group_size)
+        codes, self.table = q.W_q.to(device), None
+        if q.table_kind:
+            self.table, self.order = values(q.scheme, q.table, device)[0].sort(stable=True)
+            self.table.requires_grad_(q.table_kind == "fitted")
+            codes = self.order.argsort().to(torch.uint8)[codes.int()]
+        self.codes = codes.reshape(N, K // q.group_size, q.group_size)
         self.moved = torch.zeros(self.codes.shape, device=device, requires_grad=True) if code_rate else None
         self.scales = q.scales.float().to(device).unsqueeze(-1)
         self.stretch = torch.zeros_like(self.scales, requires_grad=True)
-        mid = torch.full_like(self.scales, 2.0 ** (q.bits - 1))
+        mid = torch.full_like(self.scales, q.scheme.mid)
         self.zeros = mid if q.zeros is None else q.zeros.float().to(device).unsqueeze(-1)
         self.shift = torch.zeros_like(self.scales, requires_grad=q.zero == "float")
 
     def parameters(self) -> list[dict[str, Any]]:
         """What an optimizer is given."""
         found: list[dict[str, Any]] = [{"params": [t for t in (self.stretch, self.shift) if t.requires_grad], "lr": self.rate}]
+        if self.table is not None and self.table.requires_grad:
+            found.append({"params": [self.table], "lr": self.rate * 2 / self.q.scheme.levels})
         return found if self.moved is None else [*found, {"params": [self.moved], "lr": self.code_rate}]
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,15 +111,29 @@ class Grid:
     def weight(self) -> torch.Tensor:
         """(N, K) fp32."""
         codes, scales, zeros = self.parts()
-        return ((codes - zeros) * scales).reshape(self.q.W_q.shape)
+        return ((codes - zeros if self.table is None else self._look_up(codes)) * scales).reshape(self.q.W_q.shape)
+
+    def _look_up(self, codes: torch.Tensor) -> torch.Tensor:
+        """What codes stand for; from one to the next the gradient is the distance of the values on both sides."""
+        assert self.table is not None
+        at, top = codes.detach().round().int(), self.q.scheme.levels - 1
+        found = self.table[at]
+        if self.moved is None:
+            return found
+        high, low = (at + 1).clamp(max=top), (at - 1).clamp(min=0)
+        slope = (self.table[high] - self.table[low]).detach() / (high - low)
+        return found + slope * (codes - codes.detach())
 
     def quantized(self) -> QuantizedTensor:
         """What was learnt."""
         codes, scales, zeros = (t.detach() for t in self.parts())
         q = self.q
         kept = None if q.zeros is None else zeros.squeeze(-1)
-        W_q = codes.round().to(torch.uint8).reshape(q.W_q.shape)
-        return QuantizedTensor(W_q, scales.squeeze(-1), kept, q.bits, q.group_size, q.zero)
+        W_q, table = codes.round().to(torch.uint8).reshape(q.W_q.shape), None
+        if self.table is not None:
+            W_q = self.order.to(torch.uint8)[W_q.int()]
+            table = self.table.detach()[self.order.argsort()].unsqueeze(0) if q.table_kind == "fitted" else q.table
+        return QuantizedTensor.of(q.scheme, W_q, scales.squeeze(-1), kept, table)
 
 
 def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

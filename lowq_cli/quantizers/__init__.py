@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FEW_TOKENS = 128  # of a calibration text: an expert that fewer visit is quantized without them
 GPTQ_SLAB = 1 << 24  # weights that gptq rounds at a time: few passes over the columns, 64 MB a copy
 MOVES_ZERO = ("hqq",)  # methods that only move the zero
-TAKE_TABLES = ("lsq", "rtn", "gptq")  # methods that choose codes of a table
+TAKE_TABLES = ("lsq", "rtn", "gptq", "learn", "distill")  # methods that choose codes of a table
 Quantize = Callable[..., "QuantizedTensor"]
 
 # Width -> method with the lowest perplexity among the data-free ones: benchmarks/results/accuracy/data_free.json.
@@ -54,6 +54,8 @@ def check_scheme(name: str, scheme: "Scheme") -> None:
     """Raise SchemeError where a method moves a zero that the scheme does not have, or knows of no tables."""
     if scheme.table and name not in TAKE_TABLES:
         raise SchemeError(f"{name} fits evenly spaced values, not the table {scheme.table}; use --method {TAKE_TABLES[0]}")
+    if scheme.scale != "float" and needs_learning(name):
+        raise SchemeError(f"{name} moves scales, and {scheme.kind} has them in 8 bits; use --method gptq")
     if name in MOVES_ZERO and scheme.zero == "none":
         raise SchemeError(f'{name} moves the zero, and zero="none" has none; use --zero float, or --method rtn')
 

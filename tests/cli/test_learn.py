@@ -1,5 +1,7 @@
 """Gradient descent behind gptq: a layer's output comes nearer to the original one's, the same bytes on every run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,9 @@ from lowq_cli.calibrate import calibration, learn, texts
 from lowq_cli.hf import tokenizer as hf_tokenizer
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
+from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.scheme import Scheme
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +50,13 @@ def losses(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("family", "bits"), [("llama", 2), ("llama", 1), ("phi3", 2), ("gpt2", 4), ("mixtral", 3)])
-def test_layers_come_nearer(family, bits, family_checkpoints, text, tmp_path, losses):
+@pytest.mark.parametrize(
+    ("family", "bits", "form"),
+    [("llama", 2, "lowq"), ("llama", 1, "lowq"), ("phi3", 2, "table"), ("gpt2", 4, "lowq"), ("mixtral", 3, "lowq")],
+)
+def test_layers_come_nearer(family, bits, form, family_checkpoints, text, tmp_path, losses):
     dense = family_checkpoints(family, schemes={}).dense
-    list(pipeline.run(dense, make_recipe(bits=bits, group=16, method="learn", calib=text), tmp_path / "out"))
+    list(pipeline.run(dense, make_recipe(bits=bits, group=16, method="learn", calib=text, format=form), tmp_path / "out"))
     assert len(losses) == 2
     assert all(after <= before for before, after in losses)
     assert sum(after for _, after in losses) < 0.98 * sum(before for before, _ in losses)
@@ -115,6 +122,40 @@ def test_tokens_that_the_text_lacks_are_seen(family_checkpoints, tmp_path, monke
     assert not set(more.unique().tolist()) & set(tokenizer.all_special_ids)
     assert torch.equal(more, texts.random_token_windows(tokenizer, 4, 160, 32))
     assert texts.random_token_windows(tokenizer, 4, 100, 32).max() < 100
+
+
+@pytest.mark.parametrize(
+    "scheme", [Scheme(1, 32, "none"), Scheme(3, 32), *(Scheme.of(b, 32, "fitted") for b in (4, 2))], ids=str
+)
+def test_what_is_learnt_begins_as_what_was_given(scheme):
+    q = quantizers.get("lsq")(torch.randn(8, 64, generator=torch.Generator().manual_seed(0)), scheme, torch.float16)
+    if scheme.table:  # in no order
+        mixed = torch.randperm(scheme.levels, generator=torch.Generator().manual_seed(1))
+        q = replace(q, W_q=mixed.argsort().to(torch.uint8)[q.W_q.int()], table=q.table[:, mixed])
+    learnt = learn.Grid(q, torch.float16, q.W_q.device, 1e-3, 1e-2)
+    assert torch.equal(learnt.weight(), q.dequantize())
+    found = learnt.quantized()
+    assert torch.equal(found.W_q, q.W_q)
+    assert torch.equal(found.dequantize(), q.dequantize())
+
+
+def test_gradients_reach_codes_and_values_of_a_table():
+    table = torch.tensor([[0.5, -1.0, 1.0, -0.25]])
+    codes = torch.tensor([[0, 3, 1, 2]], dtype=torch.uint8)  # values 0.5, -0.25, -1, 1: places 2, 1, 0, 3
+    q = QuantizedTensor.of(Scheme(2, 4, "none", "fitted"), codes, torch.full((1, 1), 2.0), None, table)
+    learnt = learn.Grid(q, torch.float32, q.W_q.device, 1e-3, 1e-2)
+    learnt.weight().sum().backward()
+    assert learnt.moved.grad.tolist() == [[[2 * (1.0 + 0.25) / 2, 2 * (0.5 + 1.0) / 2, 2 * 0.75, 2 * 0.5]]]
+    assert learnt.table.grad.tolist() == [2.0] * 4
+    assert learnt.stretch.grad.item() == pytest.approx(2 * 0.25)
+    learnt.table.data[3] = 1.5  # the largest value, which is code 2's
+    assert learnt.quantized().table.tolist() == [[0.5, -1.0, 1.5, -0.25]]
+
+
+def test_scales_of_8_bits_do_not_move(family_checkpoints, text, tmp_path):
+    recipe = make_recipe(format="nvfp4", method="learn", calib=text)
+    with pytest.raises(SchemeError, match="learn moves scales, and e2m1/e4m3 has them in 8 bits; use --method gptq"):
+        list(pipeline.run(family_checkpoints("llama", schemes={}).dense, recipe, tmp_path / "out"))
 
 
 def test_gradients_reach_codes_scales_and_zeros():
