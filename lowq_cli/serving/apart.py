@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -171,6 +171,7 @@ def _held_back() -> Iterator[None]:
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    resource_tracker.ensure_running()  # multiprocessing's own process, whose start would let OURS through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
     try:
         yield
@@ -195,7 +196,7 @@ class _Here:
         self.pipe = pipe
         self.lock = threading.Lock()  # of sending and of `numbers`: a request's first event may come before `submit` returns
         self.numbers: dict[int, int] = {}  # the engine's -> the other process's
-        self.shown = Stats()
+        self.shown, self.started = Stats(), False
 
     def run(self, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
         """Make the engine, and do what the pipe says until it is closed."""
@@ -204,7 +205,7 @@ class _Here:
         self.send("made", told, e.name, e.reason, e.limits, e.vocabulary)
         try:
             while True:
-                if not self.pipe.poll(FRESH_S):
+                if not self.pipe.poll(FRESH_S if self.started else None):
                     self.refresh()
                     continue
                 what, *rest = self.pipe.recv()
@@ -220,6 +221,7 @@ class _Here:
         """As Engine.start."""
         self.engine.start(self.sink, lambda n, of: self.send("done", n, of))
         self.send("started", self.engine.reason)
+        self.started = True
 
     def submit(self, number: int, request: Request, recipe: str | None) -> None:
         """As Engine.submit, but a refusal is an event."""

@@ -3,7 +3,10 @@
 import os
 import queue
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import counting
 import pytest
@@ -171,17 +174,38 @@ def test_an_engine_that_cannot_be_made_or_started_says_why(fault, kind, line):
         engine.stop(0)
 
 
-def test_a_process_that_nobody_talks_to_any_more_ends(start):
+LEFT = """import counting, time
+from lowq_cli.serving.apart import ApartEngine
+if __name__ == "__main__":
+    print(ApartEngine(counting.make).made()["pid"], flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_nobody_talks_to_any_more_ends():
+    line = [sys.executable, "-c", LEFT]
+    with subprocess.Popen(line, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True) as other:
+        pid = int(other.stdout.readline())
+        os.kill(pid, 0)
+        other.kill()
+        assert gone(pid)
+
+
+def test_a_server_answers_what_a_terminal_interrupts_and_ends_with_its_engine(start):
     s = start()
-    children = [int(p) for p in os.listdir("/proc") if p.isdigit() and _parent(p) == s.process.pid]
-    assert children
-    s.process.kill()
-    assert all(gone(c) for c in children)
+    (engine,) = _engines(s.process.pid)
+    for number in (signal.SIGINT, signal.SIGTERM):  # as from Ctrl-C, and from systemd, to all processes there are
+        os.kill(engine, number)
+    time.sleep(0.3)
+    assert s.post("completions", {"prompt": "Once", "max_tokens": 3}).status_code == 200
+    os.kill(engine, signal.SIGKILL)
+    assert s.process.wait(20) == 2
+    s.said_last("lowq: the engine's process was killed by signal 9; the system kills what takes more memory than there is")
 
 
-def _parent(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return int(f.read().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
+def _engines(server):
+    found = []
+    for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+        if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+            found.append(int(pid))
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 
 from lowq_cli.serving.http.app import LOOPBACK, Served, make_app
-from lowq_packers.errors import UsageError
+from lowq_packers.errors import LowqError, UsageError
 
 SWITCH_S = 0.0005  # after so long a thread gives the interpreter to another that waits: the engine's, once a step
 LIVE_S = 0.5  # between two looks at the speed
@@ -47,7 +47,8 @@ def serve(
 ) -> None:
     """Answer requests until SIGTERM or Ctrl-C; then finish those there are within `grace_s`. A second Ctrl-C ends at once.
 
-    ready: called once requests are taken. look: called now and then while the server runs. Raises what the engine's start does.
+    ready: called once requests are taken. look: called now and then while the server runs. Raises what the engine's start does,
+    and LowqError where the engine ends by itself: what started the server can start it again.
     """
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it says, we say, or is a client's doing
     config = uvicorn.Config(
@@ -58,7 +59,10 @@ def serve(
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
-        _Server(config, served, grace_s, ready, look).run(sockets=[bound])
+        server = _Server(config, served, grace_s, ready, look)
+        server.run(sockets=[bound])
+        if server.ended:
+            raise LowqError(server.ended)
     except SystemExit:
         if served.unstarted is None:
             raise
@@ -82,6 +86,7 @@ class _Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self.served, self.grace_s, self.ready, self.look = served, grace_s, ready, look
+        self.ended = ""  # why the engine did, by itself
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -100,4 +105,7 @@ class _Server(uvicorn.Server):
     async def _look(self) -> None:
         while not self.should_exit:
             self.look()
+            self.ended = self.served.engine.closed
+            if self.ended:
+                self.should_exit = True
             await asyncio.sleep(LIVE_S)
