@@ -1,8 +1,9 @@
 """What the server's two halves say to each other: requests and tokens. Texts, templates and HTTP are not the engine's.
 
-An engine computes in a thread of its own. Requests come in by `submit` from any thread; what happens to them goes out once a
-step, for all requests of that step together, through the one `sink` that `start` was given: a Python object per token is
-affordable at 64 sequences and 200 steps/s, a lock or a wake-up per token is not.
+An engine computes in a thread of its own, in this process or in another one (`apart`), for requests are data. They come in by
+`submit` from any thread; what happens to them goes out once a step, for all requests of that step together, through the one
+`sink` that `start` was given: a Python object per token is affordable at 64 sequences and 200 steps/s, a lock or a wake-up per
+token is not.
 """
 
 from collections.abc import Callable, Mapping

@@ -13,7 +13,7 @@ import uvicorn
 from lowq_cli.serving.http.app import LOOPBACK, Served, make_app
 from lowq_packers.errors import LowqError, UsageError
 
-SWITCH_S = 0.0005  # after so long a thread gives the interpreter to another that waits: the engine's, once a step
+SWITCH_S = 0.0005  # after so long a thread gives the interpreter to another that waits: who hears of a step's tokens
 LIVE_S = 0.5  # between two looks at the speed
 
 
