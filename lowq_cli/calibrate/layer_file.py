@@ -27,8 +27,8 @@ def load_item(path: Path, item: Item) -> QuantizedTensor:
     assert scheme is not None
     with _reading(path) as saved:
         has = {"codes": True, "scales": True, "zeros": scheme.zero != "none", "table": scheme.table_width}
-        parts = [saved.get_tensor(f"{item.name}.{k}") if there else None for k, there in has.items()]
-    return QuantizedTensor.of(scheme, *parts).held(torch.float32)
+        held = {k: saved.get_tensor(f"{item.name}.{k}") for k, there in has.items() if there}
+    return QuantizedTensor.of(scheme, held["codes"], held["scales"], held.get("zeros"), held.get("table")).held(torch.float32)
 
 
 def load_tensor(path: Path, name: str) -> torch.Tensor | None:
