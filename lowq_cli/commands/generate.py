@@ -290,7 +290,8 @@ def _count(n: int, what: str) -> str:
 def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     n = numbers
     made = sum(map(len, generation.tokens))
-    line = f"{_count(n['prompt_tokens'], 'prompt token')} at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s; "
+    read = f" at {n['prefill_tps']:.0f}/s, first token after {n['ttft_s']:.2f} s" if n["ttft_s"] else ""  # where there was one
+    line = f"{_count(n['prompt_tokens'], 'prompt token')}{read}; "
     speed = f" at {n['decode_tps']:.1f}/s" if n["decode_tps"] else ""
     line += f"{_count(made, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
     if n["roofline_pct"] is not None:

@@ -188,6 +188,9 @@ def test_ctrl_c_keeps_what_was_said(monkeypatch, run):
     done = run(*SHORT, "--prompt", "Once upon a time", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, len(found["tokens"]), found["finish_reason"]) == (130, 4, "interrupted")
+    none = run(*SHORT, "--prompt", "Once upon a time", "--max-new-tokens", "0").stderr
+    assert "0 new tokens" in none
+    assert "first token" not in none  # there was none to be after 0.00 s
 
 
 def test_a_text_ends_before_the_first_stop(run):
