@@ -25,6 +25,7 @@ REPLAY_US = 1500.0  # a replay shorter than this measures the launch of the grap
 # (cuBLAS 1258 then 1471), the same again after 0.1 s or 0.8 s of rest. Timings with a rest end before that.
 LOAD_US = 25_000.0
 MAX_COPIES = 24
+PIECE = 16 << 20  # bytes that a CPU reads in one timing: 1 to 4 ms, which beside other work passes undisturbed now and then
 MAX_NODES = 960
 WALL_SECONDS, LEAST_CALLS = 0.1, 5  # of `wall_time`
 
@@ -143,8 +144,8 @@ def roofline(device: torch.device) -> Roofline:
 def read_gbs(device: torch.device) -> float:
     """1e9 bytes per second that a read of 1 GiB reaches, of 256 MiB on a CPU (whose caches hold 64)."""
     if device.type != "cuda":
-        data = torch.ones(256 << 20, dtype=torch.uint8).view(torch.int64)
-        return data.nbytes / wall_time([lambda: data.sum()]) / 1e3
+        pieces = torch.ones(256 << 20, dtype=torch.uint8).view(torch.int64).split(PIECE // 8)
+        return PIECE / wall_time([piece.sum for piece in pieces]) / 1e3
     data = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_().view(torch.int32)
     readers = _readers(data)
     with ThreadPoolExecutor() as pool:  # compiled side by side

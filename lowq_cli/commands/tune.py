@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -133,13 +134,28 @@ def _in_steps(
 
 
 def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
-    """The winners of each shape."""
-    rows = []
-    for e in sorted(entries, key=lambda e: (-e.N * e.K, e.N, e.layout, e.act, e.M)):
+    """The winners of each shape, a row for each run of batch sizes that differ in nothing but their times."""
+
+    def told(e: "Entry") -> tuple[str, ...]:
         second = e.runners_up[0] if e.runners_up else None
         behind = f"{second['kernel']} {100 * (second['us'] / e.us - 1):+.0f}%" if second else ""
         scheme = f"{e.bits}-bit g{e.group}" + (f", {e.act} x" if e.act != "none" else "")
-        rows.append((f"{e.N}x{e.K}", scheme, e.layout, e.M, e.kernel, f"{e.us:.1f}", behind))
+        return f"{e.N}x{e.K}", scheme, e.layout, e.kernel, behind
+
+    rows = []
+    for (shape, scheme, layout, kernel, behind), run in groupby(
+        sorted(entries, key=lambda e: (-e.N * e.K, e.N, e.layout, e.act, e.M)), told
+    ):
+        first, *others = run
+        last = others[-1] if others else None
+        M, us = str(first.M), f"{first.us:.1f}"
+        rows.append(
+            (shape, scheme, layout, f"{M} to {last.M}", kernel, f"{us} to {last.us:.1f}", behind)
+            if last
+            else (shape, scheme, layout, M, kernel, us, behind)
+        )
     columns = ("shape", "scheme", "layout", ">M", "kernel", ">us", "next")
     end = None if any(row[-1] for row in rows) else -1  # on a CPU one kernel takes them
     console.table("", columns[:end], [row[:end] for row in rows], on_stdout=not as_json, spare=("layout",))
+    if end and len({e.kernel for e in entries}) == 1:
+        console.say(f"one kernel takes all of these here, {entries[0].kernel}: there was nothing to choose")

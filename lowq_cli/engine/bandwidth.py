@@ -37,7 +37,7 @@ def last_level_cache(device: torch.device) -> int | None:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.node()} cpu, {torch.get_num_threads()} threads"
+    return f"{platform.node()} cpu, {torch.get_num_threads()} threads, in pieces"
 
 
 def _read() -> dict[str, Any]:

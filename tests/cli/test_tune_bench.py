@@ -117,6 +117,29 @@ def entry(M, layout="rowstream", kernel="dequant", us=9.0):
     return tuning_file.Entry(4, 64, "float", "bfloat16", layout, 256, 512, M, kernel, {}, us, source_hash(kernel))
 
 
+def test_batch_sizes_that_one_kernel_takes_share_a_row(capsys):
+    from lowq_cli.commands.tune import _report
+
+    _report([entry(1), entry(4, us=20.0), entry(16, kernel="cpu/int4"), entry(64, us=30.0)], as_json=False)
+    told = capsys.readouterr()
+    assert [line.split()[4:] for line in told.out.splitlines() if "256x512" in line] == [
+        ["1", "to", "4", "dequant", "9.0", "to", "20.0"],
+        ["16", "cpu/int4", "9.0"],
+        ["64", "dequant", "30.0"],
+    ]
+    _report([entry(1), entry(4)], as_json=False)
+    assert "nothing to choose" in capsys.readouterr().err
+
+
+def test_a_cpus_memory_is_timed_in_pieces_short_enough_to_pass_undisturbed(monkeypatch):
+    from lowq_kernels.dispatch import timing
+
+    seen = []
+    monkeypatch.setattr(timing, "wall_time", lambda calls: seen.extend(calls) or 1e3)
+    assert timing.read_gbs(torch.device("cpu")) == pytest.approx(timing.PIECE / 1e6)
+    assert len(seen) * timing.PIECE == 256 << 20
+
+
 def test_the_crossover_between_layouts_is_named():
     found = [entry(1, "cpu_int4", "cpu/int4", 5), entry(1, "rowstream", "dequant", 9)]
     found += [entry(16, "cpu_int4", "cpu/int4", 50), entry(16, "rowstream", "dequant", 20)]
