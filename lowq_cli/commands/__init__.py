@@ -5,7 +5,6 @@ Here are the options that several verbs have, and what they do with a line's val
 
 import os
 import sys
-from secrets import randbelow
 from typing import Annotated, Any
 
 import typer
@@ -62,6 +61,8 @@ def checkpoint_argument(help: str) -> Any:
 
 def seed_or_random(given: int | None) -> int:
     """The seed that was asked for, or another one every time; 0 where several processes must draw alike."""
+    from secrets import randbelow  # takes 6 ms to import, of what --help may take
+
     return given if given is not None else 0 if ranks.world() > 1 else randbelow(1 << 31)
 
 

@@ -11,6 +11,7 @@ from exported import FLOAT, HEAD, INT4, SYM, dense_tensors
 from safetensors.torch import load_file, save_file
 
 from lowq_cli import main
+from lowq_cli.commands.export import READERS
 from lowq_cli.files import safetensors_writer
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
@@ -110,6 +111,10 @@ def test_a_full_folder_an_unknown_format_and_a_model_that_is_not_ours(bf16_check
     with pytest.raises(UsageError, match="not quantized"):
         export(made.dense, "gptq", tmp_path / "new")
     assert (tmp_path / "out" / "precious").read_text() == "data"
+
+
+def test_help_names_the_formats_that_there_are():
+    assert tuple(READERS) == formats.EXPORTED
 
 
 def test_the_command(bf16_checkpoints, tmp_path, monkeypatch, capsys):

@@ -10,38 +10,13 @@ from pathlib import Path
 
 import counting
 import pytest
-import torch
+from answering import RUNNING, WAITING, Multiples, make
 from asking import Client, prompts
 
 from lowq_cli.engine.ready import ready
-from lowq_cli.serving.apart import ApartEngine, Made
-from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.request import Busy, Draw, Request, allow
+from lowq_cli.serving.apart import ApartEngine
+from lowq_cli.serving.request import Busy, Draw, Request
 from lowq_packers.errors import DoesNotFitError, LowqError, UnsupportedError, UsageError
-
-RUNNING, WAITING = 3, 4
-
-
-class Multiples:
-    """A mask that lets through multiples of a number, and breaks after a few tokens."""
-
-    def __init__(self, recipe):
-        self.recipe, self.left = recipe, 6
-
-    def fill(self, words):
-        for token in range(0, 8192, int(self.recipe)):
-            allow(words, token)
-
-    def accept(self, token):
-        self.left -= 1
-        if not self.left:
-            raise UsageError("no rule fits")
-
-
-def make():
-    """In the other process: an engine over the bundled model."""
-    torch.set_num_threads(1)
-    return Made(engine_of(ready("demo", "cpu")[0], WAITING, running=RUNNING), Multiples, {"pid": os.getpid()})
 
 
 class Apart(Client):
