@@ -1,8 +1,9 @@
 // One token's q/k norm, RoPE, cache write and attention over its sequence's cache, in one kernel (attend_cuda.py launches it).
 //
 // Grid    (blocks of a key head, key heads of all sequences): a cluster of CLUSTER blocks, which meet in shared memory, or, for
-//         long caches, CLUSTER 1 and as many blocks as fill the GPU, which meet in global memory (`partial`). Tiles of 16 slots
-//         go round the blocks, then round the warps of a block: a short text keeps as many SMs busy as it has tiles.
+//         long caches and many heads, CLUSTER 1 and up to gridDim.x blocks, one for each `least` tiles, which meet in global
+//         memory (`partial`). Tiles of 16 slots go round the blocks, then round the warps of a block: a short text keeps as
+//         many SMs busy as it has tiles.
 // Warp    q K^T and V^T p^T by mma.sync straight from registers: the order of head dims inside a product is free, so a lane
 //         reads 16 bytes of a slot and calls its pairs what it likes. K: lane (g, t) has dims 8 t + 32 j of slots g, g + 8; V:
 //         dims 8 g + 64 i of slots 2 t, 2 t + 1, 2 t + 8, 2 t + 9. A score's accumulator is p's operand as it stands.
@@ -109,10 +110,10 @@ __device__ __forceinline__ void prepare(uint4 (&row)[D / 32], const uint4 (&cos)
 }
 
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int PAGE, int KV>
-__global__ void __launch_bounds__(WARPS * 32, CLUSTER > 1 ? 16 / WARPS : 1)
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 8 ? 1 : 16 / WARPS)
 attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const int* table, const u16* cos_table, const u16* sin_table,
        const void* q_norm, const void* k_norm, const float* sinks, u16* y, float4* partial, u32* arrived, const unsigned char* k_scales,
-       const unsigned char* v_scales, int S, int HKV, int window, float scale, float eps) {
+       const unsigned char* v_scales, int S, int HKV, int window, int least, float scale, float eps) {
     using C = Held<KV, T, D>;
     constexpr int CH = D / 32, VH = D / 64, ROW = D + 4;  // 16-byte pieces of a K row and of a V row a lane has; padded sums
     constexpr int ITEMS = G * D / 4, MINE = ITEMS / CLUSTER;  // float4 of y, and those this block adds up at the end
@@ -128,14 +129,14 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const i
     __shared__ u32 turn[1];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int rank = blockIdx.x, blocks = CLUSTER > 1 ? CLUSTER : gridDim.x, b = blockIdx.y / HKV, h = blockIdx.y % HKV;
+    const int rank = blockIdx.x, b = blockIdx.y / HKV, h = blockIdx.y % HKV;
     next_grid_launch();
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");  // who pushes must know that all run
     const int pos = positions[b], n = pos + 1, seen_from = n > window ? n - window : 0;
     const int first = PAGE || KV ? seen_from & ~15 : seen_from;
     const int tiles = (n - first + 15) / 16, last = tiles - 1;
-    const int meet = tiles < blocks ? tiles : blocks;  // blocks that have a tile
-    if (CLUSTER == 1 && rank >= meet) return;
+    const int blocks = CLUSTER > 1 ? CLUSTER : tiles < 2 * least ? 1 : smaller(tiles / least, gridDim.x);
+    if (CLUSTER == 1 && rank >= blocks) return;
     const size_t head = PAGE ? (size_t)h * PAGE * D : (size_t)blockIdx.y * S * D;
     const u16 *k_head = k_cache + head + 8 * t, *v_head = v_cache + head + 8 * g;
     auto page_of = [&](int tile) {  // of a tile's slots; block 0 after the last of them
@@ -437,10 +438,10 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const i
             sum.x += one.x * share, sum.y += one.y * share, sum.z += one.z * share, sum.w += one.w * share;
         }
         if constexpr (CLUSTER == 1) {
-            if (meet == 1) {
+            if (blocks == 1) {
                 store(item, sum, whole);
             } else if (item < ITEMS) {
-                float4* own = partial + ((size_t)blockIdx.y * blocks + rank) * PARTIAL;
+                float4* own = partial + ((size_t)blockIdx.y * gridDim.x + rank) * PARTIAL;
                 own[item] = sum;
                 if (place == 0) ((float2*)(own + ITEMS))[query] = make_float2(most, whole);
             }
@@ -454,7 +455,7 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const i
         }
     }
     if constexpr (CLUSTER == 1) {
-        if (meet == 1) return;
+        if (blocks == 1) return;
         __syncthreads();
         if (threadIdx.x == 0) {
             u32 before;
@@ -462,19 +463,19 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const i
             turn[0] = before;
         }
         __syncthreads();
-        if (turn[0] + 1 != meet) return;
-        const float4* first_part = partial + (size_t)blockIdx.y * blocks * PARTIAL;
+        if (turn[0] + 1 != blocks) return;
+        const float4* first_part = partial + (size_t)blockIdx.y * gridDim.x * PARTIAL;
         for (int item = threadIdx.x; item < ALL; item += WARPS * 32) {
             const int there = smaller(item, ITEMS - 1);
             const float2* of_query = (const float2*)(first_part + ITEMS) + there / (D / 4);
             float most = NONE, whole = 0.f;
             float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-            for (int from = 0; from < meet; from += 8) {  // eight parts asked for at once: one trip to memory
+            for (int from = 0; from < blocks; from += 8) {  // eight parts asked for at once: one trip to memory
                 float2 its[8];
                 float4 one[8];
 #pragma unroll
                 for (int u = 0; u < 8; u++) {
-                    const int r = smaller(from + u, meet - 1);
+                    const int r = smaller(from + u, blocks - 1);
                     its[u] = of_query[r * PARTIAL * 2], one[u] = first_part[r * PARTIAL + there];
                 }
                 float higher = most;
@@ -485,7 +486,7 @@ attend(const u16* qkv, u16* k_cache, u16* v_cache, const int* positions, const i
                 sum.x *= fade, sum.y *= fade, sum.z *= fade, sum.w *= fade;
 #pragma unroll
                 for (int u = 0; u < 8; u++) {
-                    const float share = from + u < meet ? exp2_of(its[u].x - most) : 0.f;
+                    const float share = from + u < blocks ? exp2_of(its[u].x - most) : 0.f;
                     whole += its[u].y * share;
                     sum.x += one[u].x * share, sum.y += one[u].y * share, sum.z += one[u].z * share, sum.w += one[u].w * share;
                 }

@@ -1,13 +1,15 @@
 """cuda/attend: attend.cu, for the head shapes of today's models on Hopper and later.
 
 Launch  a cluster of 8 blocks of 4 warps for each key head of each sequence; for long caches as many blocks of 8 warps for each
-        as together fill the GPU
-Speed   us on an H100 in a chain (Triton's), 8 key heads of 128: one sequence of 128 slots 3.2 (5.3), 639 4.0 (6.4),
-        30000 52 (70); four of up to 1000 9.7 (11.5); eight of 100 7.3 (6.6), sixty-four 13.9 (13.6): so many go to Triton's
+        as together fill the GPU; for many heads one of 8 warps each, two where the text is long
+Speed   us in a chain (Triton's), 8 key heads of 128: on an H100 one sequence of 128 slots 3.2 (5.3), 639 4.0 (6.4), 30000
+        52 (70); four of up to 1000 9.7 (11.5). On an H200 in blocks of a cache: 64 of 500 slots 41 (45), of 150 to 1500
+        55 (67), of 4400 266 (357); 128 of 500 81 (87), of 150 to 1500 97 (119)
 """
 
 import ctypes
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,12 +26,14 @@ from lowq_kernels.decode.place_cuda import place
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
-PARAMETERS = (*(ctypes.c_void_p,) * 15, *(ctypes.c_int32,) * 3, *(ctypes.c_float,) * 2)
+PARAMETERS = (*(ctypes.c_void_p,) * 15, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 2)
 TILES = {"16": 2, "fp8": 3, "4": 4}
-WIDE = 8  # warps of a block where blocks fill the GPU
+NARROW, WIDE = 4, 8  # warps of a block
 CLUSTER = 8  # blocks: what every GPU with clusters allows
-MOST_PER_SM = 1  # key heads of all sequences together, where blocks fill the GPU
-MOST_HEADS = 32  # key heads of all sequences together, of short caches
+MOST_HEADS = 32  # key heads of all sequences together that clusters, or blocks that fill the GPU, share
+FEW_WAVES = 3  # heads an SM up to which the longest texts would end alone
+SPLITS = 2  # blocks of a head at most where heads alone fill the GPU: those that have nothing to do take 1 us a 512
+LEAST, LEAST_MANY = 32, 192  # tiles of a block there: with few waves texts of 1,024 slots are cut, with many those of 6,144
 SYSTEM = 1 << 10  # bytes of shared memory that every block takes beside its own
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
 
@@ -39,20 +43,43 @@ def _ring(D: int, warps: int, kv: str = PLAIN) -> int:
     return TILES[kv] * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
 
 
-def _shared(D: int, G: int, warps: int, kv: str, fills: bool, on: gpu.Gpu) -> int:
-    """Bytes of shared memory that a launch asks for beside what attend.cu declares: so many that no two of its blocks fit an SM
-    where they fill the GPU.
+def _declared(D: int, G: int, warps: int) -> int:
+    """Bytes of shared memory that attend.cu declares without a cluster."""
+    return 4 * warps * G * (D + 6) + 16
 
-    The next layer's blocks come while this one's still run, and go where there is room: two on an SM that was idle, of which
-    each then has half (4 bits, 128,000 slots: 117 us for 65).
+
+class Shape(NamedTuple):
+    """How a call is launched: warps of a block, blocks of a cluster, blocks of a head, tiles that each of them takes at least,
+    bytes of shared memory beside what attend.cu declares."""
+
+    warps: int
+    cluster: int
+    blocks: int
+    least: int
+    shared: int
+
+
+def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu) -> Shape:
+    """For so many key heads of all sequences together, each with G queries and a cache of S slots.
+
+    A block of 8 warps asks for so much shared memory that no two fit an SM. The next layer's blocks come while this one's still
+    run, and go where there is room: two on an SM that was idle, of which each then has half (4 bits, 128,000 slots: 117 us for
+    65). Codes of many heads take more arithmetic than reading, so several blocks an SM (64 texts of 500: 30 us for 40).
     """
-    declared = 4 * warps * G * (D + 6) + 16
-    return max(_ring(D, warps, kv), on.smem_sm // 2 + 1 - declared - SYSTEM if fills else 0)
+    few, wide = heads <= MOST_HEADS, _ring(D, WIDE, kv) + STATIC <= on.smem_block
+    if few and kv == PLAIN and not (wide and S >= LONG):
+        return Shape(NARROW, CLUSTER, CLUSTER, 1, _ring(D, NARROW, kv))
+    waves = heads <= FEW_WAVES * on.sms
+    blocks, least = (SPLITS, LEAST if waves else LEAST_MANY) if heads > on.sms else (on.sms // heads, 1 if few else LEAST)
+    if wide and (waves or kv == PLAIN):
+        alone = on.smem_sm // 2 + 1 - _declared(D, G, WIDE) - SYSTEM
+        return Shape(WIDE, 1, blocks, least, max(_ring(D, WIDE, kv), alone))
+    return Shape(NARROW, 1, blocks, least, _ring(D, NARROW, kv))
 
 
-def _fills(S: int, D: int, on: gpu.Gpu, kv: str = PLAIN) -> bool:
-    """Whether as many blocks of WIDE warps as fill the GPU share each sequence-head, not a cluster."""
-    return (S >= LONG or kv != PLAIN) and _ring(D, WIDE, kv) + STATIC <= on.smem_block
+def at_once(cut: Shape, D: int, G: int, on: gpu.Gpu) -> int:
+    """Blocks of a shape without a cluster that an SM runs at once."""
+    return min(16 // cut.warps, on.smem_sm // (cut.shared + _declared(D, G, cut.warps) + SYSTEM))
 
 
 def _refuse(call: AttendCall) -> str | None:
@@ -66,7 +93,8 @@ def _refuse(call: AttendCall) -> str | None:
     on = gpu.here()
     if call.kv != PLAIN:  # at any number of heads: Triton's kernel takes 3 times as long in fp8, and 8 in 4 bits
         return f"takes caches in {call.kv} of a multiple of 16 slots, not {call.S}" if call.S % 16 else None
-    if (on.sms * MOST_PER_SM if _fills(call.S, call.D, on) else MOST_HEADS) < call.M * call.HKV:
+    cut = shape(call.M * call.HKV, call.S, call.D, queries, call.kv, on)
+    if (cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, on) < 2:
         return f"{call.M * call.HKV} key heads of all sequences, which Triton's kernel takes as fast"
     return None
 
@@ -104,9 +132,8 @@ def attend(
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     on = gpu.here(qkv.device.index)
-    warps, cluster = (WIDE, 1) if _fills(S, h.D, on, kv) else (4, CLUSTER)
     G, heads = h.HQ // h.HKV, B * h.HKV
-    blocks = max(1, on.sms // heads) if cluster == 1 else cluster
+    warps, cluster, blocks, least, shared = shape(heads, S, h.D, G, kv, on)
     partial = arrived = None
     if cluster == 1 and blocks > 1:
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
@@ -115,7 +142,6 @@ def attend(
         qkv = place(qkv, (k_cache, v_cache), pos, cos, sin, h, norm, table)
         R, norm = h.D, 0  # what `place` has done already is not compiled in
     instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster, page, NUMBERS[kv])
-    shared = _shared(h.D, G, warps, kv, cluster == 1, on)
     kernel = _kernel(instance, qkv.device.index, warps, shared, cluster, launch.enabled)
     kernel(
         blocks,
@@ -135,6 +161,7 @@ def attend(
         width or S,
         h.HKV,
         h.window or S + 1,
+        least,
         h.scale * LOG2E,
         h.eps,
     )

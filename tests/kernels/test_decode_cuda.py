@@ -47,8 +47,14 @@ HEADS = {
     "sinks": (6, 2, 64, 64, 0, 0, [130, 5], F16, 4, 200),
     "long, with sinks": (2, 1, 128, 128, 0, 0, [300], BF16, 8, 4096),
     "no cluster": (3, 1, 64, 64, 0, 0, [16, 15], F16, 1, 100),
+    "many heads, some blocks each": (8, 4, 128, 128, 0, 1, [0, 1100, 130], BF16, 8, 4096),
+    "many heads, long texts cut": (18, 9, 64, 64, 0, 0, [2100, 15, 0, 64], F16, 8, 4096),
+    "many heads, windows, sinks": (8, 4, 64, 64, 40, 2, [39, 40, 395, 5, 100, 77, 63, 64, 65], F16, 8, 400),
 }
-PAGES = {"8b": 64, "norm, windows, part turned": 16, "long, more heads than SMs by half": 64, "long, a window": 32}
+PAGES = {
+    "8b": 64, "norm, windows, part turned": 16, "long, more heads than SMs by half": 64, "long, a window": 32,
+    "many heads, some blocks each": 64, "many heads, long texts cut": 64, "many heads, windows, sinks": 16,
+}  # fmt: skip
 # HQ, HKV, D, window, positions, dtype, slots, slots of a block (0: a cache each), kind
 CODED = {
     f"{name}, {kind}": (*case, kind)
@@ -59,6 +65,7 @@ CODED = {
         "64 dims, a window, sinks": (7, 1, 64, 50, [95, 333], BF16, 384, 16),
         "64 dims, one query": (2, 2, 64, 0, [170], F16, 176, 0),
         "a head a block": (18, 9, 64, 0, [40], F16, 48, 0),
+        "many heads": (16, 8, 128, 0, [700, 15, 64, 2100], F16, 2112, 64),
     }.items()
 }
 PLACED = [  # HQ, HKV, D, R, norm, dtype, slots of a block, kind
@@ -267,7 +274,8 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
         ({"kv": "4", "M": 64, "S": 4096}, None),  # however many heads there are
         ({"kv": "fp8", "S": 100}, "a multiple of 16 slots, not 100"),
         ({"block": 24}, "blocks of a power of two"),
-        ({"M": 8}, "64 key heads"),
+        ({"M": 8}, None),  # beyond a cluster each
+        ({"M": 64, "S": 1 << 17, "block": 64}, None),
         ({"HQ": 72}, "queries"),
         ({"D": 96, "R": 64}, "D=96"),
         ({"dtype": torch.float32}, "float16"),
@@ -284,13 +292,42 @@ def test_heads_it_does_not_take_go_to_triton(changed, why):
     registry.forget_choices()
 
 
+@pytest.mark.parametrize(
+    ("heads", "S", "kind", "cut"),
+    [  # warps, blocks of a cluster, blocks of a head, tiles of a block
+        (32, 512, "16", (4, 8, 8, 1)),
+        (8, 4096, "16", (8, 1, 16, 1)),
+        (8, 512, "4", (8, 1, 16, 1)),
+        (64, 512, "16", (8, 1, 2, attend_cuda.LEAST)),
+        (128, 1 << 17, "16", (8, 1, 1, attend_cuda.LEAST)),
+        (256, 1 << 17, "fp8", (8, 1, 2, attend_cuda.LEAST)),
+        (512, 1 << 17, "16", (8, 1, 2, attend_cuda.LEAST_MANY)),
+        (512, 1 << 17, "fp8", (4, 1, 2, attend_cuda.LEAST_MANY)),
+    ],
+)
+def test_shape(heads, S, kind, cut):
+    assert attend_cuda.shape(heads, S, 128, 4, kind, gpu.HOPPER)[:4] == cut
+
+
+def test_many_heads_stay_with_triton_where_an_sm_holds_one_block():
+    call = dataclasses.replace(CALL, M=64, S=4096, capability=(12, 0))
+    with mock.patch.object(attend_cuda.gpu, "here", return_value=gpu.ROWS[12, 0]):
+        assert "512 key heads" in named("cuda/attend").why_not(call)
+
+
 @pytest.mark.parametrize(("kind", "G"), [("16", 4), ("fp8", 8), ("4", 4), ("4", 1)])
-def test_one_block_fits_an_sm(kind, G):
-    on, instance = gpu.HOPPER, attend_cuda.expression(0, 128, 128, G, 0, attend_cuda.WIDE, 1, 0, NUMBERS[kind])
-    asked = attend_cuda._shared(128, G, attend_cuda.WIDE, kind, True, on)
-    block = compiled("attend.cu", instance, on.arch).resources["smem"] + asked
-    assert block <= on.smem_block
-    assert 2 * (block + attend_cuda.SYSTEM) > on.smem_sm
+def test_as_many_blocks_fit_an_sm_as_are_counted_on(kind, G):
+    on = gpu.HOPPER
+    for heads in (8, 512):
+        cut = attend_cuda.shape(heads, 4096, 128, G, kind, on)
+        instance = attend_cuda.expression(0, 128, 128, G, 0, cut.warps, cut.cluster, 0, NUMBERS[kind])
+        needs, count = compiled("attend.cu", instance, on.arch).resources, attend_cuda.at_once(cut, 128, G, on)
+        block = needs["smem"] + cut.shared
+        assert count == 1 if cut.warps == attend_cuda.WIDE else count > 1
+        assert block <= on.smem_block
+        assert count * (block + attend_cuda.SYSTEM) <= on.smem_sm
+        assert count * 32 * cut.warps * needs["registers"] <= 1 << 16
+        assert count > 1 or 2 * (block + attend_cuda.SYSTEM) > on.smem_sm
 
 
 EXPERTS = named("cuda/experts")
