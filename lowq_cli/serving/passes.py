@@ -181,9 +181,12 @@ class Passes:
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record what `recorded` names, and measure it. Nothing may be on its way, and no row be anybody's.
 
-        Where one cannot be recorded, that and those after it are launched kernel by kernel, and `reason` says so.
+        Where one cannot be recorded, that and those after it are launched kernel by kernel, and `reason` says so. Of as many
+        rows the pass in which most step is measured: those in which fewer do take up to 10% less (8B on an H200), and to
+        measure all 59 took 1.4 s.
         """
         pool, keys = None, list(self.recorded())
+        most = {M: b for b, M in keys if b != M}
         counters.reserve(len(keys) * COUNTERS, self.device)
         for i, (b, M) in enumerate(keys):
             chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
@@ -204,18 +207,22 @@ class Passes:
             assert made[-1] is not None
             found.logits = made[-1]
             self.captured[b, M] = found, place
-            self.measure(b, M)
+            if b in (M, most.get(M)):
+                self.measure(b, M)
             done(i + 1, len(keys))
 
     def measure(self, b: int, M: int) -> None:
-        """Time a pass of nobody's, the second of two."""
+        """Time a pass of nobody's, the second of two, for all of as many rows with prompts, or without."""
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
         for _ in range(2):
             self._wait()
             began = time.perf_counter()
             self._go(b, M, chunk, n)
             self._wait()
-        self.pace.note(b, M, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        for steps, rows in {(b, M), *self.captured}:
+            if rows == M and (steps == M) == (b == M):
+                self.pace.note(steps, rows, seconds)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
