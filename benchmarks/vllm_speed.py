@@ -71,7 +71,9 @@ def make(folder: Path, shape: str, bits: int, device: str) -> None:
             for leaf, (N, K) in linears.items():
                 words = torch.randint(-(1 << 31), 1 << 31, (N, K * bits // 32), device=device, generator=g)
                 tensors[f"{at}{leaf}.weight"] = words.to(torch.int32)
-                tensors[f"{at}{leaf}.weight_scale"] = torch.full((N, K // 128), K**-0.5 / spread, **half)  # type: ignore[arg-type]
+                # of either sign: the codes' mean is -1/2, which of 2 bits would grow to inf within a few layers
+                signs = torch.randint(0, 2, (N, K // 128), device=device, generator=g) * 2 - 1
+                tensors[f"{at}{leaf}.weight_scale"] = (signs * (K**-0.5 / spread)).half()
                 schemes[at + leaf] = scheme
             tensors |= {f"{at}{norm}.weight": torch.ones(H, **half) for norm in ("input_layernorm", "post_attention_layernorm")}
         write(f"layers-{first}.safetensors", tensors)
