@@ -275,6 +275,7 @@ CALL = AttendCall(4, 0, 128, 32, 8, 128, None, F16, "cuda", (9, 0))
         ({"kv": "fp8", "S": 100}, "a multiple of 16 slots, not 100"),
         ({"block": 24}, "blocks of a power of two"),
         ({"M": 8}, None),  # beyond a cluster each
+        ({"M": 17}, "136 key heads"),
         ({"M": 64, "S": 1 << 17, "block": 64}, None),
         ({"HQ": 72}, "queries"),
         ({"D": 96, "R": 64}, "D=96"),
