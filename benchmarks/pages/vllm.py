@@ -42,7 +42,9 @@ def vllm_speed() -> str:
         for long, row in zip(rows(export, "prefill"), rows(own, "prefill"), strict=False):
             lines.append((f"{bits} bits", f"prompts of {row['batch']} x {row['prompt']:,}", *pair(long, row)))
         where = f"{report['device']}, vLLM {report['vllm']}, torch {report['torch']}, {report['date'][:10]}"
-        starts = {k: f" start {r['start_s']:.0f} s," if "start_s" in r else ":" for k, r in runs.items()}  # or beside other work
+        starts = {
+            k: f" start {r['start_s']:.0f} s," if "start_s" in r else ":" for k, r in runs.items()
+        }  # or beside other work
         took = (f"{WHOSE[k]} kernels{starts[k]} weights {r['weights_gb']:.2f} GB" for k, r in runs.items())
         ends.append(f"- {bits} bits: {where}; {'; '.join(took)}.\n")
     facts = (
