@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Protocol, TypeVar
 
+from lowq_cli import console
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.lazy import torch
 
@@ -116,6 +117,13 @@ def _hash_triton() -> None:
         with suppress(Exception):  # Triton is not there, or keeps it elsewhere: the first launch will find it
             import_module(module).triton_key()
             return
+
+
+def say_widened(device: torch.device, nbytes: int) -> None:
+    """Say how many bytes of 16-bit weights a device without FP8 hardware holds in the place of fp8's, where it does."""
+    if nbytes:
+        size = console.size(nbytes)
+        console.say(f"{device} has no FP8: weights widened to {size} of 16 bits, activations rounded in software")
 
 
 def pick_devices(names: str | torch.device) -> tuple[torch.device, ...]:

@@ -16,22 +16,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowq_cli.devices import say_widened
 from lowq_cli.engine.blocks import Blocks, why_not_config
 from lowq_cli.engine.reading import Reader
-from lowq_cli.files import family_tensors
+from lowq_cli.files import family_tensors, fp8_tensors
 from lowq_cli.files.family_config import ACTS, Config, NotPlain, read_config
 from lowq_cli.files.family_tensors import EMBED, HEAD, NORM, Matrix, Place
+from lowq_cli.files.fp8_tensors import InBlocks, in_blocks
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
-from lowq_cli.files.quant_config import METHOD, expand_stored
+from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
+from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide, dense
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.errors import DamagedError, DoesNotFitError, SchemeError, UnsupportedError
 from lowq_packers.families import Family
+from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.tables import joined
 
@@ -111,8 +115,11 @@ def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> Lig
 def contents_of(source: Source, device: torch.device) -> Contents:
     """What to read, every header checked. Raises NotPlain."""
     quantization = source.config.get("quantization_config")
-    if source.folder is None or (quantization is not None and quantization.get("quant_method") != METHOD):
-        raise NotPlain("not a folder of plain or lowq's tensors")
+    in_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == fp8_tensors.METHOD
+    if source.folder is None or not (quantization is None or in_fp8 or quantization.get("quant_method") == METHOD):
+        raise NotPlain("not a folder of plain, fp8 or lowq's tensors")
+    if in_fp8 and (why := fp8_tensors.why_not(source.config, source.headers)):
+        raise NotPlain(why)
     config, family = read_config(source.config, len(source.headers))
     if family.stacked:
         raise NotPlain(family.stacked)
@@ -122,8 +129,13 @@ def contents_of(source: Source, device: torch.device) -> Contents:
         _check_mixture(config, family)
     dtype = torch.bfloat16 if quantization is not None and device.type == "cpu" else _dtype(source.config)
     stems = {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)}
+    schemes: Mapping[str, Stored | InBlocks] = {}
     try:
-        schemes = {} if quantization is None else expand_stored(quantization, stems)
+        if in_fp8:
+            blocks = in_blocks(source.config["quantization_config"])
+            schemes = {n.removesuffix(WEIGHT): blocks for n in fp8_tensors.quantized(source.headers)}
+        elif quantization is not None:
+            schemes = expand_stored(quantization, stems)
     except (DamagedError, UnsupportedError) as e:
         raise NotPlain(str(e)) from None
 
@@ -143,7 +155,7 @@ def contents_of(source: Source, device: torch.device) -> Contents:
         vectors |= family_tensors.vectors(f"model.layers.{i}", config, family)
     table = stored_as(Matrix(EMBED, config.vocab_size, config.hidden_size))
     head = None if config.tie_word_embeddings else stored_as(Matrix(HEAD, config.vocab_size, config.hidden_size))
-    act = "none" if quantization is None else quantization.get("activations", "none")
+    act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")
     contents = Contents(config, family, dtype, act, linears, experts, vectors, table, head)
     _check(contents, source.headers)
     return contents
@@ -179,8 +191,8 @@ def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
         *(router for router, _ in contents.experts.values()),
     ]
     stacks = [row for _, stacks in contents.experts.values() for row in stacks.values()]
-    if any(len({m.how for m in row}) > 1 or (row[0].how is not None and row[0].how.layout != DISK) for row in stacks):
-        raise NotPlain("experts of a layer that are not packed alike")
+    if any(len({m.how for m in row}) > 1 or not (row[0].how is None or _in_rows(row[0])) for row in stacks):
+        raise NotPlain("experts of a layer that are not packed alike, in rows")
     if any(all(row[0].how is None for row in stacks.values()) for _, stacks in contents.experts.values()):
         raise NotPlain("experts that are not packed")
     for m in [*(m for row in (*contents.linears.values(), *stacks) for m in row), *singles]:
@@ -189,10 +201,11 @@ def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
         if m.how is None:
             wanted[m.stem + WEIGHT] = (m.N, m.K), FLOATS
             continue
-        if m is contents.embed and m.how.layout != DISK:
-            raise NotPlain(f"{m.stem} in layout {m.how.layout}")
+        if m is contents.embed and not _in_rows(m):
+            raise NotPlain(f"{m.stem} in another layout than rows")
         try:
-            wanted |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
+            own = m.how.tensors(m.N, m.K) if isinstance(m.how, InBlocks) else tensors(m.how, m.N, m.K)
+            wanted |= {m.stem + suffix: fact for suffix, fact in own.items()}
         except SchemeError as e:
             raise NotPlain(str(e)) from None
     if odd := wanted.keys() ^ headers.keys():
@@ -200,6 +213,11 @@ def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
     for name, (shape, dtypes) in wanted.items():
         if tuple(headers[name].shape) != shape or headers[name].dtype not in dtypes:
             raise NotPlain(f"{name} is {headers[name].dtype} {tuple(headers[name].shape)}")
+
+
+def _in_rows(m: Matrix) -> bool:
+    """Whether a quantized matrix lies in words, a row after the other: tables and experts are read so alone."""
+    return isinstance(m.how, Stored) and m.how.layout == DISK
 
 
 class _FileTensors:
@@ -240,7 +258,10 @@ def _read(source: Source, contents: Contents, reader: Reader) -> LightModel:
         linears = {key: f.result() for key, f in futures.items()}
         routed = {mlp: (contents.experts[mlp][0].stem, f.result()) for mlp, f in mixtures.items()}
         reader.check()
-    return LightModel(contents, _FileTensors(linears, routed, vectors), table, top, _stops(source, contents.config)).eval()
+    model = LightModel(contents, _FileTensors(linears, routed, vectors), table, top, _stops(source, contents.config)).eval()
+    in_fp8 = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.widened]
+    say_widened(model.device, sum(m.weight.nbytes for m in in_fp8))
+    return model
 
 
 def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "none") -> nn.Module:
@@ -251,6 +272,12 @@ def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "n
     bias = torch.cat([reader.read(n + BIAS, dtype) for n in names]) if first.bias else None
     if first.how is None:
         return dense(reader.join([n + WEIGHT for n in names], dtype), bias)
+    if isinstance(first.how, InBlocks):
+        if any(m.N % first.how.block[0] for m in row[:-1]):  # a block would begin inside a matrix
+            return SideBySide([_linear([m], dtype, reader, act) for m in row])
+        scales = reader.finite([n + fp8_tensors.SCALE for n in names])
+        w = Fp8Matrix(reader.join([n + WEIGHT for n in names]), scales, first.how.block)
+        return Fp8Linear.from_matrix(w, bias, dtype, first.how.act)
     layer = QuantLinear.from_packed(_packed(row, dtype, reader), bias, dtype=dtype)
     layer.set_act(act)  # type: ignore[arg-type]
     return layer
@@ -258,7 +285,7 @@ def _linear(row: list[Matrix], dtype: torch.dtype, reader: Reader, act: str = "n
 
 def _packed(row: list[Matrix], dtype: torch.dtype, reader: Reader) -> PackedWeight:
     """The words and companions of matrices that are packed alike, side by side."""
-    assert row[0].how is not None
+    assert isinstance(row[0].how, Stored)
     names, (scheme, layout) = [m.stem for m in row], row[0].how
     words = reader.join([n + WEIGHT for n in names])
     scales = reader.companion([n + SCALE for n in names], dtype if scheme.scale == "float" else None, scheme, "scale")
@@ -315,7 +342,7 @@ def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedd
     if m.how is None:
         return table
     packed = _packed([m], contents.dtype, reader)
-    found = QuantEmbedding(table, m.how.scheme, contents.dtype)
+    found = QuantEmbedding(table, packed.scheme, contents.dtype)
     found.weight = nn.Parameter(packed.words, requires_grad=False)
     found.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
     found.weight_zero = None if packed.zeros is None else nn.Parameter(packed.zeros, requires_grad=False)

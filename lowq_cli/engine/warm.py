@@ -21,6 +21,7 @@ from lowq_kernels.decode.attend import LONG
 from lowq_kernels.decode.kv import Cache, zeros
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 
 SLOTS = 64  # of caches that attention is compiled on; from LONG on it is another instance
@@ -76,15 +77,16 @@ def products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], 
     """One launch for each distinct matmul and number of rows: a step has one for each sequence, a prompt one a token."""
     seen = set()
     for layer in explain.called(model, decoder).modules():
-        if isinstance(layer, QuantLinear):
-            shape = (layer.out_features, layer.in_features, layer.scheme, layer.layout, layer.kernel, layer.bias is None)
+        if isinstance(layer, QuantLinear | Fp8Linear):
+            kind = (layer.block, layer.act) if isinstance(layer, Fp8Linear) else (layer.scheme, layer.layout, layer.kernel)
+            shape = (layer.out_features, layer.in_features, kind, layer.bias is None)
             for M in rows:
                 if (M, shape) not in seen:
                     seen.add((M, shape))
                     yield partial(_multiply, layer, M, model.dtype)
 
 
-def _multiply(layer: QuantLinear, M: int, dtype: torch.dtype) -> None:
+def _multiply(layer: QuantLinear | Fp8Linear, M: int, dtype: torch.dtype) -> None:
     layer(torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowq_cli.files.family_config import Config, NotPlain, read_config
+from lowq_cli.files.fp8_tensors import InBlocks
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Part, Role
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
@@ -26,7 +27,7 @@ class Matrix:
     N: int
     K: int
     bias: bool = False
-    how: Stored | None = None
+    how: Stored | InBlocks | None = None
 
 
 def linears(layer: str, config: Config, family: Family) -> dict[Place, list[Matrix]]:
@@ -81,6 +82,17 @@ def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> 
         tuple(headers[n].shape) == shape and headers[n].dtype in FLOATS for n, (shape, _) in found.items()
     )
     return {name: found[name][1] for name in headers} if fits else None
+
+
+def linear_weights(raw: Mapping[str, Any], tensors: int) -> set[str]:
+    """Names of the weights of linear layers, experts left out, of a known family's config.json. Raises NotPlain for another.
+
+    tensors: how many there are in the files, as `read_config` takes it.
+    """
+    config, family = read_config(raw, tensors)
+    if family.stacked:
+        raise NotPlain(family.stacked)
+    return {n for n, (_, role) in _roles(config, family) if role.parts and role.kind in ("attention", "mlp", "head")}
 
 
 def _roles(config: Config, family: Family) -> Iterator[tuple[str, tuple[tuple[int, ...], Role]]]:

@@ -33,6 +33,7 @@ ITEMSIZE = {
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32", "F64")  # what weights may be that are not packed
+E4M3 = "F8_E4M3"  # what products in fp8 take; only with the scales of its blocks is it a weight
 TORCH_NAMES = {  # those lowq reads
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"I32": "int32", "U8": "uint8"},
@@ -233,9 +234,9 @@ def torch_dtype(name: str) -> "torch.dtype":
     """The torch dtype of a safetensors one, such as "BF16". Raises UnsupportedError for dtypes lowq never computes with."""
     import torch
 
-    if name not in TORCH_NAMES:
+    if name not in TORCH_NAMES and name != E4M3:
         raise UnsupportedError(f"lowq computes with {', '.join(TORCH_NAMES)}, not with {name}")
-    return getattr(torch, TORCH_NAMES[name])
+    return getattr(torch, DTYPES[name])
 
 
 def check_file_name(name: str, where: str) -> str:

@@ -5,7 +5,6 @@ work at any number of rows. What it cannot hold (stacked experts, e8m0 scales, s
 see importer.py.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowq_cli.files.safetensors_io import TensorHeader, read_header
+from lowq_cli.files import fp8_tensors
+from lowq_cli.files.fp8_tensors import in_blocks, quantized
+from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import Source
 from lowq_cli.files.view import only_its_files
 from lowq_cli.hf.quantizer import Frozen
@@ -22,45 +23,29 @@ from lowq_cli.hf.skeleton import Skeleton, build
 from lowq_kernels.activations import Act
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.scheme import ACT_KEY, BLOCKS, scale_shape
+from lowq_packers.scheme import scale_shape
 
 METHOD = "lowq_fp8"  # what transformers is told while it loads; files keep saying "fp8"
-WEIGHT, SCALE = ".weight", ".weight_scale_inv"
 
 
 def why_not(source: Source) -> str | None:
     """Why a checkpoint cannot be run with fp8 kernels as it is, or None."""
-    q = source.config.get("quantization_config")
-    if not isinstance(q, Mapping) or q.get("quant_method") != "fp8":
-        return "not an fp8 checkpoint"
-    if list(q.get("weight_block_size") or ()) not in [list(b) for b in BLOCKS.values()]:
-        return f"blocks of {q.get('weight_block_size')}"
-    if q.get("activation_scheme", "dynamic") != "dynamic" or q.get(ACT_KEY, "fp8") not in ("fp8", "none"):
-        return "activations with scales of their own"
-    found = _quantized(source.headers)
+    if why := fp8_tensors.why_not(source.config, source.headers):
+        return why
     skeleton = Skeleton(build(source.config))
-    for name, header in source.headers.items():
-        if header.dtype.startswith("F8") and (name not in found or source.headers[found[name]].dtype != "F32"):
-            return f"{name} has no {SCALE[1:]} in float32"
-    for name in found:
+    for name in quantized(source.headers):
         place = skeleton.place(name)
         if place is None or place.merged or type(skeleton.module(place.param)) is not nn.Linear:
             return f"{name} is no plain linear weight"
     return None
 
 
-def _quantized(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
-    """Name of each e4m3 weight -> name of its scales."""
-    pairs = {n: n.removesuffix(WEIGHT) + SCALE for n in headers if n.endswith(WEIGHT) and headers[n].dtype == "F8_E4M3"}
-    return {n: s for n, s in pairs.items() if s in headers and len(headers[n].shape) == 2}
-
-
 def native_config(source: Source) -> Any:
     """What `from_pretrained` takes as `config` to load the checkpoint with fp8 kernels."""
-    q = source.config["quantization_config"]
+    how = in_blocks(source.config["quantization_config"])
     with only_its_files(source) as view:
         config = AutoConfig.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
-    config.quantization_config = {"quant_method": METHOD, "block": list(q["weight_block_size"]), "act": q.get(ACT_KEY, "fp8")}
+    config.quantization_config = {"quant_method": METHOD, "block": list(how.block), "act": how.act}
     return config
 
 
@@ -85,7 +70,7 @@ class Fp8Quantizer(Frozen):
         skeleton = Skeleton(model)
         facts: Any = self.quantization_config
         swaps: dict[str, Fp8Linear] = {}
-        for name, scales in _quantized(headers).items():
+        for name, scales in quantized(headers).items():
             place = skeleton.place(name)
             if place is None:
                 raise DamagedError(f"{name} is in the files, which a {type(model).__name__} does not have")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from lowq_cli import console, ranks
-from lowq_cli.devices import pick_device
+from lowq_cli.devices import pick_device, say_widened
 from lowq_cli.files.quant_config import METHOD
 from lowq_cli.files.source import Source
 from lowq_cli.files.view import only_its_files
@@ -85,9 +85,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
         if source.folder is not None:
             tuning.use(source.folder, chosen, console.warn)  # before `prepare`, which asks it for the layouts
         prepare(loaded if ranks.world() > 1 else loaded.to(chosen))
-        if in_fp8 and (widened := prepare_fp8(loaded)):
-            size = console.size(widened)
-            console.say(f"{chosen} has no FP8: weights widened to {size} of 16 bits, activations rounded in software")
+        if in_fp8:
+            say_widened(chosen, prepare_fp8(loaded))
     except LowqError:
         raise
     except torch.OutOfMemoryError as e:

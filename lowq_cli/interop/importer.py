@@ -9,12 +9,16 @@ from __future__ import annotations
 import filecmp
 import os
 import re
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from lowq_cli import console, state
+from lowq_cli.files import fp8_tensors
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import is_checkpoint
+from lowq_cli.files.family_config import NotPlain
+from lowq_cli.files.family_tensors import linear_weights
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.regular import read_regular
@@ -64,9 +68,14 @@ def runnable(model: str | os.PathLike[str]) -> str:
 
 
 def _runs_in_fp8(source: Source) -> bool:
+    """Whether fp8 kernels run it as it is; of families that are not known transformers is asked."""
+    if source.folder is None or fp8_tensors.why_not(source.config, source.headers):
+        return False
+    with suppress(NotPlain):
+        return fp8_tensors.quantized(source.headers).keys() <= linear_weights(source.config, len(source.headers))
     from lowq_cli.hf.fp8 import why_not
 
-    return source.folder is not None and why_not(source) is None
+    return why_not(source) is None
 
 
 def cached(source: Source, kind: str = "imports") -> Path:

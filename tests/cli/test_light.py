@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,12 @@ from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
 from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
-from lowq_packers.errors import DamagedError
+from lowq_cli.interop import importer
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import pipeline
+from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.modules.joined import SideBySide
+from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.families import families
 from lowq_packers.scheme import Scheme
 
@@ -253,16 +259,104 @@ def test_other_families_go_by_way_of_transformers(tmp_path, family):
         light.contents_of(source, CPU)
 
 
-def test_generate_imports_no_transformers(tmp_path):
+@pytest.mark.parametrize("kind", ["dense", "fp8"])
+def test_generate_imports_no_transformers(tmp_path, kind):
+    model = "demo" if kind == "dense" else str(in_fp8(DEMO, tmp_path / "fp8"))
     script = """
 import sys
 from lowq_cli.main import _run
-sys.argv = ["lowq", "generate", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "4"]
+sys.argv = ["lowq", "generate", sys.argv[1], "--prompt", "Once upon a time", "--max-new-tokens", "4"]
 assert _run() == 0
 print([m for m in ("transformers", "torch._dynamo", "sympy", "torch.distributed.tensor", "triton") if m in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run([sys.executable, "-c", script, model], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# ---- fp8
+
+
+def in_fp8(dense, out, **more):
+    """`out`, an fp8 checkpoint of a dense model."""
+    list(pipeline.run(dense, make_recipe(format="fp8", **more), out, device="cpu"))
+    return out
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("more", [{}, {"lm_head": "fp8", "skip": ["layers.0.mlp.up_proj"], "act": "none"}], ids=["", "mixed"])
+def test_fp8_gives_the_tokens_by_way_of_transformers(tmp_path, family, more, capfd):
+    dense = write_dense(tmp_path / "dense", family, "bfloat16")
+    tied = json.loads((dense / "config.json").read_text()).get("tie_word_embeddings", family.startswith("gemma"))
+    if tied or family == "phi3":  # which have no head, or no up_proj, of their own
+        more = {"act": more["act"]} if more else {}
+    folder = in_fp8(dense, tmp_path / "fp8", **more)
+    with open_source(folder) as source:
+        assert importer._runs_in_fp8(source)
+        capfd.readouterr()
+        model, heavy = light.read(source, CPU), load_model(source, CPU)
+    said = [line for line in capfd.readouterr().err.splitlines() if "weights widened" in line]
+    assert len(said) == 2  # both say it, and of as many bytes
+    assert len(set(said)) == 1
+    theirs = dict(FusedDecoder(heavy).linears.named_modules())
+    held = dict(model.linears.named_modules())
+    assert all(isinstance(m, type(theirs[name])) for name, m in held.items())
+    assert any(isinstance(m, Fp8Linear) for m in held.values())
+    wanted = tokens(heavy)
+    assert len({t for row in wanted for t in row}) > 8
+    assert tokens(model) == wanted
+
+
+def test_blocks_that_would_begin_inside_a_matrix_are_not_joined(tmp_path):
+    dense = write_dense(tmp_path / "dense", "llama", "bfloat16")  # 64 and 32 rows: less than a block of 128 each
+    with open_source(in_fp8(dense, tmp_path / "fp8")) as source:
+        model = light.read(source, CPU)
+    assert {type(model.blocks.layers[0].qkv), type(model.blocks.layers[0].mlp.gate_up)} == {SideBySide}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_fp8_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
+    folder = in_fp8(DEMO, tmp_path / "fp8")
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    _rewritten(folder, lambda t: t[name].view(-1)[3:4].fill_(value))
+    with open_source(folder) as source, pytest.raises(NotPlain, match="not finite"):
+        light.read(source, CPU)
+    with pytest.raises(DamagedError, match=r"layers.1.mlp.up_proj.weight_scale_inv holds values that are not finite"):
+        ready(str(folder), "cpu", print)
+
+
+@pytest.mark.parametrize(
+    ("change", "light_says", "says"),
+    [
+        (
+            lambda t, n: t.update({n: t[n][:1]}),
+            r"up_proj.weight_scale_inv is F32 \(1, 2\)",
+            r"up_proj.* has the shape \(1, 2\)",
+        ),
+        (lambda t, n: t.update({n: t[n].bfloat16()}), "has no weight_scale_inv in float32", ""),  # imported, dense
+        (lambda t, n: t.pop(n), "has no weight_scale_inv in float32", "up_proj"),
+        (lambda t, n: t.pop("model.norm.weight"), "model.norm.weight is missing", "model.norm.weight is missing"),
+    ],
+    ids=["short scales", "scales of 16 bits", "no scales", "no norm"],
+)
+def test_what_is_not_whole_in_fp8(tmp_path, change, light_says, says):
+    folder = in_fp8(DEMO, tmp_path / "fp8")
+    _rewritten(folder, lambda t: change(t, "model.layers.1.mlp.up_proj.weight_scale_inv"))
+    with open_source(folder) as source, pytest.raises(NotPlain, match=light_says):
+        light.contents_of(source, CPU)
+    with pytest.raises(LowqError, match=says) if says else nullcontext():
+        ready(str(folder), "cpu", print)
+
+
+def test_other_blocks_and_families_in_fp8_are_asked_of_transformers(tmp_path):
+    dense = write_dense(tmp_path / "gpt", "mixtral", "bfloat16")
+    with open_source(in_fp8(dense, tmp_path / "mixtral")) as source, pytest.raises(NotPlain):
+        light.contents_of(source, CPU)
+    folder = in_fp8(DEMO, tmp_path / "fp8", block="256x256")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (folder / "config.json").write_text(json.dumps(config))
+    with open_source(folder) as source, pytest.raises(NotPlain, match="blocks of"):
+        light.contents_of(source, CPU)
 
 
 # ---- tokenizers

@@ -1,0 +1,50 @@
+"""An fp8-block checkpoint in files: e4m3 weights with float32 scales of blocks, of one size and for one kind of activations."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from lowq_cli.files.packed_tensors import Tensors
+from lowq_cli.files.safetensors_io import E4M3, TensorHeader
+from lowq_packers.scheme import ACT_KEY, BLOCKS, Act, Block, scale_shape
+
+METHOD = "fp8"
+WEIGHT, SCALE = ".weight", ".weight_scale_inv"
+
+
+class InBlocks(NamedTuple):
+    """How an e4m3 matrix is held: rows and columns that share a scale; how activations are rounded."""
+
+    block: Block
+    act: Act
+
+    def tensors(self, N: int, K: int) -> Tensors:
+        """The tensors of an (N, K) matrix."""
+        return {WEIGHT: ((N, K), (E4M3,)), SCALE: (scale_shape((N, K), self.block), ("F32",))}
+
+
+def why_not(config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> str | None:
+    """Why fp8 kernels cannot take the e4m3 weights of a checkpoint as they are, whatever its family; or None."""
+    q = config.get("quantization_config")
+    if not isinstance(q, Mapping) or q.get("quant_method") != METHOD:
+        return "not an fp8 checkpoint"
+    if list(q.get("weight_block_size") or ()) not in [list(b) for b in BLOCKS.values()]:
+        return f"blocks of {q.get('weight_block_size')}"
+    if q.get("activation_scheme", "dynamic") != "dynamic" or q.get(ACT_KEY, "fp8") not in ("fp8", "none"):
+        return "activations with scales of their own"
+    found = quantized(headers)
+    for name, header in headers.items():
+        if header.dtype.startswith("F8") and (name not in found or headers[found[name]].dtype != "F32"):
+            return f"{name} has no {SCALE[1:]} in float32"
+    return None
+
+
+def in_blocks(quantization: Mapping[str, Any]) -> InBlocks:
+    """What `why_not` has nothing against."""
+    rows, columns = quantization["weight_block_size"]
+    return InBlocks((rows, columns), quantization.get(ACT_KEY, "fp8"))
+
+
+def quantized(headers: Mapping[str, TensorHeader]) -> dict[str, str]:
+    """Name of each e4m3 weight -> name of its scales."""
+    pairs = {n: n.removesuffix(WEIGHT) + SCALE for n in headers if n.endswith(WEIGHT) and headers[n].dtype == E4M3}
+    return {n: s for n, s in pairs.items() if s in headers and len(headers[n].shape) == 2}
