@@ -19,22 +19,21 @@ from lowq_kernels import counters, workspaces
 from lowq_kernels.optional import optional
 
 Thunk = Callable[[], object]
-ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100
+ROTATION_BYTES = 256 << 20  # five times the 50 MB second-level cache of an H100, four times the third-level one of a CPU
 REPLAY_US = 1500.0  # a replay shorter than this measures the launch of the graph
 # Of products at full power an H100 takes 25 to 60 ms before it lowers its clocks: 28672x4096, M = 4096, 1220 then 1425 us
 # (cuBLAS 1258 then 1471), the same again after 0.1 s or 0.8 s of rest. Timings with a rest end before that.
 LOAD_US = 25_000.0
-MAX_COPIES = 24
+MAX_COPIES, MAX_CPU_COPIES = 24, 512  # a CPU's call is timed by itself, so that its copies need not fit a graph
 PIECE = 16 << 20  # bytes that a CPU reads in one timing: 1 to 4 ms, which beside other work passes undisturbed now and then
 MAX_NODES = 960
 WALL_SECONDS, LEAST_CALLS = 0.1, 5  # of `wall_time`
 
 
 def rotation(nbytes: int, device: torch.device | str = "cuda") -> int:
-    """Copies of an object of `nbytes` bytes that together outgrow the caches: 2 .. 24 on a GPU, 1 on a CPU."""
-    if torch.device(device).type != "cuda":
-        return 1
-    return min(MAX_COPIES, max(2, math.ceil(ROTATION_BYTES / max(nbytes, 1))))
+    """Copies of an object of `nbytes` bytes that together outgrow the caches: 2 .. 24 on a GPU, 1 .. 512 on a CPU."""
+    wanted = math.ceil(ROTATION_BYTES / max(nbytes, 1))
+    return min(MAX_COPIES, max(2, wanted)) if torch.device(device).type == "cuda" else min(MAX_CPU_COPIES, wanted)
 
 
 def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REPLAY_US, rest: float = 0.0) -> float:
@@ -118,6 +117,12 @@ class Roofline:
     def floor_us(self, nbytes: float, flops: float) -> float:
         """Microseconds below which no kernel moving and multiplying this much can get."""
         return max(nbytes / self.read_gbs / 1e3, flops / self.tflops / 1e6)
+
+    def percent(self, nbytes: float, flops: float, us: float) -> float | None:
+        """The floor's share of `us`, in percent. None on a CPU that multiplies for longer than it reads: `tflops` is its speed
+        with floats, and kernels that multiply integers were at 124 to 138% of that."""
+        floor = self.floor_us(nbytes, flops)
+        return None if self.device == "cpu" and floor > nbytes / self.read_gbs / 1e3 else 100 * floor / us
 
 
 def call_bytes(M: int, N: int, K: int, bits_per_weight: float) -> float:

@@ -128,7 +128,7 @@ def _show(rows: "list[Row]") -> None:
             f"{r.us:.1f}",
             f"{r.gbs:.0f}",
             f"{r.tflops:.2f}",
-            f"{r.roofline_pct:.0f}%",
+            "-" if r.roofline_pct is None else f"{r.roofline_pct:.0f}%",
             f"{r.cublas_us:.1f}",
             f"{r.cublas_us / r.us:.2f}",
         )

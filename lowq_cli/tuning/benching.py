@@ -22,7 +22,7 @@ SPEEDUP_TICKS = (0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12)
 
 @dataclass(frozen=True)
 class Row:
-    """One measured product. gbs counts the stored weight, x and y once; roofline_pct is the floor's share of the time."""
+    """One measured product. gbs counts the stored weight, x and y once; roofline_pct is as `Roofline.percent`."""
 
     N: int
     K: int
@@ -34,7 +34,7 @@ class Row:
     us: float
     gbs: float
     tflops: float
-    roofline_pct: float
+    roofline_pct: float | None
     cublas_us: float  # the dense product in 16 bits: cuBLAS on a GPU, the CPU library's on a CPU
 
     def to_json(self) -> dict[str, Any]:
@@ -101,8 +101,9 @@ def measure(
                     held = (8 * slot_bytes(kv, HEAD, shape.dtype) // HEAD, HEAD)
                 place = (shape.N, shape.K, M, *held, spec.name, example.layout)
                 gbs, tflops = example.nbytes / us / 1e3, example.flops / us / 1e6
-                percent = 100 * ceiling.floor_us(example.nbytes, example.flops) / us
-                yield Row(*place, round(us, 2), round(gbs, 4), round(tflops, 6), round(percent, 1), round(dense, 2))
+                percent = ceiling.percent(example.nbytes, example.flops, us)
+                share = None if percent is None else round(percent, 1)
+                yield Row(*place, round(us, 2), round(gbs, 4), round(tflops, 6), share, round(dense, 2))
 
 
 def plot(rows: Sequence[Row], ceiling: Roofline, path: Path) -> None:

@@ -76,8 +76,8 @@ def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None,
     pos, angles = torch.full((M,), S - 1, dtype=torch.int32, device=device), torch.rand(S, HEAD, device=device)
     tables = angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
     moved = 2.0 * M * h.HKV * S * kv.slot_bytes(kind, HEAD, shape.dtype)
-    n = rotation(int(moved), device)
-    caches = [torch.randn(2, M, h.HKV, S, HEAD, device=device).to(shape.dtype) for _ in range(n)]
+    first = torch.randn(2, M, h.HKV, S, HEAD, device=device).to(shape.dtype)
+    caches = [first, *(first.clone() for _ in range(rotation(int(moved), device) - 1))]
     dense: list[Callable[[], object]] = [partial(reference.attend, qkv, k, v, pos, *tables, h) for k, v in caches]
     operands = [(qkv, *(kv.holding(kind, x) for x in c), pos, *tables, h) for c in caches]
     return Example(AttendCall.of(qkv, S, HEAD, h, kv=kind), operands, dense, moved, 4.0 * M * HQ * S * HEAD)
@@ -106,8 +106,8 @@ def _stack(shape: Shape, device: torch.device) -> Stack:
 
 def _linear(x: torch.Tensor, shape: Shape) -> list[Callable[[], object]]:
     """The dense product in x's dtype."""
-    n = rotation(2 * shape.N * shape.K, x.device)
-    made = [torch.randn(shape.N, shape.K, device=x.device, dtype=shape.dtype) / 64 for _ in range(n)]
+    w = torch.randn(shape.N, shape.K, device=x.device, dtype=shape.dtype) / 64
+    made = [w, *(w.clone() for _ in range(rotation(w.nbytes, x.device) - 1))]
     return [partial(torch.nn.functional.linear, x, w) for w in made]
 
 

@@ -172,6 +172,7 @@ def test_bench_gives_a_row_per_shape_and_batch(tmp_path):
         (n, b, m) for n in (64, 32) for b in (4, 2) for m in (1, 4)
     ]
     assert all(keys <= set(r) and r["us"] > 0 for r in result["rows"])
+    assert all(r["roofline_pct"] is None or 0 < r["roofline_pct"] < 110 for r in result["rows"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
