@@ -31,11 +31,12 @@ SLAB = 1 << 22  # weights dequantized at a time
 def fetcher(source: Source) -> "Fetch":
     """A function from a full tensor name (and a place in its first dimension) to the tensor as stored, in fresh memory.
 
-    U32 words come as int32.
+    U32 words come as int32. torch is imported by the first call: most formats are told from headers.
     """
-    import torch
 
     def fetch(name: str, index: int | None = None, /) -> "torch.Tensor":
+        import torch
+
         header = source.headers.get(name)
         if header is None:
             raise NotFoundError(f"{source.name} has no tensor {name}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import lowq
 from lowq_kernels.dispatch import tuning_file
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tokenizers")
@@ -36,6 +37,15 @@ def tuned(demo4, tmp_path):
 def test_inspect_imports_no_torch(tuned):
     for model in ("demo", tuned):
         found, said = imported("inspect", model, "--json")
+        assert not found
+        assert json.loads(said)["tensors"]
+
+
+def test_inspect_of_a_foreign_format_imports_no_torch(demo4, tmp_path):
+    assert "torch" in imported("quantize", "demo", "--format", "fp8", "--out", tmp_path / "fp8")[0]
+    lowq.export(demo4, "mlx", tmp_path / "mlx")
+    for folder in ("fp8", "mlx"):
+        found, said = imported("inspect", tmp_path / folder, "--json")
         assert not found
         assert json.loads(said)["tensors"]
 
