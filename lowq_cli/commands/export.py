@@ -81,5 +81,5 @@ def show(found: "Exported") -> None:
     console.say(f"{found.matrices} weights, {console.size(found.bytes)}{there}; serves in: {', '.join(found.engines)}")
     for note in found.notes:
         console.say(f"note: {note}")
-    if program := READERS[found.format]:
+    if program := READERS.get(found.format):
         console.say(f"next: {program.format(shlex.quote(str(found.out)))}")

@@ -58,7 +58,7 @@ def test_everything_that_ships_names_kernels_and_configs_that_exist():
         assert {row["kernel"] for row in file["prefer"]} | set(file["models"]) <= known
         on = gpu.row(tuple(file["capability"]))
         table = tuning.shipped(on)
-        assert len(table)
+        assert len(table) or not file["measured"]  # a new GPU's file begins without any
         assert table.stale == 0
         for e in table:
             asked = call(e.M, e.N, e.K, e.bits, e.layout, on, e.group)
