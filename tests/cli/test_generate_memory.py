@@ -89,7 +89,8 @@ def test_a_recording_owns_its_scratch_memory(log, monkeypatch, pool):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(graph, "_stream", lambda device: stream_of_work)
     graph.capture(lambda: log.append("step"), pool)
-    assert log == ["step", "release", *(["give back"] if pool is None else []), "begin", "step", "end", "release"]
+    before = ["step", "release", "give back"] if pool is None else ["release"]  # many recordings: their kernels were launched
+    assert log == [*before, "begin", "step", "end", "release"]
 
 
 def test_threads_that_compiled_leave_no_scratch_memory(log):
