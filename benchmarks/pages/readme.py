@@ -3,7 +3,7 @@
 from pages import part, read, shown, table
 from pages.cuda import best_peers, measured_cells
 from pages.decode import label, mark, other_runs
-from pages.vllm import OWN, users_of_engines
+from pages.vllm import HTTP, HTTP_SERVERS
 
 PRODUCTS = ((4096, 4096), (4096, 14336), (28672, 4096))  # an 8B Llama's o, down, and gate with up
 ROWS = (1, 4, 16, 64, 256, 1024)  # of x
@@ -57,15 +57,20 @@ def _decode() -> str:
 
 
 def _serving() -> str:
-    """Tokens per second of many users together, by engine."""
-    engines = users_of_engines()
-    users = sorted(set.intersection(*(set(found) for found in engines.values())))
-    rows = [(engine, *(f"{found[n]['tokens_per_s']:,.0f}" for n in users)) for engine, found in engines.items()]
+    """Tokens per second of many users together, by server."""
+    report = read(HTTP)
+    found = {
+        name: {k: r for k, r in report["servers"][server].items() if k.startswith("users_")}
+        for server, name in HTTP_SERVERS.items()
+    }
+    users = [k for k in found[HTTP_SERVERS["lowq"]] if all(k in rows for rows in found.values())]
+    rows = [(name, *(f"{of[k]['tokens_per_s']:,.0f}" for k in users)) for name, of in found.items()]
     head = (
-        f"**Serving** the same shape at 4 bits g128 on one {read(OWN)['device']}, tokens/s of all users together, prompts and "
-        "answers of mixed lengths. Waiting times, and what each engine is for: [docs/serving.md](docs/serving.md)\n"
+        f"**Serving** the same shape at 4 bits g128 over HTTP on one {report['device']}, tokens/s of all users together, prompts "
+        "and answers of mixed lengths, one run. Waiting times, and what each engine is for: [docs/serving.md](docs/serving.md)\n"
     )
-    return f"{head}\n{table(('', *(f'>{n} user' + 's' * (n > 1) for n in users)), rows)}"
+    counts = [int(k.removeprefix("users_")) for k in users]
+    return f"{head}\n{table(('', *(f'>{n} user' + 's' * (n > 1) for n in counts)), rows)}"
 
 
 def _products() -> str:
