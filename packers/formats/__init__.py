@@ -92,19 +92,19 @@ class Export:
 class Format:
     """One foreign format.
 
-    claims: whether a checkpoint is in this format. matrices: its quantized weights (small tensors may be fetched to tell;
-    with fetch None, only headers). notes: traps of the version found. engines: who serves such a checkpoint.
+    matrices: a checkpoint's quantized weights (small tensors may be fetched to tell; with fetch None, only headers). engines:
+    who serves such a checkpoint. notes: traps of the version found.
     why_not: the reason the format cannot hold a scheme and shape, ending in the nearest one that it can; or None.
     tables: the tables of lowq's that it holds; why_not need not ask about others.
     write: tensors of one matrix, by full name. write_words: the same of lowq's words (layout rowstream), in formats that hold
     them as they are. stack: for an expert's matrix (name, family), the stack that holds it with those
     of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
-    (kept: dense matrices). export: None where lowq only reads it.
+    (kept: dense matrices). export: None where lowq only reads it. claims: whether a checkpoint is in this format; None: where
+    its config.json names it as quant_method.
     """
 
     name: str
     title: str
-    claims: Callable[[Config, Headers], bool]
     matrices: Callable[[Config, Headers, Fetch | None], list[Matrix]]
     engines: Callable[[Config, Sequence[Matrix]], list[str]]
     why_not: Callable[[Scheme, int, int], str | None]
@@ -115,6 +115,7 @@ class Format:
     export: Export | None = None
     write_words: WriteWords | None = None
     tables: tuple[str, ...] = ()
+    claims: Callable[[Config, Headers], bool] | None = None
 
 
 FORMATS: dict[str, Format] = {}
@@ -144,6 +145,11 @@ def register(fmt: Format) -> Format:
     return made
 
 
+def served_by(*engines: str) -> Callable[[Config, Sequence[Matrix]], list[str]]:
+    """`Format.engines` of a format all of whose checkpoints these serve."""
+    return lambda config, matrices: list(engines)
+
+
 def get(name: str) -> Format:
     """The format of that name. Raises UnsupportedError naming the ones that exist."""
     if name not in FORMATS:
@@ -167,7 +173,8 @@ def check_used(matrices: Sequence[Matrix], headers: Headers) -> None:
 
 def detect(config: Config, headers: Headers) -> Format | None:
     """The format that a checkpoint is in; None for plain floats (and for lowq's own)."""
-    return next((FORMATS[name] for name in sorted(FORMATS) if FORMATS[name].claims(config, headers)), None)
+    named, by_name = method(config), sorted(FORMATS.values(), key=lambda f: f.name)
+    return next((f for f in by_name if (f.claims(config, headers) if f.claims else named == f.name)), None)
 
 
 def method(config: Config) -> str | None:

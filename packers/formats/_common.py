@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lowq_packers import bitstream, layouts
@@ -56,6 +57,21 @@ def flag(table: Mapping[str, Any], name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise DamagedError(f"quantization_config has {name}={value!r}, which is neither true nor false")
     return value
+
+
+def names(table: Mapping[str, Any], field: str) -> Sequence[str]:
+    """A field that is a list of names, () where it is left out. Raises DamagedError for anything else."""
+    found = table.get(field) or ()
+    if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(n, str) for n in found):
+        raise DamagedError(f"quantization_config has {field}={str(found)[:80]}, which is no list of names")
+    return found
+
+
+def pair(value: object, where: str) -> tuple[int, int]:
+    """A field that is two sizes. Raises DamagedError for anything else."""
+    if not isinstance(value, Sequence) or len(value) != 2 or not all(type(v) is int and v > 0 for v in value):
+        raise DamagedError(f"{where}={value!r}, which is no pair of sizes")
+    return value[0], value[1]
 
 
 def check_absent(table: Mapping[str, Any], *names: str) -> None:
@@ -249,10 +265,7 @@ def whole_zeros(q: QuantizedTensor | PackedWeight, name: str) -> torch.Tensor:
 
 def schemes_agree(schemes: Mapping[str, Scheme]) -> Scheme | None:
     """The most frequent (bits, group) of a checkpoint, which its config names as the default; None for an empty one."""
-    counts: dict[Scheme, int] = {}
-    for s in schemes.values():
-        counts[s] = counts.get(s, 0) + 1
-    return max(counts, key=lambda s: counts[s]) if counts else None
+    return next((s for s, _ in Counter(schemes.values()).most_common(1)), None)
 
 
 def dense_modules(schemes: Mapping[str, Scheme], kept: Iterable[str]) -> list[str]:

@@ -8,11 +8,11 @@ by the reciprocal: the same to the last bit of fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Fetch, Header, Headers, Matrix, Tensors, _fp4
+from lowq_packers.formats import Fetch, Header, Headers, Matrix, Tensors, _fp4, fp8_block
 from lowq_packers.formats import _common as c
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
@@ -98,10 +98,7 @@ def fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     scale = c.need(headers, f"{p}.weight_scale")
     block: tuple[int, int] | None = None
     if w.get("strategy") == "block":
-        structure = w.get("block_structure")
-        if not isinstance(structure, Sequence) or len(structure) != 2 or not all(type(v) is int and v > 0 for v in structure):
-            raise DamagedError(f"{p}: block_structure={structure!r} is no pair of sizes")
-        block = structure[0], structure[1]
+        block = c.pair(w.get("block_structure"), f"{p} has block_structure")
         c.need(headers, f"{p}.weight_scale", (-(-N // block[0]), -(-K // block[1])))
     elif w.get("strategy") == "tensor" and math.prod(scale.shape) != 1:
         raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says one for all")
@@ -110,17 +107,12 @@ def fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
             f"{p}: float-quantized with {G} scales a row is not one that lowq reads; it reads one, or blocks"
         )
 
+    dtype = "BF16" if scale.dtype == "F32" else scale.dtype
+
     def read(fetch: Fetch) -> torch.Tensor:
-        W, scales = fetch(f"{p}.weight").float(), fetch(f"{p}.weight_scale").float()
-        if block:
-            scales = scales.repeat_interleave(min(block[0], N), 0)[:N].repeat_interleave(min(block[1], K), 1)[:, :K]
-        else:
-            scales = scales.reshape(-1, 1)
-        return (W * scales).to(torch.bfloat16 if scale.dtype == "F32" else getattr(torch, _TORCH[scale.dtype]))
+        kind = torch.bfloat16 if dtype == "BF16" else torch.float16
+        return fp8_block.dequantize(fetch(f"{p}.weight"), fetch(f"{p}.weight_scale"), block, kind)
 
     parts = [n for leaf in ("weight", "weight_scale", "input_scale") if (n := f"{p}.{leaf}") in headers]
     kind = f"fp8 {block[0]}x{block[1]} blocks" if block else "fp8"
-    return Matrix(p, (N, K), tuple(parts), read, kind, 8, None, "BF16" if scale.dtype == "F32" else scale.dtype)
-
-
-_TORCH = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+    return Matrix(p, (N, K), tuple(parts), read, kind, 8, None, dtype)

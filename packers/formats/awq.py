@@ -11,7 +11,7 @@ from typing import Any
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
@@ -55,9 +55,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     if (bits := c.number(q, "bits", "w_bit")) != 4:
         raise UnsupportedError(f"AWQ with {bits} bits is not one that lowq reads; it reads 4")
     found = []
-    excluded = q.get("modules_to_not_convert") or []
-    if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
-        raise DamagedError(f"quantization_config has modules_to_not_convert={str(excluded)[:80]}, which is no list of names")
+    excluded = c.names(q, "modules_to_not_convert")
     for p in c.modules(headers, ".qweight"):
         if any(name == p or p.startswith(f"{name}.") for name in excluded):
             raise DamagedError(f"modules_to_not_convert in quantization_config names {p}, but it is quantized")
@@ -110,16 +108,5 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     }
 
 
-register(
-    Format(
-        "awq",
-        "AWQ (gemm)",
-        lambda config, headers: method(config) == "awq",
-        _matrices,
-        lambda config, matrices: ["lowq", "vLLM", "SGLang", "transformers (with gptqmodel)"],
-        _why_not,
-        _write,
-        _config,
-        export=Export(3),
-    )
-)
+ENGINES = served_by("lowq", "vLLM", "SGLang", "transformers (with gptqmodel)")
+register(Format("awq", "AWQ (gemm)", _matrices, ENGINES, _why_not, _write, _config, export=Export(3)))

@@ -18,7 +18,7 @@ from typing import Any
 
 from lowq_packers import tables
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
@@ -169,21 +169,5 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     }
 
 
-def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
-    return ["lowq", "transformers (with bitsandbytes)", "vLLM"]
-
-
-register(
-    Format(
-        NAME,
-        "bitsandbytes",
-        lambda config, headers: method(config) == NAME,
-        _matrices,
-        _engines,
-        _why_not,
-        _write,
-        _config,
-        export=Export(9),
-        tables=("nf4",),
-    )
-)
+ENGINES = served_by("lowq", "transformers (with bitsandbytes)", "vLLM")
+register(Format(NAME, NAME, _matrices, ENGINES, _why_not, _write, _config, export=Export(9), tables=("nf4",)))

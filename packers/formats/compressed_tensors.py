@@ -64,10 +64,7 @@ class _Groups:
                 else:
                     by_name.append((_pattern(target), group))
         self.rules = Rules(by_name)
-        ignored = q.get("ignore") or ()
-        if not isinstance(ignored, Sequence) or not all(isinstance(name, str) for name in ignored):
-            raise DamagedError(f"quantization_config has ignore={str(ignored)[:80]}, which is no list of names")
-        self.ignored = Rules((_pattern(name), True) for name in ignored if not name[:1].isupper())
+        self.ignored = Rules((_pattern(name), True) for name in c.names(q, "ignore") if not name[:1].isupper())
 
     def weights(self, name: str, form: str, q: Mapping[str, Any]) -> Mapping[str, Any]:
         """How a module's weights are quantized, whose tensors are of `form`. Raises DamagedError, UnsupportedError."""
@@ -348,19 +345,11 @@ def _write(name: str, p: PackedWeight, config: Config) -> Tensors:
     return tensors
 
 
-register(
-    Format(
-        NAME,
-        "compressed-tensors",
-        lambda config, headers: method(config) == NAME or "compression_config" in config,
-        _matrices,
-        _engines,
-        _why_not,
-        c.from_codes(_write),
-        _config,
-        _notes,
-        write_words=_write,
-        export=Export(1),
-        tables=("e2m1",),
-    )
-)
+def _claims(config: Config, headers: Headers) -> bool:
+    return method(config) == NAME or "compression_config" in config
+
+
+register(Format(
+    NAME, NAME, _matrices, _engines, _why_not, c.from_codes(_write), _config, _notes,
+    write_words=_write, export=Export(1), tables=("e2m1",), claims=_claims,
+))  # fmt: skip

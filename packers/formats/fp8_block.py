@@ -46,11 +46,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 
 def _block(q: Mapping[str, Any]) -> tuple[int, int] | None:
     size = q.get("weight_block_size", [1, 32] if q.get("quant_method") == "mxfp8" else None)
-    if size is None:
-        return None
-    if not isinstance(size, Sequence) or len(size) != 2 or not all(type(v) is int and v > 0 for v in size):
-        raise DamagedError(f"quantization_config has weight_block_size={size!r}, which is no pair of sizes")
-    return size[0], size[1]
+    return None if size is None else c.pair(size, "quantization_config has weight_block_size")
 
 
 def _matrix(p: str, scale: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
@@ -69,17 +65,19 @@ def _matrix(p: str, scale: str, q: Mapping[str, Any], headers: Headers) -> Matri
     return Matrix(p, (N, K), parts, read, stored, 8, None, "BF16")
 
 
-def dequantize(W: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None) -> torch.Tensor:
-    """(N, K) fp8 times its scales, in fp32, rounded once to bf16. Scales in uint8 are powers of two, 2**(byte - 127)."""
-    N, K = W.shape
+def dequantize(
+    W: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """(N, K) fp8 times its scales, in fp32, rounded once, to bf16 or `dtype`. Scales in uint8 are powers of 2: 2**(byte - 127)."""
+    (N, K), dtype = W.shape, dtype or torch.bfloat16
     s = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if block is None:
-        return (W.float() * s.reshape(-1, 1)).to(torch.bfloat16)
+        return (W.float() * s.reshape(-1, 1)).to(dtype)
     wide = s.repeat_interleave(min(block[1], K), 1)[:, :K]  # a block may say it is wider than all memory
-    out = torch.empty(N, K, dtype=torch.bfloat16)
+    out = torch.empty(N, K, dtype=dtype)
     for i in range(s.shape[0]):  # one row of blocks at a time: a third copy of a large matrix in fp32 is never held
         rows = slice(i * block[0], min(N, (i + 1) * block[0]))
-        out[rows] = (W[rows].float() * wide[i]).to(torch.bfloat16)
+        out[rows] = (W[rows].float() * wide[i]).to(dtype)
     return out
 
 
@@ -107,4 +105,4 @@ def _notes(config: Config, headers: Headers) -> list[str]:
     return [f"{partial[0]} and {len(partial) - 1} more end in partial blocks, which transformers 5.23 gets wrong or refuses"]
 
 
-register(Format("fp8", "FP8, block scales", _claims, _matrices, _engines, _why_not, notes=_notes))
+register(Format("fp8", "FP8, block scales", _matrices, _engines, _why_not, notes=_notes, claims=_claims))

@@ -13,7 +13,7 @@ from typing import Any
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, register
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
@@ -119,15 +119,4 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     return {}
 
 
-register(
-    Format(
-        "gemlite",
-        "GemLite",
-        _claims,
-        _matrices,
-        lambda config, matrices: ["lowq", "GemLite"],
-        _why_not,
-        _write,
-        _config,
-    )
-)
+register(Format("gemlite", "GemLite", _matrices, served_by("lowq", "GemLite"), _why_not, _write, _config, claims=_claims))

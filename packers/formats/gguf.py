@@ -16,12 +16,12 @@ The file around the blocks (metadata, tokenizer, names) is `lowq_cli.interop.ggu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lowq_packers.errors import DamagedError, SchemeError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
@@ -212,12 +212,10 @@ def _matrix(name: str, facts: Mapping[str, Any]) -> Matrix:
     return Matrix(name.removesuffix(".weight"), (N, K), (name,), read, kind, bits, SCHEMES.get(kind), dtype)
 
 
-def _engines(config: object, matrices: Sequence[object]) -> list[str]:
-    return ["lowq", "llama.cpp", "Ollama", "LM Studio"]
+def _claims(config: Config, headers: Headers) -> bool:
+    return "gguf" in config
 
 
-TABLES = ("iq4_nl", "e2m1")
+ENGINES, TABLES = served_by("lowq", "llama.cpp", "Ollama", "LM Studio"), ("iq4_nl", "e2m1")
 EXPORT = Export(7, embeddings=True, one_file=True)
-register(
-    Format("gguf", "GGUF", lambda config, headers: "gguf" in config, _matrices, _engines, why_not, export=EXPORT, tables=TABLES)
-)
+register(Format("gguf", "GGUF", _matrices, ENGINES, why_not, export=EXPORT, tables=TABLES, claims=_claims))

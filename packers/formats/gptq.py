@@ -168,4 +168,4 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
 
 
 EXPORT = Export(2, beside=lambda section: {"quantize_config.json": section["quantization_config"]})
-register(Format("gptq", "GPTQ", _claims, _matrices, _engines, _why_not, _write, _config, _notes, export=EXPORT))
+register(Format("gptq", "GPTQ", _matrices, _engines, _why_not, _write, _config, _notes, export=EXPORT, claims=_claims))

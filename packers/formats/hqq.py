@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
@@ -24,25 +24,9 @@ SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 NAMES = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 PACKINGS = {name: bits for bits, name in NAMES.items()}
 FIELDS = (
-    "W_q",
-    "nbits",
-    "group_size",
-    "shape",
-    "scale",
-    "zero",
-    "axis",
-    "packing",
-    "unpack_view_dtype",
-    "view_as_float",
-    "quant_scale",
-    "quant_zero",
-    "compute_dtype",
-    "offload_meta",
-    "encoded_state_dict",
-    "stores_quant_config",
-    "channel_wise",
-    "optimize",
-    "round_zero",
+    *("W_q", "nbits", "group_size", "shape", "scale", "zero", "axis", "packing", "unpack_view_dtype", "view_as_float"),
+    *("quant_scale", "quant_zero", "compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config"),
+    *("channel_wise", "optimize", "round_zero"),
 )
 
 
@@ -70,12 +54,8 @@ def encode(value: object) -> torch.Tensor:
     """A setting as the tensor that stands for it in a file."""
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, bool):
-        return torch.tensor(value, dtype=torch.uint8)
-    if isinstance(value, int):
-        return torch.tensor(value, dtype=torch.int32)
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float32)
+    if kind := {bool: torch.uint8, int: torch.int32, float: torch.float32}.get(type(value)):
+        return torch.tensor(value, dtype=kind)
     if isinstance(value, (str, torch.dtype)):
         return torch.tensor(list(str(value).encode()), dtype=torch.uint8)
     if isinstance(value, (tuple, list)) and all(type(v) is int for v in value):
@@ -235,12 +215,9 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     return {f"{name}.{leaf}": encode(value) for leaf, value in settings.items()}
 
 
-def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
-    return ["lowq", "hqq"]
-
-
 def _notes(config: Config, headers: Headers) -> list[str]:
     return ["transformers 5 and vLLM do not load HQQ checkpoints (transformers 5.23 leaves the weights random, with a warning)"]
 
 
-register(Format("hqq", "HQQ", _claims, _matrices, _engines, _why_not, _write, _config, _notes, export=Export(6)))
+ENGINES = served_by("lowq", "hqq")
+register(Format("hqq", "HQQ", _matrices, ENGINES, _why_not, _write, _config, _notes, export=Export(6), claims=_claims))

@@ -12,7 +12,7 @@ from typing import Any
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
@@ -116,17 +116,6 @@ def _write(name: str, p: PackedWeight, config: Config) -> Tensors:
     return tensors
 
 
-register(
-    Format(
-        "humming",
-        "Humming",
-        lambda config, headers: method(config) == "humming",
-        _matrices,
-        lambda config, matrices: ["lowq", "vLLM (with humming-kernels)"],
-        _why_not,
-        c.from_codes(_write),
-        _config,
-        write_words=_write,
-        export=Export(4, experts=False),
-    )
-)
+ENGINES, EXPORT = served_by("lowq", "vLLM (with humming-kernels)"), Export(4, experts=False)
+WRITE = c.from_codes(_write)
+register(Format("humming", "Humming", _matrices, ENGINES, _why_not, WRITE, _config, write_words=_write, export=EXPORT))

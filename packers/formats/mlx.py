@@ -15,7 +15,7 @@ from typing import Any
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.families import families
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._older_config import spelled_out
 from lowq_packers.lazy import torch
@@ -124,10 +124,6 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
     return {f"{name}.weight": words, f"{name}.scales": q.scales.to(dtype), f"{name}.biases": biases}
 
 
-def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
-    return ["lowq", "MLX (mlx-lm)"]
-
-
 def _notes(config: Config, headers: Headers) -> list[str]:
     family, window = config.get("model_type"), c.sliding_window(config)
     on = config.get("use_sliding_window", not str(family).startswith("qwen"))
@@ -140,4 +136,5 @@ def _notes(config: Config, headers: Headers) -> list[str]:
 
 
 EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out)
-register(Format("mlx", "MLX affine", _claims, _matrices, _engines, _why_not, _write, _config, _notes, _stack, EXPORT))
+ENGINES = served_by("lowq", "MLX (mlx-lm)")
+register(Format("mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims))

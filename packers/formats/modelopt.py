@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, _fp4, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, _fp4, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._rules import Rules
 from lowq_packers.layouts import PackedWeight
@@ -52,15 +52,8 @@ def _check_section(q: Mapping[str, Any]) -> None:
 
 def _left_out(q: Mapping[str, Any]) -> Rules[bool]:
     """The modules that are said not to be quantized."""
-    named = [n for key in ("ignore", "exclude_modules") for n in _names(q, key)]
+    named = [n for key in ("ignore", "exclude_modules") for n in c.names(q, key)]
     return Rules((re.escape(name).replace(r"\*", ".*").replace(r"\?", ".") + "$", True) for name in named)
-
-
-def _names(q: Mapping[str, Any], key: str) -> Sequence[str]:
-    found = q.get(key) or ()
-    if isinstance(found, str) or not isinstance(found, Sequence) or not all(isinstance(n, str) for n in found):
-        raise DamagedError(f"quantization_config has {key}={str(found)[:80]}, which is no list of names")
-    return found
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
@@ -121,23 +114,8 @@ def _notes(config: Config, headers: Headers) -> list[str]:
     return [f"{inputs} layers have input_scale: engines round their activations too, lowq does not"] if inputs else []
 
 
-def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
-    return ["lowq", "TensorRT-LLM", "vLLM"]
-
-
-register(
-    Format(
-        NAME,
-        "ModelOpt NVFP4",
-        lambda config, headers: method(config) == NAME,
-        _matrices,
-        _engines,
-        _why_not,
-        c.from_codes(_write),
-        _config,
-        _notes,
-        export=Export(8, beside=_beside),
-        write_words=_write,
-        tables=("e2m1",),
-    )
-)
+ENGINES = served_by("lowq", "TensorRT-LLM", "vLLM")
+register(Format(
+    NAME, "ModelOpt NVFP4", _matrices, ENGINES, _why_not, c.from_codes(_write), _config, _notes,
+    write_words=_write, export=Export(8, beside=_beside), tables=("e2m1",),
+))  # fmt: skip

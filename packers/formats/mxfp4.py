@@ -9,12 +9,10 @@ experts.3.gate_proj, up_proj and down_proj, the names of lowq's files; gate_up_p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from lowq_packers.errors import DamagedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, _fp4, method, register
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, _fp4, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -62,12 +60,5 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return "lowq only reads gpt-oss' own files; nearest: --to compressed-tensors"
 
 
-def _claims(config: Config, headers: Headers) -> bool:
-    return method(config) == "mxfp4"
-
-
-def _engines(config: Mapping[str, Any], matrices: Sequence[Matrix]) -> list[str]:
-    return ["lowq", "transformers", "vLLM", "SGLang", "Ollama"]
-
-
-register(Format("mxfp4", "gpt-oss MXFP4", _claims, _matrices, _engines, _why_not))
+ENGINES = served_by("lowq", "transformers", "vLLM", "SGLang", "Ollama")
+register(Format("mxfp4", "gpt-oss MXFP4", _matrices, ENGINES, _why_not))
