@@ -28,7 +28,7 @@ from lowq_cli.serving.passes import BLOCK, Piece
 from lowq_cli.serving.pool import Pool
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
 from lowq_cli.serving.schedule import PassPlan, Schedule, Text
-from lowq_cli.serving.special import LogProbs, Logs, Special, fetch, is_special
+from lowq_cli.serving.special import LogProbs, Logs, Special, fetch
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UnsupportedError, UsageError, one_line
 
@@ -279,30 +279,28 @@ class ContinuousEngine:
             rows.set_table(row, held, first)
         for text in plan.finishing:
             self._place(text, len(text.tokens) - 1)  # which the draw moves on
-            if is_special(text):
+            if text.request.special:
                 self.special.begin(text)
         rows.flush()
 
     def _place(self, text: Text, pos: int) -> None:
         d = text.request.draw
-        self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not is_special(text))
+        self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special)
 
     def _launch(self, plan: PassPlan) -> Flight:
         """The pass of a plan, and the draws that are apart from it."""
         n, nobody, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.nobody, set(map(id, plan.finishing))
         pieces, drawn = [], np.full(n, nobody, np.int32)
         for text in plan.steps:
-            drawn[text.row] = nobody if is_special(text) else text.row
+            drawn[text.row] = nobody if text.request.special else text.row
         for text, row, first, end in plan.pieces:
-            target = -1
-            if end == len(text.tokens) and id(text) in ends:
-                target = nobody if is_special(text) else text.row
-            pieces.append(Piece(row, first, text.tokens[first:end], target))
+            own = nobody if text.request.special else text.row
+            pieces.append(Piece(row, first, text.tokens[first:end], own if id(text) in ends else -1))
         flight = Flight(self.device)
         logits = self.passes.run(n, pieces, drawn)
         riding = self.passes.riding(n)
         places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
-        special = [(i, t) for i, t in places if is_special(t)]
+        special = [(i, t) for i, t in places if t.request.special]
         logs = self.special.draw(logits, special) if special and logits is not None else None
         steps, rows = self.passes.size(n, pieces)
         size = (steps if steps == rows or self.passes.padded else 0, rows)  # of any size on a CPU: as if none did

@@ -50,12 +50,13 @@ class Pace:
 
     def seconds(self, steps: int, rows: int) -> float:
         """What a pass takes; one of which nothing is known as the nearest that is known, in proportion; `extra` without any."""
-        mixed = steps != rows
-        alike = [key for key in self.known if (key[0] != key[1]) == mixed]
-        if not alike:
-            return self.extra
-        nearest = min(alike, key=lambda key: (abs(key[1] - rows), abs(key[0] - steps)))
-        return self.known[nearest] * max(1.0, rows / nearest[1] if mixed else 1.0) + self.extra + mixed * self.riding
+        mixed, key = steps != rows, (steps, rows)
+        if key not in self.known:
+            alike = [known for known in self.known if (known[0] != known[1]) == mixed]
+            if not alike:
+                return self.extra
+            key = min(alike, key=lambda known: (abs(known[1] - rows), abs(known[0] - steps)))
+        return self.known[key] * max(1.0, rows / key[1] if mixed else 1.0) + self.extra + mixed * self.riding
 
     def budget(self, step: int, riding: int, waiting: int, running: int, texts: int) -> int:
         """Prompt tokens of the next pass, of `waiting` ones, which carries `riding` rows that step, `running` texts in them.

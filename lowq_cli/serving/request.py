@@ -8,6 +8,7 @@ token is not.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -99,6 +100,15 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     draw: Draw = Draw()
     mask: Mask | None = None
+
+    @cached_property
+    def special(self) -> bool:
+        """Whether it asks for more than a temperature (`special.Special` draws it). Kept: asked for in every pass."""
+        d = self.draw
+        plain = Draw(temperature=d.temperature, seed=d.seed)
+        if d.greedy:  # what restricts a draw changes no argmax
+            plain = Draw(seed=d.seed, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p)
+        return d != plain or self.mask is not None
 
 
 def check(request: Request, longest: int, vocabulary: int) -> None:

@@ -18,15 +18,6 @@ BITS = 32  # of a word of a mask
 Logs = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
 
 
-def is_special(text: Text) -> bool:
-    """Whether a text is drawn for here."""
-    d = text.request.draw
-    plain = Draw(temperature=d.temperature, seed=d.seed)
-    if d.greedy:  # what restricts a draw changes no argmax
-        plain = Draw(seed=d.seed, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p)
-    return d != plain or text.request.mask is not None
-
-
 def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """`sampling.restrict` with settings (n, 1) by row, then min_p: scores (n, V) fp32 with what is outside at -inf."""
     V = scores.shape[-1]
