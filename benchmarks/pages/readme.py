@@ -66,8 +66,9 @@ def _serving() -> str:
     users = [k for k in found[HTTP_SERVERS["lowq"]] if all(k in rows for rows in found.values())]
     rows = [(name, *(f"{of[k]['tokens_per_s']:,.0f}" for k in users)) for name, of in found.items()]
     head = (
-        f"**Serving** the same shape at 4 bits g128 over HTTP on one {report['device']}, tokens/s of all users together, prompts "
-        "and answers of mixed lengths, one run. Waiting times, and what each engine is for: [docs/serving.md](docs/serving.md)\n"
+        f"**Serving** the same shape at 4 bits g128 over HTTP on one {report['device']}, tokens/s of all users together, "
+        "prompts and answers of mixed lengths, one run. Waiting times, and what each engine is for: "
+        "[docs/serving.md](docs/serving.md)\n"
     )
     counts = [int(k.removeprefix("users_")) for k in users]
     return f"{head}\n{table(('', *(f'>{n} user' + 's' * (n > 1) for n in counts)), rows)}"
