@@ -18,7 +18,7 @@ from typing import Any
 from lowq_cli.files import packed_tensors
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
 from lowq_cli.files.regular import read_regular
-from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json
+from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
 from lowq_cli.state import user_path
@@ -85,6 +85,11 @@ class Checkpoint:
         """Name -> scheme of every packed matrix."""
         return {t.name: t.scheme for t in self.tensors if t.scheme}
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Name -> (N, K) of every packed matrix."""
+        return {t.name: (t.shape[0], t.shape[1]) for t in self.tensors if t.scheme}
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -130,9 +135,7 @@ class Checkpoint:
     def read_plain(self, t: CheckpointTensor) -> torch.Tensor:
         """One tensor that is not packed, as stored."""
         header = self.source.headers[t.name]
-        raw = self.source.read_raw(t.name, 0, header.nbytes)
-        kind = getattr(torch, DTYPES[header.dtype])
-        return torch.frombuffer(raw, dtype=kind).reshape(header.shape) if raw else torch.empty(header.shape, dtype=kind)
+        return viewed(self.source.read_raw(t.name, 0, header.nbytes), DTYPES[header.dtype], header.shape)
 
     def check_values(self, advance: Callable[[int, str], None] = lambda done, name: None) -> int:
         """Read every tensor: checksums as in the report where there is one, scales and zeros finite. Bytes read.
@@ -201,7 +204,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight")]
     try:
         tensors = _tensors(source, expand_stored(q, names))
-        check_shapes(source.config, _logical_shapes(tensors))
+        check_shapes(source.config, {f"{t.name}.weight" if t.scheme else t.name: t.shape for t in tensors})
     except SchemeError as e:
         raise DamagedError(f"{folder}: {e}") from None
     report = read_json(folder / REPORT) if (folder / REPORT).is_file() else {}
@@ -216,10 +219,6 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     except LowqError:
         return False
     return isinstance(q, dict) and q.get("quant_method") == METHOD
-
-
-def _logical_shapes(tensors: tuple[CheckpointTensor, ...]) -> dict[str, tuple[int, ...]]:
-    return {f"{t.name}.weight" if t.scheme else t.name: t.shape for t in tensors}
 
 
 def _tensors(source: Source, schemes: dict[str, Stored]) -> tuple[CheckpointTensor, ...]:

@@ -34,28 +34,13 @@ ITEMSIZE = {
 }  # fmt: skip
 FLOATS = ("F16", "BF16", "F32", "F64")  # what weights may be that are not packed
 E4M3 = "F8_E4M3"  # what products in fp8 take; only with the scales of its blocks is it a weight
-TORCH_NAMES = {  # those lowq reads
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"I32": "int32", "U8": "uint8"},
-}
-ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
 DTYPES = {  # safetensors name -> torch name, of everything that a foreign format stores
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "F64": "float64",
-}
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+}  # fmt: skip
+TORCH_NAMES = {name: DTYPES[name] for name in ("F64", "F32", "F16", "BF16", "I32", "U8")}  # those lowq computes with
+ST_NAMES = {v: k for k, v in TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -224,10 +209,16 @@ def read_into(view: memoryview, fd: int, offset: int, where: str) -> None:
 
 def as_tensor(buffer: bytearray, dtype: str, shape: tuple[int, ...]) -> "torch.Tensor":
     """The bytes as a tensor of a safetensors dtype, without a copy. Raises UnsupportedError for dtypes lowq never computes."""
+    torch_dtype(dtype)
+    return viewed(buffer, DTYPES[dtype], shape)
+
+
+def viewed(buffer: bytearray, name: str, shape: tuple[int, ...]) -> "torch.Tensor":
+    """The bytes as a tensor of torch's dtype of that name, without a copy."""
     import torch
 
-    kind = torch_dtype(dtype)
-    return torch.frombuffer(buffer, dtype=kind).reshape(shape) if buffer else torch.empty(shape, dtype=kind)
+    dtype = getattr(torch, name)
+    return torch.frombuffer(buffer, dtype=dtype).reshape(shape) if buffer else torch.empty(shape, dtype=dtype)
 
 
 def torch_dtype(name: str) -> "torch.dtype":

@@ -41,7 +41,8 @@ def check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     """Raise DamagedError, naming tensor and field, unless `shapes` (full tensor names) fit `config`."""
     text = text_config(config)
     _check_layers(text, shapes)
-    expected = _embedding_shape(text)
+    sizes = ("word_embed_proj_dim", "hidden_size", "n_embd")  # the first is OPT's, projected
+    expected = whole(text, "vocab_size"), whole(text, *sizes)
     linear = _llama_shapes(text) if str(text.get("model_type")) in LLAMA_LIKE else {}
     for name, shape in shapes.items():  # beside a text_config, a vision tower's layers go by the same names, in another stack
         if name.endswith(("embed_tokens.weight", "wte.weight")) and len(shape) == 2:
@@ -75,10 +76,6 @@ def _check_layers(text: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     most = max((len(n) for n in stacks.values()), default=0)
     if layers is not None and stacks and most < layers:
         raise DamagedError(f"config.json says {layers} layers, the files hold {most}; fetch the model again")
-
-
-def _embedding_shape(text: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    return whole(text, "vocab_size"), whole(text, "word_embed_proj_dim", "hidden_size", "n_embd")  # the first: OPT's, projected
 
 
 def _llama_shapes(text: Mapping[str, Any]) -> dict[str, tuple[int | None, int | None]]:

@@ -194,8 +194,7 @@ def exportable(found: Checkpoint) -> list[str]:
 def _check_tp(found: Checkpoint, ranks: int) -> None:
     if ranks < 1:
         raise UsageError(f"--check-tp {ranks} must be at least 1")
-    shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
-    problems = shard_problems(found.config, found.schemes, shapes, ranks)
+    problems = shard_problems(found.config, found.schemes, found.shapes, ranks)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise UnsupportedError(f"{ranks} tensor-parallel ranks cannot share this checkpoint: {problems[0]}{more}")
@@ -211,17 +210,13 @@ def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
     """
     if fmt.config is None:
         return {}, {}
-    shapes = {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
-    kept = [
-        t.name.removesuffix(".weight")
-        for t in found.tensors
-        if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2
-    ]
+    dense = [t.name for t in found.tensors if not t.scheme and t.name.endswith(".weight") and len(t.shape) == 2]
+    kept = [name.removesuffix(".weight") for name in dense]
     stacked = stacks(found, fmt)
     inside = {t.name for experts in stacked.values() for t in experts}
     modules = {t.name: (t.name, [t]) for t in found.tensors if t.scheme and t.name not in inside}
     modules |= {experts[0].name: (name, experts) for name, experts in stacked.items()}  # a stack goes where its first expert is
-    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, shapes, kept)
+    return modules, fmt.config({name: found.schemes[first] for first, (name, _) in modules.items()}, found.shapes, kept)
 
 
 def _as_read(folder: Path) -> tuple[dict[str, Any], list[formats.Matrix]]:

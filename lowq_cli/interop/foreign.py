@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowq_cli.files.quant_config import METHOD
-from lowq_cli.files.safetensors_io import DTYPES, ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json
+from lowq_cli.files.safetensors_io import DTYPES, ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import Source, open_source
 from lowq_cli.state import user_path
@@ -35,19 +35,16 @@ def fetcher(source: Source) -> "Fetch":
     """
 
     def fetch(name: str, index: int | None = None, /) -> "torch.Tensor":
-        import torch
-
         header = source.headers.get(name)
         if header is None:
             raise NotFoundError(f"{source.name} has no tensor {name}")
         if header.dtype not in DTYPES:
             raise UnsupportedError(f"{name} has dtype {header.dtype}, which torch does not have")
-        kind = torch.int32 if header.dtype == "U32" else getattr(torch, DTYPES[header.dtype])
         shape, nbytes = header.shape, header.nbytes
         if index is not None:
             shape, nbytes = shape[1:], nbytes // shape[0]
-        raw = source.read_raw(name, (index or 0) * nbytes, nbytes)
-        return torch.frombuffer(raw, dtype=kind).reshape(shape) if raw else torch.empty(shape, dtype=kind)
+        kind = "int32" if header.dtype == "U32" else DTYPES[header.dtype]
+        return viewed(source.read_raw(name, (index or 0) * nbytes, nbytes), kind, shape)
 
     return fetch
 

@@ -16,14 +16,7 @@ import torch
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.folder import sweep
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
-from lowq_cli.interop.gguf_file import (
-    GgufTensor,
-    Value,
-    f32,
-    head,
-    text,
-    u32,
-)
+from lowq_cli.interop.gguf_file import GgufTensor, Value, f32, head, text, u32
 from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, MIXTURES, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf

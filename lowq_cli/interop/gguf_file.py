@@ -6,8 +6,9 @@ A tensor's dimensions are written fastest first, so an (N, K) matrix is [K, N]; 
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any
 
 from lowq_packers.formats.gguf import TYPES
 
@@ -40,29 +41,7 @@ class Value:
     of: int | None = None
 
 
-def u32(value: int) -> Value:
-    """A whole number."""
-    return Value(UINT32, value)
-
-
-def f32(value: float) -> Value:
-    """A float."""
-    return Value(FLOAT32, value)
-
-
-def flag(value: bool) -> Value:
-    """True or False."""
-    return Value(BOOL, value)
-
-
-def text(value: str) -> Value:
-    """A string."""
-    return Value(STRING, value)
-
-
-def array(values: Sequence[Any], of: int) -> Value:
-    """Values of one type."""
-    return Value(ARRAY, values, of)
+u32, f32, flag, text, array = (partial(Value, kind) for kind in (UINT32, FLOAT32, BOOL, STRING, ARRAY))
 
 
 def head(metadata: Iterable[tuple[str, Value]], tensors: Sequence[GgufTensor]) -> bytes:
@@ -73,21 +52,11 @@ def head(metadata: Iterable[tuple[str, Value]], tensors: Sequence[GgufTensor]) -
         out += [_string(key), struct.pack("<I", v.kind), _encode(v)]
     at = 0
     for t in tensors:
-        kind = TYPES[t.kind].number
-        out += [
-            _string(t.name),
-            struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape)),
-            struct.pack("<IQ", kind, at),
-        ]
+        shape = struct.pack(f"<I{len(t.shape)}Q", len(t.shape), *reversed(t.shape))
+        out += [_string(t.name), shape, struct.pack("<IQ", TYPES[t.kind].number, at)]
         at += padded(t.nbytes)
     raw = b"".join(out)
     return raw + bytes(padded(len(raw)) - len(raw))
-
-
-def finish_tensor(file: BinaryIO, t: GgufTensor, written: int) -> None:
-    """The padding behind a tensor of which `written` bytes, all of them, are in the file."""
-    assert written == t.nbytes, t.name
-    file.write(bytes(padded(t.nbytes) - t.nbytes))
 
 
 def padded(n: int) -> int:

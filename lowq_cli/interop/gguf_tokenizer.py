@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.safetensors_io import read_json
-from lowq_cli.interop.gguf_file import BOOL, INT32, STRING, Value, array, flag, text, u32
+from lowq_cli.interop.gguf_file import INT32, STRING, Value, array, flag, text, u32
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 
@@ -47,10 +47,10 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
     values = [
         ("tokenizer.ggml.model", text("gpt2")),
         ("tokenizer.ggml.pre", text(_pre_tokenizer(content))),
-        ("tokenizer.ggml.tokens", array(tokens, STRING)),
-        ("tokenizer.ggml.token_type", array(kinds, INT32)),
-        ("tokenizer.ggml.merges", array(merges, STRING)),
-        ("tokenizer.ggml.add_bos_token", Value(BOOL, _adds_bos(content, settings))),
+        ("tokenizer.ggml.tokens", array(tokens, of=STRING)),
+        ("tokenizer.ggml.token_type", array(kinds, of=INT32)),
+        ("tokenizer.ggml.merges", array(merges, of=STRING)),
+        ("tokenizer.ggml.add_bos_token", flag(_adds_bos(content, settings))),
         ("tokenizer.ggml.add_eos_token", flag(False)),
     ]
     for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from lowq_cli.files import safetensors_writer
 from lowq_cli.files.atomic import publish, writing
 from lowq_cli.files.folder import unfinished
-from lowq_cli.interop.gguf_file import GgufTensor, finish_tensor
+from lowq_cli.interop.gguf_file import GgufTensor, padded
 from lowq_cli.state import remember_export
 from lowq_packers.atomic import write_whole
 
@@ -67,7 +67,8 @@ class GgufWriter:
             start = self.file.tell()
             for part in parts:
                 self.file.write(part)
-            finish_tensor(self.file, row, self.file.tell() - start)
+            assert self.file.tell() - start == row.nbytes, row.name
+            self.file.write(bytes(padded(row.nbytes) - row.nbytes))
             self.finished += 1
             if self.file.tell() - self.synced >= safetensors_writer.SHARD:
                 self.file.flush()

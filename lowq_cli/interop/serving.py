@@ -123,14 +123,14 @@ def _exported(found: Checkpoint, ranks: int) -> str | None:
             continue
         with suppress(LowqError):
             check(found, formats.get(to))
-            if not shard_problems(found.config, found.schemes, _shapes(found), ranks):
+            if not shard_problems(found.config, found.schemes, found.shapes, ranks):
                 return to
     return None
 
 
 def _plugin_problem(found: Checkpoint, ranks: int) -> str | None:
     """Why lowq's plugin cannot serve the checkpoint on so many ranks."""
-    if problems := shard_problems(found.config, found.schemes, _shapes(found), ranks, packed_zeros=False):
+    if problems := shard_problems(found.config, found.schemes, found.shapes, ranks, packed_zeros=False):
         return problems[0]
     if other := next((t for t in found.tensors if t.scheme and t.layout != DISK), None):
         return f"{other.name} is stored in layout {other.layout}; quantize without --layout"
@@ -150,10 +150,6 @@ def _slower(found: Checkpoint) -> str | None:
 
     here = gpu.capability(torch.device("cuda")) if torch.cuda.is_available() else gpu.HOPPER.capability
     return None if here == gpu.HOPPER.capability else "lowq's were not timed in vLLM on this kind of GPU (--native takes them)"
-
-
-def _shapes(found: Checkpoint) -> dict[str, tuple[int, int]]:
-    return {t.name: (t.shape[0], t.shape[1]) for t in found.tensors if t.scheme}
 
 
 def _has_kernels(found: Checkpoint) -> bool:

@@ -68,7 +68,7 @@ def _matrix(p: str, scale: str, q: Mapping[str, Any], headers: Headers) -> Matri
 def dequantize(
     W: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """(N, K) fp8 times its scales, in fp32, rounded once, to bf16 or `dtype`. Scales in uint8 are powers of 2: 2**(byte - 127)."""
+    """(N, K) fp8 times its scales, in fp32, rounded once to bf16 or `dtype`. Scales in uint8: 2**(byte - 127)."""
     (N, K), dtype = W.shape, dtype or torch.bfloat16
     s = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if block is None:

@@ -7,7 +7,7 @@ import torch
 
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_decoded, open_foreign
-from lowq_cli.interop.gguf_file import GgufTensor, f32, finish_tensor, head, text, u32
+from lowq_cli.interop.gguf_file import GgufTensor, f32, head, padded, text, u32
 from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.run import pipeline
 from lowq_packers.errors import DamagedError, UnsupportedError
@@ -46,7 +46,7 @@ def write_file(path, kind):
         f.write(head(metadata, rows))
         for r in rows:
             f.write(raw[r.name].numpy().data)
-            finish_tensor(f, r, raw[r.name].numel())
+            f.write(bytes(padded(r.nbytes) - r.nbytes))
     return raw
 
 
