@@ -36,7 +36,7 @@ SHAPES = {  # experts, a token, hidden, width
 }
 MXFP4 = ("gpt-oss-20b",)
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Stack, Stack, str], torch.Tensor]
-WAYS: dict[str, Way] = {"grouped": grouped_experts, "single": partial(experts, config={})}
+WAYS: dict[str, Way] = {"grouped": partial(grouped_experts, config={}), "single": partial(experts, config={})}
 TOKENS = (1, 4, 8, 16, 24, 32, 64, 128, 256, 512, 2048, 8192)
 FEW = 256  # tokens up to which experts are read once a token here
 WORTH = 3 << 30  # bytes of weights that rotate

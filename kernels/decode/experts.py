@@ -14,6 +14,7 @@ from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES, form, scales_zeros_bias, tables_of
 from lowq_kernels.decode import launch
+from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_packers.layouts.tile import CHUNK, chunks
@@ -89,7 +90,9 @@ def _launch(
     _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(*grid, *pointers, *sizes)
 
 
-@register("cuda/experts", op="experts", devices=("cuda",), min_capability=gpu.LEAST, refuse=_refuse)
+@register(
+    "cuda/experts", op="experts", devices=("cuda",), min_capability=gpu.LEAST, preferred_m=(1, FEW_TOKENS), refuse=_refuse
+)
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
 ) -> torch.Tensor:

@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.decode.elementwise import gated
-from lowq_kernels.gpu import capability
-from lowq_kernels.modules.stack import Facts, Stack
+from lowq_kernels.decode.mixture import many_slots
+from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
 
+ACTS = ("silu", "gelu_tanh", "clamped_swiglu")
 BLOCK = 256  # slots or features of a program
 
 
@@ -93,22 +95,24 @@ def place(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, tor
     return row, tokens, of_tile, valid
 
 
-def why_not(up: Facts, down: Facts, device: torch.device) -> str | None:
-    """The reason that such experts are not taken, or None."""
-    for N, K, scheme, layout in (up, down):
+def _refuse(call: ExpertsCall) -> str | None:
+    if call.act not in ACTS:
+        return f"takes {', '.join(ACTS)}, not the activation {call.act}"
+    for N, K, scheme, layout in (call.gate_up, call.down):
         if scheme is None or (scheme.table_width and N % 32):
             return "takes packed experts, whole row tiles of a table"
-        if why := tile_wgmma_grouped.why_not(scheme, K, layout, capability(device)):
+        if why := tile_wgmma_grouped.why_not(scheme, K, layout, call.capability):
             return why
     return None
 
 
+@register("cuda/grouped_experts", op="experts", devices=("cuda",), rank=20, prefer=many_slots, refuse=_refuse)
 def grouped_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
 ) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
 
-    act: "silu", "gelu_tanh" or "clamped_swiglu". The products and act(gate) * up are rounded to x's dtype, the sum once.
+    act: one of ACTS. The products and act(gate) * up are rounded to x's dtype, the sum once.
     """
     (M, H), (experts, top_k) = x.shape, (gate_up.words.shape[0], ids.shape[1])
     y = torch.empty_like(x)

@@ -1,43 +1,41 @@
-"""A mixture's layer on a GPU, of any number of tokens, by kernels that never wait for the device.
+"""A mixture's layer on a GPU, of any number of tokens, by kernels that never wait for the device (op "experts").
 
 Few slots (a token's experts, over all tokens) read their experts once each (experts.py); more, on Hopper, are sorted by expert,
 and each expert is read once (grouped_experts.py).
 """
 
-from functools import cache
-
 import torch
 
-from lowq_kernels.modules.stack import Facts, Stack, fused
+from lowq_kernels.dispatch.registry import find, forced
+from lowq_kernels.modules.stack import ExpertsCall, Stack
 
 FEW_TOKENS = 128  # up to here reading an expert once a token costs less than 256 launches, one or two for every expert
 MOST_READS = 0.25  # of all experts: 32 slots of Qwen3-30B's 128 take 42 us a layer, grouped 40; 8 of Mixtral's 8 259 and 163
-GROUPED_ACTS = ("silu", "gelu_tanh", "clamped_swiglu")
 
 
-@cache
-def grouped_problem(up: Facts, down: Facts, act: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why products grouped by expert do not take such weights, or None."""
-    if device.type != "cuda" or dtype.itemsize != 2 or act not in GROUPED_ACTS:
-        return f"takes 16 bits on a GPU and {', '.join(GROUPED_ACTS)}, not {dtype} on {device.type} and {act}"
-    from lowq_kernels.decode.grouped_experts import why_not  # imports Triton
-
-    return why_not(up, down, device)
+def many_slots(call: ExpertsCall) -> bool:
+    """Whether so many experts are asked for that each is better read once, for all its tokens."""
+    return call.M * call.top_k > MOST_READS * call.E
 
 
 def mixture(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str) -> torch.Tensor | None:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
 
-    None where no kernel takes the call without waiting for the device.
+    None where no kernel takes the call without waiting for the device, or one that is made for few tokens would: then the host
+    groups them, unless a graph is being recorded, which cannot wait.
     """
-    if not x.is_cuda:
+    call = ExpertsCall.of(up, down, ids.shape[-1], act, x.dtype, x.shape[0])
+    chosen = find(call)
+    if chosen is None:
         return None
-    few = ids.numel() <= MOST_READS * up.words.shape[0]
-    if not few and grouped_problem(up.facts, down.facts, act, x.dtype, x.device) is None:
-        from lowq_kernels.decode.grouped_experts import grouped_experts
+    spec, config = chosen
+    if spec.prefers(call) or forced(op="experts") or torch.cuda.is_current_stream_capturing():
+        return spec.launch(x, ids, weights, up, down, act, config)
+    return None
 
-        return grouped_experts(x, ids, weights, up, down, act)
-    if x.shape[0] > FEW_TOKENS and not torch.cuda.is_current_stream_capturing():
-        return None
-    chosen = fused(up, down, ids.shape[-1], act, x.dtype)
-    return chosen[0].launch(x, ids, weights, up, down, act, chosen[1]) if chosen else None
+
+def takes_any_number(up: Stack, down: Stack, act: str, dtype: torch.dtype) -> bool:
+    """Whether a kernel that is made for any number of tokens takes such weights."""
+    call = ExpertsCall.of(up, down, 1, act, dtype, 1 << 30)
+    chosen = find(call)
+    return chosen is not None and chosen[0].prefers(call)

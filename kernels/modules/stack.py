@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lowq_kernels.dispatch.registry import Choice, Op, find, matmul
+from lowq_kernels.dispatch.registry import Op, matmul
 from lowq_kernels.gpu import capability
 from lowq_kernels.products.cpu import dense
 from lowq_packers.layouts import PackedWeight, repack
@@ -75,7 +75,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """A mixture's layer of a few tokens from the chosen experts' packed weights alone. act: as `reference.gated` has it.
+    """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. act: as `reference.gated` has it.
 
     Its kernels are launch(x, ids, weights, gate_up, down, act, config) -> y: for each row of x (M, H) the sum over its experts
     ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x), biases of stacks added.
@@ -83,6 +83,7 @@ class ExpertsCall:
 
     op: ClassVar[Op] = "experts"
     M: int
+    E: int
     gate_up: Facts
     down: Facts
     top_k: int
@@ -92,11 +93,7 @@ class ExpertsCall:
     capability: tuple[int, int]
 
     @classmethod
-    def of(cls, up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, device: torch.device) -> "ExpertsCall":
-        """The call for any few tokens."""
-        return cls(1, up.facts, down.facts, top_k, act, dtype, device.type, capability(device))
-
-
-def fused(up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype) -> Choice | None:
-    """The kernel that computes a mixture from the chosen experts alone, where there is one for this device and shape."""
-    return find(ExpertsCall.of(up, down, top_k, act, dtype, up.words.device)) if up.words.is_cuda else None
+    def of(cls, up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, M: int) -> "ExpertsCall":
+        """The call of M tokens where the weights are."""
+        device = up.words.device
+        return cls(M, up.words.shape[0], up.facts, down.facts, top_k, act, dtype, device.type, capability(device))

@@ -42,7 +42,7 @@ class LayerKernel:
 def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel]:
     """One row per distinct linear layer of `model`, for M rows of `dtype` at a time, in the model's order."""
     found: dict[tuple[Any, ...], int] = {}
-    for name, count, what in _products(model, dtype):
+    for name, count, what in _products(model, M, dtype):
         key = (_pattern(name), *what)
         found[key] = found.get(key, 0) + count
     rows = []
@@ -64,7 +64,7 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _products(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
+def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
     """(name, how many, (N, K, scheme or dtype, layout, forced kernel, device, act)) of every weight that multiplies."""
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear):
@@ -76,7 +76,7 @@ def _products(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, int, 
             dense = str(m.weight.dtype).removeprefix("torch.")
             yield name, 1, (*m.weight.shape, dense, "dense", None, m.weight.device, "none")
         elif isinstance(m, QuantExperts):
-            chosen = m.fused(dtype, 1)
+            chosen = m.fused(dtype, m.top_k, M)
             fused = chosen[0].name if chosen else None
             for leaf in m.schemes:
                 s = m.stack(leaf)

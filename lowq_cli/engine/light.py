@@ -250,7 +250,7 @@ def _read(source: Source, contents: Contents, reader: Reader) -> LightModel:
         futures = {
             key: pool.submit(_linear, row, contents.dtype, reader, contents.act) for key, row in contents.linears.items()
         }
-        mixtures = {mlp: pool.submit(_experts, rows, contents.dtype, reader) for mlp, (_, rows) in contents.experts.items()}
+        mixtures = {mlp: pool.submit(_experts, rows, contents, reader) for mlp, (_, rows) in contents.experts.items()}
         names = [*contents.vectors, *(router.stem for router, _ in contents.experts.values())]
         vectors = {n: nn.Parameter(reader.read(n + WEIGHT, contents.dtype), requires_grad=False) for n in names}
         table = embed.result()
@@ -311,9 +311,9 @@ class _Gating(nn.Module):
     _apply_gate = _default_apply_gate
 
 
-def _experts(rows: Mapping[str, list[Matrix]], dtype: torch.dtype, reader: Reader) -> QuantExperts:
+def _experts(rows: Mapping[str, list[Matrix]], contents: Contents, reader: Reader) -> QuantExperts:
     """A layer's experts, in their device's layout."""
-    E, stacks, packed = len(rows["down_proj"]), {}, {}
+    E, dtype, stacks, packed = len(rows["down_proj"]), contents.dtype, {}, {}
     for name, row in rows.items():
         N, K = sum(m.N for m in row) // E, row[0].K
         if row[0].how is None:
@@ -325,7 +325,8 @@ def _experts(rows: Mapping[str, list[Matrix]], dtype: torch.dtype, reader: Reade
         table = None if p.table is None else p.table.reshape(E, -1, p.table.shape[1])
         packed[name] = Stack(words, scales, zeros, None, p.scheme, N, K, DISK, table)
         stacks[name] = torch.empty(E, N, K, device="meta")
-    experts = QuantExperts(_Gating(stacks), {name: s.scheme for name, s in packed.items() if s.scheme}, dtype)
+    schemes = {name: s.scheme for name, s in packed.items() if s.scheme}
+    experts = QuantExperts(_Gating(stacks), schemes, dtype, top_k=contents.config.num_experts_per_tok)
     for name, stack in packed.items():
         experts._hold(name, stack)
     return experts.prepare(dtype)

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
-from lowq_kernels.decode.mixture import grouped_problem, mixture
+from lowq_kernels.decode.mixture import mixture, takes_any_number
 from lowq_kernels.dispatch.layouts import best_layout
-from lowq_kernels.dispatch.registry import Choice
+from lowq_kernels.dispatch.registry import Choice, find
 from lowq_kernels.modules.linear import blank_table, only_moved
 from lowq_kernels.modules.ops import through_autograd
-from lowq_kernels.modules.stack import Stack, fused
+from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Scheme
@@ -35,7 +35,7 @@ class QuantExperts(nn.Module):
         schemes: "gate_up_proj" and/or "down_proj" -> Scheme; one that is absent stays dense, as transformers has it.
         dtype: of scales, zeros and dense parameters.
         tables: of a table scheme: how many an expert's stack has, where it is made of several matrices in the files.
-        top_k: experts of a token, where it is not said with each call (`every_token`).
+        top_k: experts of a token; calls say it too, but those of the kind `every_token`.
     """
 
     def __init__(
@@ -168,17 +168,15 @@ class QuantExperts(nn.Module):
         usual = usual and self.kind == Kind()
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
-    def fused(self, dtype: torch.dtype, top_k: int) -> Choice | None:
-        """The kernel that computes the layer from the chosen experts alone, where there is one for this device and shape."""
-        if not self.act:
-            return None
+    def fused(self, dtype: torch.dtype, top_k: int, M: int = 1) -> Choice | None:
+        """The kernel that computes the layer of M tokens without waiting for the device, where there is one."""
         up, down = (self.stack(name) for name in self.kind.stacks)
-        return fused(up, down, top_k, self.act, dtype)
+        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M)) if self.act and up.words.is_cuda else None
 
     def grouped(self, dtype: torch.dtype) -> bool:
         """Whether any number of tokens is computed without waiting for the device, so that a CUDA graph can hold it."""
         up, down = (self.stack(name) for name in self.kind.stacks)
-        return bool(self.act) and grouped_problem(up.facts, down.facts, self.act, dtype, up.words.device) is None
+        return bool(self.act) and takes_any_number(up, down, self.act, dtype)
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""

@@ -168,7 +168,8 @@ def _packed_module(
         _rowstream_only(path, leaves, "experts")
         own = {leaf: tables[path, leaf] for leaf in leaves if (path, leaf) in tables}
         schemes = {leaf: how.scheme for leaf, how in leaves.items()}
-        top_k = getattr(skeleton.model.get_submodule(path.rpartition(".")[0]), "top_k", 1)
+        config, parent = skeleton.model.config.get_text_config(), skeleton.model.get_submodule(path.rpartition(".")[0])
+        top_k = getattr(parent, "top_k", None) or getattr(config, "num_experts_per_tok", None) or 1
         return QuantExperts(module, schemes, skeleton.params[f"{path}.{DOWN}"].dtype, own, top_k)
     if leaves.keys() == {"weight"}:
         (scheme, layout), dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype

@@ -91,7 +91,7 @@ def experts(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None
     ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(M)]).to(device)
     weights = torch.rand(M, TOP_K, device=device)
     read = min(EXPERTS, M * TOP_K) * 1.5 * shape.N * shape.K
-    call = ExpertsCall.of(up, down, TOP_K, "silu", shape.dtype, device)
+    call = ExpertsCall.of(up, down, TOP_K, "silu", shape.dtype, M)
     moved = read * shape.scheme.bits_per_weight() / 8
     return Example(call, [(x, ids, weights, up, down, "silu")], _linear(x, shape), moved, 3.0 * M * TOP_K * shape.N * shape.K)
 

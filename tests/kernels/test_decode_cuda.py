@@ -335,7 +335,7 @@ EXPERTS = named("cuda/experts")
 
 
 def experts_call(up, down, top_k, act="silu", dtype=F16):
-    return ExpertsCall(1, up.facts, down.facts, top_k, act, dtype, "cuda", (9, 0))
+    return ExpertsCall(1, up.words.shape[0], up.facts, down.facts, top_k, act, dtype, "cuda", (9, 0))
 
 
 @on_device
