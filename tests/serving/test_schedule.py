@@ -14,8 +14,9 @@ from asking import Client, build
 from lowq_cli.serving.continuous import EARLY_S
 from lowq_cli.serving.pace import Pace
 from lowq_cli.serving.passes import BLOCK, RIDING
+from lowq_cli.serving.pool import Pool
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.schedule import READERS, buckets
+from lowq_cli.serving.schedule import READERS, Schedule, Text, buckets
 
 V = 320
 
@@ -189,6 +190,22 @@ def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
     for _ in range(60):
         slow.note(64, 64, 0.150)  # no pass takes under a tenth of a second
     assert slow.budget(64, 64, 5000, 16, 64) == 1024 - 64  # 0.17 s is 1.1 steps
+
+
+def test_short_prompts_are_read_first_and_a_long_one_waits_for_a_bounded_time():
+    schedule, read = Schedule(Pool(1000, BLOCK), 200, lambda n: n), []
+    schedule.waiting.extend(Text(i, Request((i,) * n, 1)) for i, n in enumerate((600, 100, 300)))
+    for number in range(10, 60):
+        plan = schedule.plan(lambda high, waiting: 100)
+        read += [text.number for text, _, first, end in plan.pieces for _ in range(first, end)]
+        for text in plan.finishing:
+            schedule.landed(text, 7)
+            schedule.end(text)
+        schedule.waiting.append(Text(number, Request((number,) * 100, 1)))  # a short one again with every pass
+    assert read[:100] == [1] * 100
+    first = read.index(0)
+    assert first == 800  # 400 of those that came with it, 400 of those that came before 500 were read
+    assert read[first : first + 600] == [0] * 600
 
 
 class Passing:
