@@ -98,7 +98,7 @@ def rows_of(companion: torch.Tensor | None, N: int, first: int, last: int) -> to
 
 
 def joined(companions: Sequence[torch.Tensor | None], rows: Sequence[int]) -> torch.Tensor | None:
-    """The companion of matrices of so many rows each, one behind the other."""
+    """The companion (tables, width) of matrices of so many rows each, one after the other."""
     found = [t for t in companions if t is not None]
     if not found:
         return None
@@ -108,7 +108,7 @@ def joined(companions: Sequence[torch.Tensor | None], rows: Sequence[int]) -> to
 
 
 def check_shape(scheme: Scheme, companion: torch.Tensor | None, N: int) -> None:
-    """Raise SchemeError unless this is the companion of a weight of N rows."""
+    """Raise SchemeError unless this, (tables, width) fp32 or None, is the companion of a weight of N rows."""
     width = scheme.table_width
     if companion is None and not width:
         return

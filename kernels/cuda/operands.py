@@ -16,19 +16,19 @@ SMEM_KEEPING_L1 = {1: 196 << 10, 2: 164 << 10}  # of one block an SM, of two
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x at a 16-byte aligned address; x itself where it is so already."""
+    """x (M, K) at a 16-byte aligned address; x itself where it is so already."""
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def rows_of_x(x: torch.Tensor) -> torch.Tensor:
-    """`aligned` x with K a multiple of 8, whose rows then are 16 bytes, too (padded with zeros)."""
+    """`aligned` x (M, K) with K a multiple of 8, whose rows then are 16 bytes, too (padded with zeros)."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % 8)) if x.shape[1] % 8 else aligned(x)
 
 
 def scales_zeros_bias(
     p: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """scales, zeros and bias in x's dtype; no copy where they are already."""
+    """The tile layout's scales and zeros (T, G, 16), and bias (N,), in x's dtype; no copy where they are already."""
 
     def cast(t: torch.Tensor | None) -> torch.Tensor | None:
         return t if t is None or t.dtype in (dtype, torch.uint8) else t.to(dtype)  # even a `to` that does nothing costs 3 us
@@ -57,7 +57,7 @@ def form(scheme: Scheme) -> str:
 
 
 def tables_of(p: PackedWeight) -> tuple[torch.Tensor | None, int]:
-    """Tables or factors, and how many of p's rows share one; 0: all."""
+    """Tables or factors, fp32 (tables, width), and how many of p's rows share one; 0: all."""
     own = book(p) if p.scheme.table else None
     return own, 0 if own is None or own.shape[0] == 1 else p.N // own.shape[0]
 
@@ -95,8 +95,8 @@ def groups_of_step(group: int, step: int) -> int:
 def weight_maps(
     p: PackedWeight, scales: torch.Tensor, zeros: torch.Tensor | None, group: int, step: int, tiles: int
 ) -> tuple[bytes, bytes, bytes]:
-    """Tensor maps of words (a box: a chunk of `tiles` row tiles), scales and zeros (of a step's groups); zeros' where there are
-    none: scales', as a launch wants one."""
+    """Tensor maps of words (a box: a chunk of `tiles` row tiles), scales and zeros (T, G, 16; a box: a step's groups); zeros'
+    where there are none: scales', as a launch wants one."""
     T, G = scales.shape[0], scales.shape[1]
     width, box = p.words.shape[1], (groups_of_step(group, step) * 16, tiles)
     words = driver.tensor_map(p.words.data_ptr(), 4, width, T, width * 4, (WORDS[p.scheme.bits], tiles), False)

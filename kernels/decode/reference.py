@@ -63,7 +63,7 @@ def tile_rows(D: int) -> int:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim, in fp32."""
+    """x (..., K) / sqrt(mean(x^2) + eps) * weight (K,) over the last dim, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 

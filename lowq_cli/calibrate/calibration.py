@@ -122,9 +122,9 @@ class Calibration:
             raise UsageError(f"{self.folder} is a link, and lowq writes through none; remove it")
         with writing(self.folder):
             self.folder.mkdir(exist_ok=True)
-        original, others = blocks.start(self.ids, texts.BATCH)
+        x_ref, others = blocks.start(self.ids, texts.BATCH)
         tables = self._tables()
-        behind = blocks.start(self.ids, texts.BATCH, tables)[0] if tables else [x.clone() for x in original]
+        x_quant = blocks.start(self.ids, texts.BATCH, tables)[0] if tables else [x.clone() for x in x_ref]
         for number in range(len(blocks)):
             began = time.monotonic()
             path = self.folder / f"layer-{number:05d}.safetensors"
@@ -141,15 +141,15 @@ class Calibration:
                         layer.set(name, load_item(path, self.items[name]).dequantize().to(self.device))
                     self.rounded += len(mine)
                 else:
-                    error = yield from self._quantize(layer, kept, original, behind, path)
+                    error = yield from self._quantize(layer, kept, x_ref, x_quant, path)
                 if number + 1 < len(blocks) or self.distills:
-                    layer.advance(original, behind)
+                    layer.advance(x_ref, x_quant)
             notes, unscaled = load_notes(path)
             self.notes |= notes
             yield LayerDone(number + 1, len(blocks), error, time.monotonic() - began, done, notes, unscaled)
         if self.distills:
-            del behind
-            yield from self._together(original, others, tables)
+            del x_quant
+            yield from self._together(x_ref, others, tables)
 
     def _together(self, wanted: Hidden, others: list[Any], tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
         """All layers learn together, from what each has learnt alone. wanted: the last layer's outputs in the original."""
@@ -173,7 +173,7 @@ class Calibration:
         return found
 
     def _quantize(
-        self, layer: Layer, kept: dict[str, str], original: Hidden, behind: Hidden, path: Path
+        self, layer: Layer, kept: dict[str, str], x_ref: Hidden, x_quant: Hidden, path: Path
     ) -> Generator[MatrixDone, None, float]:
         """Quantize a layer's linears stage by stage and save them; the mean error. kept: see `DecoderLayers.kept`."""
         results: dict[str, torch.Tensor] = {}
@@ -184,12 +184,12 @@ class Calibration:
         if any(quantizers.needs_scales(str(self.items[n].method)) for n in layer.spots):
             schemes = {n: s for n in layer.spots if (s := self.items[n].scheme)}
             stored = {p: self.stored[n] for p, n in kept.items()}
-            scaled = scaling.scale(layer, behind, schemes, stored, FEW_TOKENS)
+            scaled = scaling.scale(layer, x_quant, schemes, stored, FEW_TOKENS)
             results |= {f"{n}.rows": t.cpu() for n, t in scaled.rows.items()}
             results |= {f"{n}.columns": t.cpu() for n, t in scaled.columns.items()}
             results |= {f"{kept[p]}.values": t.to(stored[p]).cpu() for p, t in scaled.kept.items()}
             unscaled = scaled.missing
-        for name in layer.uncalled(original):  # Jamba's dt_proj: while it is dense, the model multiplies by its weight itself
+        for name in layer.uncalled(x_ref):  # Jamba's dt_proj: while it is dense, the model multiplies by its weight itself
             item = self.items[name]
             assert item.scheme is not None
             dtype = _dtype(item.outputs[1][1].dtype)
@@ -199,7 +199,7 @@ class Calibration:
             q = self._given([name]) or quantizers.get(method)(W, item.scheme, dtype)
             results |= save_item(q, name, dtype)
             layer.set(name, q.dequantize())
-        for stage in layer.stages(original, behind):
+        for stage in layer.stages(x_ref, x_quant):
             for names in self._joined(stage.names):
                 item = self.items[names[0]]
                 assert item.scheme is not None
@@ -228,7 +228,7 @@ class Calibration:
                     yield MatrixDone(name, self.rounded, len(self.items))
         dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in learning}
         every = max(1, round(self.tokens / ALONE_TOKENS)) if self.distills else 1  # a batch in so many is enough to start from
-        for name, q in learn(layer, learning, dtypes, original[::every], behind[::every]).items():
+        for name, q in learn(layer, learning, dtypes, x_ref[::every], x_quant[::every]).items():
             results |= save_item(q, name, dtypes[name])
             layer.set(name, q.dequantize())
         with writing(path):
@@ -298,7 +298,7 @@ class Calibration:
         return {"text": self.text.name, "hash": self.text.digest, "tokens": self.tokens, **seed}
 
     def values(self, item: Item) -> torch.Tensor | None:
-        """The new values of a kept tensor that scales were folded into; None for any other."""
+        """The new values, in its shape, of a kept tensor that scales were folded into; None for any other."""
         return load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
 
     def close(self) -> None:
@@ -311,7 +311,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def better_codes(W: torch.Tensor, given: QuantizedTensor, moments: Moments) -> QuantizedTensor:
-    """`given`, with the codes that gptq chooses on its scales and zeros if the output's error is less with them."""
+    """`given`, of W (N, K), with gptq's codes on its scales and zeros if the output's error is less with them."""
     made, wanted = gptq.quantize(W, given.scheme, None, moments, given), gptq.correct_drift(W, moments)
     return min((given, made), key=lambda q: _output_error(wanted, q.dequantize(), moments.second))
 

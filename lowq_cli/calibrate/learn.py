@@ -30,14 +30,14 @@ WARM = 5  # steps until the rates are reached; from there on they fall to 0
 
 
 def learn(
-    layer: Layer, found: Mapping[str, QuantizedTensor], dtypes: Mapping[str, torch.dtype], original: Hidden, behind: Hidden
+    layer: Layer, found: Mapping[str, QuantizedTensor], dtypes: Mapping[str, torch.dtype], x_ref: Hidden, x_quant: Hidden
 ) -> dict[str, QuantizedTensor]:
     """Those matrices that came out better, by checkpoint name: all or none.
 
     Args:
         layer: quantized by `found`; not changed.
         dtypes: of scales and zeros as stored, by name. Experts stay as they are.
-        original, behind: the layer's inputs in the original model, and behind the layers quantized so far.
+        x_ref, x_quant: the layer's inputs (windows, T, H) in the original model, and behind the layers quantized so far.
     """
     dense = {
         n: Grid(q, dtypes[n], q.W_q.device, *RATES.get(q.bits, OTHERS))
@@ -46,26 +46,26 @@ def learn(
     }
     if not dense:
         return {}
-    wanted = [layer.run(x, layer.original) for x in original]
-    sizes = [(y - x).square().sum().clamp(min=1e-30) for x, y in zip(original, wanted, strict=True)]
+    wanted = [layer.run(x, layer.original) for x in x_ref]
+    sizes = [(y - x).square().sum().clamp(min=1e-30) for x, y in zip(x_ref, wanted, strict=True)]
     with repeatable(), torch.enable_grad():
         layer.put(layer.quantized)
-        before = sum(float(_loss(layer, {}, x, y)) for x, y in zip(behind, wanted, strict=True))
+        before = sum(float(_loss(layer, {}, x, y)) for x, y in zip(x_quant, wanted, strict=True))
         optimizer = torch.optim.Adam([g for m in dense.values() for g in m.parameters()], betas=(0.9, 0.95))
         rates = [g["lr"] for g in optimizer.param_groups]
-        steps, step = EPOCHS * len(behind), 0
+        steps, step = EPOCHS * len(x_quant), 0
         for epoch in range(EPOCHS):
-            for i in torch.randperm(len(behind), generator=torch.Generator().manual_seed(epoch)).tolist():
+            for i in torch.randperm(len(x_quant), generator=torch.Generator().manual_seed(epoch)).tolist():
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * min((step + 1) / WARM, 1 - step / steps)
                 optimizer.zero_grad()
-                (_loss(layer, weights_of(layer, dense), behind[i], wanted[i]) / sizes[i]).backward()
+                (_loss(layer, weights_of(layer, dense), x_quant[i], wanted[i]) / sizes[i]).backward()
                 optimizer.step()
                 step += 1
         better = {n: m.quantized() for n, m in dense.items()}
         fixed = {n: Grid(q, dtypes[n], q.W_q.device, 0, 0) for n, q in better.items()}
         with torch.no_grad():
-            after = sum(float(_loss(layer, weights_of(layer, fixed), x, y)) for x, y in zip(behind, wanted, strict=True))
+            after = sum(float(_loss(layer, weights_of(layer, fixed), x, y)) for x, y in zip(x_quant, wanted, strict=True))
     return better if after < before else {}
 
 
@@ -100,7 +100,7 @@ class Grid:
         return found if self.moved is None else [*found, {"params": [self.moved], "lr": self.code_rate}]
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scales and zeros as they would be stored, with gradients as if nothing were rounded."""
+        """Codes (N, K), scales and zeros (N, G) as they would be stored, with gradients as if nothing were rounded."""
         codes = self.codes.float()
         if self.moved is not None:
             codes = codes + self.moved
@@ -137,12 +137,12 @@ class Grid:
 
 
 def stored(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor's values as a dtype holds them, with gradients as if nothing were rounded."""
+    """t, of any shape, as a dtype holds it, with gradients as if nothing were rounded."""
     return t + (t.to(dtype).float() - t).detach()
 
 
 def weights_of(layer: Any, learnt: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameter's name -> its value, for those that learnt matrices are all or some rows of."""
+    """Parameter's name -> its value (N, K), for those that learnt matrices are all or some rows of."""
     pieces: dict[str, list[tuple[int, int, torch.Tensor]]] = defaultdict(list)
     for name, matrix in learnt.items():
         spot, W = layer.spots[name], matrix.weight()

@@ -35,19 +35,19 @@ class Scaled:
 
 
 def scale(
-    layer: Layer, behind: Hidden, schemes: Mapping[str, Scheme], dtypes: Mapping[str, torch.dtype], few_tokens: int
+    layer: Layer, x_quant: Hidden, schemes: Mapping[str, Scheme], dtypes: Mapping[str, torch.dtype], few_tokens: int
 ) -> Scaled:
     """Fold the best scales into a layer's original weights, before any of them is quantized.
 
     Args:
-        behind: the layer's inputs behind the layers quantized so far.
+        x_quant: the layer's inputs (windows, T, H) behind the layers quantized so far.
         schemes: of every matrix, by checkpoint name. dtypes: in which kept parameters are stored, by path in the layer.
         few_tokens: an expert that fewer visit is left alone.
     """
     done = Scaled()
     exact: dict[str, bool] = {}
-    window = behind[0][:1]  # proves as much as 8, which took a CPU a fifth of a layer's time (1B shape, 316 -> 250 s)
-    with layer.one_window(len(behind[0])):
+    window = x_quant[0][:1]  # proves as much as 8, which took a CPU a fifth of a layer's time (1B shape, 316 -> 250 s)
+    with layer.one_window(len(x_quant[0])):
         mappings, done.missing = find(layer.module, layer.spots, lambda: layer.run(window, layer.original))
         for mapping in mappings:
             if mapping.label not in exact:
@@ -55,7 +55,7 @@ def scale(
     done.missing += [label.partition(" -> ")[2] for label, good in exact.items() if not good]
     usable = (m for m in mappings if exact[m.label])
     mappings = sorted(usable, key=lambda m: bool(m.norm))  # rows before columns, as `repeat` does
-    for mapping, x in _inputs(layer, mappings, behind):
+    for mapping, x in _inputs(layer, mappings, x_quant):
         if mapping.expert is not None and x.tokens < few_tokens:
             continue
         s = _search(layer, mapping, x, schemes)
@@ -93,7 +93,7 @@ class _Inputs:
         self.tokens += x.shape[0]
 
 
-def _inputs(layer: Layer, mappings: list[ScaleMapping], behind: Hidden) -> Iterator[tuple[ScaleMapping, _Inputs]]:
+def _inputs(layer: Layer, mappings: list[ScaleMapping], x_quant: Hidden) -> Iterator[tuple[ScaleMapping, _Inputs]]:
     """(mapping, its inputs) for each: one pass over the text for the plain linears, then expert by expert."""
     plain = [m for m in mappings if m.expert is None]
     found: dict[str, _Inputs] = {}
@@ -108,7 +108,7 @@ def _inputs(layer: Layer, mappings: list[ScaleMapping], behind: Hidden) -> Itera
     first = {f.label: layer.spots[f.after[0]].module for f in plain}
     hooks = [layer.module.get_submodule(m).register_forward_pre_hook(hook(label)) for label, m in first.items()]
     try:
-        for x in behind:
+        for x in x_quant:
             layer.run(x, layer.original)
     finally:
         for h in hooks:
@@ -116,7 +116,7 @@ def _inputs(layer: Layer, mappings: list[ScaleMapping], behind: Hidden) -> Itera
     yield from ((f, found[f.label]) for f in plain)
     experts = {m.after[0]: m for m in mappings if m.expert is not None}
     for module in dict.fromkeys(layer.spots[n].module for n in experts):
-        for name, x in layer.inner(module, behind):
+        for name, x in layer.inner(module, x_quant):
             if name in experts:
                 inputs = _Inputs.like(x)
                 inputs.add(x)

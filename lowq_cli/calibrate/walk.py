@@ -71,11 +71,11 @@ class Layer:
         return self.original[path] if path in self.original else self.module.get_parameter(path).data
 
     def replace(self, path: str, values: torch.Tensor) -> None:
-        """Give a parameter other values, in both sets of weights."""
+        """Give a parameter other values, of its shape, in both sets of weights."""
         self.original[path] = self.quantized[path] = values
 
     def run(self, hidden: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The layer's output with a set of weights."""
+        """The layer's output (windows, T, H) of hidden (windows, T, H) with a set of weights."""
         self.put(weights)
         return run(self.module, hidden, self.others)
 
@@ -100,24 +100,24 @@ class Layer:
         finally:
             self.others = whole
 
-    def advance(self, original: Hidden, behind: Hidden) -> None:
+    def advance(self, x_ref: Hidden, x_quant: Hidden) -> None:
         """Replace both streams by the layer's outputs."""
-        for i in range(len(original)):
-            original[i] = self.run(original[i], self.original)
-            behind[i] = self.run(behind[i], self.quantized)
+        for i in range(len(x_ref)):
+            x_ref[i] = self.run(x_ref[i], self.original)
+            x_quant[i] = self.run(x_quant[i], self.quantized)
 
-    def stages(self, original: Hidden, behind: Hidden) -> Iterator[Stage]:
+    def stages(self, x_ref: Hidden, x_quant: Hidden) -> Iterator[Stage]:
         """The stages in order. Each must be quantized (`set`) before the next is asked for."""
-        for modules in self._order(original[0]):
+        for modules in self._order(x_ref[0]):
             names = [n for n, s in self.spots.items() if s.module in modules]
             if any(self.spots[n].cut.expert is not None for n in names):
-                yield from self._experts(modules[0], names, original, behind)
+                yield from self._experts(modules[0], names, x_ref, x_quant)
             else:
-                yield self._dense(modules[0], names, original, behind)
+                yield self._dense(modules[0], names, x_ref, x_quant)
 
-    def uncalled(self, original: Hidden) -> list[str]:
+    def uncalled(self, x_ref: Hidden) -> list[str]:
         """The matrices (by checkpoint name) of modules that the layer never calls."""
-        called = {module for modules in self._order(original[0]) for module in modules}
+        called = {module for modules in self._order(x_ref[0]) for module in modules}
         return [n for n, s in self.spots.items() if s.module not in called]
 
     def _order(self, hidden: torch.Tensor) -> list[list[str]]:
@@ -147,41 +147,41 @@ class Layer:
         self._found = [names for _, names in order]
         return self._found
 
-    def _dense(self, module: str, names: list[str], original: Hidden, behind: Hidden) -> Stage:
+    def _dense(self, module: str, names: list[str], x_ref: Hidden, x_quant: Hidden) -> Stage:
         """The stage of plain linears: moments over all batches."""
         moments = None
-        for x, x_behind in zip(original, behind, strict=True):
-            (clean, *_), (seen, *_) = self._given(module, x, self.original), self._given(module, x_behind, self.quantized)
+        for x, quant in zip(x_ref, x_quant, strict=True):
+            (clean, *_), (seen, *_) = self._given(module, x, self.original), self._given(module, quant, self.quantized)
             moments = _add(moments, _flat(clean), _flat(seen))
         assert moments is not None
         return Stage(names, moments)
 
-    def _experts(self, module: str, names: list[str], original: Hidden, behind: Hidden) -> Iterator[Stage]:
+    def _experts(self, module: str, names: list[str], x_ref: Hidden, x_quant: Hidden) -> Iterator[Stage]:
         """Two stages an expert: what reads its tokens, what reads its inner values. Routed as behind the quantized layers."""
-        clean = torch.cat([_flat(self._given(module, x, self.original)[0]) for x in original])
-        inputs = [self._given(module, x, self.quantized) for x in behind]
+        clean = torch.cat([_flat(self._given(module, x, self.original)[0]) for x in x_ref])
+        inputs = [self._given(module, x, self.quantized) for x in x_quant]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
         up, down = (f"{module}.{leaf}" for leaf in self._kind(module).stacks)
         for expert in self.experts(names):
             mine = _visitors(visits, expert)
-            x, x_behind = clean[mine], seen[mine]
+            x, quant = clean[mine], seen[mine]
             for path in (up, down):
                 wanted = [n for n in names if self.spots[n].cut.expert == expert and self.spots[n].path == path]
                 if wanted:
-                    yield Stage(wanted, _add(None, x, x_behind))
+                    yield Stage(wanted, _add(None, x, quant))
                 if path == up:
-                    x, x_behind = (
+                    x, quant = (
                         self._inside(module, expert, x, self.original),
-                        self._inside(module, expert, x_behind, self.quantized),
+                        self._inside(module, expert, quant, self.quantized),
                     )
 
     def experts(self, names: list[str]) -> list[int]:
         """The numbers of the experts that some matrices belong to."""
         return sorted({e for n in names if (e := self.spots[n].cut.expert) is not None})
 
-    def inner(self, module: str, behind: Hidden) -> Iterator[tuple[str, torch.Tensor]]:
+    def inner(self, module: str, x_quant: Hidden) -> Iterator[tuple[str, torch.Tensor]]:
         """For each expert the matrix that reads its inner values, and those (tokens, K), with original weights."""
-        inputs = [self._given(module, x, self.original) for x in behind]
+        inputs = [self._given(module, x, self.original) for x in x_quant]
         seen, visits = torch.cat([_flat(i[0]) for i in inputs]), torch.cat([i[1] for i in inputs])
         for name, spot in self.spots.items():
             if spot.module == module and spot.leaf == DOWN and spot.cut.expert is not None:

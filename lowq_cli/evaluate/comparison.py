@@ -61,7 +61,7 @@ def compare(
 
 
 def decode_tps(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, times: int = 1) -> float:
-    """Tokens per second of one text, the best of so many generations; one before them compiles and warms up."""
+    """Tokens per second after one text, ids (T,), the best of so many generations; one before them compiles and warms up."""
     from lowq_cli.engine import stream
 
     prompt = tokenizer.decode(ids[:PROMPT_TOKENS])

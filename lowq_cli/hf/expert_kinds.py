@@ -94,7 +94,7 @@ def kind_of(module: nn.Module) -> Kind | str:
 
 
 def between(module: Any, h: torch.Tensor) -> torch.Tensor:
-    """What a module of transformers computes between both products of an expert; `h` in the order that it takes."""
+    """What a module of transformers computes between both products of an expert: h (S, 2I), in the order it takes -> (S, I)."""
     if not getattr(module, "has_gate", True):
         return module.act_fn(h)
     if callable(gate := getattr(module, "_apply_gate", None)):

@@ -225,7 +225,7 @@ class QuantExperts(nn.Module):
 
 
 def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """One product per expert that is hit, over all of its rows. Waits for the device once, to learn which those are."""
+    """Row s of x (S, K) by expert experts[s] (S,) -> (S, N): a product per expert that is hit. Waits for the device once."""
     y = torch.empty(x.shape[0], stack.N, dtype=x.dtype, device=x.device)
     order = torch.argsort(experts, stable=True)
     start = 0
@@ -238,7 +238,7 @@ def rows_by_expert(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torc
 
 
 def row_by_row(x: torch.Tensor, experts: torch.Tensor, stack: Stack) -> torch.Tensor:
-    """One product per row, on a copy of its expert's packed weight. Never waits for the device, so a CUDA graph can hold it."""
+    """The same by a product per row, on a copy of its expert's packed weight. Never waits, so a CUDA graph can hold it."""
     chosen = stack.take(experts)
     return torch.cat([chosen.product(x[s : s + 1], s) for s in range(x.shape[0])])
 

@@ -38,7 +38,7 @@ def run_name(found: Checkpoint, to: str, rounding: bool) -> str:
 
 
 def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: str, rounding: bool) -> None:
-    """Raise AssertionError unless `back` stands for the weights of `q`: all equal, or within half a step if `rounding`."""
+    """Raise AssertionError unless `back` stands for the weights (N, K) of `q`: equal, or within half a step if `rounding`."""
     if isinstance(back, torch.Tensor) or back.shape != q.shape:
         raise AssertionError(f"{name} ({q.scheme}) does not read back as a quantized matrix")
     if _same_parts(back, q):  # as of most formats: the values, which take three times as long, need not be made

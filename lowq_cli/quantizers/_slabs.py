@@ -73,7 +73,7 @@ def check_weight(W: torch.Tensor, scheme: Scheme) -> tuple[int, int, int]:
 
 
 def unheld(W: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype | None) -> float:
-    """||w||^2 over the groups whose scales `dtype` cannot hold: at its largest number, or so small that few digits are left."""
+    """||w||^2 over the groups of W (N, K) whose scales `dtype` cannot hold: at its largest number, or next to nothing."""
     if dtype is None or q.scale != "float":
         return 0.0
     info, s = torch.finfo(dtype), q.scales.float()
@@ -85,7 +85,7 @@ def unheld(W: torch.Tensor, q: QuantizedTensor, dtype: torch.dtype | None) -> fl
 
 
 def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """t rounded to `dtype` (to its finite range) and back to fp32; t itself for None."""
+    """t, of any shape, rounded to `dtype` (to its finite range) and back to fp32; t itself for None."""
     if dtype is None:
         return t
     limit = torch.finfo(dtype).max
@@ -93,7 +93,7 @@ def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def store_scales(scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Positive scales rounded to `dtype`; what would underflow becomes its smallest positive number."""
+    """Positive scales (N, G) rounded to `dtype`; what would underflow becomes its smallest positive number."""
     smallest = torch.finfo(dtype or torch.float32).smallest_normal
     if dtype == torch.float16:
         smallest *= 2.0**-10  # its subnormals: 6e-8, where the smallest normal is 6e-5
@@ -101,7 +101,7 @@ def store_scales(scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tenso
 
 
 def store_zeros(zeros: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> torch.Tensor:
-    """Zeros rounded to `dtype`; for zero="int" to whole codes 0 .. 2**bits - 1."""
+    """Zeros (N, G) rounded to `dtype`; for zero="int" to whole codes 0 .. 2**bits - 1."""
     if scheme.zero == "int":
         return zeros.round().clamp(0, scheme.levels - 1)  # at most 255: exact in fp16 and bf16
     return store(zeros, dtype)

@@ -28,7 +28,7 @@ class Book:
         self.most = float(table.abs().max())
 
     def store(self, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positive scales as the scheme stores them, and what they then are in fp32."""
+        """Positive scales (N, G) as the scheme stores them, and what they then are in fp32."""
         kind = self.scheme.scale
         if kind == "float":
             stored = store_scales(scales, self.dtype)
@@ -41,7 +41,7 @@ class Book:
         return stored if self.scheme.scale == "float" else from_bytes(stored, self.scheme.scale) * self.factor
 
     def start(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales that reach each group's largest weight. Of e8m0: by exponents alone, as the standard has it."""
+        """Scales (N, G) that reach the largest weight of groups (N, G, g). Of e8m0: by exponents, as the standard has it."""
         top = groups.abs().amax(-1)
         if self.scheme.scale == "e8m0":  # OCP Microscaling Formats 1.0, section 6.3
             exponents = torch.frexp(top)[1] - torch.frexp(torch.tensor(self.most))[1]
@@ -49,7 +49,7 @@ class Book:
         return self.store(top / self.most)
 
     def places(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Of each weight the place of its nearest value in the sorted table."""
+        """Of each weight of groups (N, G, g) the place of its nearest value in the sorted table."""
         return torch.bucketize(groups / scales.clamp(min=TINY).unsqueeze(-1), self.between)
 
     def nearest(self, groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from lowq_packers.scheme import Scheme
 def quantize(
     W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, companion: torch.Tensor | None, search: bool
 ) -> QuantizedTensor:
-    """The nearest codes of a table, for scales that reach each group's largest weight, or (search) that fit it best.
+    """W's (N, K) nearest codes of a table, for scales that reach each group's largest weight, or (search) that fit it best.
 
     companion: of the matrix that W's rows are part of; None takes W for the whole. Raises as `quantize_rows`.
     """

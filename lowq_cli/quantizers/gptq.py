@@ -90,7 +90,7 @@ def quantize(
 
 
 def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """W + ALPHA W drift second^-1: what makes up, by a share, for the drift of the inputs (GPTAQ).
+    """W (N, K) + ALPHA W drift second^-1: what makes up, by a share, for the drift of the inputs (GPTAQ).
 
     Raises SchemeError for moments of another K than W's.
     """
@@ -103,7 +103,7 @@ def correct_drift(W: torch.Tensor, moments: Moments) -> torch.Tensor:
 
 
 def damp(moments: Moments) -> torch.Tensor:
-    """Second moments in fp32, shrunk and with DAMP added, so that they have an inverse; dead inputs count as average."""
+    """Second moments (K, K) in fp32, shrunk and with DAMP added, so that they have an inverse; dead inputs count as average."""
     damped = moments.second.float().clone()
     diagonal = damped.diagonal()
     own = diagonal.clone()

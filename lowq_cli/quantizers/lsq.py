@@ -44,7 +44,7 @@ def quantize(
 
 
 def solve(groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, weights: torch.Tensor | None = None) -> Solution:
-    """Nearest codes for `fit_grid`'s scales and zeros, which it returns with them."""
+    """Nearest codes of groups (N, G, g) for `fit_grid`'s scales and zeros, which it returns with them."""
     scales, zeros = fit_grid(groups, scheme, dtype, weights)
     return encode(groups, scales, scheme.mid if zeros is None else zeros, scheme.levels), scales, zeros
 

@@ -180,7 +180,7 @@ def held(bits: int, group_size: int, zero: ZeroKind, K: int) -> Scheme | None:
 def decoded(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int, zero: ZeroKind
 ) -> QuantizedTensor | torch.Tensor:
-    """Codes, scales and zeros as `held` says: a QuantizedTensor, or dense in the scales' dtype where lowq has no scheme."""
+    """Codes (N, K), scales and zeros (N, G) as `held` says: a QuantizedTensor; without a scheme dense, in the scales' dtype."""
     scheme = held(bits, group_size, zero, codes.shape[1])
     if scheme is None:
         z: torch.Tensor | float = float(1 << (bits - 1)) if zeros is None else zeros.float().unsqueeze(-1)
@@ -213,7 +213,7 @@ def offset_to_zeros(
 
 
 def zeros_to_offset(q: QuantizedTensor, name: str, dtype: torch.dtype, rounding: bool = False) -> torch.Tensor:
-    """m = -zeros * scales in `dtype`. Raises SchemeError unless these zeros are read from it, or `rounding` is allowed."""
+    """m (N, G) = -zeros * scales in `dtype`. Raises SchemeError unless these zeros are read from it, or `rounding`."""
     zeros = torch.full_like(q.scales.float(), q.scheme.mid) if q.zeros is None else q.zeros.float()
     exact = -zeros.double() * q.scales.double()
     offsets = exact.to(dtype)

@@ -177,7 +177,7 @@ def _base3(stored: torch.Tensor) -> torch.Tensor:
 
 
 def permute_heads(rows: torch.Tensor, heads: int, inverse: bool = False) -> torch.Tensor:
-    """Rows of a q or k projection in llama.cpp's order (rotary pairs adjacent) from Hugging Face's (halves), or back."""
+    """Rows (N, ...) of q or k in llama.cpp's order (rotary pairs adjacent) from Hugging Face's (halves), or back."""
     N = rows.shape[0]
     if N % (2 * heads):
         raise SchemeError(f"{N} rows are not {heads} heads of an even size")

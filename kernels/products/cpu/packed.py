@@ -29,7 +29,7 @@ def packed(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: 
 
 @register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=refuse, acts=("int8",), rank=5)
 def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
-    """As `packed`, each row of x rounded to 8 bits as `--act int8` says: half the dot products."""
+    """As `packed`, each row of x (M, K) rounded to 8 bits as `--act int8` says: half the dot products."""
     return _product(x, p, bias, x.abs().amax(1).float().clamp(min=fp8.LEAST))
 
 

@@ -13,7 +13,7 @@ from lowq_kernels.counters import counters
 
 
 def split_scratch(y: torch.Tensor, tiles: int, splits: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp32 slots for `splits` partials of `size` numbers a tile, a counter a tile); y for both without splits."""
+    """(fp32 slots for `splits` partials of `size` numbers a tile, a counter a tile); y (M, N) for both without splits."""
     if splits == 1:
         return y, y  # neither is touched
     return torch.empty(tiles * splits * size, dtype=torch.float32, device=y.device), counters(tiles, y.device)
