@@ -1,16 +1,19 @@
 """vLLM with its own kernels and with lowq's, on one model of random weights. benchmarks/results/<gpu>/vllm_SHAPE.json.
 
     python benchmarks/vllm_speed.py --work /dev/shm/x [--shape 8b] [--runs 4:export,4:lowq,8:export,8:lowq,2:lowq] [--full 4]
+    python benchmarks/vllm_speed.py --work /dev/shm/x --shape a3b --layers 24 --runs 4:export,4:lowq --no-users
 
 A run is bits:kernels; "export" is compressed-tensors, which vLLM has kernels for, of the same checkpoint. Every run is an
 engine in a process of its own; all start side by side and measure one after another, each holding the GPU alone meanwhile.
-Runs of --full bits also read 8 x 4,400 tokens, take steps apart by torch's profiler and serve users in a closed loop.
+Runs of --full bits also read 8 x 4,400 tokens, take steps apart by torch's profiler and serve users in a closed loop. Both
+kernels score the same prompts: "agreement" tells how far apart their log-probabilities are.
 """
 
 import argparse
 import fcntl
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -21,9 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pages import results_of
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from serve_load import LONGEST_NEW, LONGEST_PROMPT, Asked, closed_loop, requests
 
 from lowq_cli import demo
@@ -34,11 +38,21 @@ from lowq_packers.scheme import Scheme
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5,
          "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "rope_theta": 500000.0}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
+MIXTURE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True, "mlp_only_layers": [],
+           "decoder_sparse_step": 1, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {  # Llama 3.1's, and Qwen3-30B-A3B
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072},
+    "a3b": MIXTURE | {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+            "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+            "intermediate_size": 6144, "max_position_embeddings": 40960},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
              "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192, "max_position_embeddings": 8192},
+    "tiny-moe": MIXTURE | {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2,
+                 "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192,
+                 "intermediate_size": 512, "max_position_embeddings": 8192},
 }  # fmt: skip
 USERS = {1: 6, 16: 48, 64: 160, 128: 256}  # -> requests that are answered
 SIZES = (1, 2, 4, *range(8, 257, 8), 320, 384, 448, 512)  # batches that are captured: vLLM's own, thinned above 256
@@ -48,43 +62,90 @@ LONG = (8, 4400)  # prompts that are read at once, tokens of each
 Row = dict[str, Any]
 
 
-def make(folder: Path, shape: str, bits: int, device: str) -> None:
-    """A checkpoint of random codes, groups of 128 without zeros, 16-bit embedding and head; a file for eight layers."""
+def linears(c: Row) -> dict[str, tuple[int, int]]:
+    """What is packed of a layer: name -> (N, K)."""
+    H, q, kv = c["hidden_size"], c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+    found = {f"self_attn.{leaf}": shape for leaf, shape in
+             {"q_proj": (q, H), "k_proj": (kv, H), "v_proj": (kv, H), "o_proj": (H, q)}.items()}  # fmt: skip
+    experts = [f"mlp.experts.{e}." for e in range(c.get("num_experts", 0))]
+    inner = c["moe_intermediate_size"] if experts else c["intermediate_size"]
+    for at in experts or ["mlp."]:
+        found |= {f"{at}gate_proj": (inner, H), f"{at}up_proj": (inner, H), f"{at}down_proj": (H, inner)}
+    return found
+
+
+def make(folder: Path, c: Row, bits: int, device: str) -> None:
+    """A checkpoint of random codes, groups of 128 without zeros, 16-bit embedding and head; a file a layer.
+
+    A layer's codes are drawn at once, straight in packed form: a mixture's 384 matrices one by one would take minutes.
+    """
     folder.mkdir(parents=True)
-    c, scheme = SHAPES[shape], Scheme(bits, 128, "none")
-    H, inner, q = c["hidden_size"], c["intermediate_size"], c["num_attention_heads"] * c["head_dim"]
-    kv = c["num_key_value_heads"] * c["head_dim"]
-    linears = {"self_attn.q_proj": (q, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H), "self_attn.o_proj": (H, q),
-               "mlp.gate_proj": (inner, H), "mlp.up_proj": (inner, H), "mlp.down_proj": (H, inner)}  # fmt: skip
+    H, scheme, parts = c["hidden_size"], Scheme(bits, 128, "none"), linears(c)
     g = torch.Generator(device).manual_seed(bits)
     half = {"dtype": torch.float16, "device": device}
     spread = (scheme.levels**2 / 12) ** 0.5  # of codes
+    sizes = [N * K for N, K in parts.values()]
     index, schemes = {}, {}
 
-    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        save_file({k: t.cpu() for k, t in tensors.items()}, folder / name, metadata={"format": "pt"})
+    def write(name: str, tensors: dict[str, np.ndarray]) -> None:
+        save_file(tensors, folder / name, metadata={"format": "pt"})
         index.update(dict.fromkeys(tensors, name))
 
-    for first in range(0, c["num_hidden_layers"], 8):
-        tensors = {}
-        for at in (f"model.layers.{i}." for i in range(first, min(first + 8, c["num_hidden_layers"]))):
-            for leaf, (N, K) in linears.items():
-                words = torch.randint(-(1 << 31), 1 << 31, (N, K * bits // 32), device=device, generator=g)
-                tensors[f"{at}{leaf}.weight"] = words.to(torch.int32)
-                # of either sign: the codes' mean is -1/2, which of 2 bits would grow to inf within a few layers
-                signs = torch.randint(0, 2, (N, K // 128), device=device, generator=g) * 2 - 1
-                tensors[f"{at}{leaf}.weight_scale"] = (signs * (K**-0.5 / spread)).half()
-                schemes[at + leaf] = scheme
-            tensors |= {f"{at}{norm}.weight": torch.ones(H, **half) for norm in ("input_layernorm", "post_attention_layernorm")}
-        write(f"layers-{first}.safetensors", tensors)
-    dense = {f"{n}.weight": torch.empty(c["vocab_size"], H, **half).normal_(0, H**-0.5, generator=g)
-             for n in ("model.embed_tokens", "lm_head")}  # fmt: skip
-    write("dense.safetensors", dense | {"model.norm.weight": torch.ones(H, **half)})
+    def normal(*shape: int) -> np.ndarray:
+        return torch.empty(shape, **half).normal_(0, H**-0.5, generator=g).cpu().numpy()
+
+    norms = {"input_layernorm": H, "post_attention_layernorm": H}
+    if "num_experts" in c:
+        norms |= {"self_attn.q_norm": c["head_dim"], "self_attn.k_norm": c["head_dim"]}
+    for at in (f"model.layers.{i}." for i in range(c["num_hidden_layers"])):
+        words = torch.randint(-(1 << 31), 1 << 31, (sum(sizes) * bits // 32,), device=device, generator=g, dtype=torch.int32)
+        # of either sign: the codes' mean is -1/2, which of 2 bits would grow to inf within a few layers
+        signs = torch.randint(0, 2, (sum(sizes) // 128,), device=device, generator=g, dtype=torch.int8) * 2 - 1
+        ends = np.cumsum(sizes)[:-1]
+        cut = zip(np.split(words.cpu().numpy(), ends * bits // 32), np.split(signs.cpu().numpy(), ends // 128), strict=True)
+        tensors = {f"{at}{leaf}.weight": np.ones(n, np.float16) for leaf, n in norms.items()}
+        for (leaf, (N, K)), (own, sign) in zip(parts.items(), cut, strict=True):
+            tensors[f"{at}{leaf}.weight"] = own.reshape(N, -1)
+            tensors[f"{at}{leaf}.weight_scale"] = sign.reshape(N, -1) * np.float16(K**-0.5 / spread)
+            schemes[at + leaf] = scheme
+        if "num_experts" in c:
+            tensors[f"{at}mlp.gate.weight"] = normal(c["num_experts"], H)
+        write(f"{at}safetensors", tensors)
+    dense = {f"{n}.weight": normal(c["vocab_size"], H) for n in ("model.embed_tokens", "lm_head")}
+    write("dense.safetensors", dense | {"model.norm.weight": np.ones(H, np.float16)})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    config = LLAMA | c | {"dtype": "float16", "quantization_config": compact(schemes, ["model.embed_tokens", "lm_head"])}
+    routers = [n[: -len(".weight")] for n in index if n.endswith("mlp.gate.weight")]
+    config = LLAMA | c | {"dtype": "float16"}
+    config["quantization_config"] = compact(schemes, ["model.embed_tokens", "lm_head", *routers])
     (folder / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(demo.__path__[0]) / file, folder / file)
+
+
+def scored(llm: Any) -> Row:
+    """Log-probabilities of four random prompts' tokens, 64 each."""
+    from vllm import SamplingParams
+
+    draw = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    answers = llm.generate(vllm_speed.prompts(llm, 4, 64, random.Random(1)), draw, use_tqdm=False)
+    pairs = [p for a in answers for p in zip(a.prompt_token_ids[1:], a.prompt_logprobs[1:], strict=True)]
+    return {"what": "scored", "logprobs": [found[token].logprob for token, found in pairs]}
+
+
+def agreement(runs: list[Row]) -> list[Row]:
+    """Of two kernels on the same weights: how far log-probabilities are apart, beside their spread over tokens."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for run in runs:
+        for row in run["rows"]:
+            if row["what"] == "scored":
+                found[run["bits"]][run["kernels"]] = row["logprobs"]
+    lines = []
+    for bits, by in found.items():
+        if len(by) == 2:
+            a, b = (np.array(by[k]) for k in ("export", "lowq"))
+            apart = {"rms": float(((a - b) ** 2).mean() ** 0.5), "largest": float(abs(a - b).max()), "spread": float(a.std())}
+            lines.append({"bits": bits, "tokens": len(a), **apart, "perplexity_change": float(np.exp(a.mean() - b.mean()) - 1)})
+    return lines
 
 
 def read_long(llm: Any) -> Row:
@@ -152,12 +213,13 @@ def one(args: argparse.Namespace) -> None:
     }
     if args.eager:
         more = {"enforce_eager": True, "max_num_seqs": max(batches)}
+    if torch.cuda.is_available():
+        more["attention_backend"] = "FLASH_ATTN"
     llm, facts = vllm_speed.start(
         args.folder,
         max_model_len=longest,
         kv_cache_memory_bytes=args.cache << 30,
         gpu_memory_utilization=0.05,
-        attention_backend="FLASH_ATTN",
         **more,
     )
     row = {"bits": args.bits, "kernels": args.kernels, **facts, "rows": []}
@@ -165,7 +227,11 @@ def one(args: argparse.Namespace) -> None:
 
     def add(found: Row) -> None:
         row["rows"].append(found)
-        told = {k: round(v, 2) if isinstance(v, float) else v for k, v in found.items() if k not in ("kernels", "seconds")}
+        told = {
+            k: round(v, 2) if isinstance(v, float) else v
+            for k, v in found.items()
+            if k not in ("kernels", "seconds", "logprobs")
+        }
         print(f"{args.bits}:{args.kernels} {told}", flush=True)
         part = args.out.with_suffix(".part")
         part.write_text(json.dumps(row))
@@ -178,11 +244,13 @@ def one(args: argparse.Namespace) -> None:
     time.sleep(0 if full else 1)  # the full runs go first
     with args.turn.open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        steps = [lambda b=b: vllm_speed.measure(llm, [b])[0] for b in batches]
+        steps = [lambda: scored(llm), *(lambda b=b: vllm_speed.measure(llm, [b])[0] for b in batches)]
         if full:
             steps += [lambda: read_long(llm)] if not args.eager else []
+        if full and not args.no_users:
             served(llm, min(64, max(batches)), 64)  # prompts of all lengths: kernels for numbers of rows not met yet
             steps += [lambda u=u, n=n: served(llm, u, n) for u, n in USERS.items() if u <= max(batches)]
+        if full and torch.cuda.is_available():
             steps += [lambda b=b: profiled(llm, b) for b in PROFILED if b <= max(batches)]
         for take in steps:
             try:
@@ -199,6 +267,8 @@ def main() -> None:
     parser.add_argument("--runs", default="4:export,4:lowq,8:export,8:lowq,2:lowq")
     parser.add_argument("--full", default="4", help="bits whose runs measure everything, as 4,8")
     parser.add_argument("--batches", default="1,16,64,256")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has, to start sooner: every layer does the same")
+    parser.add_argument("--no-users", action="store_true", help="without the closed loop of users")
     parser.add_argument("--cache", type=int, default=14, help="GB of each engine's cache")
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs: to try the script")
     parser.add_argument("--out", type=Path)
@@ -209,12 +279,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.folder:
         return one(args)
-    device = torch.cuda.get_device_name(0)
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.cuda.get_device_name(0) if where == "cuda" else "cpu"
+    shape = SHAPES[args.shape]
+    c = shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"]}
     began = time.perf_counter()
     full_bits = args.full.split(",")
     runs = sorted((tuple(r.split(":")) for r in args.runs.split(",")), key=lambda r: r[0] not in full_bits)
     for bits in sorted({bits for bits, _ in runs}):
-        make(args.work / bits, args.shape, int(bits), "cuda")
+        make(args.work / bits, c, int(bits), where)
         if (bits, "export") in runs:
             export(args.work / bits, "compressed-tensors", args.work / f"{bits}-export")
     torch.cuda.empty_cache()
@@ -228,14 +301,16 @@ def main() -> None:
         given |= {"out": out, "work": args.work, "full": full, "batches": args.batches, "cache": cache}
         line = [sys.executable, __file__, *(str(word) for key, value in given.items() for word in (f"--{key}", value))]
         line += ["--eager"] if args.eager else []
+        line += ["--no-users"] if args.no_users else []
         started.append((out, subprocess.Popen(line, env={**os.environ, "VLLM_USE_DEEP_GEMM": "0"})))
-    facts: Row = {"shape": args.shape, "device": device, "date": datetime.now(UTC).isoformat("T", "seconds")}
+    layers = {"layers": c["num_hidden_layers"], "of_layers": shape["num_hidden_layers"]}
+    facts: Row = {"shape": args.shape, **layers, "device": device, "date": datetime.now(UTC).isoformat("T", "seconds")}
     facts |= {p: version(p) for p in ("lowq", "torch", "transformers", "vllm")} | {"captured": SIZES, "side_by_side": len(runs)}
     to = args.out or results_of(device) / f"vllm_{args.shape}.json"
 
     def write() -> None:
         found = [json.loads(o.read_text()) for o, _ in started if o.is_file()]
-        to.write_text(json.dumps({**facts, "runs": found}, indent=1) + "\n")
+        to.write_text(json.dumps({**facts, "agreement": agreement(found), "runs": found}, indent=1) + "\n")
 
     while any(process.poll() is None for _, process in started):
         time.sleep(1)

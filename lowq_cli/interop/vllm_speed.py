@@ -53,7 +53,10 @@ def _weights(worker: Any) -> dict[str, float]:
     runner = worker.model_runner
     model = getattr(runner, "model", None) or worker.get_model()
     seen = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
-    return {"weights_gb": sum(seen.values()) / 1e9, "loaded_gb": runner.model_memory_usage / 1e9}
+    return {
+        "weights_gb": sum(seen.values()) / 1e9,
+        "loaded_gb": getattr(runner, "model_memory_usage", 0) / 1e9,
+    }  # a CPU's does not count
 
 
 def prompts(llm: Any, count: int, tokens: int, rng: random.Random) -> list[dict[str, list[int]]]:
