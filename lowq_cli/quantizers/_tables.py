@@ -9,7 +9,7 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 
-def quantize(
+def quantize_by_table(
     W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, companion: torch.Tensor | None, search: bool
 ) -> QuantizedTensor:
     """W's (N, K) nearest codes of a table, for scales that reach each group's largest weight, or (search) that fit it best.

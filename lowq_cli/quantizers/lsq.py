@@ -39,7 +39,7 @@ def quantize(
     perplexity is the lowest of p = 1, 1.5, 2, 2.4, 3, 4 at 2 bits (docs/accuracy.md).
     """
     if scheme.table:
-        return _tables.quantize(W, scheme, dtype, table, search=True)
+        return _tables.quantize_by_table(W, scheme, dtype, table, search=True)
     return quantize_rows(W, scheme, solve, dtype)
 
 

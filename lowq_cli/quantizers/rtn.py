@@ -27,7 +27,7 @@ def quantize(
     Source: asymmetric min-max, Jacob et al. 2017 (arXiv:1712.05877) section 2.1, with a float zero-point.
     """
     if scheme.table:
-        return _tables.quantize(W, scheme, dtype, table, search=False)
+        return _tables.quantize_by_table(W, scheme, dtype, table, search=False)
     return quantize_rows(W, scheme, _solve, dtype)
 
 

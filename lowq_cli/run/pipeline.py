@@ -206,7 +206,7 @@ def _write(
         else:
             quantizer = calibration.quantizer(item) if calibration else None
             factors = calibration.factors(item) if calibration else (None, None)
-            outcome = transform.quantize(item, source, file, device, quantizer, factors)
+            outcome = transform.quantize_matrix(item, source, file, device, quantizer, factors)
         return task, outcome, time.monotonic() - began
 
     # Workers go on into the next files while one is finished; they stop before the files are closed.

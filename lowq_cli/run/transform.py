@@ -28,7 +28,7 @@ ERROR_SLAB = {"cpu": 1 << 17, "cuda": 1 << 22}
 
 
 @torch.inference_mode()
-def quantize(
+def quantize_matrix(
     item: Item,
     source: Source,
     file: ShardFile,

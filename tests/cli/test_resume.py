@@ -236,7 +236,7 @@ def test_an_interrupt_inside_the_run_is_logged_and_passed_on(tmp_path, monkeypat
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowq_cli.run.transform.quantize", interrupted)
+    monkeypatch.setattr("lowq_cli.run.transform.quantize_matrix", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(run("demo", RECIPE, tmp_path / "out"))
     assert "stopped by KeyboardInterrupt" in (tmp_path / "out" / "lowq.log").read_text()

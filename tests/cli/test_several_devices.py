@@ -53,7 +53,7 @@ def test_the_same_bytes_and_as_many_tensors_at_once_as_devices(tmp_path, monkeyp
     pipeline.quantize("demo", tmp_path / "one", device="cpu", **RECIPE)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    real, calls, three_at_once = transform.quantize, itertools.count(), threading.Barrier(3, timeout=60)
+    real, calls, three_at_once = transform.quantize_matrix, itertools.count(), threading.Barrier(3, timeout=60)
 
     def waiting(*args):
         if next(calls) < 3:

@@ -132,7 +132,7 @@ def test_the_same_bytes_whatever_the_slabs_and_after_an_interruption(made, form,
 
     whole = files(made(form))
     monkeypatch.setattr(transform, "slab_rows", lambda K, device: 24)
-    dense, calls, before = family_checkpoints("llama").dense, [], transform.quantize
+    dense, calls, before = family_checkpoints("llama").dense, [], transform.quantize_matrix
 
     def stops(*args, **kwargs):
         calls.append(1)
