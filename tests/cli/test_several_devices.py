@@ -60,7 +60,7 @@ def test_the_same_bytes_and_as_many_tensors_at_once_as_devices(tmp_path, monkeyp
             three_at_once.wait()
         return real(*args)
 
-    monkeypatch.setattr(transform, "quantize", waiting)
+    monkeypatch.setattr(transform, "quantize_matrix", waiting)
     try:
         result = pipeline.quantize("demo", tmp_path / "three", device="cpu,cpu,cpu", **RECIPE)
     finally:

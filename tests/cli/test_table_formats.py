@@ -140,7 +140,7 @@ def test_the_same_bytes_whatever_the_slabs_and_after_an_interruption(made, form,
             raise KeyboardInterrupt
         return before(*args, **kwargs)
 
-    monkeypatch.setattr(pipeline.transform, "quantize", stops)
+    monkeypatch.setattr(pipeline.transform, "quantize_matrix", stops)
     with pytest.raises(KeyboardInterrupt):
         quantize(dense, tmp_path / "out", format=form)
     assert quantize(dense, tmp_path / "out", format=form)["resumed"]
