@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py autoround --models MODELS --data DATA [--iters 200]      AutoRound (sign gradient descent)
     python benchmarks/peers.py llamacpp  --models MODELS --data DATA --library LIB      K- and i-quants, importance matrix
+    python benchmarks/peers.py exl3      --models MODELS --data DATA --wheel FOLDER     exllamav3's trellis, 2 to 4 bits
     python benchmarks/peers.py lowq      --models MODELS --data DATA [--method distill]
 
 All are given the same text: what the model wrote itself (--calib self, the default), the bundled one, or a file. Every linear
@@ -13,6 +14,7 @@ but for --iters, asymmetric, windows of 512 tokens.
 llamacpp: LIB is ggml's base library (libggml-base.so); its quantizing functions and no other code of it are used. One type for
 all matrices: llama.cpp's files mix types by tensor. The importance matrix is what llama-imatrix counts, sums of squared inputs.
 Blocks are of 256 weights: columns are padded with zeros where K is no multiple of it, and the padding counted as bits.
+exl3: FOLDER is exllamav3's wheel, unpacked; its quantizer runs as its converter calls it (peers_exl3.py). On a GPU, with nvcc.
 """
 
 import ctypes
@@ -23,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import peers_exl3
 import torch
 from accuracy import Args, Experiment, dequantized, fill, linears, measure
 from accuracy_rows import Judge, Row, device, words
@@ -171,6 +174,29 @@ class Ggml:
         return back[:, :K].contiguous(), len(held)
 
 
+def exl3_cells(model: str, args: Args) -> Iterator[Row]:
+    """One per rate. Its bits per weight are known when the shapes are."""
+    for rate in args.rates:
+        yield {"model": model, "bits": int(rate), "method": f"exllamav3 EXL3 {rate:g}"} | about(args)
+
+
+def exl3(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
+    """exllamav3's quantizer on the model's layers in turn."""
+    dense, ids = Judge(folder, args).model, windows_of(folder, judge, args)
+    original = {n: m.weight.data.clone() for n, m in linears(judge.model).items()}
+    with tempfile.TemporaryDirectory() as built:
+        found = peers_exl3.quantizer(args.wheel, args.library or peers_exl3.build(args.wheel, Path(built)))
+        for cell in wanted:
+            for n, m in linears(judge.model).items():
+                m.weight.data.copy_(original[n])
+            rate, start = float(cell["method"].split()[-1]), time.monotonic()
+            peers_exl3.quantize(judge.model, ids, rate, found)
+            torch.cuda.synchronize()
+            seconds = time.monotonic() - start
+            bpw = peers_exl3.bits_per_weight(rate, [tuple(w.shape) for w in original.values()])
+            yield cell | {"bpw": round(bpw, 4)} | judged(judge, dense) | {"seconds": round(seconds, 1)}
+
+
 def lowq_cells(model: str, args: Args) -> Iterator[Row]:
     """One per method, group and bits."""
     for method in args.method:
@@ -191,6 +217,7 @@ def lowq(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
 
 
 FLAGS = {"--calib": {"default": texts.SELF}, "--calib-tokens": {"type": int, "default": 65536}}
+RATES = {"type": lambda text: [float(x) for x in text.split(",")], "default": [2.0, 2.5, 3.0, 3.5, 4.0]}
 EXPERIMENTS = {
     "autoround": Experiment(
         "peers.json", (4, 3, 2), ("auto-round",), FLAGS | {"--iters": {"type": int, "default": 200}}, autoround_cells, autoround
@@ -198,10 +225,14 @@ EXPERIMENTS = {
     "llamacpp": Experiment(
         "peers.json", (4, 3, 2), (), FLAGS | {"--library": {"type": Path, "required": True}}, llamacpp_cells, llamacpp
     ),
+    "exl3": Experiment(
+        "peers.json", (4, 3, 2), ("triton",),
+        FLAGS | {"--wheel": {"type": Path, "required": True}, "--library": {"type": Path}, "--rates": RATES}, exl3_cells, exl3,
+    ),
     "lowq": Experiment(
         "peers.json", (4, 3, 2), (), FLAGS | {"--method": {"type": words, "default": ["distill"]}}, lowq_cells, lowq
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:] or [""]
