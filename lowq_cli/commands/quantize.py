@@ -1,11 +1,11 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from textwrap import fill
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -161,7 +161,8 @@ def quantize(
     check_there(model)
     if not dry_run:
         wake(device.split(",")[0])
-    with ExitStack() as stack:
+    known = len(asked) == 1 and not budgeted and (model == "demo" or state.user_path(model).exists())
+    with compiling(model, asked[0], out, device) if known and not dry_run else nullcontext(), ExitStack() as stack:
         with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
             from lowq_cli.run.prepare import prepare
 
@@ -197,7 +198,8 @@ def quantize(
             return
         from lowq_cli.run.pipeline import execute
 
-        with compiling(prepared):
+        kept = (prepared.source.folder or model, prepared.plan.recipe, prepared.out, device)
+        with nullcontext() if known else compiling(*kept):
             result = follow(execute(prepared, fresh), prepared.plan)
     state.remember(prepared.out)
     if not as_json:
@@ -211,25 +213,27 @@ def quantize(
 
 
 @contextmanager
-def compiling(prepared: "Prepared") -> Iterator[None]:
-    """On a GPU, compile meanwhile what will decode the checkpoint; the end waits for kernels in work and begins no others."""
-    if not str(prepared.workers[0]).startswith("cuda"):
+def compiling(model: object, recipe: "Recipe", out: object, device: str) -> Iterator[None]:
+    """On a GPU, a process beside this one compiles what will decode the checkpoint; it ends by itself soon after the block."""
+    from lowq_cli.devices import gpus
+
+    if device.startswith("cpu") or not gpus():
         yield
         return
-    stop = Event()
+    import pickle
+    from subprocess import DEVNULL, PIPE, Popen
 
-    def work() -> None:
-        from lowq_cli.serving.ahead import compile_ahead  # in this thread: half a second of imports
-
-        compile_ahead(prepared, stop.is_set)
-
-    thread = Thread(target=work, name="lowq-ahead", daemon=True)
-    thread.start()
+    line = [sys.executable, "-P", "-c", "from lowq_cli.serving.ahead import main; main()"]
+    process = Popen(line, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)  # a pipe of ours would be waited for by who reads it
+    assert process.stdin
     try:
+        with suppress(OSError):
+            process.stdin.write(pickle.dumps((model, recipe, out, device)))
+            process.stdin.flush()
         yield
     finally:
-        stop.set()
-        thread.join()
+        with suppress(OSError):
+            process.stdin.close()
 
 
 def _bound(prepared: "Prepared") -> dict[str, Any]:
