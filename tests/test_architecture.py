@@ -24,14 +24,14 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
-        *("ranks", "console", "devices", "workers", "memory", "drawing", "state", "holdings", "demo", "recipes"),
+        *("ranks", "console", "devices", "workers", "memory", "drawing", "state", "holdings", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
         *("loading", "engine", "evaluate", "run", "tuning", "serving"),
         *("checkup", "vllm_plugin", "telling", "typing_in", "completion", "commands", "main"),
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 46_587
+BUDGET = 46_633
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lowq_cli.models import CausalModel, Tokenizer
 from lowq_cli.state import user_path
 from lowq_packers.errors import NotFoundError, UsageError
 from lowq_packers.lazy import torch
@@ -41,7 +42,7 @@ class Text:
         raw = self.words.encode() if self.ids is None else self.ids.to(torch.int32).numpy().tobytes()
         return hashlib.sha256(raw).hexdigest()[:16]
 
-    def windows(self, tokenizer: Any, tokens: int, model: Any) -> torch.Tensor:
+    def windows(self, tokenizer: Tokenizer, tokens: int, model: CausalModel) -> torch.Tensor:
         """(n, window) token ids for a model, as `choose_windows` takes them. Raises as that, and as `check_ids`."""
         ids = tokenize(tokenizer, self.words) if self.ids is None else self.ids.long()
         check_ids(ids.unique().tolist(), model.config.get_text_config().vocab_size)
@@ -106,7 +107,7 @@ def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = No
     return ids[: ids.numel() // window * window].reshape(-1, window)
 
 
-def tokenize(tokenizer: Any, text: str) -> torch.Tensor:
+def tokenize(tokenizer: Tokenizer, text: str) -> torch.Tensor:
     """(T,) token ids of the text, without special tokens added."""
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
 
@@ -131,7 +132,7 @@ def read_utf8(file: Path, what: str) -> str:
         raise NotFoundError(f"cannot read the {what} {file}: {e.strerror}") from None
 
 
-def window_of(model: Any) -> int:
+def window_of(model: CausalModel) -> int:
     """WINDOW, or the model's longest context where that is shorter: positions beyond it may have no embedding."""
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)

@@ -1,8 +1,9 @@
 """The turns of a conversation as token ids, each prompt an extension of the text before it wherever the template allows."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lowq_cli.engine.prompts import check_characters
+from lowq_cli.models import Tokenizer
 
 if TYPE_CHECKING:
     from lowq_cli.engine.stream import Generation
@@ -16,7 +17,7 @@ class Conversation:
         system: said to the model before the first turn; "" for nothing.
     """
 
-    def __init__(self, tokenizer: Any, system: str = "") -> None:
+    def __init__(self, tokenizer: Tokenizer, system: str = "") -> None:
         self.tokenizer, self.system = tokenizer, system
         self.template = bool(getattr(tokenizer, "chat_template", None))
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []

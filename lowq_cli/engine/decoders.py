@@ -1,18 +1,17 @@
 """Which decoder takes a model: the fastest that can, with the reason why the ones before it could not."""
 
-from typing import Any
-
 from lowq_cli.engine import blocks
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.stream import Decoder
 from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_cli.models import CausalModel
 from lowq_kernels.decode.kv import PLAIN, check
 
 KEPT = "_lowq_decoder"
 
 
-def decoder_of(model: Any, kv: str = PLAIN) -> Decoder:
+def decoder_of(model: CausalModel, kv: str = PLAIN) -> Decoder:
     """The decoder for this model on its device, in its dtype; kept with the model, and with it its cache and its graphs.
 
     kv: what keys and values are held in (`decode.kv.KINDS`). Raises UsageError where it is none of them.

@@ -5,7 +5,7 @@ its leading space). So each step decodes a short window, and what it has more th
 ends in an unfinished character nothing comes out. Now and then it moves on, and is decoded without the new tokens too.
 """
 
-from typing import Any
+from lowq_cli.models import Tokenizer
 
 UNFINISHED = "\ufffd"  # what a decoder puts where bytes do not (yet) make a character
 CONTEXT = 6  # tokens of the prompt that the window starts with
@@ -16,7 +16,7 @@ MOST_HELD = 16  # a character is at most 4 bytes, so at most 4 tokens; more than
 class Detokenizer:
     """Pieces of one sequence. `push` takes a token and returns the text that is now certain; `flush` the rest."""
 
-    def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self.tokenizer = tokenizer
         self.ids = prompt[-CONTEXT:]
         self.start, self.shown = 0, len(self.ids)  # the window's first token, and the first token not yet in the text

@@ -3,13 +3,15 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lowq_cli.engine import bandwidth
+from lowq_cli.engine.stream import Decoder
 from lowq_cli.hf.experts import QuantExperts
+from lowq_cli.models import CausalModel
 from lowq_kernels.dispatch.registry import Call, Config, after_rounding, kernels, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
 from lowq_kernels.gpu import capability
@@ -83,12 +85,12 @@ def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[st
                 yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device, "none")
 
 
-def called(model: Any, decoder: Any) -> nn.Module:
+def called(model: CausalModel, decoder: Decoder) -> nn.Module:
     """The module whose linear layers a decode step calls: the decoder's joined ones, or the model itself."""
-    return getattr(decoder, "linears", model)
+    return cast(nn.Module, getattr(decoder, "linears", model))
 
 
-def bytes_per_token(model: Any, decoder: Any, batch: int = 1) -> int:
+def bytes_per_token(model: CausalModel, decoder: Decoder, batch: int = 1) -> int:
     """Bytes of weights that one decode step of `batch` sequences reads.
 
     Every weight once: quantized ones as packed in memory, embeddings one row per sequence (all of them where the head
@@ -112,7 +114,7 @@ def bytes_per_token(model: Any, decoder: Any, batch: int = 1) -> int:
     return round(total)
 
 
-def bytes_by_layer(model: Any, decoder: Any, batch: int = 1) -> dict[str, float]:
+def bytes_by_layer(model: CausalModel, decoder: Decoder, batch: int = 1) -> dict[str, float]:
     """Bytes of weights that one decode step of `batch` sequences reads in the layers of each pattern (`LayerKernel.layers`)."""
     chosen, found = _chosen(model, batch), dict[str, float]()
     for name, m in called(model, decoder).named_modules():
@@ -123,7 +125,7 @@ def bytes_by_layer(model: Any, decoder: Any, batch: int = 1) -> dict[str, float]
     return found
 
 
-def _chosen(model: Any, batch: int) -> float:
+def _chosen(model: CausalModel, batch: int) -> float:
     """The share of a mixture's experts that `batch` tokens can choose; 1 for other models."""
     config = model.config.get_text_config()
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
@@ -163,7 +165,7 @@ def memory_speed(device: torch.device, n: int) -> tuple[float | None, str]:
         return None, "too little free memory to measure how fast it is"
 
 
-def roofline(model: Any, decoder: Any, decode_tps: float, batch: int) -> tuple[float | None, str]:
+def roofline(model: CausalModel, decoder: Decoder, decode_tps: float, batch: int) -> tuple[float | None, str]:
     """(percent of what reading the weights at this machine's measured bandwidth would allow, or None; how, or why not)."""
     if not decode_tps:
         return None, "no token was decoded after the first"

@@ -14,6 +14,7 @@ import torch
 
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stream import nothing
+from lowq_cli.models import CausalModel
 from lowq_kernels.decode import ops
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UnsupportedError
@@ -22,7 +23,7 @@ CHUNK = 2048  # prompt tokens per forward, of all sequences together: bounds the
 CACHE_NAMES = ("past_key_values", "cache_params")  # attention families; state-space families
 
 
-def piece(model: Any, batch: int) -> int:
+def piece(model: CausalModel, batch: int) -> int:
     """Prompt tokens of each of `batch` texts per forward; on a CPU, where they take long, fewer: between two a reading can end.
 
     All of them where transformers calls the family stateful: Mamba, Jamba, RecurrentGemma and others drop their state, or a
@@ -43,7 +44,7 @@ class PlainDecoder:
 
     name = "plain"
 
-    def __init__(self, model: Any, reason: str = "", kv: str = PLAIN) -> None:
+    def __init__(self, model: CausalModel, reason: str = "", kv: str = PLAIN) -> None:
         self.model, self.reason, self.kv = model, reason, kv
         self.device = model.device
         self.ahead = self.device.type == "cuda"  # launches return early there: the host may run one step behind

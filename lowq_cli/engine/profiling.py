@@ -11,6 +11,7 @@ import torch
 
 from lowq_cli.engine import timeline as lines
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.stream import Decoder
 from lowq_cli.engine.timeline import StepPart
 from lowq_packers.atomic import scratch
 from lowq_packers.errors import UsageError
@@ -21,7 +22,7 @@ QUIET = "99"  # the profiler's library tells of its starts and stops on stderr u
 
 
 def profile_steps(
-    decoder: Any, prompts: list[list[int]], sampling: Sampling, timeline: Path, products: Sequence[str] = ()
+    decoder: Decoder, prompts: list[list[int]], sampling: Sampling, timeline: Path, products: Sequence[str] = ()
 ) -> list[StepPart]:
     """What a step consists of; the last row is the whole of it. The timeline is written to `timeline`.
 

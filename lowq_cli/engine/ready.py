@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,13 +10,14 @@ from lowq_cli import console, ranks
 from lowq_cli.engine.tokenizer import read_tokenizer
 from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.source import Source
+from lowq_cli.models import CausalModel, Tokenizer
 
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def ready(
     folder: str | os.PathLike[str], device: str = "auto", notice: Callable[[str], None] = console.warn
-) -> tuple[Any, Any]:
+) -> tuple[CausalModel, Tokenizer]:
     """(model, tokenizer) of a folder, hub id or "demo": `light.read`'s where that takes it, else transformers'.
 
     Raises what `lowq_cli.loading.load` raises.
@@ -42,7 +42,7 @@ def ready(
         try:
             if ranks.world() > 1:
                 raise NotPlain("several processes share it")
-            model: Any = light.read(source, chosen)
+            model: CausalModel = light.read(source, chosen)
         except NotPlain:
             from lowq_cli.hf.load import load_model
 
@@ -50,7 +50,7 @@ def ready(
         return model, tokenizer(source)
 
 
-def tokenizer(source: Source) -> Any:
+def tokenizer(source: Source) -> Tokenizer:
     """The tokenizer beside a model. Raises what `hf.tokenizer.load_tokenizer` raises."""
     try:
         if source.folder is None:

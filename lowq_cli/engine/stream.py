@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampler, Sampling, check_finite
 from lowq_cli.engine.stopping import Stopper
+from lowq_cli.models import Tokenizer
 from lowq_packers.lazy import torch
 
 
@@ -30,6 +31,7 @@ class Decoder(Protocol):
     name: str
     reason: str
     kv: str
+    device: torch.device
     ahead: bool
     sampler: Sampler  # from `start` on
 
@@ -72,7 +74,9 @@ class Generation:
     per second of all sequences together after the first ones; 0 where there was no second.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Any, prompts: list[list[int]], sampling: Sampling, room: int, **how: Any):
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], sampling: Sampling, room: int, **how: Any
+    ):
         self.decoder, self.prompts, self.sampling, self.room = decoder, prompts, sampling, room
         self.stop_ids: frozenset[int] = how["stop_ids"]
         self.limited_by: str = how["limited_by"]

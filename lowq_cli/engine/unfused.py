@@ -7,7 +7,6 @@ plain decoder, with the reason.
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from lowq_cli.engine.graph import Captured, bucket, capture, keep
 from lowq_cli.engine.plain import PlainDecoder, piece
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stream import nothing
+from lowq_cli.models import CausalModel
 from lowq_kernels.decode import ops
 from lowq_kernels.decode.kv import PLAIN
 
@@ -34,7 +34,7 @@ class UnfusedDecoder:
     name = "unfused"
     kv = PLAIN
 
-    def __init__(self, model: Any, reason: str = "", graphs: bool = True) -> None:
+    def __init__(self, model: CausalModel, reason: str = "", graphs: bool = True) -> None:
         self.model, self.why, self.reason, self.device = model, reason, reason, model.device
         self.ahead = self.device.type == "cuda"
         self.graphs = graphs and self.ahead

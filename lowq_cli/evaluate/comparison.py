@@ -10,6 +10,7 @@ import torch
 from lowq_cli import drawing
 from lowq_cli.calibrate.texts import tokenize, window_of
 from lowq_cli.evaluate.perplexity import evaluate
+from lowq_cli.models import CausalModel, Tokenizer
 
 PROMPT_TOKENS = 32  # of the text, to start the timed generation from
 
@@ -60,7 +61,7 @@ def compare(
         del model
 
 
-def decode_tps(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, times: int = 1) -> float:
+def decode_tps(model: CausalModel, tokenizer: Tokenizer, ids: torch.Tensor, new_tokens: int, times: int = 1) -> float:
     """Tokens per second after one text, ids (T,), the best of so many generations; one before them compiles and warms up."""
     from lowq_cli.engine import stream
 

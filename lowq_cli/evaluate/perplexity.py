@@ -17,6 +17,7 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.light import LightModel
 from lowq_cli.engine.sampling import check_finite
 from lowq_cli.engine.warm import warm_texts
+from lowq_cli.models import CausalModel
 from lowq_kernels.activations import check_act
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
@@ -46,9 +47,9 @@ class Report:
 
 @torch.inference_mode()
 def evaluate(
-    model: torch.nn.Module,
+    model: CausalModel,
     ids: torch.Tensor,
-    reference: torch.nn.Module | None = None,
+    reference: CausalModel | None = None,
     window: int = WINDOW,
     max_tokens: int | None = None,
     progress: Progress | None = None,
@@ -170,24 +171,24 @@ def _exp(x: float) -> float:
     return math.exp(x) if x < 700 else math.inf
 
 
-def _device(model: torch.nn.Module) -> torch.device:
+def _device(model: CausalModel) -> torch.device:
     return next(iter([*model.parameters(), *model.buffers()])).device
 
 
-def _vocabulary(model: Any) -> int:
+def _vocabulary(model: CausalModel) -> int:
     config = getattr(model, "config", None)
     config = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     return getattr(config, "vocab_size", 1 << 15)
 
 
-def warm_reading(model: Any, tokens: int, kv: str = PLAIN) -> None:
+def warm_reading(model: CausalModel, tokens: int, kv: str = PLAIN) -> None:
     """Compile what `logits_of` takes for so many tokens at a time, where that is known beforehand."""
     if isinstance(model, LightModel):
         decoder: Any = decoder_of(model, kv)  # the fused one: a model like this has no other
         warm_texts(model, decoder, tokens)
 
 
-def logits_of(model: Any, ids: torch.Tensor, kv: str = PLAIN) -> torch.Tensor:
+def logits_of(model: CausalModel, ids: torch.Tensor, kv: str = PLAIN) -> torch.Tensor:
     """Logits (B, T, V) at every place of whole texts (B, T), in the model's dtype; keys and values held as `kv` says."""
     ids = ids.to(_device(model))
     if kv == PLAIN:
@@ -196,7 +197,7 @@ def logits_of(model: Any, ids: torch.Tensor, kv: str = PLAIN) -> torch.Tensor:
     return decoder.logits(ids)
 
 
-def _log_probabilities(model: torch.nn.Module, part: torch.Tensor, device: torch.device, kv: str = PLAIN) -> torch.Tensor:
+def _log_probabilities(model: CausalModel, part: torch.Tensor, device: torch.device, kv: str = PLAIN) -> torch.Tensor:
     """(predicted tokens, vocabulary) fp32 log-probabilities of the next token, on `device`."""
     logits = logits_of(model, part, kv)[:, :-1].flatten(0, 1)
     check_finite(logits)

@@ -22,6 +22,7 @@ import torch
 
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.evaluate.perplexity import LOGITS_AT_ONCE, logits_of, warm_reading
+from lowq_cli.models import CausalModel, Tokenizer
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError, one_line
 
@@ -144,7 +145,7 @@ class Judge:
 
     rank, world_size = 0, 1  # what lm-eval asks besides
 
-    def __init__(self, model: Any, tokenizer: Any, answers: Answers, progress: Progress, kv: str = PLAIN) -> None:
+    def __init__(self, model: CausalModel, tokenizer: Tokenizer, answers: Answers, progress: Progress, kv: str = PLAIN) -> None:
         self.model, self.tokenizer, self.answers, self.progress, self.kv = model, tokenizer, answers, progress, kv
         self.limit = context_limit(model)
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

@@ -1,33 +1,18 @@
 """How the linear layers of a loaded model take their activations."""
 
-from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
-
-from torch import nn
+from typing import TypeVar
 
 from lowq_cli.hf.embedding import TiedHead
+from lowq_cli.models import CausalModel
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Act
 
-
-class Model(Protocol):
-    """A causal model, of transformers or `engine.light`."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Every module in it."""
-        ...
-
-    def get_output_embeddings(self) -> Any:
-        """Its head."""
-        ...
+AnyModel = TypeVar("AnyModel", bound=CausalModel)
 
 
-AnyModel = TypeVar("AnyModel", bound=Model)
-
-
-def quantized_linears(model: Model) -> list[QuantLinear | Fp8Linear]:
+def quantized_linears(model: CausalModel) -> list[QuantLinear | Fp8Linear]:
     """The packed and fp8 linear layers, but for the output head, whose rounding every logit would see."""
     head = model.get_output_embeddings()
     return [
@@ -48,7 +33,7 @@ def set_activations(model: AnyModel, act: Act) -> AnyModel:
     return model
 
 
-def modes(model: Model) -> list[Act]:
+def modes(model: CausalModel) -> list[Act]:
     """The modes that the model's layers take; just "none" where nothing is quantized."""
     layers = quantized_linears(model)
     if not layers:

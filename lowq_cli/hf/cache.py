@@ -6,11 +6,12 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from lowq_cli.models import CausalModel
 from lowq_kernels.decode.kv import decode, encode
 from lowq_packers.errors import UnsupportedError
 
 
-def static_cache(model: Any, slots: int) -> Any:
+def static_cache(model: CausalModel, slots: int) -> Any:
     """A cache of `slots` tokens, allocated by the first forward."""
     return StaticCache(config=model.config, max_cache_len=slots)
 
@@ -20,7 +21,7 @@ def state_of(cache: Any) -> list[torch.Tensor]:
     return [t for layer in cache.layers for t in vars(layer).values() if isinstance(t, torch.Tensor)]
 
 
-def coded_cache(model: Any, kind: str) -> Any:
+def coded_cache(model: CausalModel, kind: str) -> Any:
     """An empty cache whose keys and values are held as `decode.kv` says. Raises UnsupportedError for a model without any."""
     cache = DynamicCache(config=model.config)
     plain = [type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers]
