@@ -97,6 +97,8 @@ class ContinuousEngine:
         cache_tokens: tokens whose keys and values are held at most; None: as memory allows.
         deterministic: see above.
         kv: what keys and values are held in (`decode.kv.KINDS`).
+        reads: prompt tokens that will come in all, if that is known. Passes are then recorded as they are met, not before: 16
+            texts of 256 tokens of an 8B were decoded in 0.7 s after 3.3 s of preparing for 128 of any length.
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING.
     """
 
@@ -110,15 +112,16 @@ class ContinuousEngine:
         cache_tokens: int | None = None,
         deterministic: bool = False,
         kv: str = PLAIN,
+        reads: int | None = None,
     ) -> None:
-        self.reason = ""
+        self.reason, self._brief = "", reads is not None
         decoder = decoder_of(model, kv)
         assert isinstance(decoder, FusedDecoder)
         self.device, self.vocabulary = decoder.device, decoder.blocks.head.out_features
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
-        cache = make_cache(model, decoder, most, cache_tokens, deterministic)
+        cache = make_cache(model, decoder, most, cache_tokens, deterministic, reads)
         self.passes, rows = cache.passes, cache.passes.rows
         self.rows, self.special = rows, Special(rows, self.vocabulary, decoder.ops.choose_rows)
         self.schedule = Schedule(Pool(cache.blocks, BLOCK), most, self.passes.bucket, deterministic)
@@ -139,7 +142,7 @@ class ContinuousEngine:
         if self.device.type == "cuda":
             with torch.inference_mode():
                 self.rows.flush()
-                self.passes.record(done)
+                self.passes.record_when_met() if self._brief else self.passes.record(done)
                 self.reason = self.passes.reason
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)

@@ -75,7 +75,8 @@ def answer_all(
         return
     running = min(at_once or MOST[model.device.type], len(prompts), MOST_RUNNING)
     longest = sorted((len(p) + room + BLOCK for p, room in zip(prompts, rooms, strict=True)), reverse=True)
-    engine = ContinuousEngine(model, len(prompts), running, sum(longest[:running]), kv=kv)
+    held, reads = sum(longest[:running]), sum(map(len, prompts))
+    engine = ContinuousEngine(model, len(prompts), running, held, kv=kv, reads=reads)
     events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
     engine.start(events.put)
     try:

@@ -22,6 +22,7 @@ from lowq_packers.errors import DoesNotFitError
 NO_LIMIT = 32768  # tokens of a text whose model names no limit
 SHARE = {"cuda": 0.95, "cpu": 0.5}  # of the memory that is left
 BESIDE = 1 << 30  # bytes of a GPU: what recorded passes and libraries take besides
+LITTLE = 0.25  # of a GPU's free memory: a cache that takes no more leaves room for any pass, which then is not tried
 LEAST = 2  # blocks, nobody's among them
 
 
@@ -36,17 +37,19 @@ class Cache:
 
 
 @torch.inference_mode()
-def make_cache(model: Any, decoder: FusedDecoder, most: int, tokens: int | None, fixed: bool) -> Cache:
-    """A cache for `most` texts at once, of at most `tokens` tokens. Raises DoesNotFitError."""
+def make_cache(
+    model: Any, decoder: FusedDecoder, most: int, tokens: int | None, fixed: bool, reads: int | None = None
+) -> Cache:
+    """A cache for `most` texts at once, of at most `tokens` tokens; of prompts of `reads` in all. Raises DoesNotFitError."""
     device, layers = decoder.device, decoder.blocks.layers
     longest = context_limit(model) or NO_LIMIT
     block = sum(2 * layer.heads.HKV * BLOCK * kv.slot_bytes(decoder.kv, layer.heads.D, decoder.dtype) for layer in layers)
     wanted = min(tokens or most * longest, most * longest)
     try:
-        pace, room = None, memory.available_memory()
+        pace, room, blocks = None, memory.available_memory(), 1 + -(-wanted // BLOCK)
+        little = device.type == "cuda" and reads is not None and blocks * block <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
-            room, pace = _room(model, decoder, most, longest, fixed)
-        blocks = 1 + -(-wanted // BLOCK)
+            room, pace = (None, None) if little else _room(model, decoder, most, longest, fixed)
         if room is not None:
             blocks = min(blocks, int(room * SHARE[device.type]) // block)
         if blocks < LEAST:
@@ -54,6 +57,9 @@ def make_cache(model: Any, decoder: FusedDecoder, most: int, tokens: int | None,
         longest = min(longest, (blocks - 1) * BLOCK)
         passes = _passes(decoder, most, longest, blocks, fixed)
         passes.pace = pace or passes.pace
+        if little:
+            passes.rows.flush()
+            launch_all(launches(model, passes, reads), lambda n, of: None)
         return Cache(passes, blocks, longest, blocks * block)
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
@@ -81,9 +87,10 @@ def trial_passes(decoder: FusedDecoder, most: int, longest: int, fixed: bool) ->
     return passes
 
 
-def launches(model: Any, trial: Passes) -> list[Callable[[], object]]:
-    """One launch of each kernel that passes of every size take."""
-    rows = {M for _, M in trial.recorded()} | set(trial.totals)
+def launches(model: Any, trial: Passes, reads: int | None = None) -> list[Callable[[], object]]:
+    """One launch of each kernel that passes of every size take; of those that read `reads` prompt tokens in all."""
+    largest = next((t for t in trial.totals if reads is not None and t >= reads + trial.riding(trial.most)), trial.totals[-1])
+    rows = {*trial.sizes, *(t for t in trial.totals if t <= largest)}
     return [*products(model, trial.decoder, rows), *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,8 @@ class Passes:
         by_host = not all(experts.grouped(decoder.dtype) for experts in mixtures)
         self.most_recorded = min(RECORDED, FEW_TOKENS) if by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
+        self.pool: Any = None  # memory that all recordings share
+        self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
         self.reason = ""  # why passes are not recorded that should be
         self.pace = Pace(self.totals)
 
@@ -109,6 +112,10 @@ class Passes:
         return self._go(b, M, *self._describe(b, M - b, pieces, drawn))
 
     def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0) -> torch.Tensor | None:
+        if self.met is not None and (b, M) not in self.captured:
+            if (b, M) in self.met and (b, M) in self.recorded():
+                self._record(b, M)
+            self.met.add((b, M))
         recorded = self.captured.get((b, M))
         if recorded is None:
             return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles)
@@ -185,31 +192,41 @@ class Passes:
         rows the pass in which most step is measured: those in which fewer do take up to 10% less (8B on an H200), and to
         measure all 59 took 1.4 s.
         """
-        pool, keys = None, list(self.recorded())
+        keys = list(self.recorded())
         most = {M: b for b, M in keys if b != M}
         counters.reserve(len(keys) * COUNTERS, self.device)
         for i, (b, M) in enumerate(keys):
-            chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
-            place = None if chunk is None else upload(chunk, self.device)
-            made: list[torch.Tensor | None] = []
-
-            def step(b: int = b, M: int = M, place: torch.Tensor | None = place, n: int = n) -> None:
-                made.append(self.forward(b, M, place, n))  # noqa: B023 (called before the next one is defined)
-
-            try:
-                found = capture(step, pool)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as e:  # slower, and as right
-                self.reason = f"passes of {M} rows and more are not recorded: {one_line(e)}"
+            if not self._record(b, M):
                 return
-            pool = pool or found.graph.pool()
-            assert made[-1] is not None
-            found.logits = made[-1]
-            self.captured[b, M] = found, place
             if b in (M, most.get(M)):
                 self.measure(b, M)
             done(i + 1, len(keys))
+
+    def record_when_met(self) -> None:
+        """Record each size the second time that it comes: the first has launched its kernels. For few texts, once."""
+        counters.reserve(len(list(self.recorded())) * COUNTERS, self.device)
+        self.met, self.pool = set(), torch.cuda.graph_pool_handle()  # with a pool nothing is run before: rows are texts'
+
+    def _record(self, b: int, M: int) -> bool:
+        chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
+        place = None if chunk is None else upload(chunk, self.device)
+        made: list[torch.Tensor | None] = []
+
+        def step() -> None:
+            made.append(self.forward(b, M, place, n))
+
+        try:
+            found = capture(step, self.pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as e:  # slower, and as right
+            self.reason, self.met = f"passes of {M} rows and more are not recorded: {one_line(e)}", None
+            return False
+        self.pool = self.pool or found.graph.pool()
+        assert made[-1] is not None
+        found.logits = made[-1]
+        self.captured[b, M] = found, place
+        return True
 
     def measure(self, b: int, M: int) -> None:
         """Time a pass of nobody's, the second of two, for all of as many rows with prompts, or without."""

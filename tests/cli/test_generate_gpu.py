@@ -10,10 +10,13 @@ import torch
 from lowq_cli import demo
 from lowq_cli.engine import stream
 from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.expert_kinds import Kind
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
+from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.many import answer_all
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.layouts import pack
@@ -88,6 +91,22 @@ def test_recorded_and_launched_steps_give_the_same_tokens():
         for g in texts:
             list(g.pieces())
         assert texts[0].tokens == texts[1].tokens == texts[2].tokens
+
+
+def test_many_texts_by_passes_that_are_recorded_as_they_are_met(monkeypatch):
+    model, tokenizer = story(torch.float16)
+    truth, engines = story(torch.float32)[0], []
+    start = ContinuousEngine.start
+    monkeypatch.setattr(ContinuousEngine, "start", lambda self, *how: (engines.append(self), start(self, *how)))
+    asked = [tokenizer(" ".join(["The whale"] * n)).input_ids for n in (1, 2, 3, 40, 5, 90, 7, 2, 1, 30)]
+    answers = list(answer_all(model, tokenizer, asked, 50, Sampling(), at_once=4))
+    assert [len(a.tokens) for a in answers] == [50] * 10
+    assert all(agrees(truth, p, a.tokens) for p, a in zip(asked, answers, strict=True))
+    passes = engines[0].passes
+    assert passes.reason == ""
+    assert (4, 4) in passes.captured
+    assert set(passes.captured) <= passes.met
+    assert len(passes.captured) < len(list(passes.recorded()))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])

@@ -1,11 +1,17 @@
 """Many texts from many prompts: the texts of `stream`, one prompt after the other."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from asking import TOKENIZER, build, prompts
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.serving import many, passes
+from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.many import answer_all
+from lowq_cli.serving.schedule import buckets
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +52,42 @@ def test_no_tokens_and_seeds(model):
     assert len({tuple(tokens) for _, tokens, _ in drawn}) == 3
     assert together(model, [asked[0]] * 3, 12, how, at_once=1) == drawn
     assert together(model, [asked[0]] * 2, 12, Sampling(temperature=1.0, seed=6)) == drawn[1:]
+
+
+def test_passes_are_recorded_the_second_time_that_they_come(model, monkeypatch):
+    """On a GPU; here what is recorded is the function itself, and its logits lie where they lay when it was recorded."""
+    made, recorded, replayed = [], [], []
+
+    class Late(ContinuousEngine):
+        def __init__(self, *args, reads, **how):
+            super().__init__(*args, **how)
+            p = self.passes
+            assert reads == 3 * 20
+            p.padded, p.sizes, p.met, p.pool = True, list(buckets(p.most)), set(), object()
+            made.append(p)
+
+    def capture(step, pool):
+        assert pool is not None  # else `graph.capture` would run the step, and so move the texts on
+        forward, logits = made[0].forward, []
+        monkeypatch.setattr(
+            made[0], "forward", lambda *what: logits.append(torch.empty(0)) or recorded.append(what) or logits[0]
+        )
+        step()
+        monkeypatch.setattr(made[0], "forward", forward)
+        what = recorded[-1]
+
+        def replay():
+            new = forward(*what)
+            logits[0].resize_(new.shape).copy_(new)
+            replayed.append(what[:2])
+
+        return SimpleNamespace(replay=replay, graph=None, logits=None)
+
+    monkeypatch.setattr(many, "ContinuousEngine", Late)
+    monkeypatch.setattr(passes, "capture", capture)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    asked = prompts(20, 20, 20)
+    wanted = alone(model, asked, max_new_tokens=30)
+    assert together(model, asked, 30, at_once=2) == wanted
+    assert len(recorded) == len(made[0].captured) < len(made[0].met)
+    assert len(replayed) > 30
