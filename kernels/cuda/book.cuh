@@ -12,7 +12,8 @@
 #pragma once
 #include "tile.cuh"
 
-enum { E2M1 = 4, BOOK = 5, SCALES_E4M3 = 16, SCALES_E8M0 = 32 };  // FORM: one of the first, and perhaps one of the others
+// FORM: one of the first four, and perhaps one of the others. The third and fourth: as bytes, split_int8.cuh.
+enum { E2M1 = 4, BOOK = 5, E2M1_PLANES = 6, BOOK_PLANES = 7, SCALES_E4M3 = 16, SCALES_E8M0 = 32 };
 constexpr bool of_table(int form) { return (form & 15) >= E2M1; }
 constexpr bool of_bytes(int form) { return form >= SCALES_E4M3; }
 
@@ -24,17 +25,23 @@ __device__ __forceinline__ float2 byte_scales(u32 v) {
     return make_float2(__uint_as_float((v & 0xff) << 20) * power, __uint_as_float((v >> 8 & 0xff) << 20) * power);
 }
 
+__device__ __forceinline__ u32 either_of(u32 a, u32 b, u32 mask) {  // one LOP3, which C++ makes two of
+    u32 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xa8;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
+    return d;
+}
 template <int T> constexpr float E2M1_UNIT = T == FP16 ? 16384.f : 1.f;  // what e2m1 leaves to `unit`
 template <int T>  // register j of fragment f, e2m1 times 2^-14 (fp16) or 2^-126 (bf16)
 __device__ __forceinline__ u32 small_e2m1(u32 word, int f) {
-    const int to = (T == FP16 ? 9 : 6) - 4 * f;
-    if (to >= 0) {  // one multiplication moves both; fp16: 9 c - 8 has the sign at its bit 6, c below (0: -0); bit 16 is lent to the low half
-        const u32 code = word & 0xf000fu << 4 * f;
-        if constexpr (T == FP16) return code * (9u << (to & 31)) + ((1u << 16) - (8u << 9) - (8u << 25)) & 0x8e008e00u;
-        else return code * (65u << (to & 31)) & 0x81c081c0u;
+    if constexpr (T == FP16) {  // its top byte holds all: three instructions make those of two fragments, 10 a word of eight codes
+        // 18 c - 16 has the sign at bit 7 and c at 3..1 (0: -0, lending from the byte above, which + 1 pays)
+        const u32 codes = word & 0x0f0f0f0fu << f % 2 * 4;
+        const u32 tops = f % 2 ? either_of(codes, codes >> 3, 0x8e8e8e8eu) : codes * 18 + 0xf0f0f0f1u & 0x8e8e8e8eu;
+        return __byte_perm(tops, 0, f / 2 ? 0x3414 : 0x2404);
     }
-    const u32 magnitude = word >> (-to & 31) & (T == FP16 ? 0x0e000e00u : 0x01c001c0u);
-    return (word << (12 - 4 * f) & 0x80008000u) | magnitude;
+    const int to = 6 - 4 * f;
+    if (to >= 0) return (word & 0xf000fu << 4 * f) * (65u << (to & 31)) & 0x81c081c0u;  // one multiplication moves both
+    return (word << (12 - 4 * f) & 0x80008000u) | (word >> (-to & 31) & 0x01c001c0u);
 }
 template <int T>  // the same times 2^-14 (fp16) or as it is (bf16)
 __device__ __forceinline__ u32 e2m1(u32 word, int f) {

@@ -466,13 +466,17 @@ inline void add_rn_f16x2(u32& d, u32 a, u32 b) { fma_rn_f16x2(d, a, 0x3c003c00u,
 inline void cvt_rn_f16x2_f32(u32& d, float hi, float lo) { d = (u32)to_f16(hi) << 16 | to_f16(lo); }
 inline void cvt_rn_bf16x2_f32(u32& d, float hi, float lo) { d = (u32)to_bf16(hi) << 16 | to_bf16(lo); }
 inline void mov_b32(u16& lo, u16& hi, u32 v) { lo = (u16)v, hi = (u16)(v >> 16); }
+inline void mov_b32(u32& v, u16 lo, u16 hi) { v = (u32)hi << 16 | lo; }
 inline void cvt_f32_f16(float& f, u16 v) { f = f16(v); }
 inline void ex2_approx_ftz_f32(float& e, float v) { e = std::exp2(v); }
 inline void rsqrt_approx_f32(float& r, float v) { r = 1 / std::sqrt(v); }
-inline void prmt_b32(u32& d, u32 a, u32 b, u32 which) {
+inline void prmt_b32(u32& d, u32 a, u32 b, u32 which) {  // a selector's top bit: the byte's sign, eight times
     const uint64_t both = (uint64_t)b << 32 | a;
     d = 0;
-    for (int i = 0; i < 4; i++) d |= (u32)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    for (int i = 0; i < 4; i++) {
+        const u32 byte = (u32)(both >> 8 * (which >> 4 * i & 7) & 255);
+        d |= (which >> 4 * i & 8 ? byte & 128 ? 255u : 0u : byte) << 8 * i;
+    }
 }
 inline void dp4a_u32_s32(int& d, u32 a, u32 b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(a >> 8 * i & 255) * (int)(int8_t)(b >> 8 * i);

@@ -53,6 +53,26 @@ def test_tile_mma(bits):
         clean("tile_mma.cu", expression, arch)
 
 
+TABLES = [(4, 16, "e2m1/e4m3"), (4, 32, "e2m1/e8m0"), (4, 64, "nf4"), (3, 64, "fitted"), (2, 128, "fitted")]
+
+
+@pytest.mark.parametrize("scheme", TABLES)
+def test_tile_mma_of_tables(scheme):
+    """Every other config with one row or two, or with some: planes are what spilled with one table in registers a row tile."""
+    s, taken = Scheme.of(*scheme), 0
+    for i, config in enumerate(tile_mma.CONFIGS[s.group_size // 16 % 2 :: 2]):
+        dtype = DTYPES[i // 2 % 2]
+        for M in (1 + i % 2, 8, 16):
+            call = Call(M, 4096, 4096, s, "tile", dtype, "cuda", (9, 0))
+            if tile_mma._config_refuse(call, config) is None:
+                cut = tile_mma.plan(call, config)
+                facts = (s, 4096, dtype, config, cut.M_TILES, cut.copies, gpu.HOPPER.sms)
+                clean("tile_mma.cu", tile_mma.expression(*facts), (*ARCHS, "sm_100a")[i % 4])
+                taken += 1
+                break
+    assert taken > 10
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_tile_wgmma(bits):
     """Every other config, groups that are regular, irregular, a row; no more registers than the entry allows."""
@@ -63,9 +83,7 @@ def test_tile_wgmma(bits):
             assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
 
 
-@pytest.mark.parametrize(
-    "scheme", [(4, 16, "e2m1/e4m3"), (4, 32, "e2m1/e8m0"), (4, 64, "nf4"), (3, 64, "fitted"), (2, 128, "fitted")]
-)
+@pytest.mark.parametrize("scheme", TABLES)
 def test_tile_wgmma_of_tables(scheme):
     """Every third config, and the widest tiles, whose sums leave the fewest registers."""
     s = Scheme.of(*scheme)

@@ -8,11 +8,14 @@
 //         2 e + h are fragment (place + PLACES * h), k = 16 * fragment + 2 * quad + e: x is stored in that order.
 // rounds  Eight columns are four pairs: 4 / ROWS spans that share a flush; a lane has one pair, so one scale and zero and one
 //         fp32 sum of each row of W. Columns of other spans are zero for a chunk: they are cleared once and never written.
+// tables  Four codes of a word's half (four fragments, one k of a pair) are the selectors of two `prmt`, each among eight bytes below
+//         128: a selector's top bit makes `prmt` repeat a byte's sign, 0, so the half that a code is not of adds nothing: 9
+//         instructions for eight codes. e2m1 is one plane, of 2 * e2m1 + 12; any other table two, the high and the low 7 bits of 14.
 // zeros   sum(x') of a span is known as x is stored, so sum(code * x') - zero * sum(x') cancels as it should.
 // Cost    16 x 128 weights: 16 LOP3, 4 mma, 3 doublings and, shared by four groups, 5 instructions of scales; x: 33 for 128 k.
 // Spans   that hold inf or nan, and sums past fp32, end as no finite number; such a y is computed once more, one by one.
 #pragma once
-#include "tile.cuh"
+#include "book.cuh"
 
 __device__ __forceinline__ u32 load4_written(const u16* p) {  // as load2 of fold.cuh: not by way of L1
     u32 v;
@@ -56,9 +59,35 @@ __device__ __forceinline__ u32 fields_of_four(const u32 (&w)[Tile<3>::REGS], int
     return odd ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
 }
 
-// sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan.
-template <int BITS, int T, int GROUP>
-__device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const u16* x, int r, int K) {
+constexpr int planes_of(int form) {  // of a code's value
+    return (form & 15) == BOOK_PLANES ? 2 : 1;
+}
+template <int FORM, int BITS>  // what a code's value is less than the planes' number
+__device__ __forceinline__ constexpr float zero_of_planes() {
+    return (FORM & 15) == E2M1_PLANES ? 12.f : (FORM & 15) == BOOK_PLANES ? 8192.f : mid<BITS>();
+}
+__device__ __forceinline__ float twice_e2m1(u32 code) {
+    const float v = code & 6 ? (float)((2 | code & 1) << (code >> 1 & 3) >> 1) : (float)(code & 1);
+    return code & 8 ? -v : v;
+}
+
+// 16 floats as the numbers 8192 + 8191 / (the largest of them) times each: a plane of high and one of low 7 bits, by a whole warp; the
+// largest over 8191.
+__device__ __forceinline__ float make_planes(const float* values, unsigned char* planes, int lane) {
+    const float value = values[lane & 15];
+    float most = fabsf(value);
+#pragma unroll
+    for (int d = 8; d; d /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+    most = fmaxf(most, 1e-30f);
+    const int number = (int)rintf(value * (8191.f / most)) + 8192;
+    if (lane < 16) planes[lane] = (unsigned char)(number >> 7), planes[16 + lane] = (unsigned char)(number & 127);
+    return most * (1.f / 8191.f);
+}
+
+// sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan. own: the
+// table; unit: of e2m1, what twice its value is multiplied by.
+template <int BITS, int T, int GROUP, int FORM>
+__device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const float* own, float unit, const u16* x, int r, int K) {
     using L = Tile<BITS>;
     float sum = 0.f;
     for (int k = 0; k < K; k++) {
@@ -67,31 +96,42 @@ __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, c
         const u32* chunk = tile + (size_t)(k / L::CHUNK) * L::WORDS;
         u32 code = chunk[lane * 4 + j] >> (16 * e + f * (BITS == 3 ? 2 : BITS)) & (BITS == 3 ? 3 : (1 << BITS) - 1);
         if (BITS == 3) code |= (chunk[128 + lane * 2 + j / 2] >> (16 * e + 2 * f + j % 2) & 1) << 2;
-        const float zero = zeros ? to_floats<T>(zeros[meta]).x : mid<BITS>();
+        float value, scale;
+        if constexpr ((FORM & 15) == E2M1_PLANES) value = twice_e2m1(code) * unit;
+        else if constexpr ((FORM & 15) == BOOK_PLANES) value = own[code];
+        else value = (float)code - (zeros ? to_floats<T>(zeros[meta]).x : mid<BITS>());
+        if constexpr (of_bytes(FORM)) scale = byte_scales<FORM>(((const unsigned char*)scales)[meta]).x;
+        else scale = to_floats<T>(scales[meta]).x;
         const u32 both = load4_written(x + k / 2 * 2);
-        sum += to_floats<T>(k % 2 ? both >> 16 : both).x * (((float)code - zero) * to_floats<T>(scales[meta]).x);
+        sum += to_floats<T>(k % 2 ? both >> 16 : both).x * (value * scale);
     }
     return sum;
 }
 
-template <int BITS, int T, int GROUP, int ROWS, int BLOCK_K>
+template <int BITS, int T, int GROUP, int ROWS, int BLOCK_K, int FORM = 0>
 struct Int8Planes {
     using L = Tile<BITS>;
+    static constexpr bool TABLE = of_table(FORM);
+    static constexpr int PARTS = planes_of(FORM);
     static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = BLOCK_K / SPAN;  // of a step
     static constexpr int CHUNKS = BLOCK_K / L::CHUNK, PLACES = L::FRAGS / 2;  // PLACES: mma of a chunk
     static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;  // spans, chunks of a round
     static constexpr bool SPLIT = SPAN < L::CHUNK;  // the two fragments of a byte pair lie in two spans
     static constexpr int ROW = 288;  // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
     static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * BLOCK_K * 2;
-    static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = 8 - FIELD;  // sums come times 2^SHIFT
-    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 32, "a chunk's spans are of one round");
+    static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = TABLE ? 0 : 8 - FIELD;  // sums come times 2^SHIFT
+    static constexpr int BESIDE = smaller(SPAN / 16, 4);  // TABLE: fragments of a span whose codes are one register's bytes
+    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= (TABLE ? 16 : 32), "a chunk's spans are of one round");
 
     // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
-    // turns 16 k at once, or 8 where that takes all lanes: SPLIT of one fragment, else of two, so that it has whole words of B.
-    static constexpr int VALUES = ROWS * BLOCK_K <= 256 ? 8 : 16, EVERY = BLOCK_K / VALUES;  // EVERY: tasks of a row
+    // turns 16 k at once, or 8 where that takes all lanes: TABLE of BESIDE fragments, else SPLIT of one, else of two, so that it has
+    // whole words of B.
+    static constexpr int VALUES = ROWS * BLOCK_K <= 256 && !(TABLE && BESIDE == 4) ? 8 : 16, EVERY = BLOCK_K / VALUES;  // EVERY: tasks of a row
     static constexpr int TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
-    static constexpr int PAIRS = SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
-    static constexpr int offset(int load) { return 8 * (load % 2) + (SPLIT ? 4 : 16 * PLACES) * (load / 2); }  // in k
+    static constexpr int QUADS = VALUES / 4 / BESIDE;  // TABLE: of a task
+    static constexpr int PAIRS = TABLE ? smaller(QUADS, 2) : SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
+    static constexpr int APART = TABLE ? (BESIDE == 1 ? 4 : 16) : SPLIT ? 4 : 16 * PLACES;
+    static constexpr int offset(int load) { return 8 * (load % 2) + APART * (load / 2); }  // in k
     const u16* from;
     int K;
     u32 b_at, sums_at, x_at, read_at[AT_ONCE], write_at[AT_ONCE], unit_at[AT_ONCE];  // of this lane
@@ -111,9 +151,14 @@ struct Int8Planes {
             const int fragments = mine * VALUES / 16, chunk = mine * VALUES / L::CHUNK, span = mine * VALUES / SPAN;
             const int place = SPLIT ? fragments % PLACES : mine * VALUES % L::CHUNK / 32;
             const int part = SPLIT ? mine * VALUES % 16 / 8 : mine * VALUES % 32 / VALUES * PAIRS;  // SPLIT: half; else quad
-            const int k = SPLIT ? fragments * 16 + part * 4 : chunk * L::CHUNK + 16 * place + part * 2;
-            read_at[i] = at + X + (row * BLOCK_K + k) * 2;
+            int k = SPLIT ? fragments * 16 + part * 4 : chunk * L::CHUNK + 16 * place + part * 2;
             write_at[i] = at + (chunk * PLACES + place) * ROW + (row * EACH + span % EACH) * 64 + part * (SPLIT ? 16 : 8);
+            if constexpr (TABLE) {
+                const int tasks = 16 * BESIDE / VALUES, quad = mine % tasks * QUADS;
+                k = mine / tasks * 16 * BESIDE + quad * 2;
+                write_at[i] = at + chunk * PLACES * ROW + (row * EACH + span % EACH) * 64 + quad * 8;
+            }
+            read_at[i] = at + X + (row * BLOCK_K + k) * 2;
             unit_at[i] = at + UNITS + (row * SPANS + span) * 8;
             asm volatile("" : "+r"(read_at[i]), "+r"(write_at[i]), "+r"(unit_at[i]));
         }
@@ -166,7 +211,31 @@ struct Int8Planes {
                 const u32 unit = e == 255 ? 0x7fffffffu : (e - SPLIT_HEAD) << 23, total = __float_as_uint((float)(int)sum * (1 << SHIFT));
                 store2(unit_at[n], unit, total);
             }
-            if constexpr (SPLIT) {
+            if constexpr (TABLE) {
+                const int f = mine * VALUES / (16 * BESIDE) * BESIDE % 4;  // of the chunk
+                const u32 here = BESIDE == 4 ? 0xffffffffu : BESIDE == 2 ? 0xffffu << 8 * f : 0xffu << 8 * f;
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+#pragma unroll
+                    for (int a = 0; a < QUADS; a += 2) {
+                        u32 low[4], high[4];
+#pragma unroll
+                        for (int i = 0; i < 2 * smaller(QUADS, 2); i++) {  // (quad, register of B)
+                            const int q = i / 2, r = i % 2;
+                            if constexpr (BESIDE == 4) {
+                                const u32 even[2] = {t[r][0][e], t[4 % LOADS + r][0][e]}, odd[2] = {t[2 % LOADS + r][0][e], t[6 % LOADS + r][0][e]};
+                                split_int8(even, odd, low[i], high[i]);
+                            } else {
+                                const u32 one = t[BESIDE == 2 ? r : a + r][q][e], other = BESIDE == 2 ? t[2 % LOADS + r][q][e] : one;
+                                low[i] = (__byte_perm(one, other, 0x4040) ^ 0x80808080u) & here;
+                                high[i] = __byte_perm(one, other, 0x5151) & here;
+                            }
+                        }
+                        const u32 to = write_at[n] + e * ROW + a * 8;
+                        if constexpr (QUADS > 1) store4(to, high), store4(to + 32, low);
+                        else store2(to, high[0], high[1]), store2(to + 32, low[0], low[1]);
+                    }
+            } else if constexpr (SPLIT) {
                 const u32 here = mine * VALUES / 16 / PLACES % 2 ? 0xff00ff00u : 0x00ff00ffu;
 #pragma unroll
                 for (int a = 0; a < LOADS / 2; a++) {
@@ -191,6 +260,11 @@ struct Int8Planes {
     static __device__ __forceinline__ void load2(u32& a, u32& b, u32 from) {
         asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(from) : "memory");
     }
+    static __device__ __forceinline__ uint4 read16(u32 from) {
+        uint4 v;
+        asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+        return v;
+    }
     static __device__ __forceinline__ void store2(u32 to, u32 a, u32 b) {
         asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(to), "r"(a), "r"(b) : "memory");
     }
@@ -211,10 +285,16 @@ struct Int8Planes {
         return make_float2(__uint_as_float(unit), __uint_as_float(sum));
     }
 
-    // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile.
+    // 2^SHIFT * sum(code * x') of this lane's span of a round, of rows r and r + 8 of each tile; books: TABLE's bytes of each tile.
     template <int ROW_TILES>
-    __device__ __forceinline__ void products(const u32 (&w)[ROW_TILES][CHUNKS][L::REGS], int round, float2 (&sums)[ROW_TILES]) const {
-        int d[ROW_TILES][4];
+    __device__ __forceinline__ void products(const u32 (&w)[ROW_TILES][CHUNKS][L::REGS], int round, const uint4 (*books)[2],
+                                             float2 (&sums)[ROW_TILES]) const {
+        int d[ROW_TILES][PARTS][4];
+        uint4 own[ROW_TILES][PARTS];  // read anew for each round: kept, they cost 8 registers a tile, which spilled
+#pragma unroll
+        for (int t = 0; t < (PARTS == 1 ? 0 : ROW_TILES); t++)
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) own[t][part] = read16(shared_address(&books[t][part]));
 #pragma unroll
         for (int place = 0; place < PLACES; place++)
 #pragma unroll
@@ -223,20 +303,31 @@ struct Int8Planes {
                 u32 b0, b1;
                 load2(b0, b1, b_at + (chunk * PLACES + place) * ROW);
 #pragma unroll
-                for (int t = 0; t < ROW_TILES; t++) {
-                    u32 a[4];
-                    operand(w[t][chunk], place, a);
-                    if (place == 0 && i == 0) {
-                        mma_bytes(d[t], a, b0, b1, 0, 0, 0, 0);
-                        continue;
+                for (int t = 0; t < ROW_TILES; t++)
+#pragma unroll
+                    for (int part = 0; part < PARTS; part++) {
+                        u32 a[4];
+                        if constexpr (!TABLE) operand(w[t][chunk], place, a);
+                        else look_up(w[t][chunk], place, PARTS == 1 ? twelve_and_twice_e2m1() : own[t][part], a);
+                        int(&sum)[4] = d[t][part];
+                        if (place == 0 && i == 0) {
+                            mma_bytes(sum, a, b0, b1, 0, 0, 0, 0);
+                            continue;
+                        }
+                        const int up = !TABLE && i == 0 && (BITS != 3 || place == 2) ? 1 << FIELD : 1;
+                        mma_bytes(sum, a, b0, b1, sum[0] * up, sum[1] * up, sum[2] * up, sum[3] * up);
                     }
-                    const int up = i == 0 && (BITS != 3 || place == 2) ? 1 << FIELD : 1;
-                    mma_bytes(d[t], a, b0, b1, d[t][0] * up, d[t][1] * up, d[t][2] * up, d[t][3] * up);
-                }
             }
 #pragma unroll
-        for (int t = 0; t < ROW_TILES; t++) sums[t] = make_float2((float)(256 * d[t][0] + d[t][1]), (float)(256 * d[t][2] + d[t][3]));
+        for (int t = 0; t < ROW_TILES; t++) {
+            sums[t] = both_rows(d[t][0]);
+            if constexpr (PARTS == 2) {
+                const float2 low = both_rows(d[t][1]);
+                sums[t] = make_float2(__fmaf_rn(128.f, sums[t].x, low.x), __fmaf_rn(128.f, sums[t].y, low.y));
+            }
+        }
     }
+    static __device__ __forceinline__ float2 both_rows(const int (&d)[4]) { return make_float2((float)(256 * d[0] + d[1]), (float)(256 * d[2] + d[3])); }
     static __device__ __forceinline__ void operand(const u32 (&w)[L::REGS], int place, u32 (&a)[4]) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -247,4 +338,18 @@ struct Int8Planes {
             }
         }
     }
+    // The bytes of the codes in half `place` of a word: of each fragment of a chunk one.
+    static __device__ __forceinline__ void look_up(const u32 (&w)[L::REGS], int place, const uint4& bytes, u32 (&a)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const u32 codes = w[j] >> 16 * place, others = (w[j] ^ 0x88888888u) >> 16 * place;
+            a[j] = prmt(bytes.x, bytes.y, codes) + prmt(bytes.z, bytes.w, others);
+        }
+    }
+    static __device__ __forceinline__ u32 prmt(u32 a, u32 b, u32 selectors) {  // __byte_perm takes a selector's top bit off
+        u32 d;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selectors));
+        return d;
+    }
+    static __device__ __forceinline__ uint4 twelve_and_twice_e2m1() { return make_uint4(0x0f0e0d0cu, 0x18141210u, 0x090a0b0cu, 0x00040608u); }
 };

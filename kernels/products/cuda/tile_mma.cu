@@ -12,14 +12,14 @@
 //         such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, M_TILES one or two rows
 //         of x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
 //         E2M1, BOOK: values from a table, book.cuh, as they are; `zeros` then points to the tables, or their factors, in fp32:
-//         one for every table_rows rows of W. With SCALES_E4M3 or SCALES_E8M0 scales are bytes.
+//         one for every table_rows rows of W. With SCALES_E4M3 or SCALES_E8M0 scales are bytes. E2M1_PLANES and BOOK_PLANES (4
+//         bits) are INT8_PLANES of such values.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
 // Source  own; the fragment-ordered layout is Marlin's idea, y^T = W x^T Machete's.
 #include "split_int8.cuh"
 #include "fold.cuh"
-#include "book.cuh"
 
 enum { MAGIC = 0, EXACT = 1, INT8_PLANES = 2 };
 
@@ -54,6 +54,16 @@ __device__ __forceinline__ u32 twice(u32 v) {
     asm("prmt.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(v), "n"(WHICH));
     return d;
 }
+__device__ __forceinline__ u32 low_twice(u32 v) {  // as `twice`, in words that become part of the instruction that takes it
+    u32 d;
+    asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {lo, lo};}" : "=r"(d) : "r"(v));
+    return d;
+}
+__device__ __forceinline__ u32 high_twice(u32 v) {
+    u32 d;
+    asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {hi, hi};}" : "=r"(d) : "r"(v));
+    return d;
+}
 template <int BITS>  // a lane's words of a chunk; at: the chunk's start and 16 bytes for each lane
 __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32* at, int lane) {
     load16_once(w[0], w[1], w[2], w[3], at);
@@ -70,28 +80,33 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int CHUNKS = BLOCK_K / L::CHUNK, FRAGS = BLOCK_K / 16;
-    constexpr int FG = gcd(gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
+    constexpr bool SCALED = (FORM & 15) == E2M1 && ((FORM & SCALES_E4M3) || (T == BF16 && of_bytes(FORM)));  // values by scales, exact as halves
+    constexpr int FG = gcd(gcd(GROUP && !SCALED ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
-    using D = Int8Planes<BITS, T, FORM == INT8_PLANES ? GROUP : 0, FORM == INT8_PLANES ? M_TILES : 1, BLOCK_K>;
+    constexpr bool TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
+    constexpr bool PLANES = FORM == INT8_PLANES || (FORM & 15) == E2M1_PLANES || (FORM & 15) == BOOK_PLANES;
+    using D = Int8Planes<BITS, T, PLANES ? GROUP : 0, PLANES ? M_TILES : 1, BLOCK_K, PLANES ? FORM : 0>;
     constexpr int GROUPS = GROUP == 0 || GROUP % BLOCK_K == 0 ? 1 : BLOCK_K / gcd(GROUP, BLOCK_K);  // that a step meets
-    constexpr int METAS = FORM == INT8_PLANES ? D::ROUNDS : GROUPS;  // scales of a lane, a step and a tile
+    constexpr int METAS = PLANES ? D::ROUNDS : GROUPS;  // scales of a lane, a step and a tile
+    using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
     constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;  // flushes that share a group
-    constexpr bool STRIDES = FORM != INT8_PLANES && GROUP && BLOCK_K % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
+    constexpr bool STRIDES = !PLANES && GROUP && BLOCK_K % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
     constexpr int X_ROW = BLOCK_K * 2 + 16;  // bytes; not a multiple of 128, so that ldmatrix meets no bank conflict
-    constexpr int SUMS = FORM == INT8_PLANES ? 2 : 4, MS = FORM == INT8_PLANES ? 1 : M_TILES;  // planes: rows of x are lanes
+    constexpr int SUMS = PLANES ? 2 : 4, MS = PLANES ? 1 : M_TILES;  // planes: rows of x are lanes
     constexpr int E = ROW_TILES * MS * SUMS * 32;  // fp32 sums of a warp: [t][m][register][lane]
     extern __shared__ float4 shared[];
     __shared__ float factor[M_TILES * 8];
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
-    constexpr bool TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
-    constexpr int BOOKS = BOOKED ? ROW_TILES : 1;
+    constexpr bool WITH_BOOKS = BOOKED || (FORM & 15) == BOOK_PLANES;
+    constexpr int BOOKS = WITH_BOOKS ? ROW_TILES : 1;
     __shared__ float unit[ROW_TILES];
     __shared__ uint4 books[BOOKS][2];
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2;
     const int m0 = blockIdx.y * block_rows, rows = smaller(M - m0, block_rows);
     auto tile = [&](int t) { return tile_of<FOLD, ROW_TILES>(blockIdx.x, t, N); };
+    auto own_table = [&](int row) { return (const float*)zeros + (size_t)(row / table_rows) * (WITH_BOOKS ? 1 << BITS : 1); };
     const int steps = (chunks + CHUNKS - 1) / CHUNKS;
     next_grid_launch();
 
@@ -100,15 +115,16 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     // registers. Each asm keeps ptxas from working one out anew for each step.
     u32 w_at[ROW_TILES], meta_at[ROW_TILES];
 #pragma unroll
-    for (int t = 0; t < (FORM == INT8_PLANES ? 0 : ROW_TILES); t++) {
+    for (int t = 0; t < (PLANES ? 0 : ROW_TILES); t++) {
         w_at[t] = tile(t) * chunks * (L::WORDS / 4) + lane, meta_at[t] = tile(t) * groups * 8 + r;
         asm volatile("" : "+r"(w_at[t]), "+r"(meta_at[t]));
     }
     // INT8_PLANES: of the first tile, and the others a fixed distance away: 6 registers less at ROW_TILES = 2, so two blocks of 16 warps an SM
-    const size_t first_meta = (size_t)tile(0) * groups * 16 + 2 * r;
+    constexpr int META = of_bytes(FORM) ? 8 : 16;  // u16 of a tile's group
+    const size_t first_meta = (size_t)tile(0) * groups * META + META / 8 * r;
     const u32* first_w = words + ((size_t)tile(0) * chunks + warp * CHUNKS) * L::WORDS + 4 * lane;
     const u16 *first_scale = scales + first_meta, *first_zero = zeros + first_meta;
-    if (FORM == INT8_PLANES) asm volatile("" : "+l"(first_scale), "+l"(first_zero));
+    if (PLANES) asm volatile("" : "+l"(first_scale), "+l"(first_zero));
     u32 w[STEPS_IN_FLIGHT][ROW_TILES][CHUNKS][L::REGS], scale[STEPS_IN_FLIGHT][ROW_TILES][METAS], zero[STEPS_IN_FLIGHT][ROW_TILES][METAS];
     auto load_planes_weights = [&](int u, int s) {  // and step on
 #pragma unroll
@@ -120,14 +136,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
             for (int i = 0; i < METAS; i++) {
                 const int g = D::group(s * BLOCK_K, i, groups);
-                scale[u][t][i] = load4(first_scale + away * groups * 16 + g * 16);
+                scale[u][t][i] = load_scales<FORM>(first_scale + away * groups * META + g * META, 0);
                 if (ZEROS) zero[u][t][i] = load4(first_zero + away * groups * 16 + g * 16);
             }
         }
         first_w += WARPS * CHUNKS * L::WORDS;
     };
     auto load_weights = [&](int u, u32 s) {
-        if constexpr (FORM == INT8_PLANES) return load_planes_weights(u, s);
+        if constexpr (PLANES) return load_planes_weights(u, s);
         asm volatile("" : "+r"(s));
 #pragma unroll
         for (int t = 0; t < ROW_TILES; t++) {
@@ -150,15 +166,15 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     if (both && warp + WARPS < steps) load_weights(STEPS_IN_FLIGHT - 1, warp + WARPS);
 
     // x: lanes take AT_ONCE rows, 16 bytes each, at once, so that a lane's copies of a row are a fixed distance apart
-    constexpr int GRANULES = BLOCK_K / 8, SLOT_ROWS = FORM == INT8_PLANES ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
+    constexpr int GRANULES = BLOCK_K / 8, SLOT_ROWS = PLANES ? 1 : X_COPIES * 32 / GRANULES, SLOT = SLOT_ROWS * X_ROW;
     constexpr int AT_ONCE = SLOT_ROWS < 4 ? SLOT_ROWS : 4, POINTERS = SLOT_ROWS / AT_ONCE, ALONG = X_COPIES / POINTERS;
     const int x_k = lane % (32 / AT_ONCE) * 8, x_row = lane / (32 / AT_ONCE);
     const u32 ring = shared_address(shared) + warp * STEPS_IN_FLIGHT * SLOT;
     u32 x_to = ring + x_row * X_ROW + x_k * 2;
-    if (FORM != INT8_PLANES) asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
+    if (!PLANES) asm volatile("" : "+r"(x_to));  // else ptxas makes it anew for each step
     u32 x_from[POINTERS];  // rows past the last repeat it: those columns are never stored
 #pragma unroll
-    for (int i = 0; i < (FORM == INT8_PLANES ? 0 : POINTERS); i++) {
+    for (int i = 0; i < (PLANES ? 0 : POINTERS); i++) {
         x_from[i] = (m0 + smaller(x_row + i * AT_ONCE, rows - 1)) * (K / 8) + x_k / 8;
         asm volatile("" : "+r"(x_from[i]));
     }
@@ -194,10 +210,11 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     if constexpr (TABLE) {
         for (int t = warp; t < ROW_TILES; t += WARPS) {
             const int row = smaller(tile(t) * 16, N - 1);
-            const float* own = (const float*)zeros + (size_t)(row / table_rows) * (BOOKED ? 1 << BITS : 1);
+            const float* own = own_table(row);
             float by;
             if constexpr (BOOKED) by = make_book<BITS, T>(own, (unsigned char*)books[t], lane);
-            else by = (zeros ? *own : 1.f) * E2M1_UNIT<T>;
+            else if constexpr (WITH_BOOKS) by = make_planes(own, (unsigned char*)books[t], lane);
+            else by = (zeros ? *own : 1.f) * (PLANES ? 0.5f : SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
             if (lane == 0) unit[t] = by;
         }
         __syncthreads();
@@ -205,18 +222,18 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     u32 x_at[M_TILES];  // ldmatrix: this lane's row
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) x_at[m] = ring + smaller(m * 8 + (lane & 7), SLOT_ROWS - 1) * X_ROW + (lane >> 3) * 16;
-    const D planes(FORM == INT8_PLANES, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
+    const D planes(PLANES, shared_address(shared) + warp * D::BYTES, x + (size_t)m0 * K, K);
     previous_grid_wait();
     constexpr int OUT = FOLD & GATED ? ROW_TILES * 8 : ROW_TILES * 16;
-    const int x_bytes = WARPS * (FORM == INT8_PLANES ? D::BYTES : STEPS_IN_FLIGHT * SLOT);
+    const int x_bytes = WARPS * (PLANES ? D::BYTES : STEPS_IN_FLIGHT * SLOT);
     const u32 squares = shared_address(shared) + (x_bytes > WARPS * E * 4 ? x_bytes : WARPS * E * 4);
     const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
 #pragma unroll
-    for (int u = 0; u < (FORM == INT8_PLANES ? 0 : STEPS_IN_FLIGHT); u++) {
+    for (int u = 0; u < (PLANES ? 0 : STEPS_IN_FLIGHT); u++) {
         if (warp + u * WARPS < steps) load_x(u, warp + u * WARPS);
         copy_commit();
     }
-    if (FORM == INT8_PLANES && warp < steps) planes.fetch(warp * BLOCK_K, rows);
+    if (PLANES && warp < steps) planes.fetch(warp * BLOCK_K, rows);
 
     // ------------------------------------------------------------------------------------------------- one step
     const u32 nothing = (u32)K >> 31;  // 0, which the compiler cannot know
@@ -237,12 +254,13 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
         for (int i = 0; i < D::ROUNDS; i++) {
             float2 v[ROW_TILES];
-            planes.products(w[u], i, v);
+            planes.products(w[u], i, books, v);
             const float2 unit = planes.unit(i);
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
-                const float2 a = to_floats<T>(scale[u][t][i]);
-                const float2 z = ZEROS ? to_floats<T>(zero[u][t][i]) : make_float2(mid<BITS>(), mid<BITS>());
+                const float2 a = scales_of<FORM, T>(scale[u][t][i]);
+                float2 z = make_float2(zero_of_planes<FORM, BITS>(), zero_of_planes<FORM, BITS>());
+                if (ZEROS) z = to_floats<T>(zero[u][t][i]);
                 acc[t][0][0] = __fmaf_rn(a.x * unit.x, __fmaf_rn(-z.x, unit.y, v[t].x), acc[t][0][0]);
                 acc[t][0][1] = __fmaf_rn(a.y * unit.x, __fmaf_rn(-z.y, unit.y, v[t].y), acc[t][0][1]);
             }
@@ -295,6 +313,10 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                         }
 #pragma unroll
                         for (int j = 0; j < 4; j++) a[j] = looked_up[t][fragment % 4][j];
+                    } else if constexpr (SCALED) {
+                        const u32 both = S::of(scale[u][t][at / (FRAGS / METAS)]);  // a group's fragments share it
+#pragma unroll
+                        for (int j = 0; j < 4; j++) a[j] = S::scaled(small_e2m1<T>(from[j], fragment), j % 2 ? high_twice(both) : low_twice(both));
                     } else if constexpr (TABLE) {
 #pragma unroll
                         for (int j = 0; j < 4; j++) a[j] = e2m1<T>(from[j], fragment);
@@ -305,14 +327,14 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                     for (int j = 0; j < (FORM == EXACT ? 4 : 0); j++) a[j] = fma2<T>(a[j], Half<T>::power(14 - place), minus_zero[t][j % 2]);
 #pragma unroll
                     for (int m = 0; m < M_TILES; m++) {
-                        float(&d)[4] = sum[t][m];
-                        if (f == 0) mma<T>(d, a, b[m][half], b[m][half + 1], 0.f, 0.f, 0.f, 0.f);
+                        float(&d)[4] = *(float(*)[4])(SCALED ? acc[t][m] : sum[t][m]);
+                        if (f == 0 && !SCALED) mma<T>(d, a, b[m][half], b[m][half + 1], 0.f, 0.f, 0.f, 0.f);
                         else mma<T>(d, a, b[m][half], b[m][half + 1], d[0], d[1], d[2], d[3]);
                     }
                 }
             }
 #pragma unroll
-            for (int t = 0; t < ROW_TILES; t++) {
+            for (int t = 0; t < (SCALED ? 0 : ROW_TILES); t++) {
                 const float2 s = scales_of<FORM, T>(scale[u][t][i / PER]);
                 float2 z = make_float2(mid<BITS>(), mid<BITS>());
                 if (ZEROS && FORM == MAGIC) z = to_floats<T>(zero[u][t][i / PER]);
@@ -333,7 +355,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             const int now = s + u * WARPS;
             if (now < steps) {
                 const int next = now + STEPS_IN_FLIGHT * WARPS;
-                if constexpr (FORM == INT8_PLANES) {
+                if constexpr (PLANES) {
                     compute_planes(u, now);
                     if (STEPS_IN_FLIGHT == 1 && next < steps) load_weights(u, next);
                 } else {
@@ -366,23 +388,25 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
         for (int m = 0; m < MS; m++)
 #pragma unroll
             for (int i = 0; i < SUMS; i++) {  // lanes change places so that 32 columns of y are read without bank conflicts
-                const int place = FORM == INT8_PLANES ? lane : lane ^ (i / 2 + (ROW_TILES > 1 ? t : i) % 2 * 2);
+                const int place = PLANES ? lane : lane ^ (i / 2 + (ROW_TILES > 1 ? t : i) % 2 * 2);
                 sums_at[warp * E + ((t * MS + m) * SUMS + i) * 32 + place] = acc[t][m][i];
             }
     __syncthreads();
     store<FOLD, T, OUT>(folded, first, y, m0, rows, blockIdx.x * OUT, N, WARPS * 32, [&](u32 row, u32 c) {
         float v = 0.f;
-        if constexpr (FORM == INT8_PLANES) {  // of a row's lanes
+        if constexpr (PLANES) {  // of a row's lanes
             const float* from = sums_at + (c / 16 * 2 + c % 16 / 8) * 32 + c % 8 * 4 + row * D::EACH;
 #pragma unroll
             for (int k = 0; k < WARPS; k++)
 #pragma unroll
                 for (int i = 0; i < smaller(D::EACH, D::SPANS); i++) v += from[k * E + i];
-            v *= 1.f / (1 << D::SHIFT);
+            v *= TABLE ? unit[c / 16] : 1.f / (1 << D::SHIFT);
             if (!(v * 0.f == 0.f)) {  // inf or nan
-                const size_t at = tile(c / 16), meta = at * groups * 16;
+                const size_t at = tile(c / 16), meta = at * groups * META;
                 const u16 *mine = x + (size_t)(m0 + row) * K, *none = nullptr;
-                v = plainly<BITS, T, GROUP>(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, mine, c % 16, K);
+                const float* own = own_table(smaller((int)at * 16, N - 1));
+                v = plainly<BITS, T, GROUP, FORM>(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, own, unit[c / 16], mine,
+                                                  c % 16, K);
             }
         } else {
             const u32 at_lane = (c % 8 * 4 + row % 8 / 2) ^ (c / 8 % 2 + (ROW_TILES > 1 ? c / 16 : row) % 2 * 2), i = c % 16 / 8 * 2 + row % 2;
@@ -391,7 +415,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             for (int k = 0; k < WARPS; k++) v += from[k * E];
         }
         if (FORM == EXACT) v *= 1024.f;
-        if (TABLE) v *= unit[c / 16];
+        if (TABLE && !PLANES) v *= unit[c / 16];
         if (FOLD & NORMED) v *= factor[row];
         if (bias) v += to_floats<T>(bias[tile(c / 16) * 16 + c % 16]).x;
         return v;

@@ -64,7 +64,7 @@ MOST_PLANES_ROWS = 2  # with four, a lane's four sums are one span's: twice the 
 def form(scheme: Scheme, dtype: torch.dtype, config: Config) -> str:
     """The device code's FORM. EXACT is 4 half2 operations a fragment, but no sums of x and fewer registers than MAGIC."""
     if scheme.table:
-        return table_form(scheme)
+        return table_form(scheme, bool(config["INT8_PLANES"]))
     return "INT8_PLANES" if config["INT8_PLANES"] else "EXACT" if dtype == torch.float16 else "MAGIC"
 
 
@@ -76,7 +76,9 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, tiles:
     if config["INT8_PLANES"]:
         rounds = math.ceil(config["BLOCK_K"] * tiles / (4 * span(scheme, K)))
         fields = config["BLOCK_K"] // 16 if bits == 3 else 0  # of four bits, of the step that is computed
-        return 40 + config["ROW_TILES"] * (config["STEPS_IN_FLIGHT"] * (words + 2 * rounds) + fields + 8)
+        metas = (1 if scheme.table else 2) * rounds
+        fields += 12 if scheme.table and scheme.table != "e2m1" else 0  # its bytes, and twice the sums
+        return 40 + config["ROW_TILES"] * (config["STEPS_IN_FLIGHT"] * (words + metas) + fields + 8)
     nt, row = config["ROW_TILES"], group == K  # a row is one group
     loads = config["STEPS_IN_FLIGHT"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
     extra = (
@@ -151,23 +153,24 @@ def expression(
 
 
 def _planes_refuse(call: Call) -> str | None:
-    if call.scheme.bits == 8:
-        return "planes are for up to 4 bits"
+    table = call.scheme.table
+    if call.scheme.bits == 8 or (table and call.scheme.bits < 4):
+        return f"planes are for {'4 bits of a table' if table else 'up to 4 bits'}"
     rows, k = 1 << (call.M - 1).bit_length(), span(call.scheme, call.K)
     if rows > MOST_PLANES_ROWS:
         return f"planes are for up to {MOST_PLANES_ROWS} rows"
-    if k < 32:
+    if k < 32 and not table:
         return "planes take whole groups of 32"
     return "a chunk has more spans than B columns for them" if rows * CHUNK[call.scheme.bits] > 4 * k else None
 
 
 def _config_refuse(call: Call, config: Config) -> str | None:
-    if config["INT8_PLANES"] and call.scheme.table:
-        return "planes are for evenly spaced values"
     if config["BLOCK_K"] % CHUNK[call.scheme.bits]:
         return "BLOCK_K is not whole chunks of the layout"
     if config["INT8_PLANES"] and (why := _planes_refuse(call)):
         return why
+    if config["INT8_PLANES"] and call.scheme.table not in ("", "e2m1") and config["ROW_TILES"] > 2:
+        return "two planes of a table's values for four row tiles spill"
     cut = plan(call, config)
     if cut is None:
         return "too much shared memory"
@@ -196,6 +199,8 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     fewest = min(cut.grid[1] for _, cut in cuts)
     good = [c for c, cut in cuts if cut.grid[1] == fewest]
     known = policy.configs("cuda/tile_mma", call, math.ceil(call.M / fewest), KEYS)
+    if call.scheme.table:  # the rows are grids', whose halves cost less: as bytes a table takes 0.6 to 0.8 of the instructions
+        known.sort(key=lambda c: not c["INT8_PLANES"])
     return next((c for c in known if c in good and not _wasteful(call, c)), good[0])
 
 
