@@ -7,19 +7,16 @@ all. Modes 0 to 4 are: nothing, q - z, q * s, (q - z) * s, q * s + z'; channel m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, Tensors, register, served_by
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
-DTYPE_CODES = {"torch.float32": 0, "torch.float16": 1, "torch.bfloat16": 2}
 WORDS = ("U8", "I16", "I32", "I64")
 SIZES = {"U8": 1, "I16": 2, "I32": 4, "I64": 8}
 META = 12
@@ -97,26 +94,4 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     return f"GemLite groups are at least 16, not {s.group_size}; nearest: --group 64" if s.group_size < 16 else None
 
 
-def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
-    N, K = q.shape
-    zeros = torch.full_like(q.scales, q.scheme.mid) if q.zeros is None else q.zeros
-    kind = DTYPE_CODES[str(q.scales.dtype)]
-    channel = q.group_size == K
-    meta = [
-        0, q.bits, q.group_size, (1 << q.bits) - 1, 32 // q.bits, kind, kind, DTYPE_CODES["torch.float32"], kind,
-        1 if channel else 0, 1 if channel else 3, 1,
-    ]  # fmt: skip
-    return {
-        f"{name}.W_q": bitstream.pack(q.W_q, q.bits).t().contiguous(),
-        f"{name}.scales": q.scales.t().contiguous(),
-        f"{name}.zeros": zeros.t().contiguous(),
-        f"{name}.metadata": torch.tensor(meta, dtype=torch.int32),
-        f"{name}.orig_shape": torch.tensor([N, K], dtype=torch.int32),
-    }
-
-
-def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], kept: Sequence[str]) -> dict[str, Any]:
-    return {}
-
-
-register(Format("gemlite", "GemLite", _matrices, served_by("lowq", "GemLite"), _why_not, _write, _config, claims=_claims))
+register(Format("gemlite", "GemLite", _matrices, served_by("lowq", "GemLite"), _why_not, claims=_claims))

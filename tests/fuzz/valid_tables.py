@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop.exporter import export
 from lowq_cli.run.pipeline import quantize
 from lowq_packers import formats
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "packers" / "formats"))
+import gemlite_writer
 
 SQUARE = SIZES | {"hidden_size": 256, "intermediate_size": 256}  # GGUF's ternary blocks are 256 long
 GGUF_KINDS = (
@@ -93,7 +97,7 @@ def _gemlite(model: Path, out: Path, bits: int, group: int, zero: str) -> Path:
     quantize(model, made, bits=bits, group=group, method="rtn", zero=zero, lm_head="keep")
     with (found := open_checkpoint(made)).source:
         read = {t.name: found.read_matrix(t) for t in found.tensors if t.scheme}
-    return _rewritten(model, out, {}, lambda name, W: formats.get("gemlite").write(name, read[name], {}))
+    return _rewritten(model, out, {}, lambda name, W: gemlite_writer.write(name, read[name], {}))
 
 
 def _gpt_oss(out: Path, experts: int) -> Path:

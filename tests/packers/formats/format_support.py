@@ -1,6 +1,12 @@
 """What the tests of formats share: checkpoints in memory, random matrices, and what each format is said to hold."""
 
+import sys
+from pathlib import Path
+
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gemlite_writer import GEMLITE
 
 from lowq_packers import formats
 from lowq_packers.qtensor import QuantizedTensor
@@ -25,7 +31,7 @@ OF_TABLES = {
     "nf4": 32,
 }  # kinds of schemes with a table that formats hold, and the groups of tests
 KINDS = [(b, z) for b in BITS for z in ("float", "int", "none")] + [(4, kind) for kind in OF_TABLES]
-WRITERS = [f for f in formats.FORMATS.values() if f.write]
+WRITERS = [*(f for f in formats.FORMATS.values() if f.write), GEMLITE]
 
 
 class Header:

@@ -11,13 +11,13 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 sys.path.insert(0, str(Path(__file__).parent))
-from format_support import NAME, random_q, read, written
+from format_support import GEMLITE, NAME, random_q, read, written
 
 
 def test_gemlite_words_and_metadata():
     codes = (torch.arange(64) % 16).to(torch.uint8).repeat(32, 1)
     q = QuantizedTensor(codes, torch.ones(32, 1).half(), torch.full((32, 1), 7.0).half(), 4, 64)
-    tensors, _ = written(formats.get("gemlite"), q)
+    tensors, _ = written(GEMLITE, q)
     assert tensors[f"{NAME}.W_q"].shape == (8, 32)
     assert tensors[f"{NAME}.W_q"][0].unique().tolist() == [0x76543210]
     assert tensors[f"{NAME}.metadata"].tolist()[:5] == [0, 4, 64, 15, 8]
@@ -27,7 +27,7 @@ def test_gemlite_words_and_metadata():
 @pytest.mark.parametrize("container", [torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_gemlite_fused_zeros_in_every_container(container):
     q = random_q(4, 32, "int", 64, 128)
-    tensors, _ = written(formats.get("gemlite"), q)
+    tensors, _ = written(GEMLITE, q)
     words = bitstream.pack(q.W_q, 4, container)
     tensors[f"{NAME}.W_q"] = words.t().contiguous()
     tensors[f"{NAME}.zeros"] = -(q.zeros * q.scales).t().contiguous()
