@@ -68,8 +68,6 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
     """Why `ranks` ranks cannot share a matrix along K, with the group size or number that would do; None if they can."""
     if K % ranks:
         return f"{name}: K={K} is no multiple of {ranks}"
-    if s.table_width:
-        return table_problem(name, s)
     own = K // ranks
     if s.group_size != K and own % s.group_size:
         fitting = fit_group(own, s.group_size)
@@ -81,7 +79,7 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
 
 
 def table_problem(name: str, s: Scheme) -> str | None:
-    """Why ranks cannot share a matrix of this scheme at all; None if they can."""
+    """Why ranks of lowq's own cannot share a matrix of this scheme at all (vLLM's can); None if they can."""
     return f"{name} is {s}: lowq shares no weight with a table of its own among ranks; use one" if s.table_width else None
 
 

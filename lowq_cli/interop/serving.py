@@ -144,6 +144,8 @@ def _slower(found: Checkpoint) -> str | None:
     """Why vLLM's own kernels are taken though lowq's could be."""
     if any(".experts." in name for name in found.schemes):
         return "lowq's were not timed in vLLM on mixtures (--native takes them)"
+    if any(s.table for s in found.schemes.values()):
+        return "lowq's were not timed in vLLM on tables (--native takes them)"
     import torch
 
     from lowq_kernels import gpu

@@ -53,10 +53,8 @@ def _weights(worker: Any) -> dict[str, float]:
     runner = worker.model_runner
     model = getattr(runner, "model", None) or worker.get_model()
     seen = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
-    return {
-        "weights_gb": sum(seen.values()) / 1e9,
-        "loaded_gb": getattr(runner, "model_memory_usage", 0) / 1e9,
-    }  # a CPU's does not count
+    used = getattr(runner, "model_memory_usage", 0)  # a CPU's does not count
+    return {"weights_gb": sum(seen.values()) / 1e9, "loaded_gb": used / 1e9}
 
 
 def prompts(llm: Any, count: int, tokens: int, rng: random.Random) -> list[dict[str, list[int]]]:

@@ -95,8 +95,6 @@ class LowqVllmConfig(QuantizationConfig):
         for name in members:
             if name in found and found[name].layout != DISK:
                 raise UnsupportedError(f"{name} is stored in layout {found[name].layout}; vLLM loads {DISK}: quantize again")
-            if name in found and found[name].scheme.table:
-                raise UnsupportedError(f"{name} is {found[name].scheme}, which the plugin does not load yet; use lowq serve")
         schemes = {name: found[name].scheme if name in found else None for name in members}
         if len(set(schemes.values())) > 1:
             spelled = ", ".join(f"{n.rpartition('.')[2]} {s or 'dense'}" for n, s in list(schemes.items())[:3])

@@ -11,6 +11,7 @@ from torch import nn
 
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod, hold, loaded
 from lowq_packers import bitstream
+from lowq_packers.qtensor import dequantized
 
 
 class LowqTableMethod(LowqLinearMethod):
@@ -20,18 +21,18 @@ class LowqTableMethod(LowqLinearMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """The table stays in rows, which look-ups read."""
-        p = loaded(layer, self.name)
+        p = loaded(layer, self.name, self.rows)
         if self.tied:
             layer.head = nn.Module()
-            hold(layer.head, p)
+            hold(layer.head, p, self.dtype)
 
     def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
-        """ids (...) -> rows (..., K), rounded once to the dtype of the scales."""
+        """ids (...) -> rows (..., K), rounded once to the model's dtype."""
         p, flat = layer.lowq, input_.reshape(-1)
-        q = bitstream.unpack(layer.weight[flat], p.scheme.bits, p.K).float().reshape(flat.shape[0], -1, p.scheme.group_size)
-        zeros = p.scheme.mid if p.scheme.zero == "none" else layer.weight_zero[flat].float().unsqueeze(-1)
-        rows = (q - zeros) * layer.weight_scale[flat].float().unsqueeze(-1)
-        return rows.to(layer.weight_scale.dtype).reshape(*input_.shape, p.K)
+        codes = bitstream.unpack(layer.weight[flat], p.scheme.bits, p.K)
+        zeros = None if p.scheme.zero == "none" else layer.weight_zero[flat]
+        rows = dequantized(p.scheme, codes, layer.weight_scale[flat], zeros, getattr(layer, "weight_table", None))
+        return rows.to(self.dtype).reshape(*input_.shape, p.K)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., K) -> logits (..., rows of the table)."""

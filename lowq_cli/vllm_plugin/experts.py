@@ -5,6 +5,7 @@ read each expert once. Neither waits for the device. Elsewhere tokens are groupe
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from lowq_cli.hf.experts import FEW_ROWS, experts_linear
-from lowq_cli.vllm_plugin.linear import Held, LowqLinearMethod, check_companions
+from lowq_cli.vllm_plugin.linear import LEAVES, Held, LowqLinearMethod, check_companions, tensors
 from lowq_cli.vllm_plugin.warm import warm
 from lowq_kernels.decode.mixture import mixture
 from lowq_kernels.dispatch.layouts import best_layout
@@ -26,7 +27,6 @@ ACTS = {
     "gelu": nn.functional.gelu,
     "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
 }
-LEAVES = ("weight", "weight_scale", "weight_zero")
 
 
 class LowqExpertsMethod(FusedMoEMethodBase):
@@ -62,14 +62,15 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         """Register w13_weight, w13_weight_scale, ... of this rank. Raises UnsupportedError if a group is cut."""
         own = intermediate_size_per_partition
         shapes = {"w13": (2 * own, hidden_size, hidden_size), "w2": (hidden_size, own, own * self.moe.tp_size)}
-        layer.lowq = {}
+        layer.lowq, self.dtype = {}, params_dtype
         for weight, (N, K, whole_K) in shapes.items():
             held = LowqLinearMethod(self.schemes[weight], f"{self.name}.{weight}").share(N, K, whole_K)
             layer.lowq[weight] = held
             how = "channel" if self.schemes[weight].group_size == whole_K else "group"
-            for leaf, data in held.blank(params_dtype).items():
+            for leaf, data in held.blank(params_dtype, 2 if weight == "w13" else 1).items():
                 param = nn.Parameter(data.new_empty(num_experts, *data.shape), requires_grad=False)
-                param.weight_loader = extra_weight_attrs["weight_loader"]  # type: ignore[attr-defined]
+                loader = partial(_load_table, layer) if leaf == "weight_table" else extra_weight_attrs["weight_loader"]
+                param.weight_loader = loader  # type: ignore[attr-defined]
                 param.quant_method, param.is_transposed = how, False  # type: ignore[attr-defined]
                 layer.register_parameter(f"{weight}_{leaf}", param)
 
@@ -80,23 +81,23 @@ class LowqExpertsMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Move the loaded experts into the layout that the device computes in. Raises DamagedError for scales that are none."""
         for weight, p in layer.lowq.items():
-            words, scales = (getattr(layer, f"{weight}_{leaf}").data for leaf in LEAVES[:2])
-            zeros = None if p.scheme.zero == "none" else getattr(layer, f"{weight}_{LEAVES[2]}").data
-            check_companions(scales, zeros, p.scheme, f"{self.name}.{weight}")
-            stack = Stack(words, scales, zeros, None, p.scheme, p.N, p.K, DISK)
-            stack = stack.repacked(best_layout(p.scheme, p.N, p.K, scales.dtype, words.device))
-            for leaf, t in zip((*LEAVES, "weight_aux"), (stack.words, stack.scales, stack.zeros, stack.aux), strict=True):
+            words, scales, zeros, table = tensors(layer, f"{weight}_")
+            check_companions(scales, zeros, table, p.scheme, f"{self.name}.{weight}")
+            stack = Stack(words, scales, zeros, None, p.scheme, p.N, p.K, DISK, table)
+            stack = stack.repacked(best_layout(p.scheme, p.N, p.K, self.dtype, words.device))
+            held = (stack.words, stack.scales, stack.zeros, stack.table, stack.aux)
+            for leaf, t in zip((*LEAVES, "weight_aux"), held, strict=True):
                 setattr(layer, f"{weight}_{leaf}", None if t is None else nn.Parameter(t, requires_grad=False))
             layer.lowq[weight] = Held(p.scheme, p.N, p.K, stack.layout)
         up, down = (_current(layer, weight) for weight in ("w13", "w2"))
 
         def launch(tokens: int) -> None:
-            x = torch.zeros(tokens, up.K, dtype=scales.dtype, device=words.device)
+            x = torch.zeros(tokens, up.K, dtype=self.dtype, device=words.device)
             ids = torch.arange(top_k, device=words.device).repeat(tokens, 1)
             mixture(x, ids, torch.ones(ids.shape, device=words.device), up, down, "silu")
 
         top_k = min(self.moe.experts_per_token, words.shape[0])
-        warm((up.facts, down.facts, words.shape[0], top_k, scales.dtype), launch, words.device)
+        warm((up.facts, down.facts, words.shape[0], top_k, self.dtype), launch, words.device)
 
     def apply(
         self,
@@ -129,16 +130,32 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         return weighted.reshape(x.shape[0], top_k, -1).sum(1).to(x.dtype)
 
 
+def _load_table(
+    layer: Any,
+    param: nn.Parameter,
+    table: torch.Tensor,
+    name: str,
+    shard_id: str,
+    expert_id: int,
+    return_success: bool = False,
+) -> bool | None:
+    """One matrix's table (1, width) into its place, as vLLM's loader does with scales. True: its expert is of this rank."""
+    own = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
+    if own >= 0:
+        param.data[own, int(shard_id == "w3")] = table[0]
+    return own >= 0 if return_success else None
+
+
 def _current(layer: Any, weight: str) -> Stack:
     """The weights as the layer holds them now: vLLM may have moved them."""
     s = layer.lowq[weight]
-    words, scales, zeros, aux = (getattr(layer, f"{weight}_{leaf}") for leaf in (*LEAVES, "weight_aux"))
-    return Stack(words, scales, zeros, aux, s.scheme, s.N, s.K, s.layout)
+    words, scales, zeros, table, aux = (getattr(layer, f"{weight}_{leaf}") for leaf in (*LEAVES, "weight_aux"))
+    return Stack(words, scales, zeros, aux, s.scheme, s.N, s.K, s.layout, table)
 
 
 def _product(x: torch.Tensor, experts: torch.Tensor, s: Stack) -> torch.Tensor:
     """Row i of x times the weight of expert `experts[i]`; a few rows at a time where a graph must hold copies of experts."""
-    facts = (s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout))
+    facts = (s.words, s.scales, s.zeros, s.aux, pack_facts(s.scheme, s.N, s.K, s.layout), s.table)
     if x.is_cuda and torch.cuda.is_current_stream_capturing() and x.shape[0] > FEW_ROWS:
         parts = zip(x.split(FEW_ROWS), experts.split(FEW_ROWS), strict=True)
         return torch.cat([experts_linear(a, e, *facts) for a, e in parts])

@@ -4,6 +4,7 @@ A row of words, scales and zeros belongs to one output, so column-parallel, merg
 vLLM's own parameter classes. Row-parallel ones are cut along dim 1, where each rank must get whole groups and words.
 """
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -11,7 +12,12 @@ import torch
 from torch import nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
-from vllm.model_executor.parameter import ChannelQuantScaleParameter, GroupQuantScaleParameter, PackedvLLMParameter
+from vllm.model_executor.parameter import (
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    PackedvLLMParameter,
+    PerTensorScaleParameter,
+)
 
 from lowq_cli.files.tensor_parallel import row_problem
 from lowq_cli.vllm_plugin.warm import warm
@@ -19,11 +25,13 @@ from lowq_kernels.counters import reserve
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import matmul
 from lowq_kernels.modules import ops
+from lowq_packers import tables
 from lowq_packers.bitstream import words_per_row
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.layouts import DISK, PackedWeight, pack_facts, repack
 from lowq_packers.scheme import Act, Scheme
 
+LEAVES = ("weight", "weight_scale", "weight_zero", "weight_table")
 COUNTERS = 1 << 23  # 32 MiB: at most 102 graphs of 32 layers of 4 products of 2 x 264 counters
 
 
@@ -35,11 +43,16 @@ class Held(NamedTuple):
     K: int
     layout: str = DISK
 
-    def blank(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Tensors for vLLM's loaders to fill, on the default device."""
-        words = torch.empty(self.N, words_per_row(self.K, self.scheme.bits), dtype=torch.int32)
-        companions = ("weight_scale",) if self.scheme.zero == "none" else ("weight_scale", "weight_zero")
-        return {"weight": words} | {leaf: torch.empty(self.N, self.scheme.groups(self.K), dtype=dtype) for leaf in companions}
+    def blank(self, dtype: torch.dtype, parts: int = 1) -> dict[str, torch.Tensor]:
+        """Tensors for vLLM's loaders to fill, on the default device. parts: matrices of the checkpoint that the layer is."""
+        s, shape = self.scheme, (self.N, self.scheme.groups(self.K))
+        found = {"weight": torch.empty(self.N, words_per_row(self.K, s.bits), dtype=torch.int32)}
+        found["weight_scale"] = torch.empty(shape, dtype=dtype if s.scale == "float" else torch.uint8)
+        if s.zero != "none":
+            found["weight_zero"] = torch.empty(shape, dtype=dtype)
+        if s.table_width:  # each matrix has its own: every rank needs it whole
+            found["weight_table"] = torch.empty(parts, s.table_width, dtype=torch.float32)
+        return found
 
 
 @register_weight_loader_v2_supported_method
@@ -67,11 +80,14 @@ class LowqLinearMethod(LinearMethodBase):
     ) -> None:
         """Register `weight`, `weight_scale` and `weight_zero` of this rank. Raises UnsupportedError if a group is cut."""
         layer.lowq = own = self.share(sum(output_partition_sizes), input_size_per_partition, input_size)
-        for leaf, data in own.blank(params_dtype).items():
+        self.dtype, self.rows = params_dtype, output_partition_sizes
+        for leaf, data in own.blank(params_dtype, len(output_partition_sizes)).items():
             dims: dict[str, Any] = {"input_dim": 1, "output_dim": 0}
             kind: Any = GroupQuantScaleParameter
             if leaf == "weight":
                 kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, own.scheme.bits)}
+            elif leaf == "weight_table":
+                kind, dims = PerTensorScaleParameter, {}
             elif self.scheme.group_size == input_size:  # a row's one scale: every rank that has a part of the row needs it
                 kind, dims = ChannelQuantScaleParameter, {"output_dim": 0}
             layer.register_parameter(leaf, kind(data=data, weight_loader=extra_weight_attrs["weight_loader"], **dims))
@@ -81,37 +97,50 @@ class LowqLinearMethod(LinearMethodBase):
         if whole_K != K and (problem := row_problem(self.name, self.scheme, whole_K, whole_K // K)):
             raise UnsupportedError(problem)
         s = self.scheme
-        return Held(Scheme(s.bits, K, s.zero) if s.group_size == whole_K else s, N, K)
+        return Held(replace(s, group_size=K) if s.group_size == whole_K else s, N, K)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Move the loaded weight into the layout that the device computes in. Raises DamagedError for scales that are none."""
-        hold(layer, loaded(layer, self.name), self.act)
+        hold(layer, loaded(layer, self.name, self.rows), self.dtype, self.act)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x (..., K) -> (..., N), through a custom op that torch.compile and CUDA graphs can hold."""
         p = layer.lowq
         tensors = (layer.weight, layer.weight_scale, layer.weight_zero, layer.weight_aux, bias)
         facts = pack_facts(p.scheme, p.N, p.K, p.layout)
-        return ops.linear(x.reshape(-1, p.K), *tensors, facts, None, self.act).reshape(*x.shape[:-1], p.N)
+        return ops.linear(x.reshape(-1, p.K), *tensors, facts, None, self.act, layer.weight_table).reshape(*x.shape[:-1], p.N)
 
 
-def loaded(layer: Any, name: str) -> PackedWeight:
-    """The weight that the loaders filled."""
+def loaded(layer: Any, name: str, rows: list[int]) -> PackedWeight:
+    """The weight that the loaders filled; of so many rows are the matrices that it was made of."""
     own = layer.lowq
-    zeros = None if own.scheme.zero == "none" else layer.weight_zero.data
-    check_companions(layer.weight_scale.data, zeros, own.scheme, name)
-    return PackedWeight(layer.weight.data, layer.weight_scale.data, zeros, own.scheme, own.N, own.K, own.layout)
+    words, scales, zeros, table = tensors(layer)
+    check_companions(scales, zeros, table, own.scheme, name)
+    if table is not None:
+        table = tables.joined(table.split(1), rows)
+    return PackedWeight(words, scales, zeros, own.scheme, own.N, own.K, own.layout, table=table)
 
 
-def check_companions(scales: torch.Tensor, zeros: torch.Tensor | None, scheme: Scheme, name: str) -> None:
-    """Raise DamagedError for scales and zeros that no quantizer writes: kernels would compute with them in silence."""
-    good = scales.isfinite().all()
+def tensors(layer: Any, prefix: str = "") -> Any:
+    """A layer's words, scales, zeros and table; None for those that its scheme does not have."""
+    return tuple(None if (t := getattr(layer, prefix + leaf, None)) is None else t.data for leaf in LEAVES)
+
+
+def check_companions(
+    scales: torch.Tensor, zeros: torch.Tensor | None, table: torch.Tensor | None, scheme: Scheme, name: str
+) -> None:
+    """Raise DamagedError for companions that no quantizer writes: kernels would compute with them in silence."""
+    good = scales.isfinite().all() if scheme.scale == "float" else tables.good_scales(scales, scheme.scale)
+    if table is not None:
+        good = good & tables.good_companion(scheme, table)
     if zeros is not None:
         good = good & zeros.isfinite().all()
         if scheme.zero == "int":
             good = good & (zeros == zeros.round()).all() & (zeros >= 0).all() & (zeros < scheme.levels).all()
     if not good:
-        raise DamagedError(f"{name} holds scales or zeros that are not finite or out of range; quantize the model again")
+        raise DamagedError(
+            f"{name} holds scales, zeros or a table that are not finite or out of range; quantize the model again"
+        )
 
 
 def note(facts: str) -> None:
@@ -125,16 +154,16 @@ def note(facts: str) -> None:
         known["lowq"] = sorted({*known.get("lowq", ()), facts})
 
 
-def hold(layer: Any, p: PackedWeight, act: Act = "none") -> None:
-    """Keep `p`, in its device's layout, as the layer's tensors."""
-    p = repack(p, best_layout(p.scheme, p.N, p.K, p.scales.dtype, p.words.device))
+def hold(layer: Any, p: PackedWeight, dtype: torch.dtype, act: Act = "none") -> None:
+    """Keep `p`, in the layout that its device computes in for that dtype, as the layer's tensors."""
+    p = repack(p, best_layout(p.scheme, p.N, p.K, dtype, p.words.device))
     reserve(COUNTERS, p.words.device)
-    for leaf, t in (("weight", p.words), ("weight_scale", p.scales), ("weight_zero", p.zeros), ("weight_aux", p.aux)):
+    for leaf, t in zip((*LEAVES, "weight_aux"), (p.words, p.scales, p.zeros, p.table, p.aux), strict=True):
         setattr(layer, leaf, None if t is None else nn.Parameter(t, requires_grad=False))
     layer.lowq = Held(p.scheme, p.N, p.K, p.layout)
     note(pack_facts(*layer.lowq))
 
     def launch(rows: int) -> None:
-        matmul(torch.zeros(rows, p.K, dtype=p.scales.dtype, device=p.words.device), p, act=act)
+        matmul(torch.zeros(rows, p.K, dtype=dtype, device=p.words.device), p, act=act)
 
-    warm((layer.lowq, p.scales.dtype, act), launch, p.words.device)
+    warm((layer.lowq, dtype, act), launch, p.words.device)

@@ -178,12 +178,13 @@ def write_dequantized(dense: Path, packed: Path, out: Path) -> Path:
         schemes = expand(config.pop("quantization_config"), stems)
 
         def values(stem: str) -> Any:
-            read = {
-                leaf: other.read(n).reshape(other.headers[n].shape) for leaf in LEAVES if (n := stem + leaf) in other.headers
-            }
+            names = {leaf: stem + leaf for leaf in (*LEAVES, ".weight_table")}
+            read = {leaf: other.read(n).reshape(other.headers[n].shape) for leaf, n in names.items() if n in other.headers}
             K = read[".weight_scale"].shape[1] * schemes[stem].group_size
             N = read[".weight"].shape[0]
-            return unpack(PackedWeight(*map(read.get, LEAVES), schemes.pop(stem), N, K, "rowstream")).dequantize()
+            table = read.get(".weight_table")
+            packed = PackedWeight(*map(read.get, LEAVES), schemes.pop(stem), N, K, "rowstream", table=table)
+            return unpack(packed).dequantize()
 
         for name, role in roles(source.config, source.headers).items():
             W = source.read(name).reshape(source.headers[name].shape)

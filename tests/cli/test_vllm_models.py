@@ -78,6 +78,20 @@ def test_layers_of_several_schemes(distance):
     assert distance("llama", bits=4, group=16, overrides=["layers.0.*=8:32", "down_proj=2:16"]) < BF16
 
 
+TABLES = [{"format": "nvfp4"}, {"format": "mxfp4"}, {"format": "nf4", "group": 16}, {"format": "table", "bits": 3, "group": 16}]
+
+
+@pytest.mark.parametrize("how", TABLES, ids=lambda how: how["format"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3-moe"])
+def test_tables(family, how, distance):
+    """Each matrix that vLLM joins has a table, or a factor, of its own; Phi-3's are joined in the file."""
+    if (family, how["format"]) == ("qwen3-moe", "mxfp4"):  # 48 columns of down_proj are no groups of 32
+        with pytest.raises(UnsupportedError, match="all of an expert's weights packed, or none"):
+            distance(family, **how)
+        return
+    assert distance(family, **how) < BF16
+
+
 @pytest.mark.parametrize("act", ["int8", "fp8"])
 def test_rounded_activations(act, distance):
     """A coarse rounding of x multiplies what two orders of summing differ by."""

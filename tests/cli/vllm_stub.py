@@ -73,7 +73,7 @@ class Column(nn.Parameter):
     def load_column_parallel_weight(self, loaded):
         self._copy(self.data, loaded, RANK * self.data.shape[self.output_dim])
 
-    def load_merged_column_weight(self, loaded, shard_offset, shard_size):
+    def load_merged_column_weight(self, loaded, shard_offset, shard_size, shard_id):
         self._copy(self.data.narrow(self.output_dim, shard_offset, shard_size), loaded, RANK * shard_size)
 
     def load_qkv_weight(self, loaded, shard_offset, shard_size, shard_id, num_heads):
@@ -97,6 +97,22 @@ class ColumnAndRow(Column):
         part = loaded.narrow(self.input_dim, RANK * size, size)
         assert self.data.shape == part.shape
         self.data.copy_(part)
+
+
+class PerTensor(Column):
+    """A row for each matrix that a layer is made of, whole on every rank."""
+
+    def __init__(self, data, weight_loader):
+        self.weight_loader = weight_loader
+
+    def load_merged_column_weight(self, loaded, shard_id, **more):
+        assert loaded.shape == self.data[:1].shape
+        self.data[shard_id].copy_(loaded[0])
+
+    def load_qkv_weight(self, loaded, shard_id, **more):
+        self.load_merged_column_weight(loaded, "qkv".index(shard_id))
+
+    load_column_parallel_weight = Column.load_row_parallel_weight
 
 
 class LinearBase(nn.Module):
@@ -134,7 +150,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     def weight_loader_v2(self, param, loaded, shard_id):
         offset, size = sum(self.output_sizes[:shard_id]) // SIZE, self.output_sizes[shard_id] // SIZE
-        param.load_merged_column_weight(loaded, shard_offset=offset, shard_size=size)
+        param.load_merged_column_weight(loaded, shard_offset=offset, shard_size=size, shard_id=shard_id)
 
 
 class QKVParallelLinear(LinearBase):
@@ -153,7 +169,9 @@ class QKVParallelLinear(LinearBase):
     def weight_loader_v2(self, param, loaded, shard_id):
         names = list(self.sizes)
         offset = sum(self.sizes[n] for n in names[: names.index(shard_id)])
-        param.load_qkv_weight(loaded, offset, self.sizes[shard_id], shard_id, self.replicas)
+        param.load_qkv_weight(
+            loaded, shard_offset=offset, shard_size=self.sizes[shard_id], shard_id=shard_id, num_heads=self.replicas
+        )
 
 
 class RowParallelLinear(LinearBase):
@@ -250,5 +268,5 @@ def install() -> None:
     sys.modules["vllm.config"].get_current_vllm_config = lambda: config
     parameter = types.ModuleType("vllm.model_executor.parameter")
     parameter.PackedvLLMParameter = parameter.GroupQuantScaleParameter = ColumnAndRow
-    parameter.ChannelQuantScaleParameter = Column
+    parameter.ChannelQuantScaleParameter, parameter.PerTensorScaleParameter = Column, PerTensor
     sys.modules[parameter.__name__] = parameter
