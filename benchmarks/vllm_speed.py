@@ -74,12 +74,13 @@ def linears(c: Row) -> dict[str, tuple[int, int]]:
     return found
 
 
-def make(folder: Path, c: Row, bits: int, device: str) -> None:
+def make(folder: Path, shape: str, bits: int, device: str, layers: int | None = None) -> None:
     """A checkpoint of random codes, groups of 128 without zeros, 16-bit embedding and head; a file a layer.
 
     A layer's codes are drawn at once, straight in packed form: a mixture's 384 matrices one by one would take minutes.
     """
     folder.mkdir(parents=True)
+    c = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     H, scheme, parts = c["hidden_size"], Scheme(bits, 128, "none"), linears(c)
     g = torch.Generator(device).manual_seed(bits)
     half = {"dtype": torch.float16, "device": device}
@@ -281,13 +282,11 @@ def main() -> None:
         return one(args)
     where = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.cuda.get_device_name(0) if where == "cuda" else "cpu"
-    shape = SHAPES[args.shape]
-    c = shape | {"num_hidden_layers": args.layers or shape["num_hidden_layers"]}
     began = time.perf_counter()
     full_bits = args.full.split(",")
     runs = sorted((tuple(r.split(":")) for r in args.runs.split(",")), key=lambda r: r[0] not in full_bits)
     for bits in sorted({bits for bits, _ in runs}):
-        make(args.work / bits, c, int(bits), where)
+        make(args.work / bits, args.shape, int(bits), where, args.layers)
         if (bits, "export") in runs:
             export(args.work / bits, "compressed-tensors", args.work / f"{bits}-export")
     torch.cuda.empty_cache()
@@ -303,8 +302,14 @@ def main() -> None:
         line += ["--eager"] if args.eager else []
         line += ["--no-users"] if args.no_users else []
         started.append((out, subprocess.Popen(line, env={**os.environ, "VLLM_USE_DEEP_GEMM": "0"})))
-    layers = {"layers": c["num_hidden_layers"], "of_layers": shape["num_hidden_layers"]}
-    facts: Row = {"shape": args.shape, **layers, "device": device, "date": datetime.now(UTC).isoformat("T", "seconds")}
+    whole = SHAPES[args.shape]["num_hidden_layers"]
+    facts: Row = {
+        "shape": args.shape,
+        "layers": args.layers or whole,
+        "of_layers": whole,
+        "device": device,
+        "date": datetime.now(UTC).isoformat("T", "seconds"),
+    }
     facts |= {p: version(p) for p in ("lowq", "torch", "transformers", "vllm")} | {"captured": SIZES, "side_by_side": len(runs)}
     to = args.out or results_of(device) / f"vllm_{args.shape}.json"
 

@@ -36,7 +36,7 @@ ENGINE = {  # the environment of an engine: in this process, nothing fetched, no
 
 
 def start(folder: Path | str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """A vLLM engine in this process, and what its start took: seconds, GB of weights as vLLM counts and as its tensors are."""
+    """A vLLM engine in this process, and what its start took: seconds, GB of weights as vLLM counts and as its tensors are, all ranks'."""
     for key, value in ENGINE.items():
         os.environ.setdefault(key, value)
     began = time.perf_counter()
@@ -45,7 +45,8 @@ def start(folder: Path | str, **more: Any) -> tuple[Any, dict[str, Any]]:
     imported = time.perf_counter()
     llm = LLM(str(folder), skip_tokenizer_init=True, enable_prefix_caching=False, seed=0, **more)
     ready = time.perf_counter()
-    (facts,) = llm.collective_rpc(_weights)
+    ranks = llm.collective_rpc(_weights)
+    facts = {key: sum(rank[key] for rank in ranks) for key in ranks[0]}
     return llm, {"import_s": imported - began, "start_s": ready - imported, "vllm": version("vllm"), **facts}
 
 
