@@ -36,7 +36,7 @@ ENGINE = {  # the environment of an engine: in this process, nothing fetched, no
 
 
 def start(folder: Path | str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """A vLLM engine in this process, and what its start took: seconds, GB of weights as vLLM counts and as its tensors are, all ranks'."""
+    """A vLLM engine, and what its start took: seconds, and GB of weights of all its ranks, by its own count and by its tensors."""
     for key, value in ENGINE.items():
         os.environ.setdefault(key, value)
     began = time.perf_counter()
@@ -54,8 +54,7 @@ def _weights(worker: Any) -> dict[str, float]:
     runner = worker.model_runner
     model = getattr(runner, "model", None) or worker.get_model()
     seen = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
-    used = getattr(runner, "model_memory_usage", 0)  # a CPU's does not count
-    return {"weights_gb": sum(seen.values()) / 1e9, "loaded_gb": used / 1e9}
+    return {"weights_gb": sum(seen.values()) / 1e9, "loaded_gb": getattr(runner, "model_memory_usage", 0) / 1e9}
 
 
 def prompts(llm: Any, count: int, tokens: int, rng: random.Random) -> list[dict[str, list[int]]]:
