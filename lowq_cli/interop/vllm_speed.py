@@ -36,7 +36,7 @@ ENGINE = {  # the environment of an engine: in this process, nothing fetched, no
 
 
 def start(folder: Path | str, **more: Any) -> tuple[Any, dict[str, Any]]:
-    """A vLLM engine, and what its start took: seconds, and GB of weights of all its ranks, by its own count and by its tensors."""
+    """A vLLM engine, and what its start took: seconds; GB of all ranks' weights, by its own count and by its tensors."""
     for key, value in ENGINE.items():
         os.environ.setdefault(key, value)
     began = time.perf_counter()
