@@ -7,10 +7,9 @@
 `cluster` is attend.cu's launch of short caches, `triton` the portable kernel, `read_us` the cache's bytes over the measured
 read bandwidth. Prompts: q/k rotation and cache write included for ours, left out for torch's flash and cuDNN;
 `first_ms` is the first call of a length that the process has not seen. Each result is checked against decode/reference.py.
-`kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; of their time
-`place_us` is the kernel that writes new keys and values as codes, `place_triton_us` the portable one. `decode`: a recorded step
-of an 8B by 4 bits with an 8-bit head, its position set: `grown_us` over the step at the fewest tokens, `read_us` of that many
-more slots.
+`kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; of Triton's
+time `place_triton_us` is the kernel that writes new keys and values as codes. `decode`: a recorded step of an 8B by 4 bits with
+an 8-bit head, its position set: `grown_us` over the step at the fewest tokens, `read_us` of that many more slots.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.cuda import nvrtc
-from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, place_cuda, prompt, reference
+from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, reference
 from lowq_kernels.decode.attend import AttendCall, attend
 from lowq_kernels.decode.kv import Cache, Coded, empty
 from lowq_kernels.decode.reference import Heads
@@ -178,7 +177,8 @@ def few_bits(read_gbs: float, batches: Sequence[int]) -> Iterator[dict[str, floa
             row: dict[str, float | int | str] = {"kv": kind, "B": B, "tokens": tokens, "page": page}
             row["kernel"] = select(AttendCall.of(first[0], S, HEADS.D, HEADS, page, kind))[0].name
             if B * tokens <= TRUTHS:
-                row["error"] = error(attend(*first), reference.attend(*first))
+                y = attend(*first)
+                row |= {"error": error(y, reference.attend(*first)), "equal_again": int(torch.equal(y, attend(*first)))}
             row["us"] = times(attend, calls)
             if row["kernel"] != "triton/attend":
                 row["triton_us"] = times(attend_triton.attend, calls)
@@ -186,7 +186,6 @@ def few_bits(read_gbs: float, batches: Sequence[int]) -> Iterator[dict[str, floa
                 q = torch.empty(B, HEADS.HQ * HEADS.D, dtype=DTYPE, device=DEVICE)
                 placing = [(*c[:3], *c[4:6], HEADS, q) for c in calls]
                 row["place_triton_us"] = times(partial(kv_triton.place, pos=first[3], table=first[7]), placing)
-                row["place_us"] = times(place_cuda.place, [(c[0], c[1:3], *c[3:6], HEADS, 0, c[7]) for c in calls])
             row["read_us"] = round(nbytes / read_gbs / 1e3, 2)
             yield row
             del calls, first

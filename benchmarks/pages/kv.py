@@ -57,7 +57,7 @@ def kv_speed() -> str:
 
 
 def _pays(found: Row) -> str:
-    """What writing codes costs, and the least length measured from which on a kind of cache is faster than 16 bits."""
+    """The least length measured from which on a kind of cache is faster than 16 bits."""
     layers = {(r["B"], r["tokens"], r["kv"]): r["us"] for r in found["kv"] if not r["page"]}
     us = layers | {(1, r["tokens"], r["kv"]): r["step_us"] for r in found["decode"]}
     steps = {r["tokens"] for r in found["decode"]}
@@ -67,9 +67,6 @@ def _pays(found: Row) -> str:
         slow = next((i for i, t in enumerate(lengths) if us[B, t, kind] >= us[B, t, "16"]), len(lengths))
         return f"{lengths[slow - 1]:,}" if slow else "no length measured"
 
-    placed = [r["place_us"] for r in found["kv"] if "place_us" in r]
-    told = (
-        f"Writing codes takes {min(placed):.1f} to {max(placed):.1f} us a layer. Faster than 16 bits, of the lengths measured: "
-    )
+    told = "Faster than 16 bits, of the lengths measured: "
     told += f"a step of one sequence from {since(1, 'fp8')} tokens of text on by fp8, from {since(1, '4')} by 4 bits; "
     return told + f"attention of eight sequences from {since(8, 'fp8')} tokens each by fp8, from {since(8, '4')} by 4 bits."

@@ -1,6 +1,6 @@
 """cuda/attend: attend.cu, for the head shapes of today's models on Hopper and later.
 
-Launch  a cluster of 8 blocks of 4 warps for each key head of each sequence; for long caches as many blocks of 8 warps for each
+Launch  a cluster of 8 blocks of 4 warps for each key head of few sequences; for long caches as many blocks of 8 warps for each
         as together fill the GPU; for many heads one of 8 warps each, two where the text is long
 Speed   us in a chain (Triton's), 8 key heads of 128: on an H100 one sequence of 128 slots 3.2 (5.3), 639 4.0 (6.4), 30000
         52 (70); four of up to 1000 9.7 (11.5). On an H200 in blocks of a cache: 64 of 500 slots 41 (45), of 150 to 1500
@@ -20,13 +20,12 @@ from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
 from lowq_kernels.decode.attend import LONG, AttendCall
 from lowq_kernels.decode.attend_triton import LOG2E
-from lowq_kernels.decode.kv import PLAIN, Cache, Coded, kind_of, slot_bytes
+from lowq_kernels.decode.kv import PLAIN, SHORTER, TRIES, Cache, Coded, kind_of, slot_bytes
 from lowq_kernels.decode.kv_triton import NUMBERS, numbers
-from lowq_kernels.decode.place_cuda import place
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
-PARAMETERS = (*(ctypes.c_void_p,) * 15, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 2)
+PARAMETERS = (*(ctypes.c_void_p,) * 15, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
 TILES = {"16": 2, "fp8": 3, "4": 4}
 NARROW, WIDE = 4, 8  # warps of a block
 CLUSTER = 8  # blocks: what every GPU with clusters allows
@@ -43,9 +42,9 @@ def _ring(D: int, warps: int, kv: str = PLAIN) -> int:
     return TILES[kv] * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
 
 
-def _declared(D: int, G: int, warps: int) -> int:
-    """Bytes of shared memory that attend.cu declares without a cluster."""
-    return 4 * warps * G * (D + 6) + 16
+def _declared(D: int, G: int, warps: int, kv: str) -> int:
+    """Bytes of shared memory that attend.cu declares without a cluster, up to 16 more."""
+    return 4 * warps * G * (D + 6) + 2 * G * (D + 8) + 2 * slot_bytes(kv, D, torch.float16) + 40
 
 
 class Shape(NamedTuple):
@@ -67,19 +66,19 @@ def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu) -> Shape:
     65). Codes of many heads take more arithmetic than reading, so several blocks an SM (64 texts of 500: 30 us for 40).
     """
     few, wide = heads <= MOST_HEADS, _ring(D, WIDE, kv) + STATIC <= on.smem_block
-    if few and kv == PLAIN and not (wide and S >= LONG):
+    if few and not (wide and S >= LONG):
         return Shape(NARROW, CLUSTER, CLUSTER, 1, _ring(D, NARROW, kv))
     waves = heads <= FEW_WAVES * on.sms
     blocks, least = (SPLITS, LEAST if waves else LEAST_MANY) if heads > on.sms else (on.sms // heads, 1 if few else LEAST)
     if wide and (waves or kv == PLAIN):
-        alone = on.smem_sm // 2 + 1 - _declared(D, G, WIDE) - SYSTEM
+        alone = on.smem_sm // 2 + 1 - _declared(D, G, WIDE, kv) - SYSTEM
         return Shape(WIDE, 1, blocks, least, max(_ring(D, WIDE, kv), alone))
     return Shape(NARROW, 1, blocks, least, _ring(D, NARROW, kv))
 
 
-def at_once(cut: Shape, D: int, G: int, on: gpu.Gpu) -> int:
+def at_once(cut: Shape, D: int, G: int, kv: str, on: gpu.Gpu) -> int:
     """Blocks of a shape without a cluster that an SM runs at once."""
-    return min(16 // cut.warps, on.smem_sm // (cut.shared + _declared(D, G, cut.warps) + SYSTEM))
+    return min(16 // cut.warps, on.smem_sm // (cut.shared + _declared(D, G, cut.warps, kv) + SYSTEM))
 
 
 def _refuse(call: AttendCall) -> str | None:
@@ -96,14 +95,14 @@ def _refuse(call: AttendCall) -> str | None:
     heads = call.M * call.HKV
     cut = shape(heads, call.S, call.D, queries, call.kv, on)
     short = heads > on.sms and call.S < LONG  # 64 texts of 128 slots: 21 us for 17, of 400: 35 for 36
-    if short or ((cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, on) < 2):
+    if short or ((cut.warps, cut.cluster) == (NARROW, 1) and at_once(cut, call.D, queries, call.kv, on) < 2):
         return f"{heads} key heads of all sequences, which Triton's kernel takes as fast"
     return None
 
 
 def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int, page: int = 0, kv: int = 0) -> str:
     """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots of a block, or 0."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {page}, {kv}>"
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {page}, {kv}, {TRIES if kv else 0}>"
 
 
 @cache
@@ -127,7 +126,7 @@ def attend(
     config: Config | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
-    R, kv = cos.shape[1], kind_of(k_cache)
+    kv = kind_of(k_cache)
     B, S, page, width = qkv.shape[0], k_cache.shape[2], 0, 0
     if table is not None:
         S, page, width = table.shape[1] * S, S, table.shape[1]
@@ -140,10 +139,7 @@ def attend(
     if cluster == 1 and blocks > 1:
         partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
-    if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
-        qkv = place(qkv, (k_cache, v_cache), pos, cos, sin, h, norm, table)
-        R, norm = h.D, 0  # what `place` has done already is not compiled in
-    instance = expression(TYPES[qkv.dtype], h.D, R, G, norm, warps, cluster, page, NUMBERS[kv])
+    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, warps, cluster, page, NUMBERS[kv])
     kernel = _kernel(instance, qkv.device.index, warps, shared, cluster, launch.enabled)
     kernel(
         blocks,
@@ -166,5 +162,6 @@ def attend(
         least,
         h.scale * LOG2E,
         h.eps,
+        SHORTER,
     )
     return y

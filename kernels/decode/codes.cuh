@@ -1,73 +1,64 @@
-// A cache in few bits (decode/kv.py) as attend.cu reads it: what a lane has of a slot, and its codes as operands of mma.
+// A cache of keys and values as attend.cu reads it, in 16 bits or in codes (decode/kv.py): what a lane has of a slot, operands of
+// mma made of it, and a token's codes.
 //
-// Dims    any order, the same for q and k, and for v and y: so a lane's codes of a slot lie side by side in memory. Lane t of a
-//         key has words 4 t + 16 j (fp8, of four dims) or the t-th quarter of the row (4 bits, words of eight); lane g of a
-//         value the g-th eighth.
-// Halves  e4m3's bits, moved, are a half: 2^-8 of the value in fp16, 2^-120 in bf16. A 4-bit code is one as it stands in fp16, 2^-24
-//         of it (a subnormal, which mma takes); in bf16 sums of such would be lost, so there it is 128 more, and the sums of
-//         what it is multiplied by take that off.
-// UNIT    of p * step, so that the product is a half, and what comes of codes in bf16's 2^-120 no subnormal.
+// Dims    any order, the same for q and k, and for v and y: so what a lane has of a slot lies in pieces of up to 16 bytes. Lane t
+//         of a key has pieces 16 t + 64 j of its row (4 bits: the t-th quarter); lane g of a value 16 g + 128 j, or the g-th eighth.
+// Halves  codes are fp16 numbers whatever the model's dtype, for no arithmetic: e4m3's bits, moved, are 2^-8 of the value; a 4-bit
+//         code in the lowest bits of a half is 2^-24 of it (a subnormal, which mma takes), in the next four 2^-20, so that of a
+//         word two masks and one shift make eight. The sixteenth of that is taken of q's odd dims before, of y's after.
 #pragma once
 #include "tile.cuh"
 
-template <int KV, int T, int D>
+template <int KV, int D>
 struct Held {
     static constexpr bool FOUR = KV == 4;
-    static constexpr int ROW = FOUR ? D / 2 : D, SCALE = FOUR ? 4 : 1;                 // bytes of a slot
-    static constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;                       // of a lane
-    static constexpr int K_PIECES = FOUR ? 1 : D / 64, K_BYTES = 4 * K_WORDS / K_PIECES;  // a piece is one copy
-    static constexpr int V_BYTES = 4 * V_WORDS;
-    static constexpr int SLOTS = 16, K_AT = 2 * 4 * K_WORDS * 32, V_AT = 4 * V_BYTES * 32;  // bytes of a tile's keys, its values
-    static constexpr int STAGE = K_AT + V_AT + 2 * SLOTS * SCALE;
-    static constexpr float FACTOR = FOUR ? (T == FP16 ? 0x1p24f : 1.f) : (T == FP16 ? 0x1p8f : 0x1p120f);
-    static constexpr float MORE = FOUR && T == BF16 ? 128.f : 0.f;  // than the code
-    static constexpr float UNIT = !FOUR && T == BF16 ? 0x1p100f : 256.f;
+    static constexpr int ROW = KV == 0 ? 2 * D : FOUR ? D / 2 : D, SCALE = KV == 0 ? 0 : FOUR ? 4 : 1;  // bytes of a slot
+    static constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;                                      // of a lane
+    static constexpr int K_PIECES = ROW <= 64 ? 1 : ROW / 64, K_BYTES = ROW / 4 / K_PIECES;           // a piece is one copy
+    static constexpr int V_PIECES = ROW <= 128 ? 1 : ROW / 128, V_BYTES = ROW / 8 / V_PIECES;
+    static constexpr int K_AT = 2 * 32 * 4 * K_WORDS, V_AT = 4 * 32 * 4 * V_WORDS;  // bytes of a tile's keys, its values
+    static constexpr int STAGE = K_AT + V_AT + 2 * 16 * SCALE;
+    static constexpr float FACTOR = KV == 0 ? 1.f : FOUR ? 0x1p24f : 0x1p8f, ODD = FOUR ? 0.0625f : 1.f;
     static constexpr int FIRST = 103 << 3;  // of fp8's scales
 
-    // Where piece j of a lane's part of a key begins in the row, in bytes.
-    static __device__ __forceinline__ int k_piece(int t, int j) { return FOUR ? K_BYTES * t : 16 * t + 64 * j; }
-    // The first dim of word m of a lane's part of a key.
-    static __device__ __forceinline__ int k_dim(int t, int m) { return FOUR ? D / 4 * t + 8 * m : 16 * t + 64 * (m >> 2) + 4 * (m & 3); }
+    // Where piece j begins in the row, in bytes.
+    static __device__ __forceinline__ int k_piece(int t, int j) { return K_BYTES * t + 64 * j; }
+    static __device__ __forceinline__ int v_piece(int g, int j) { return V_BYTES * g + 128 * j; }
+    // The first dim of step s (of 16, four a lane) of a key; the other two of its four are NEXT further on.
+    static constexpr int NEXT = FOUR ? 4 : 2;
+    static __device__ __forceinline__ int k_dim(int t, int s) {
+        return KV == 0 ? 8 * t + 32 * (s >> 1) + 4 * (s & 1) : FOUR ? D / 4 * t + 8 * (s >> 1) + 2 * (s & 1) : 16 * t + 64 * (s >> 2) + 4 * (s & 3);
+    }
 
-    static __device__ __forceinline__ u32 of_bytes(u32 x) {  // e4m3 in the upper bytes of two halves
-        constexpr u32 SIZE = T == FP16 ? 0x3f803f80u : 0x07f007f0u;
-        return (x >> (T == FP16 ? 1 : 4) & SIZE) | (x & 0x80008000u);
+    static __device__ __forceinline__ u32 of_bytes(u32 x, u32 moved) {  // e4m3 in the upper bytes of two halves; and a bit lower
+        return (moved & 0x3f803f80u) | (x & 0x80008000u);
     }
-    static __device__ __forceinline__ u32 of_nibbles(u32 x) {  // codes in the lowest bits of two halves
-        return (x & 0x000f000fu) | (MORE != 0.f ? 0x43004300u : 0u);
+    // The two registers of step s of a key's words.
+    static __device__ __forceinline__ void key(const u32* w, int s, u32& a0, u32& a2) {
+        if constexpr (KV == 0) a0 = w[2 * s], a2 = w[2 * s + 1];
+        else if constexpr (FOUR) a0 = w[s >> 1] >> 8 * (s & 1) & 0x000f000fu, a2 = w[s >> 1] >> 8 * (s & 1) & 0x00f000f0u;
+        else a0 = of_bytes(w[s] << 8, w[s] << 7), a2 = of_bytes(w[s], w[s] >> 1);
     }
-    // The two registers of step s (of 16 dims, four a lane) of a key's word: dims +0 +2, +1 +3, or +2s +2s+4, +2s+1 +2s+5.
-    static __device__ __forceinline__ void key(u32 w, int s, u32& b0, u32& b1) {
-        if constexpr (FOUR) b0 = of_nibbles(w >> 8 * s), b1 = of_nibbles(w >> (8 * s + 4));
-        else b0 = of_bytes(w << 8), b1 = of_bytes(w);
+    // The same of a query, from its dims k_dim, + 1 and the two that follow.
+    static __device__ __forceinline__ void query(u32 x, u32 next, u32& b0, u32& b1) {
+        b0 = KV == 0 ? x : __byte_perm(x, next, 0x5410), b1 = KV == 0 ? next : __byte_perm(x, next, 0x7632);
     }
-    // The same of a query: eight (or four) dims as they lie.
-    static __device__ __forceinline__ void query(const u32* x, int s, u32& a0, u32& a2) {
-        const u32 a = x[FOUR ? s : 0], b = x[FOUR ? s + 2 : 1];
-        a0 = (a & 0xffffu) | b << 16, a2 = (a >> 16) | (b & 0xffff0000u);
-    }
-    // Two dims of two slots each, from their words: fp8 bytes k and k + 1, 4 bits both halves of byte k.
-    static __device__ __forceinline__ void values(u32 w0, u32 w1, int k, u32& a0, u32& a1) {
-        const u32 x = both(w0, w1, k);
-        if constexpr (FOUR) a0 = of_nibbles(x), a1 = of_nibbles(x >> 4);
-        else a0 = of_bytes(x), a1 = of_bytes(both(w0, w1, k + 1));
-    }
-    static __device__ __forceinline__ u32 both(u32 w0, u32 w1, int k) {  // byte k of each, in both bytes of a half
-        u32 d;
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(w0), "r"(w1), "r"(0x4400 + 0x1111 * k));
-        return d;
-    }
-    // Scales of slots s, s + 1 (s even): what codes are multiplied by, and what is added for each.
-    static __device__ __forceinline__ void scales(u32 shared, int s, float (&step)[2], float (&low)[2]) {
-        const u32 w = read4(shared + (FOUR ? 4 * s : s & ~3)), next = FOUR ? read4(shared + 4 * s + 4) : 0;
+    // Two dims (step m of D / 16) of two slots each, from their words.
+    static __device__ __forceinline__ void values(const u32* w0, const u32* w1, int m, u32& a0, u32& a1) {
         if constexpr (FOUR) {
-            step[0] = __uint_as_float(w << 16), low[0] = __uint_as_float(w & 0xffff0000u);
-            step[1] = __uint_as_float(next << 16), low[1] = __uint_as_float(next & 0xffff0000u);
+            const u32 x = __byte_perm(w0[m >> 2], w1[m >> 2], m & 2 ? 0x7632 : 0x5410) >> 8 * (m & 1);
+            a0 = x & 0x000f000fu, a1 = x & 0x00f000f0u;
+        } else if constexpr (KV == 8) {
+            const u32 x = __byte_perm(w0[m >> 1], w1[m >> 1], m & 1 ? 0x7632 : 0x5410);
+            a0 = of_bytes(x << 8, x << 7), a1 = of_bytes(x, x >> 1);
         } else {
-            const u32 two = w >> 8 * (s & 2);
-            step[0] = __uint_as_float(((two & 255) + FIRST) << 20), step[1] = __uint_as_float((((two >> 8) & 255) + FIRST) << 20);
-            low[0] = low[1] = 0.f;
+            a0 = __byte_perm(w0[m], w1[m], 0x5410), a1 = __byte_perm(w0[m], w1[m], 0x7632);
         }
+    }
+    // Scales of slot s: what codes are multiplied by, and what is added for each.
+    static __device__ __forceinline__ void scales(u32 shared, int s, float& step, float& low) {
+        const u32 w = read4(shared + (FOUR ? 4 * s : s & ~3));
+        step = __uint_as_float(FOUR ? w << 16 : ((w >> 8 * (s & 3) & 255) + FIRST) << 20), low = FOUR ? __uint_as_float(w & 0xffff0000u) : 0.f;
     }
 };
 
@@ -82,6 +73,7 @@ __device__ __forceinline__ void read_words(u32* w, u32 shared) {
     else asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(shared) : "memory");
 }
 
+// ------------------------------------------------------------------------------------------------- a token's own
 // Four dims a lane of a head of D, in lanes side by side, turned (Hadamard's, with its factor).
 template <int D>
 __device__ __forceinline__ float4 turned(float4 v, int lane) {
@@ -98,4 +90,69 @@ __device__ __forceinline__ float4 turned(float4 v, int lane) {
     }
     constexpr float BY = D == 128 ? 0.08838834764f : 0.125f;
     return make_float4(v.x * BY, v.y * BY, v.z * BY, v.w * BY);
+}
+template <int LANES, class F>  // over the lanes of a head
+__device__ __forceinline__ float all(float v, F of) {
+#pragma unroll
+    for (int d = 1; d < LANES; d *= 2) v = of(v, __shfl_xor_sync(0xffffffffu, v, d));
+    return v;
+}
+// The bits of e4m3 nearest to x of at most 448, ties to even; and what they stand for.
+__device__ __forceinline__ u32 to_e4m3(float x) {
+    const u32 bits = __float_as_uint(x), size = bits & 0x7fffffffu;
+    const u32 normal = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - (120u << 3);
+    const u32 small = __float_as_uint(__uint_as_float(size) + 16384.f) - 0x46800000u;  // multiples of 2^-9, as fp32 rounds them there
+    return (size < 0x3c800000u ? small : normal) | (bits >> 24 & 0x80u);
+}
+__device__ __forceinline__ float of_e4m3(u32 code) {
+    return __uint_as_float((code & 0x7fu) << 20 | (code & 0x80u) << 24) * __uint_as_float(247u << 23);  // 2^120: the exponents' difference
+}
+__device__ __forceinline__ float as_bf16(float x) {
+    const u32 bits = __float_as_uint(x);
+    return __uint_as_float(bits + 0x7fffu + (bits >> 16 & 1) & 0xffff0000u);
+}
+
+// `kv.encode` of a turned head, four dims a lane: codes of this lane, a byte (or four bits) each, and the head's scales as they
+// lie in memory. Of TRIES scales the one with the least squared error: a lane has its codes of the best so far.
+template <int KV, int D, int TRIES>
+__device__ __forceinline__ void encode(float4 x, float shorter, u32& best, u32& scales) {
+    constexpr float LARGEST = 448.f;  // of e4m3
+    constexpr int LANES = D / 4, LEVELS = 15;  // of 4 bits, less one
+    auto sum = [](float a, float b) { return a + b; };
+    auto least = [](float a, float b) { return a < b ? a : b; };
+    const float v[4] = {x.x, x.y, x.z, x.w};
+    const float top = -all<LANES>(least(least(-v[0], -v[1]), least(-v[2], -v[3])), least);
+    const float bottom = all<LANES>(least(least(v[0], v[1]), least(v[2], v[3])), least);
+    const int first = (int)((__float_as_uint((top > -bottom ? top : -bottom) / LARGEST) + 0xfffffu) >> 20) - Held<KV, D>::FIRST;
+    best = scales = 0;
+    float best_error = __uint_as_float(0x7f800000u);
+#pragma unroll
+    for (int i = 0; i < TRIES; i++) {
+        u32 codes = 0, its;
+        float error = 0.f;
+        if constexpr (KV == 8) {
+            its = smaller(first + i > 0 ? first + i : 0, 255);
+            const float step = __uint_as_float((its + Held<KV, D>::FIRST) << 20), by = 1.f / step;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float large = v[j] * by, some = large > LARGEST ? LARGEST : large < -LARGEST ? -LARGEST : large;
+                const u32 code = to_e4m3(some);
+                const float off = of_e4m3(code) * step - v[j];
+                codes |= code << 8 * j, error += off * off;
+            }
+        } else {
+            const float reach = (top - bottom) * 0.5f * (1.f - shorter * i);
+            const float step = as_bf16(reach * (2.f / LEVELS)), base = as_bf16((bottom + top) * 0.5f - reach), by = step > 0.f ? 1.f / step : 0.f;
+            its = __float_as_uint(step) >> 16 | __float_as_uint(base);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const float large = (v[j] - base) * by, some = large < 0.f ? 0.f : large > LEVELS ? LEVELS : large;
+                const u32 code = __float_as_uint(some + 8388608.f) & 15;  // 2^23: rounds to a whole number, ties to even
+                const float off = code * step + base - v[j];
+                codes |= code << 4 * j, error += off * off;
+            }
+        }
+        error = all<LANES>(error, sum);
+        if (error < best_error) best = codes, scales = its, best_error = error;
+    }
 }

@@ -1,19 +1,19 @@
 """A cache of keys or values in few bits: the definition that every kernel of attention is held to, in torch and fp32.
 
     fp8   e4m3 codes, a byte a value; a byte a head and token, a number of 3 bits after the first: value = code * scale
-    4     codes of 4 bits of the head's Hadamard turn, dim 2 i in the lower half of byte i; two bf16 a head and token:
-          turned value = code * step + low
+    4     codes of 4 bits, dim 2 i in the lower half of byte i; two bf16 a head and token: value = code * step + low
+
+Values are those of the head's Hadamard turn.
 
 A scale belongs to one token of one head. One of a block of tokens would have to be known before the block is full: each token
 larger than those before it would round them all a second time, and a text would depend on how it was cut up. This way a token
 is written once, from itself alone: 1 byte beside D (0.8% of heads of 128) and 4 beside D / 2 (6%), of 2 D in 16 bits: 0.504
 and 0.266 of it for D = 128, 0.508 and 0.281 for 64.
 
-Of TRIES scales the one with the least squared error is taken: e4m3 is exact where a head's few large values, which RoPE
-leaves to keys, meet its grid, and 4 bits gain from a range a little short of the largest. On base the KL divergence from 16
-bits is 0.0021 with that for fp8 (0.0037 without; 14,336 tokens) and 0.018 for 4 bits (0.019; 8,192). Keys have channels ten
-times as large as the rest (KIVI), which a turn spreads over all of them (QuaRot). Queries are turned alike, and what comes of
-the values is turned back; the turn is its own inverse. Heads whose size is no power of two are turned in parts.
+Keys have channels ten times as large as the rest (KIVI), which a turn spreads over all of them (QuaRot). Queries are turned
+alike, and what comes of the values is turned back; the turn is its own inverse. Heads whose size is no power of two are turned
+in parts. Of TRIES scales the one with the least squared error is taken. On base, 65,536 tokens of WikiText-2, fp8 costs 0.09%
+of perplexity (0.15% without the turn, 0.14% with the first scale alone), 4 bits 0.99% (1.42% with the first range).
 
 Sources: e4m3: Micikevicius et al. 2022 (arXiv:2209.05433); KIVI: Liu et al. 2024 (arXiv:2402.02750);
 QuaRot: Ashkboos et al. 2024 (arXiv:2404.00456).
@@ -72,7 +72,7 @@ def turn(x: torch.Tensor) -> torch.Tensor:
 
 def encode(kind: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (..., D) or (..., D / 2) uint8, and scales (...) uint8 or (..., 2) bf16, of heads x (..., D)."""
-    x = x.float() if kind == "fp8" else turn(x.float())
+    x = turn(x.float())
     tried = _e4m3(x) if kind == "fp8" else _four(x)
     codes, scales = next(tried)
     least = _squares(kind, codes, scales, x)
@@ -114,7 +114,7 @@ def _squares(kind: str, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tens
 
 
 def _values(kind: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What a byte a value stands for; of 4 bits the turned values."""
+    """The turned values that codes, a byte each, stand for."""
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float() * _scale(scales.int())[..., None]
     return codes.float() * scales[..., :1].float() + scales[..., 1:].float()
@@ -127,9 +127,9 @@ def _scale(byte: torch.Tensor) -> torch.Tensor:
 
 def decode(kind: str, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Heads (..., D) fp32 of what `encode` made."""
-    if kind == "fp8":
-        return _values(kind, codes, scales)
-    return turn(_values(kind, torch.stack((codes & 15, codes >> 4), -1).flatten(-2), scales))
+    if kind == "4":
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    return turn(_values(kind, codes, scales))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What Triton's attention kernels do for a cache in few bits: heads into it, and its tiles as numbers (`kv` says which).
 
-    place  (tokens, heads in blocks): q/k norm and RoPE; q, turned for 4 bits, goes to a buffer, keys and values into the cache
+    place  (tokens, heads in blocks): q/k norm and RoPE; q, turned, goes to a buffer, keys and values into the cache
     codes  a tile of codes as numbers of the queries' dtype, in registers: a scale is one of a slot, so it stands beside the
            products (score * scale, p * scale) and no number is multiplied by it
 
@@ -106,16 +106,13 @@ def scales(scales_ptr, rows, there, KV: tl.constexpr):
 @triton.jit
 def held(y, rest, factor, offs_d, dtype, D: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.constexpr, PART: tl.constexpr):
     """Sums of values from y (rows, BLOCK_D), of numbers times p * step * UNIT, and rest (rows,), of p * low; turned back."""
-    y = y * (1.0 / UNIT)
-    if KV == 4:
-        turn = signs(dims(offs_d, BLOCK_D, KV), offs_d, D, PART).to(dtype)
-        y = tl.dot((y + rest[:, None]).to(dtype), turn, input_precision="ieee") * factor
-    return y
+    turn = signs(dims(offs_d, BLOCK_D, KV), offs_d, D, PART).to(dtype)
+    return tl.dot((y * (1.0 / UNIT) + rest[:, None]).to(dtype), turn, input_precision="ieee") * factor
 
 
 @triton.jit
 def _encode(x, mask_d, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.constexpr):
-    """Rows x (BLOCK_H, BLOCK_D) fp32, of 4 bits turned: bytes (BLOCK_H, BLOCK_D or BLOCK_D / 2), raw scales (BLOCK_H,)."""
+    """Rows x (BLOCK_H, BLOCK_D) fp32, turned: bytes (BLOCK_H, BLOCK_D or BLOCK_D / 2), raw scales (BLOCK_H,)."""
     inside = mask_d[None, :]
     high = tl.max(tl.where(inside, x, float("-inf")), 1)
     low = tl.min(tl.where(inside, x, float("inf")), 1)
@@ -180,8 +177,7 @@ def _place_kernel(
             its = tl.load(norm_ptr + partner, mask=mask_d, other=0.0).to(tl.float32)[None, :]
             other = tl.where(mine, other * inverse * its, other)
     x = tl.where(turns, x * cos + other * tl.where(offs_d < R // 2, -sin, sin), x).to(dtype)
-    if KV == 4:
-        x = tl.dot(x, signs(offs_d, offs_d, D, PART).to(dtype), input_precision="ieee") * factor
+    x = tl.dot(x, signs(offs_d, offs_d, D, PART).to(dtype), input_precision="ieee") * factor
     to_q = q_ptr + row.to(tl.int64) * HQ * D + offs_h[:, None] * D + offs_d[None, :]
     tl.store(to_q, x.to(dtype), mask=is_q[:, None] & mask_d[None, :])
     bytes_, raw = _encode(x.to(tl.float32), mask_d, BLOCK_H, BLOCK_D, KV)
@@ -237,7 +233,7 @@ def place(
     rows: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> None:
-    """Write keys and values of qkv (M, (HQ + 2 HKV) * D) into the cache, and queries to q (M, HQ * D), turned for 4 bits.
+    """Write keys and values of qkv (M, (HQ + 2 HKV) * D) into the cache, and queries to q (M, HQ * D), turned.
 
     Token m stands at slot start + m % each of sequence m // each; with `pos` (M,) at pos[m], with a table in the blocks of its
     row m, or rows[m].

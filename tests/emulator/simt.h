@@ -34,6 +34,7 @@
 #define gridDim (simt::grid)
 
 struct uint3 { unsigned x, y, z; };
+struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -488,6 +489,16 @@ inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32
     collective("ldmatrix", mine, [](Mine** lane) {
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++) *lane[l]->out[i] = lane[8 * i + l / 4]->row[l % 4];
+    });
+}
+inline void movmatrix_sync_aligned_m8n8_trans_b16(u32& d, u32 a) {
+    struct Mine { u32* d; u32 a; } mine{&d, a};
+    collective("movmatrix", mine, [](Mine** lane) {
+        for (int l = 0; l < 32; l++) {
+            u32 v = 0;
+            for (int h = 0; h < 2; h++) v |= (lane[(2 * (l % 4) + h) * 4 + l / 8]->a >> 16 * (l / 4 % 2) & 0xffff) << 16 * h;
+            *lane[l]->d = v;
+        }
     });
 }
 inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(u32 at, u32 a, u32 b, u32 c, u32 d) {

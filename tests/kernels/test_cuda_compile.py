@@ -16,7 +16,7 @@ nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not inst
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda import operands
-from lowq_kernels.decode import experts, place_cuda
+from lowq_kernels.decode import attend_cuda, experts
 from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma, tile_wgmma_grouped
@@ -107,10 +107,11 @@ def test_experts_of_tables():
     clean("tile_wgmma.cu", tile_wgmma.expression(4, 1, 32, operands.form(s), config, grouped=True), "sm_90a")
 
 
-@pytest.mark.parametrize("kv", [8, 4])
-def test_place(kv):
-    for D, R, norm, T in ((128, 128, 0, 0), (128, 64, 1, 1), (64, 64, 2, 0)):
-        assert clean("place.cu", place_cuda.expression(T, D, R, norm, kv), "sm_90a")["registers"] <= 64
+@pytest.mark.parametrize("kv", [0, 8, 4])
+def test_attend(kv):
+    # dtype, D, R, queries, norm, warps, blocks of a cluster, slots of a block
+    for one in ((0, 128, 128, 4, 0, 4, 8, 0), (1, 128, 64, 8, 1, 8, 1, 64), (0, 64, 64, 7, 2, 4, 1, 0)):
+        clean("attend.cu", attend_cuda.expression(*one, kv), "sm_90a")
 
 
 @pytest.mark.parametrize("bits", BITS)
