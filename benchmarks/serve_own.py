@@ -28,7 +28,7 @@ import torch
 from pages import results_of
 from serve_load import LONGEST_NEW, LONGEST_PROMPT, SEED, Asked, closed_loop, requests
 from serve_schedule import change
-from vllm_speed import USERS, make
+from vllm_speed import SHAPES, USERS, make
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
@@ -216,7 +216,7 @@ def main() -> None:
 
     folder = args.work / f"lowq-{args.shape}-4"
     if not folder.exists():
-        make(folder, args.shape, 4, device)
+        make(folder, SHAPES[args.shape], 4, device)
     began = time.perf_counter()
     model, tokenizer = ready(str(folder), device)
     found["load_s"] = round(time.perf_counter() - began, 2)
