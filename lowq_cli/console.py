@@ -225,16 +225,9 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=28),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-    )
-    with Progress(*columns, console=stderr(), transient=True) as bar:
+    what, note = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[note]}", markup=False)
+    times = TaskProgressColumn(), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn()
+    with Progress(what, BarColumn(bar_width=28), *times, note, console=stderr(), transient=True) as bar:
         task = bar.add_task(label, total=total, note="")
         yield lambda done, note: bar.update(task, completed=done, note=visible(note))
 

@@ -74,8 +74,3 @@ def remove(holding: Holding) -> None:
         shutil.rmtree(holding.path)
     except OSError as e:
         raise UsageError(f"{holding.path} cannot be removed: {e.strerror}") from None
-
-
-def total(found: list[Holding]) -> int:
-    """Bytes of them all."""
-    return sum(h.nbytes for h in found)

@@ -76,7 +76,8 @@ def _add_commands() -> None:
         module = importlib.import_module(f"lowq_cli.commands.{name}")
         function = getattr(module, name)
         summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
-        app.command(name, short_help=summary, epilog=_lines(module.EXAMPLES))(_with_quiet(_guarded(function)))
+        examples = "\n\n".join("\b\n" + paragraph for paragraph in module.EXAMPLES.split("\n\n"))  # \b: its lines are kept
+        app.command(name, short_help=summary, epilog=examples)(_with_quiet(_guarded(function)))
 
 
 class _Stopped(Exception):
@@ -114,11 +115,6 @@ def _with_quiet(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = shown.replace(parameters=[*shown.parameters.values(), flag])  # type: ignore[attr-defined]
     command.__annotations__ = {**function.__annotations__, "quiet": Annotated[bool, QUIET]}
     return command
-
-
-def _lines(text: str) -> str:
-    """`text` for a help page that keeps its lines: each paragraph marked so."""
-    return "\n\n".join("\b\n" + paragraph for paragraph in text.split("\n\n"))
 
 
 _add_commands()

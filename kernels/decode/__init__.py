@@ -17,7 +17,7 @@ computes a mixture's layer from packed experts.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -66,17 +66,7 @@ class Ops:
     fold: FoldedProducts | None = None
 
 
-TORCH = Ops(
-    "torch",
-    reference.add_norm,
-    reference.attend,
-    reference.attend_prompt,
-    reference.attend_packed,
-    reference.gated,
-    reference.route,
-    reference.choose,
-    reference.choose_rows,
-)
+TORCH = Ops("torch", *(getattr(reference, f.name) for f in fields(Ops)[1:-1]))
 
 
 @cache

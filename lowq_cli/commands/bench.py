@@ -82,7 +82,7 @@ def bench(
             advance(len({(r.N, r.K, r.bits, r.group, r.M) for r in rows}), f"{row.N}x{row.K} M={row.M}: {row.us:.1f} us")
     if as_json:
         facts = {"read_gbs": round(ceiling.read_gbs), "tflops": round(ceiling.tflops, 3)}
-        console.out_json({"gpu": ceiling.device, **facts, "rows": [r.to_json() for r in rows]})
+        console.out_json({"gpu": ceiling.device, **facts, "rows": [vars(r) for r in rows]})
     else:
         _show(rows)
     if plot:  # last: where it cannot be written, what was measured is out
@@ -104,15 +104,10 @@ def _in_vllm(checkpoint: str, batch: str, as_json: bool, of_products: bool) -> N
         console.out_json({"prompt": vllm_speed.PROMPT, "new": vllm_speed.NEW, "rows": rows})
         return
     columns = (">sequences", ">vLLM's kernels", ">lowq's kernels", ">ratio")
-    shown = [
-        (
-            r["batch"],
-            f"{r['vllm']:.0f}" if r["vllm"] else "-",
-            f"{r['lowq']:.0f}",
-            f"{r['lowq'] / r['vllm']:.2f}" if r["vllm"] else "",
-        )
-        for r in rows
-    ]
+    shown = []
+    for r in rows:
+        vllm, ratio = (f"{r['vllm']:.0f}", f"{r['lowq'] / r['vllm']:.2f}") if r["vllm"] else ("-", "")
+        shown.append((r["batch"], vllm, f"{r['lowq']:.0f}", ratio))
     console.table("tokens per second in vLLM", columns, shown, on_stdout=True)
 
 
@@ -121,17 +116,9 @@ def _show(rows: "list[Row]") -> None:
     columns = ("shape", "scheme", ">M", "kernel", ">us", ">GB/s", ">TFLOP/s", ">roofline", ">dense us", ">x dense")
     table = [
         (
-            f"{r.N}x{r.K}",
-            f"{r.bits}-bit g{r.group}",
-            r.M,
-            r.kernel,
-            f"{r.us:.1f}",
-            f"{r.gbs:.0f}",
-            f"{r.tflops:.2f}",
-            "-" if r.roofline_pct is None else f"{r.roofline_pct:.0f}%",
-            f"{r.cublas_us:.1f}",
-            f"{r.cublas_us / r.us:.2f}",
+            f"{r.N}x{r.K}", f"{r.bits}-bit g{r.group}", r.M, r.kernel, f"{r.us:.1f}", f"{r.gbs:.0f}", f"{r.tflops:.2f}",
+            "-" if r.roofline_pct is None else f"{r.roofline_pct:.0f}%", f"{r.cublas_us:.1f}", f"{r.cublas_us / r.us:.2f}",
         )
         for r in rows
-    ]
+    ]  # fmt: skip
     console.table("", columns, table, on_stdout=True, spare=(">dense us", ">TFLOP/s", ">GB/s"))

@@ -184,9 +184,5 @@ def _write(answer: "Generation") -> None:
     except KeyboardInterrupt:
         console.say(" (stopped)")
     console.out("")
-    _speed(answer)
-
-
-def _speed(answer: Any) -> None:
     if sys.stderr.isatty():
         console.say(f"[{len(answer.tokens[0])} tokens, {answer.decode_tps:.1f}/s, first after {answer.ttft_s:.2f} s]")

@@ -60,17 +60,12 @@ def _show(rows: "list[Compared]") -> None:
     """A line per model."""
     shown = [
         (
-            r.model,
-            console.size(r.bytes),
-            f"{r.bpw:.2f}",
-            f"{r.ppl:.3f}",
-            "" if r.ppl_increase_pct is None else f"{r.ppl_increase_pct:+.2f}%",
-            "" if r.kl is None else f"{r.kl:.5f}",
-            "" if r.top1_agreement is None else f"{r.top1_agreement:.2%}",
-            f"{r.decode_tps:,.0f}",
+            r.model, console.size(r.bytes), f"{r.bpw:.2f}", f"{r.ppl:.3f}",
+            "" if r.ppl_increase_pct is None else f"{r.ppl_increase_pct:+.2f}%", "" if r.kl is None else f"{r.kl:.5f}",
+            "" if r.top1_agreement is None else f"{r.top1_agreement:.2%}", f"{r.decode_tps:,.0f}",
         )
         for r in rows
-    ]
+    ]  # fmt: skip
     columns = ("model", ">size", ">bits per weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
     first = rows[0]
     title = f"{first.tokens} tokens in windows of {first.window}, against {first.model}"

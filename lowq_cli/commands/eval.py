@@ -8,7 +8,6 @@ from lowq_cli import console
 from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens, KvCache, Threads, checkpoint_argument
 
 if TYPE_CHECKING:
-    from lowq_cli.evaluate.layer_errors import LayerError
     from lowq_cli.evaluate.tasks import Score
 
 EXAMPLES = """Examples:
@@ -131,10 +130,10 @@ def eval(
             ]
         console.table("", ("", ">value", ""), rows, on_stdout=True)
     if errors and not as_json:
-        table = [
-            (e.index, "" if e.weights is None else f"{e.weights:.4f}", e.worst, f"{e.output:.6f}", BAR * _bar(e.output, errors))
-            for e in errors
-        ]
+        largest, table = max(max(e.output for e in errors), 1e-30), []
+        for e in errors:
+            weights = "" if e.weights is None else f"{e.weights:.4f}"
+            table.append((e.index, weights, e.worst, f"{e.output:.6f}", BAR * round(30 * e.output / largest)))
         columns = ("layer", ">weights, relative", "largest of", ">output, squared relative", "")
         console.table("errors by layer, those before it included", columns, table, on_stdout=True, spare=("",))
     if failure:
@@ -193,8 +192,3 @@ def _scores(name: str, loaded: Any, limit: int | None, device: str, act: str | N
         if act is not None:
             set_activations(model, check_act(act))
     return scores(loaded, Judge(model, tokenizer, answers, console.progress, kv), limit)
-
-
-def _bar(output: float, errors: "list[LayerError]") -> int:
-    """Its length, 30 for the largest."""
-    return round(30 * output / max(max(e.output for e in errors), 1e-30))

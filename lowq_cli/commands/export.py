@@ -19,15 +19,9 @@ EXAMPLES = """Examples:
   lowq export my-lowq --to compressed-tensors --check-tp 8"""
 
 READERS = {  # formats.EXPORTED, which takes 30 ms to import, with the command that takes an export where there is one
-    "compressed-tensors": "vllm serve {}",
-    "gptq": "vllm serve {}",
-    "awq": "vllm serve {}",
-    "humming": None,
-    "mlx": "mlx_lm.generate --model {}",
-    "hqq": None,
-    "gguf": "llama-cli -m {}",
-    "modelopt": None,
-    "bitsandbytes": None,
+    **dict.fromkeys(("compressed-tensors", "gptq", "awq"), "vllm serve {}"),
+    **{"humming": None, "mlx": "mlx_lm.generate --model {}", "hqq": None, "gguf": "llama-cli -m {}"},
+    **dict.fromkeys(("modelopt", "bitsandbytes")),
 }
 
 
@@ -54,7 +48,7 @@ def export(
 
     found = write(state.checkpoint_or_last(ckpt), to, out, check_tp, rounding)
     if as_json:
-        console.out_json(found.to_json())
+        console.out_json(vars(found))
     else:
         show(found)
     if to is None:

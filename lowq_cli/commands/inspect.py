@@ -53,16 +53,10 @@ def inspect(
     errors = sorted((r for r in found.rows if r.rel_error is not None), key=lambda r: -(r.rel_error or 0))
     shown = list(found.rows) if tensors else errors[:5]
     if shown:
-        rows = [
-            (
-                r.name,
-                r.scheme,
-                " x ".join(map(str, r.shape)),
-                console.size(r.bytes),
-                "-" if r.rel_error is None else f"{r.rel_error:.4f}",
-            )
-            for r in shown
-        ]
+        rows = []
+        for r in shown:
+            error = "-" if r.rel_error is None else f"{r.rel_error:.4f}"
+            rows.append((r.name, r.scheme, " x ".join(map(str, r.shape)), console.size(r.bytes), error))
         title = "tensors" if tensors else f"largest errors of {len(errors)} (all: --tensors)"
         console.table(title, ("tensor", "scheme", "shape", ">size", ">error"), rows, on_stdout=True)
     console.out_line(f"serves in: {', '.join(found.engines)}")

@@ -13,14 +13,14 @@ def ls(as_json: AsJson = False) -> None:
     from lowq_cli import holdings
 
     found = holdings.holdings()
+    total = sum(h.nbytes for h in found)
     if as_json:
         rows = [{"path": str(h.path), "kind": h.kind, "bytes": h.nbytes, "age_s": round(h.age_s)} for h in found]
-        console.out_json({"holdings": rows, "bytes": holdings.total(found)})
+        console.out_json({"holdings": rows, "bytes": total})
         return
     if not found:
         console.say("nothing yet; lowq quantize demo writes a checkpoint")
         return
     cells = [(h.short, h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in found]
     console.table("", ("folder", "kind", ">size", ">age"), cells, on_stdout=True)
-    size = console.size(holdings.total(found))
-    console.say(f"{size} in {len(found)} folders; lowq rm FOLDER removes one, lowq rm --cached all of the cache")
+    console.say(f"{console.size(total)} in {len(found)} folders; lowq rm FOLDER removes one, lowq rm --cached all of the cache")

@@ -206,7 +206,7 @@ def quantize(
         _show_result(result, prepared.plan.recipe, engine, to)
     exported = export.write(result.out, to) if to else None
     if as_json:
-        more = {"export": exported.to_json()} if exported else {}
+        more = {"export": vars(exported)} if exported else {}
         console.out_json({**result.to_json(), "parameters": prepared.plan.params, **_bound(prepared), **more})
     elif exported:
         export.show(exported)

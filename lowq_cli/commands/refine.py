@@ -53,7 +53,7 @@ def refine(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the same command again to continue") from None
     if as_json:
-        console.out_json({**done.exported.to_json(), "better": done.better})
+        console.out_json({**vars(done.exported), "better": done.better})
     else:
         console.out(done.exported.out)
         there = " (was already there)" if done.exported.already_done else ""

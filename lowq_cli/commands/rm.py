@@ -34,7 +34,7 @@ def rm(
         holdings.remove(h)
         console.say(f"removed {h.path}")
     if as_json:
-        console.out_json({"removed": [str(h.path) for h in found], "bytes": holdings.total(found)})
+        console.out_json({"removed": [str(h.path) for h in found], "bytes": sum(h.nbytes for h in found)})
 
 
 def _ask(what: list[str], as_json: bool) -> None:

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -92,10 +91,6 @@ def _has_template(model: str) -> bool:
     """Whether a checkpoint's tokenizer says how a question is put to it."""
     from lowq_cli import state
 
-    folder = state.user_path(model)
-    config = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (config.is_file() and _says_template(config))
-
-
-def _says_template(config: Path) -> bool:
-    return '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
+    config = state.user_path(model) / "tokenizer_config.json"
+    said = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    return config.with_name("chat_template.jinja").is_file() or '"chat_template"' in said

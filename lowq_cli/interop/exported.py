@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
 
 from lowq_cli.files.checkpoint import Checkpoint
 from lowq_cli.interop.foreign import slabs
@@ -26,10 +25,6 @@ class Exported:
     engines: tuple[str, ...]
     notes: tuple[str, ...]
     already_done: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 def run_name(found: Checkpoint, to: str, rounding: bool) -> str:

@@ -96,7 +96,8 @@ def export(
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes) or _factor_problems(found)):
             engines = [e for e in engines if not e.startswith("vLLM")]
             notes.append(f"vLLM would refuse it, or run other weights: {fused[0]}")
-        return Exported(str(target), to, _weight_bytes(target), len(found.schemes), tuple(engines), tuple(notes), done)
+        size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
+        return Exported(str(target), to, size, len(found.schemes), tuple(engines), tuple(notes), done)
 
 
 def _factor_problems(found: Checkpoint) -> list[str]:
@@ -310,7 +311,3 @@ def _encoded(fmt: Format, name: str, q: QuantizedTensor, config: Mapping[str, An
     (matrix,) = fmt.matrices(config, headers, fetch)
     check_same(matrix.read(fetch), q, name, bool(config.get("round")))
     return tensors
-
-
-def _weight_bytes(folder: Path) -> int:
-    return sum(p.stat().st_size for p in folder.glob("*.safetensors"))

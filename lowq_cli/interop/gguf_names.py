@@ -9,16 +9,9 @@ CLASSES = {family.gguf: family.gguf_class for family in _WRITTEN.values() if fam
 PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **{"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"},
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 ROUTERS = dict.fromkeys(("mlp.gate", "block_sparse_moe.gate"), "ffn_gate_inp")

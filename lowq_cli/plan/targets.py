@@ -5,7 +5,7 @@ Zeros: none of the engines holds a float zero exactly (vLLM's kernels take whole
 formats that some engine reads; Humming and HQQ hold float zeros.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,40 +22,36 @@ if TYPE_CHECKING:
 class Target:
     """An engine or format: what `export` writes for it, the widths and groups it takes (the first ones are the default).
 
-    why_not: the reason it cannot hold a scheme and shape, or None. zero: the kind it takes exactly. head: unless asked for.
+    zero: the kind it takes exactly. head: unless asked for.
     """
 
     engine: str
     export: str
     bits: tuple[int, ...]
     groups: tuple[int | str, ...]
-    why_not: Callable[[Scheme, int, int], str | None]
     zero: str = "none"
     head: str = "keep"  # most engines read the head in 16 bits only
     table: str | None = None  # the --format it takes, unless one is asked for
 
+    def why_not(self, scheme: Scheme, N: int, K: int) -> str | None:
+        """The reason it cannot hold a scheme and shape, or None."""
+        from lowq_packers import formats  # 30 ms, which a mistyped flag should not wait for
 
-def _why_not(name: str) -> Callable[[Scheme, int, int], str | None]:
-    def ask(scheme: Scheme, N: int, K: int) -> str | None:
-        from lowq_packers import formats  # imports torch, which a mistyped flag should not wait for
-
-        return formats.get(name).why_not(scheme, N, K)
-
-    return ask
+        return formats.get(self.export).why_not(scheme, N, K)
 
 
 ENGINES = {
     t.engine: t
     for t in (
-        Target("vllm", "compressed-tensors", (4, 8, 2), (128, 64, 32, "channel"), _why_not("compressed-tensors")),
-        Target("llama.cpp", "gguf", (4, 8), (32, 64, 128), _why_not("gguf")),
-        Target("mlx", "mlx", (4, 8, 3, 2), (64, 32, 128), _why_not("mlx")),
-        Target("gptq", "gptq", (4, 8, 3, 2), (128, 64, 32, "channel"), _why_not("gptq")),
-        Target("awq", "awq", (4,), (128, 64, 32), _why_not("awq"), zero="int"),
-        Target("humming", "humming", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), _why_not("humming"), zero="float"),
-        Target("modelopt", "modelopt", (4,), (16,), _why_not("modelopt"), table="nvfp4"),
-        Target("bitsandbytes", "bitsandbytes", (4,), (64, 128, 32), _why_not("bitsandbytes"), table="nf4"),
-        Target("hqq", "hqq", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), _why_not("hqq"), zero="float"),
+        Target("vllm", "compressed-tensors", (4, 8, 2), (128, 64, 32, "channel")),
+        Target("llama.cpp", "gguf", (4, 8), (32, 64, 128)),
+        Target("mlx", "mlx", (4, 8, 3, 2), (64, 32, 128)),
+        Target("gptq", "gptq", (4, 8, 3, 2), (128, 64, 32, "channel")),
+        Target("awq", "awq", (4,), (128, 64, 32), zero="int"),
+        Target("humming", "humming", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), zero="float"),
+        Target("modelopt", "modelopt", (4,), (16,), table="nvfp4"),
+        Target("bitsandbytes", "bitsandbytes", (4,), (64, 128, 32), table="nf4"),
+        Target("hqq", "hqq", (4, 8, 3, 2, 1), (64, 128, 32, "channel"), zero="float"),
     )
 }
 

@@ -1,10 +1,9 @@
 """`lowq bench` without its printing: rows of measured products, and the plot of them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,10 +35,6 @@ class Row:
     tflops: float
     roofline_pct: float | None
     cublas_us: float  # the dense product in 16 bits: cuBLAS on a GPU, the CPU library's on a CPU
-
-    def to_json(self) -> dict[str, Any]:
-        """The row of `lowq bench --json`."""
-        return asdict(self)
 
 
 def parse_shape(text: str) -> tuple[int, int]:

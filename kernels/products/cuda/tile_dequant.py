@@ -55,23 +55,11 @@ def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, co
     step = max(ROWS, SLAB_BYTES // (2 * p.K) // ROWS * ROWS)
     slab = torch.empty(min(step, p.N), p.K, dtype=x.dtype, device=x.device)
     C = chunks(p.K, p.scheme.bits)
+    of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    pointers, sizes = (*of_W, slab.data_ptr(), *of_table), (p.K, C, scales.shape[1], rows_of_table(p), p.N)
     for n0 in range(0, p.N, step):
         rows = min(step, p.N - n0)
-        of_W = (p.words.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
-        pointers = (*of_W, slab.data_ptr(), *of_table)
-        kernel(
-            math.ceil(C / 8),
-            math.ceil(rows / ROWS),
-            0,
-            *pointers,
-            n0 // ROWS,
-            rows,
-            p.K,
-            C,
-            scales.shape[1],
-            rows_of_table(p),
-            p.N,
-        )
+        kernel(math.ceil(C / 8), math.ceil(rows / ROWS), 0, *pointers, n0 // ROWS, rows, *sizes)
         part = torch.nn.functional.linear(x, slab[:rows], None if bias is None else bias[n0 : n0 + rows])
         if step >= p.N:
             return part
