@@ -96,6 +96,7 @@ class Source:
     files: dict[str, FileHeader]
     where: dict[str, str]  # tensor -> file name
     notes: tuple[str, ...] = ()  # what a person should know before it is quantized
+    stored_as: str = ""  # the name of a foreign format that it is decoded from
     pinned: bool = False  # `read` into pages that a GPU copies by itself
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
     _maps: dict[str, mmap.mmap] = field(default_factory=dict, repr=False)

@@ -50,8 +50,9 @@ def roles(config: dict[str, Any], headers: Mapping[str, TensorHeader]) -> dict[s
         found[name] = role
     check_complete(skeleton, filled)
     for param, rows in merged.items():
-        if rows != (total := skeleton.params[param].shape[:-1].numel()):
-            raise DamagedError(f"the tensors that make up {param} have {rows} rows; config.json asks for {total}")
+        shape, kind = skeleton.params[param].shape, skeleton.kinds.get(param.rpartition(".")[0])
+        if rows != (total := shape[::2] if getattr(kind, "transposed", False) else shape[:-1]).numel():
+            raise DamagedError(f"the tensors that make up {param} have {rows} rows; config.json asks for {total.numel()}")
     return found
 
 

@@ -99,7 +99,7 @@ def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> S
     except BaseException:
         raw.close()
         raise
-    return raw if found is None else _decoded(raw, found[1])
+    return raw if found is None else _decoded(raw, *found)
 
 
 def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> Source:
@@ -116,7 +116,7 @@ def open_foreign(model: str | os.PathLike[str], headers_only: bool = False) -> S
     return open_source(model, headers_only)
 
 
-def _decoded(raw: Source, matrices: "list[Matrix]") -> "DecodedSource":
+def _decoded(raw: Source, form: "Format", matrices: "list[Matrix]") -> "DecodedSource":
     """A source in which every matrix is a dense tensor, where its first part was."""
     at = by_first_part(matrices)
     parts = {p for m in matrices for p in m.parts}
@@ -128,7 +128,7 @@ def _decoded(raw: Source, matrices: "list[Matrix]") -> "DecodedSource":
         if name not in parts:
             headers[name], where[name] = header, raw.where[name]
     config = {k: v for k, v in raw.config.items() if k not in SECTIONS}
-    return DecodedSource(raw.name, raw.folder, config, headers, raw.files, where, raw=raw, dense=dense)
+    return DecodedSource(raw.name, raw.folder, config, headers, raw.files, where, stored_as=form.name, raw=raw, dense=dense)
 
 
 @dataclass

@@ -16,7 +16,7 @@ fits no name that way is tried as a regular expression. Later overrides win over
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -237,6 +237,18 @@ class Recipe:
         plain["widths"] = list(self.widths)
         left_out = ("block",) if self.table else ("format", "block")
         return {k: v for k, v in plain.items() if (k in OF_FP8 if self.format == "fp8" else k not in left_out)}
+
+
+def as_published(recipe: Recipe, stored_as: str) -> tuple[Recipe, list[str]]:
+    """The recipe for a source of that format, and what to say of it. Where nothing was asked of weights, gpt-oss' MXFP4 experts
+    stay what they are (rounding finds each value again) and what its maker left in 16 bits gets 8: q, k, v, o and the head,
+    0.7 of the 2.0 ms of a step at batch 1.
+    """
+    free = replace(recipe, dtype="source", layout="auto", lm_head="auto", embedding="keep", skip=())
+    if stored_as != "mxfp4" or free != Recipe():
+        return recipe, []
+    kept = replace(recipe, format="mxfp4", overrides=(Override("self_attn.*", 8),))
+    return kept, ["its experts stay as published, in MXFP4; attention gets 8 bits (--group 64 quantizes all to 4 bits anew)"]
 
 
 READ: dict[str, Callable[[object], Any]] = {  # field -> what reads its words; the others are taken as they are

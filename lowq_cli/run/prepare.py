@@ -16,7 +16,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.plan import Plan, default_out
 from lowq_cli.plan.planner import SHARD_SIZE, make_plan
-from lowq_cli.plan.recipe import Recipe
+from lowq_cli.plan.recipe import Recipe, as_published
 from lowq_cli.run.budget import Budget, make_budget, with_text
 from lowq_cli.workers import worker_devices
 from lowq_packers.errors import UsageError
@@ -77,6 +77,7 @@ def prepare(
     budgeted = recipe.budgeted
     with open_decoded(model, headers_only=headers_only and not budgeted) as raw:
         source = raw
+        recipe, published = as_published(recipe, raw.stored_as)
         if recipe.rotate:
             from lowq_cli.calibrate.rotation import rotated  # builds a model with transformers
 
@@ -118,7 +119,7 @@ def prepare(
             else:
                 recipe, found = mixed.resolve(source, recipe, text, on, watch)
         plan = make_plan(source, recipe, shard_size)
-        plan = replace(plan, notes=(*plan.notes, *notes))
+        plan = replace(plan, notes=(*plan.notes, *published, *notes))
         if not is_calibrated(plan):
             text = own = None
         elif text is None and not own and recipe.calib != SELF:
