@@ -1,13 +1,13 @@
-"""Memory and time of `lowq quantize` on random Llama-3.2-1B-shaped checkpoints. Each run is a fresh process.
+"""Memory and time of `lowq quantize` on random checkpoints of Llama's shapes. Each run is a fresh process.
 
     python benchmarks/quantize_cost.py memory        # 16 and 32 layers, 4 bits: benchmarks/results/cpu/quantize_memory.json
     python benchmarks/quantize_cost.py memory --hidden 512 --intermediate 2048 --vocab 8192 --runs 2:rtn --out -
-    python benchmarks/quantize_cost.py calibrated [--layers 4] [--method gptq,awq] [--device cuda] --out FILE.json
+    python benchmarks/quantize_cost.py calibrated [--shape 8B] [--layers 4] [--method gptq,awq] [--device cuda] --out FILE.json
 
 memory: neither memory nor time per GB may grow with the model; `above_import` is the peak resident memory less what the process
 had after importing the pipeline. On a CPU.
-calibrated: for docs/accuracy.md, results/accuracy/calibrate_time_{cpu,h100}.json. Layers are alike and one is in memory at a
-time, so seconds per layer and per billion parameters hold for any number of them. The embedding is left as it is; the
+calibrated: for docs/accuracy.md, results/accuracy/calibrate_time_*.json (rows are added). Layers are alike, one is in memory at
+a time, so seconds per layer and per billion parameters hold for any number of them. The embedding is left as it is; the
 weights' writing is in `seconds` and `cpu_seconds`, not in the layers' own. On a CPU that others use too, `cpu_seconds` (of all
 threads) is what to go by.
 """
@@ -32,7 +32,8 @@ Row = dict[str, Any]
 RESULT = Path(__file__).parent / "results" / "cpu" / "quantize_memory.json"
 ROWS = 1 << 22  # weights generated at a time
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-SHAPE = {"hidden": 2048, "intermediate": 8192, "vocab": 8192}  # the tokenizer's vocabulary; nothing here depends on it
+SHAPES = {"1B": (2048, 8192), "8B": (4096, 14336)}  # hidden and intermediate size of Llama 3's
+VOCAB = 8192  # the tokenizer's; nothing here depends on it
 
 
 def llama_config(layers: int, hidden: int, intermediate: int, vocab: int) -> Row:
@@ -135,16 +136,17 @@ def measure_calibrated(model: Path, out: Path, device: str, options: Row) -> Row
     baseline, began = status("VmRSS"), time.process_time()
     events: list[Event] = []
     first = last = 0.0  # when the last layer was done, and when all were done together
-    for event in pipeline.run(model, make_recipe(**options), out, device=device):
-        if isinstance(event, LayerDone):
-            first = time.monotonic()
-        elif isinstance(event, TensorDone) and not last:
-            last = time.monotonic()
-        events.append(event)
+    with pipeline.prepare(model, make_recipe(**options), out, device=device) as prepared:
+        for event in pipeline.execute(prepared):
+            if isinstance(event, LayerDone):
+                first = time.monotonic()
+            elif isinstance(event, TensorDone) and not last:
+                last = time.monotonic()
+            events.append(event)
     busy, finished = time.process_time() - began, events[-1]
     layers = [e.seconds for e in events if isinstance(e, LayerDone)]
     together = last - first if options["method"] == "distill" else 0.0
-    params = sum(i.params for i in events[0].plan.items if i.scheme)
+    params = sum(i.params for i in prepared.plan.items if i.scheme)
     cuda = device == "cuda"
     return options | {
         "layers": len(layers),
@@ -197,21 +199,22 @@ def memory(args: argparse.Namespace) -> None:
 
 
 def calibrated(args: argparse.Namespace) -> None:
-    """Each method on one model, with the demo's tokenizer."""
-    rows = []
+    """Each method on one model, with the demo's tokenizer. The file is written after each: an hour's may be cut off."""
+    versions = {p: version(p) for p in ("lowq", "torch", "transformers")}
+    report = {"date": datetime.date.today().isoformat(), "versions": versions, "rows": []}
+    if args.out and Path(args.out).is_file():
+        report["rows"] = json.loads(Path(args.out).read_text())["rows"]
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), llama_config(args.layers, **SHAPE), 1)
+        write_model(Path(folder), llama_config(args.layers, *SHAPES[args.shape], VOCAB), 1)
         for name in TOKENIZER:
             shutil.copy(Path(lowq_cli.__file__).parent / "demo" / name, folder)
         for method in args.method.split(","):
             options = {"bits": args.bits, "group": args.group, "method": method, "calib": "bundled"}
             options["calib_tokens"] = args.calib_tokens
-            rows.append(in_a_process("calibrated", Path(folder), args.device, options))
-            print(json.dumps(rows[-1]), flush=True)
-    versions = {p: version(p) for p in ("lowq", "torch", "transformers")}
-    report = {"date": datetime.date.today().isoformat(), "versions": versions, "shape": SHAPE, "rows": rows}
-    if args.out:
-        save(Path(args.out), report)
+            report["rows"].append({"shape": args.shape} | in_a_process("calibrated", Path(folder), args.device, options))
+            print(json.dumps(report["rows"][-1]), flush=True)
+            if args.out:
+                save(Path(args.out), report)
 
 
 def save(path: Path, report: Row) -> None:
@@ -237,6 +240,7 @@ def main() -> None:
     one.add_argument("--shards", type=int, default=3)
     one.add_argument("--device", default="cpu")
     one.add_argument("--out", default=str(RESULT), help="JSON file, or - for stdout")
+    two.add_argument("--shape", choices=SHAPES, default="1B")
     two.add_argument("--layers", type=int, default=4)
     two.add_argument("--method", default="gptq,awq")
     two.add_argument("--group", type=int, default=64)

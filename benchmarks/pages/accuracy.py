@@ -7,7 +7,7 @@ from typing import Any
 from lowq_cli import quantizers
 from pages import RESULTS, Row, part, read, shown, table, versions
 
-LAYERS = 16  # of Llama-3.2-1B
+LAYERS = {"1B": 16, "8B": 32}  # of Llama 3's shapes
 # Bits at group 64, method, and the most that ln(perplexity / unquantized) was to be as a share of the hqq package's on the base
 # model and WikiText-2; set before anything was measured.
 GOALS = ((4, "lsq", 0.9), (4, "gptq", 0.65), (4, "awq", 0.65), (3, "gptq", 0.42), (3, "learn", 0.42), (2, "gptq", 0.36),
@@ -87,9 +87,10 @@ def calibrate_time() -> str:
             held = r["peak_gpu_bytes"] or r["peak_rss_bytes"]
             what = (r["device"].replace("1 threads", "1 thread"), r["method"], f"{r['bits']}-bit g{r['group']}")
             per_billion = layer * r["layers"] / r["params"] * 1e9
-            times = (f"{layer:.1f}", f"{layer * LAYERS:,.0f}", f"{per_billion:,.0f}", f"{held / 1e9:.1f}")
-            lines.append((*what, f"{r['calib_tokens']:,}", r["layers"], *times))
-    columns = ("device", "method", "", ">tokens", ">layers run", ">s a layer", f">s for {LAYERS} layers", ">s per billion",
+            shape = r.get("shape", "1B")
+            times = (f"{layer:.1f}", f"{layer * LAYERS[shape]:,.0f}", f"{per_billion:,.0f}", f"{held / 1e9:.1f}")
+            lines.append((shape, *what, f"{r['calib_tokens']:,}", f"{r['layers']} of {LAYERS[shape]}", *times))
+    columns = ("shape", "device", "method", "", ">tokens", ">layers run", ">s a layer", ">s for all", ">s per billion",
                ">peak GB")  # fmt: skip
     return f"Measured {'; '.join(told)}.\n\n{table(columns, lines)}"
 
