@@ -90,9 +90,7 @@ def _launch(
     _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(*grid, *pointers, *sizes)
 
 
-@register(
-    "cuda/experts", op="experts", devices=("cuda",), min_capability=gpu.LEAST, preferred_m=(1, FEW_TOKENS), refuse=_refuse
-)
+@register("cuda/experts", op="experts", min_capability=gpu.LEAST, preferred_m=(1, FEW_TOKENS), refuse=_refuse)
 def experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
 ) -> torch.Tensor:

@@ -82,7 +82,6 @@ def _refuse(call: FoldedCall) -> str | None:
 @register(
     "cuda/tile_mma_folded",
     op="folded",
-    devices=("cuda",),
     configs=named(KERNEL).configs,
     refuse=_refuse,
     config_refuse=lambda call, config: named(KERNEL).config_refuse(call.product, config),

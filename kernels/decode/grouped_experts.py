@@ -106,7 +106,7 @@ def _refuse(call: ExpertsCall) -> str | None:
     return None
 
 
-@register("cuda/grouped_experts", op="experts", devices=("cuda",), rank=20, prefer=many_slots, refuse=_refuse)
+@register("cuda/grouped_experts", op="experts", rank=20, prefer=many_slots, refuse=_refuse)
 def grouped_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
 ) -> torch.Tensor:

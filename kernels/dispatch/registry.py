@@ -85,8 +85,8 @@ class KernelSpec:
 
     name: str
     launch: Launch
-    devices: tuple[str, ...]
     op: Op = "product"
+    devices: tuple[str, ...] = ("cuda",)
     layouts: tuple[str, ...] = ()  # of a product, as bits, zeros and acts
     bits: tuple[int, ...] = BITS
     zeros: tuple[ZeroKind, ...] = ZERO_KINDS

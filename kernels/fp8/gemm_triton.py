@@ -91,7 +91,6 @@ def _refuse(call: Fp8Call) -> str | None:
 @register(
     "triton/fp8_gemm",
     op="fp8_product",
-    devices=("cuda",),
     min_capability=gpu.since(lambda g: g.fp8),
     rank=20,
     prefer=lambda call: not call.widens,

@@ -134,7 +134,6 @@ def _groups(m: Fp8Matrix) -> torch.Tensor:
 @register(
     "cuda/fp8_gemm",
     op="fp8_product",
-    devices=("cuda",),
     rank=10,
     m_range=(0, 1 << 62),
     configs=CONFIGS,

@@ -52,7 +52,6 @@ def matmul(x: torch.Tensor, w: Fp8Matrix, bias: torch.Tensor | None = None, act:
 @register(
     "fp8_widened",
     op="fp8_product",
-    devices=("cuda",),
     m_range=(0, 1 << 62),
     prefer=lambda call: call.widens,
     rank=30,

@@ -150,7 +150,6 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
 @register(
     "triton/gemm_int8",
     layouts=("strided",),
-    devices=("cuda",),
     bits=(8, 4, 2),
     acts=("int8",),
     min_capability=gpu.LEAST,

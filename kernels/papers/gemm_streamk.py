@@ -94,7 +94,6 @@ KEYS = ("BLOCK_M", "BLOCK_N", "ROWS", "PROGRAMS", "TRANSPOSED", "NATURAL", "num_
 register(
     "triton/gemm_streamk",
     layouts=("strided",),
-    devices=("cuda",),
     reproduction=True,
     configs=configs_of(KEYS, (
         (16, 64, 16, 4, 0, 0, 4, 3), (16, 64, 16, 2, 0, 0, 4, 3), (16, 128, 16, 2, 0, 0, 4, 3), (8, 64, 16, 4, 1, 0, 4, 3),

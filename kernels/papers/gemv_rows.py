@@ -63,7 +63,6 @@ def _launch(
 @register(
     "cuda/gemv_rows",
     layouts=("rowstream",),
-    devices=("cuda",),
     bits=(8, 4, 2, 1),
     min_capability=gpu.LEAST,
     m_range=(1, 65535),

@@ -68,7 +68,6 @@ def _launch(
 @register(
     "cuda/gemv_warp32",
     layouts=("warp32",),
-    devices=("cuda",),
     min_capability=gpu.LEAST,
     m_range=(1, 65535),
     reproduction=True,

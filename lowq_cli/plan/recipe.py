@@ -252,16 +252,10 @@ def as_published(recipe: Recipe, stored_as: str) -> tuple[Recipe, list[str]]:
 
 
 READ: dict[str, Callable[[object], Any]] = {  # field -> what reads its words; the others are taken as they are
-    "overrides": values.overrides,
-    "skip": values.patterns,
-    "bits": partial(values.number, where="bits"),
-    "widths": values.widths,
-    "size": values.parse_size,
-    "fit": values.parse_size,
-    "max_ppl": values.percent,
-    "group": partial(values.group_of, where="group"),
-    "lm_head": partial(values.bits_or_word, where="lm_head"),
-    "embedding": partial(values.bits_or_word, where="embedding"),
+    **{"overrides": values.overrides, "skip": values.patterns, "widths": values.widths, "max_ppl": values.percent},
+    **{"bits": partial(values.number, where="bits"), "group": partial(values.group_of, where="group")},
+    **dict.fromkeys(("size", "fit"), values.parse_size),
+    **{head: partial(values.bits_or_word, where=head) for head in ("lm_head", "embedding")},
 }
 ADDED = ("overrides", "skip")  # flags' come behind the file's
 

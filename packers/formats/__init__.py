@@ -107,7 +107,7 @@ class Format:
     title: str
     matrices: Callable[[Config, Headers, Fetch | None], list[Matrix]]
     engines: Callable[[Config, Sequence[Matrix]], list[str]]
-    why_not: Callable[[Scheme, int, int], str | None]
+    why_not: Callable[[Scheme, int, int], str | None] = lambda s, N, K: "lowq only reads it; nearest: --to compressed-tensors"
     write: Callable[[str, QuantizedTensor, Config], Tensors] | None = None
     config: Callable[[Mapping[str, Scheme], Mapping[str, tuple[int, int]], Sequence[str]], dict[str, Any]] | None = None
     notes: Callable[[Config, Headers], list[str]] = lambda config, headers: []

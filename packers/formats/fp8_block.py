@@ -14,7 +14,7 @@ from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
-from lowq_packers.scheme import ACT_KEY, Scheme
+from lowq_packers.scheme import ACT_KEY
 
 COMPANIONS = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 USED = ("quant_method", "weight_block_size", "fmt", ACT_KEY)
@@ -81,10 +81,6 @@ def dequantize(
     return out
 
 
-def _why_not(s: Scheme, N: int, K: int) -> str | None:
-    return "fp8 holds 8-bit floats, which are no evenly spaced codes; nearest: --to compressed-tensors"
-
-
 def _claims(config: Config, headers: Headers) -> bool:
     return method(config) in ("fp8", "mxfp8") or (
         method(config) is None and any(n.endswith("weight_scale_inv") for n in headers)
@@ -105,4 +101,4 @@ def _notes(config: Config, headers: Headers) -> list[str]:
     return [f"{partial[0]} and {len(partial) - 1} more end in partial blocks, which transformers 5.23 gets wrong or refuses"]
 
 
-register(Format("fp8", "FP8, block scales", _matrices, _engines, _why_not, notes=_notes, claims=_claims))
+register(Format("fp8", "FP8, block scales", _matrices, _engines, notes=_notes, claims=_claims))

@@ -15,7 +15,6 @@ from lowq_packers.errors import DamagedError
 from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, _fp4, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.qtensor import QuantizedTensor
-from lowq_packers.scheme import Scheme
 
 BLOCK, BYTES = _fp4.MXFP4.group_size, _fp4.MXFP4.group_size // 2
 ROWS = {  # a stack's name -> of each matrix in it: its name, and the first of its rows and how far they are apart
@@ -56,9 +55,5 @@ def _stack(p: str, headers: Headers) -> list[Matrix]:
     ]  # fmt: skip
 
 
-def _why_not(s: Scheme, N: int, K: int) -> str | None:
-    return "lowq only reads gpt-oss' own files; nearest: --to compressed-tensors"
-
-
 ENGINES = served_by("lowq", "transformers", "vLLM", "SGLang", "Ollama")
-register(Format("mxfp4", "gpt-oss MXFP4", _matrices, ENGINES, _why_not))
+register(Format("mxfp4", "gpt-oss MXFP4", _matrices, ENGINES))

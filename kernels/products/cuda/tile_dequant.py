@@ -32,14 +32,7 @@ def _kernel(instance: str, device: int) -> Kernel:
     return Kernel("tile_dequant.cu", instance, device, 256, PARAMETERS)
 
 
-@register(
-    "cuda/tile_dequant",
-    layouts=("tile",),
-    tables=ANY_TABLE,
-    devices=("cuda",),
-    min_capability=gpu.LEAST,
-    rank=40,
-)
+@register("cuda/tile_dequant", layouts=("tile",), tables=ANY_TABLE, min_capability=gpu.LEAST, rank=40)
 def tile_dequant(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) fp16 or bf16 -> (M, N): weights rounded once to x's dtype, then torch.nn.functional.linear per slab."""
     scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)

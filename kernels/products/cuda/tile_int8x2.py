@@ -119,7 +119,6 @@ def _prepared(M: int, bits: int, T: int, group: int, zeros: bool, config: tuple[
 @register(
     "cuda/tile_int8x2",
     layouts=("tile",),
-    devices=("cuda",),
     bits=(4, 3, 2, 1),
     m_range=(1, 16),
     prefer=policy.prefers("cuda/tile_int8x2"),

@@ -272,7 +272,6 @@ def prepared(
     "cuda/tile_wgmma",
     layouts=("tile",),
     tables=ANY_TABLE,
-    devices=("cuda",),
     prefer=policy.prefers("cuda/tile_wgmma"),
     rank=18,
     configs=CONFIGS,

@@ -135,15 +135,8 @@ def product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config:
     return y
 
 
-FACTS: dict[str, object] = {
-    "layouts": ("tile",),
-    "devices": ("cuda",),
-    "rank": 18,
-    "configs": CONFIGS,
-    "refuse": _refuse,
-    "config_refuse": _config_refuse,
-    "default_config": _default_config,
-}
+FACTS: dict[str, object] = {"layouts": ("tile",), "rank": 18, "configs": CONFIGS, "refuse": _refuse}
+FACTS |= {"config_refuse": _config_refuse, "default_config": _default_config}
 
 
 @register("cuda/tile_int8", bits=(8, 4, 3, 2), acts=("int8",), prefer=policy.prefers("cuda/tile_int8"), **FACTS)

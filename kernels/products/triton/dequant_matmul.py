@@ -111,7 +111,6 @@ CONFIGS: tuple[Config, ...] = tuple(
     "triton/dequant_matmul",
     layouts=("strided",),
     tables=ANY_TABLE,
-    devices=("cuda",),
     prefer=policy.prefers("triton/dequant_matmul"),
     rank=55,
     configs=CONFIGS,
