@@ -13,7 +13,7 @@ autoround: in an environment with lowq and auto-round (0.16.1 was measured; `dat
 but for --iters, asymmetric, windows of 512 tokens.
 llamacpp: LIB is ggml's base library (libggml-base.so); its quantizing functions and no other code of it are used. One type for
 all matrices: llama.cpp's files mix types by tensor. The importance matrix is what llama-imatrix counts, sums of squared inputs.
-Blocks are of 256 weights: columns are padded with zeros where K is no multiple of it, and the padding counted as bits.
+Blocks are of 256 weights, IQ4_NL's of 32: columns are padded with zeros to a multiple of it, and padding is counted as bits.
 exl3: FOLDER is exllamav3's wheel, unpacked; its quantizer runs as its converter calls it (peers_exl3.py). On a GPU, with nvcc.
 """
 
@@ -39,10 +39,10 @@ from lowq_cli.run import own_text, pipeline
 from lowq_packers.scheme import Scheme
 
 TYPES = {  # ggml's number of a type -> its name, width of its codes
-    12: ("Q4_K", 4), 23: ("IQ4_XS", 4), 11: ("Q3_K", 3), 21: ("IQ3_S", 3), 18: ("IQ3_XXS", 3), 10: ("Q2_K", 2),
-    22: ("IQ2_S", 2), 17: ("IQ2_XS", 2), 16: ("IQ2_XXS", 2), 29: ("IQ1_M", 1), 19: ("IQ1_S", 1),
+    12: ("Q4_K", 4), 20: ("IQ4_NL", 4), 23: ("IQ4_XS", 4), 11: ("Q3_K", 3), 21: ("IQ3_S", 3), 18: ("IQ3_XXS", 3),
+    10: ("Q2_K", 2), 22: ("IQ2_S", 2), 17: ("IQ2_XS", 2), 16: ("IQ2_XXS", 2), 29: ("IQ1_M", 1), 19: ("IQ1_S", 1),
 }  # fmt: skip
-BLOCK, ROWS = 256, 32  # weights that a block has; rows quantized at a time
+BLOCK, SMALL, ROWS = 256, {20: 32}, 32  # weights that a block has, and of some types; rows quantized at a time
 
 
 def about(args: Args) -> Row:
@@ -158,7 +158,8 @@ class Ggml:
     def restored(self, kind: int, W: torch.Tensor, importance: torch.Tensor) -> tuple[torch.Tensor, int]:
         """A matrix (N, K) as its type holds it, in fp32, and the type's bytes. importance: (K,) of its columns."""
         N, K = W.shape
-        width = -(-K // BLOCK) * BLOCK
+        block = SMALL.get(kind, BLOCK)
+        width = -(-K // block) * block
         padded, weights = torch.zeros(N, width), torch.zeros(width)
         padded[:, :K], weights[:K] = W, importance
         held = ctypes.create_string_buffer(N * self.lib.ggml_row_size(kind, width))
