@@ -55,8 +55,8 @@ __device__ __forceinline__ float4 prepared(float4 x, float4 weight, float4 cos, 
     return make_float4(rotated(x.x, cos.x, sin.x), rotated(x.y, cos.y, sin.y), rotated(x.z, cos.z, sin.z), rotated(x.w, cos.w, sin.w));
 }
 
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int PAGE, int KV, int TRIES>
-__global__ void __launch_bounds__(WARPS * 32, WARPS == 8 ? 1 : 16 / WARPS)
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int TRIES>  // STAGES: tiles in flight a warp
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
 attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const u16* cos_table,
        const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y, float4* partial, u32* arrived,
        unsigned char* k_scales, unsigned char* v_scales, int S, int HKV, int window, int least, float scale, float eps, float shorter) {
@@ -64,7 +64,6 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     constexpr int MT = KV ? FP16 : T, STEPS = D / 16, ROW = D + 4;  // what is multiplied; of q k^T, of V^T p; padded sums
     // float4 of y, and those this block adds up at the end: of codes whole heads, which are turned back
     constexpr int ITEMS = G * D / 4, MINE = KV ? D / 4 : ITEMS / CLUSTER;
-    constexpr int STAGES = KV == 4 ? 4 : KV == 8 ? 3 : 2;             // tiles in flight a warp
     constexpr int PARTIAL = ITEMS + (G + 1) / 2, AT_ONCE = WARPS == 8 ? 16 : 8;  // float4 a block leaves in global memory: sums, top, total; parts
     constexpr float NONE = -1e30f;                                    // the top of no scores: finite, so that differences stay numbers
     constexpr float HEAD = KV ? 5.f : 0.f, LIMIT = HEAD + 3.f;        // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half

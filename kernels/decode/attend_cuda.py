@@ -37,9 +37,9 @@ SYSTEM = 1 << 10  # bytes of shared memory that every block takes beside its own
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
 
 
-def _ring(D: int, warps: int, kv: str = PLAIN) -> int:
+def _ring(D: int, warps: int, kv: str, stages: int) -> int:
     """Bytes of shared memory of a block: each warp has so many tiles of 16 slots, k and v, on their way."""
-    return TILES[kv] * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
+    return stages * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
 
 
 def _declared(D: int, G: int, warps: int, kv: str) -> int:
@@ -48,11 +48,12 @@ def _declared(D: int, G: int, warps: int, kv: str) -> int:
 
 
 class Shape(NamedTuple):
-    """How a call is launched: warps of a block, blocks of a cluster, blocks of a head, tiles that each of them takes at least,
-    bytes of shared memory beside what attend.cu declares."""
+    """How a call is launched: warps of a block, blocks of a cluster, tiles on their way to a warp, blocks of a head, tiles that
+    each of them takes at least, bytes of shared memory beside what attend.cu declares."""
 
     warps: int
     cluster: int
+    stages: int
     blocks: int
     least: int
     shared: int
@@ -65,15 +66,16 @@ def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu) -> Shape:
     run, and go where there is room: two on an SM that was idle, of which each then has half (4 bits, 128,000 slots: 117 us for
     65). Codes of many heads take more arithmetic than reading, so several blocks an SM (64 texts of 500: 30 us for 40).
     """
-    few, wide = heads <= MOST_HEADS, _ring(D, WIDE, kv) + STATIC <= on.smem_block
+    few, tiles = heads <= MOST_HEADS, TILES[kv]
+    wide = _ring(D, WIDE, kv, tiles) + STATIC <= on.smem_block
     if few and not (wide and S >= LONG):
-        return Shape(NARROW, CLUSTER, CLUSTER, 1, _ring(D, NARROW, kv))
+        return Shape(NARROW, CLUSTER, tiles, CLUSTER, 1, _ring(D, NARROW, kv, tiles))
     waves = heads <= FEW_WAVES * on.sms
     blocks, least = (SPLITS, LEAST if waves else LEAST_MANY) if heads > on.sms else (on.sms // heads, 1 if few else LEAST)
     if wide and (waves or kv == PLAIN):
         alone = on.smem_sm // 2 + 1 - _declared(D, G, WIDE, kv) - SYSTEM
-        return Shape(WIDE, 1, blocks, least, max(_ring(D, WIDE, kv), alone))
-    return Shape(NARROW, 1, blocks, least, _ring(D, NARROW, kv))
+        return Shape(WIDE, 1, tiles, blocks, least, max(_ring(D, WIDE, kv, tiles), alone))
+    return Shape(NARROW, 1, tiles, blocks, least, _ring(D, NARROW, kv, tiles))
 
 
 def at_once(cut: Shape, D: int, G: int, kv: str, on: gpu.Gpu) -> int:
@@ -100,9 +102,9 @@ def _refuse(call: AttendCall) -> str | None:
     return None
 
 
-def expression(T: int, D: int, R: int, G: int, norm: int, warps: int, cluster: int, page: int = 0, kv: int = 0) -> str:
+def expression(T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int = 0, kv: int = 0) -> str:
     """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots of a block, or 0."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {warps}, {cluster}, {page}, {kv}, {TRIES if kv else 0}>"
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {cut.warps}, {cut.cluster}, {cut.stages}, {page}, {kv}, {TRIES if kv else 0}>"
 
 
 @cache
@@ -134,17 +136,17 @@ def attend(
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     on = gpu.here(qkv.device.index)
     G, heads = h.HQ // h.HKV, B * h.HKV
-    warps, cluster, blocks, least, shared = shape(heads, S, h.D, G, kv, on)
+    cut = shape(heads, S, h.D, G, kv, on)
     partial = arrived = None
-    if cluster == 1 and blocks > 1:
-        partial = torch.empty(heads * blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
+    if cut.cluster == 1 and cut.blocks > 1:
+        partial = torch.empty(heads * cut.blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
         arrived = counters(heads, qkv.device)
-    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, warps, cluster, page, NUMBERS[kv])
-    kernel = _kernel(instance, qkv.device.index, warps, shared, cluster, launch.enabled)
+    instance = expression(TYPES[qkv.dtype], h.D, cos.shape[1], G, norm, cut, page, NUMBERS[kv])
+    kernel = _kernel(instance, qkv.device.index, cut.warps, cut.shared, cut.cluster, launch.enabled)
     kernel(
-        blocks,
+        cut.blocks,
         heads,
-        shared,
+        cut.shared,
         *(t.data_ptr() for t in (qkv, numbers(k_cache), numbers(v_cache), pos)),
         0 if table is None else table.data_ptr(),
         cos.data_ptr(),
@@ -159,7 +161,7 @@ def attend(
         width or S,
         h.HKV,
         h.window or S + 1,
-        least,
+        cut.least,
         h.scale * LOG2E,
         h.eps,
         SHORTER,

@@ -109,9 +109,14 @@ def test_experts_of_tables():
 
 @pytest.mark.parametrize("kv", [0, 8, 4])
 def test_attend(kv):
-    # dtype, D, R, queries, norm, warps, blocks of a cluster, slots of a block
-    for one in ((0, 128, 128, 4, 0, 4, 8, 0), (1, 128, 64, 8, 1, 8, 1, 64), (0, 64, 64, 7, 2, 4, 1, 0)):
-        clean("attend.cu", attend_cuda.expression(*one, kv), "sm_90a")
+    # dtype, D, R, queries, norm; warps, blocks of a cluster, tiles on their way; slots of a block
+    for *one, cut, page in (
+        (0, 128, 128, 4, 0, (4, 8, 2), 0),
+        (1, 128, 64, 8, 1, (8, 1, 4), 64),
+        (1, 128, 128, 8, 0, (8, 1, 1), 64),
+        (0, 64, 64, 7, 2, (4, 1, 3), 0),
+    ):
+        clean("attend.cu", attend_cuda.expression(*one, attend_cuda.Shape(*cut, 1, 1, 0), page, kv), "sm_90a")
 
 
 @pytest.mark.parametrize("bits", BITS)

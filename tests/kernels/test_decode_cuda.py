@@ -272,20 +272,20 @@ def test_heads_it_does_not_take_go_to_triton(changed, why):
 
 @pytest.mark.parametrize(
     ("heads", "S", "kind", "cut"),
-    [  # warps, blocks of a cluster, blocks of a head, tiles of a block
-        (32, 512, "16", (4, 8, 8, 1)),
-        (8, 4096, "16", (8, 1, 16, 1)),
-        (8, 512, "4", (4, 8, 8, 1)),
-        (8, 4096, "4", (8, 1, 16, 1)),
-        (64, 512, "16", (8, 1, 2, attend_cuda.LEAST)),
-        (128, 1 << 17, "16", (8, 1, 1, attend_cuda.LEAST)),
-        (256, 1 << 17, "fp8", (8, 1, 2, attend_cuda.LEAST)),
-        (512, 1 << 17, "16", (8, 1, 2, attend_cuda.LEAST_MANY)),
-        (512, 1 << 17, "fp8", (4, 1, 2, attend_cuda.LEAST_MANY)),
+    [  # warps, blocks of a cluster, tiles on their way to a warp, blocks of a head, tiles of a block
+        (32, 512, "16", (4, 8, 2, 8, 1)),
+        (8, 4096, "16", (8, 1, 2, 16, 1)),
+        (8, 512, "4", (4, 8, 4, 8, 1)),
+        (8, 4096, "4", (8, 1, 4, 16, 1)),
+        (64, 512, "16", (8, 1, 2, 2, attend_cuda.LEAST)),
+        (128, 1 << 17, "16", (8, 1, 2, 1, attend_cuda.LEAST)),
+        (256, 1 << 17, "fp8", (8, 1, 3, 2, attend_cuda.LEAST)),
+        (512, 1 << 17, "16", (8, 1, 2, 2, attend_cuda.LEAST_MANY)),
+        (512, 1 << 17, "fp8", (4, 1, 3, 2, attend_cuda.LEAST_MANY)),
     ],
 )
 def test_shape(heads, S, kind, cut):
-    assert attend_cuda.shape(heads, S, 128, 4, kind, gpu.HOPPER)[:4] == cut
+    assert attend_cuda.shape(heads, S, 128, 4, kind, gpu.HOPPER)[:5] == cut
 
 
 def test_many_heads_stay_with_triton_where_an_sm_holds_one_block():
@@ -299,7 +299,7 @@ def test_as_many_blocks_fit_an_sm_as_are_counted_on(kind, G):
     on = gpu.HOPPER
     for heads in (8, 512):
         cut = attend_cuda.shape(heads, 4096, 128, G, kind, on)
-        instance = attend_cuda.expression(0, 128, 128, G, 0, cut.warps, cut.cluster, 0, NUMBERS[kind])
+        instance = attend_cuda.expression(0, 128, 128, G, 0, cut, 0, NUMBERS[kind])
         needs, count = compiled("attend.cu", instance, on.arch).resources, attend_cuda.at_once(cut, 128, G, kind, on)
         block = needs["smem"] + cut.shared
         assert count == 1 if cut.warps == attend_cuda.WIDE else count > 1
