@@ -240,7 +240,8 @@ def _show_ready(plan: dict[str, Any]) -> None:
         path, field = ("completions", '"prompt": "Once upon a time"')
     console.say(f"listening on {plan['url']} (a chat in the browser) and {plan['url']}/v1 (OpenAI's clients); Ctrl-C stops")
     body = f'{{{field}, "max_tokens": 64}}'
-    console.say(f"try: curl {plan['url']}/v1/{path} -H 'Content-Type: application/json' -d '{body}'")
+    console.say(f"try: curl {plan['url']}/v1/{path} \\")  # two lines, which 80 columns leave whole for whoever copies
+    console.say(f"  -d '{body}'")
 
 
 def _name(model: str) -> str:

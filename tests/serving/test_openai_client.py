@@ -239,10 +239,12 @@ def test_paths_and_methods_that_are_not_served(server):
 
 
 def test_curl_as_it_is_printed(server):
-    """The line that the server says to try."""
+    """The lines that the server says to try, which a terminal of 80 columns does not break: inside a text it would be no JSON."""
     if not shutil.which("curl"):
         pytest.skip("there is no curl here")
-    line = next(s for s in server.said if s.startswith("try: ")).removeprefix("try: ")
+    at = next(i for i, s in enumerate(server.said) if s.startswith("try: "))
+    assert max(map(len, server.said[at : at + 2])) <= 80
+    line = "".join(server.said[at : at + 2]).removeprefix("try: ")
     done = subprocess.run(["sh", "-c", line.strip() + " -s"], capture_output=True, text=True, check=True, timeout=120)
     assert json.loads(done.stdout)["choices"][0]["message"]["role"] == "assistant"
 
