@@ -239,7 +239,7 @@ def test_paths_and_methods_that_are_not_served(server):
 
 
 def test_curl_as_it_is_printed(server):
-    """The lines that the server says to try, which a terminal of 80 columns does not break: inside a text it would be no JSON."""
+    """The lines that the server says to try; 80 columns do not break them, which inside a text would leave no JSON."""
     if not shutil.which("curl"):
         pytest.skip("there is no curl here")
     at = next(i for i, s in enumerate(server.said) if s.startswith("try: "))
