@@ -1,5 +1,7 @@
 """The streaming run: `prepare` plans it, `run` goes tensor by tensor: read -> quantize -> pack -> write, and yields events.
 
+One tensor's way is transform.py; its bytes are written by `ShardFile.write` (output_folder.py) at places that the plan knows.
+
 No model is built: one slab of one tensor is in memory at a time. Run again after a kill, it continues, and leaves the same
 bytes as an uninterrupted run (see output_folder.py). The same input, recipe and kind of device give the same bytes; calibrated
 methods also need as many threads, over which torch shares out the sums of their products.
