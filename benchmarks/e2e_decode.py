@@ -6,7 +6,8 @@ Without --run, every table of docs/decode.md in one run: decode_8b.json, decode_
 first, in parallel. A variant is `transformers` (model.generate), `transformers-compile` (the same with a static cache, which
 it compiles), `transformers-static` (its forward over a static cache as one CUDA graph of ours), `16` (the lowq engine,
 weights not quantized), or bits[gGROUP][n][h HEADBITS]: `4`, `4g64`, `4h8`, `2h4`, `4g32n` (no zeros), or `nvfp4`, `mxfp4`,
-`nf4`, with a head or not. Layers are built on the device from random codes; of EXPERTS_ONLY, as published, only experts.
+`nf4`, with a head or not. Layers are built on the device from random codes; of EXPERTS_ONLY only experts, as published, or with
+a head all others in its width, as `lowq quantize` makes them.
 A row: tokens/s by the host's clock over the new tokens after the first, ms per step, bytes of weights a step reads,
 percent of the time that the measured read bandwidth allows, time to first token; with --profile also where a step's
 microseconds go.
@@ -167,9 +168,9 @@ def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str, e
     for path, m in list(model.named_modules()):
         if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj") and isinstance(m.down_proj, torch.nn.Parameter):
             model.set_submodule(path, random_experts(m, scheme, dtype, device))
-        elif isinstance(m, torch.nn.Linear) and (head if path == "lm_head" else not experts_only):
+        elif isinstance(m, torch.nn.Linear) and (head if path == "lm_head" or experts_only else True):
             N, K = m.weight.shape
-            own = Scheme(head, group if kind == "float" else 128) if path == "lm_head" else scheme
+            own = Scheme(head, group if kind == "float" else 128) if path == "lm_head" or experts_only else scheme
             model.set_submodule(path, random_packed(N, K, own, dtype, device))
     return fill(model, device)
 

@@ -72,7 +72,18 @@ struct HalfScales {
         }
     }
     static __device__ __forceinline__ u32 scaled(u32 value, u32 scale) { return fma2<T>(times(value, RAISED ? 14 : 0), scale, 0x80008000u); }
+    static __device__ __forceinline__ u32 of_row(u32 value, u32 scales, int high) {  // by one of two rows' scales, in words of which none is left
+        u32 d;
+        if (high) asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {hi, hi};}" : "=r"(d) : "r"(scales));
+        else asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {lo, lo};}" : "=r"(d) : "r"(scales));
+        return scaled(value, d);
+    }
 };
+
+// Whether values by scales are exact as halves, over all of the scales' range or, in bf16, of weights that are; then no sum needs
+// an end at each group.
+template <int FORM, int T>
+constexpr bool scaled_halves() { return (FORM & 15) == E2M1 && ((FORM & SCALES_E4M3) || (T == BF16 && of_bytes(FORM))); }
 
 // A table of 2^BITS floats as byte planes: low bytes, and 16 bytes on high bytes. By a whole warp; what it was divided by.
 template <int BITS, int T>

@@ -37,6 +37,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
     constexpr int AHEAD = BITS == 4 ? 8 : 4;
     constexpr bool UP = MODE != DOWN, ZEROS = FORM == 1, TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
+    constexpr bool SCALED = scaled_halves<FORM, T>();
+    using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
     constexpr int BOOKS = BOOKED ? 16 : 1;
     extern __shared__ float4 shared[];  // x of each warp's part of K
     __shared__ float sums_at[16 * 16];
@@ -76,7 +78,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
         const size_t own = table_rows ? (first_row + blockIdx.x * 16) / table_rows : 0;
         const float* tables = (const float*)zeros;
         if constexpr (BOOKED) unit = make_book<BITS, T>(tables + (own << BITS), (unsigned char*)books[warp], lane), __syncwarp();
-        else unit = (tables ? tables[own] : 1.f) * E2M1_UNIT<T>;
+        else unit = (tables ? tables[own] : 1.f) * (SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
     }
     const u16* x_from = x + (size_t)(UP ? slot / top_k : slot) * K;
     char* mine = (char*)shared + warp * each * L::CHUNK * 2;
@@ -103,7 +105,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     }
     __syncwarp();
 
-    float acc0 = 0.f, acc1 = 0.f;  // of rows r and r + 8
+    float acc0 = 0.f, acc1 = 0.f, all[4] = {};  // of rows r and r + 8; all: SCALED
     u32 looked_up[4][4];           // [j][fragment % 4]
     for (int c = begin; c < end; c += AHEAD) {
         if (c > begin) load(c);
@@ -113,12 +115,19 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
 #pragma unroll
             for (int f = 0; f < FRAGS; f += FG) {
                 float sum[4] = {}, total[4] = {};  // total: 0: -sum(magic * x), 2: sum(x)
-                u32 b[4];
+                u32 b[4], both = 0;
+                const int k0 = (c + a) * L::CHUNK + f * 16, g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
+                if (SCALED) both = S::of(*(const u16*)((const unsigned char*)scales + meta + g * 16));
 #pragma unroll
                 for (int i = f; i < f + FG; i++) {
                     if (i == f || i % 2 == 0) load_matrix4(b, x_at + (c + a - begin) * L::CHUNK * 2 + (i >> 1) * 64);
                     u32 code[4];
-                    if constexpr (TABLE) {
+                    if constexpr (SCALED) {
+#pragma unroll
+                        for (int j = 0; j < 4; j++) code[j] = S::of_row(small_e2m1<T>(w[a][j], i), both, j % 2);
+                        mma<T>(all, code, b[i % 2 * 2], b[i % 2 * 2 + 1], all[0], all[1], all[2], all[3]);
+                        continue;
+                    } else if constexpr (TABLE) {
                         if (BOOKED && i % 4 == 0) {
                             const uint4 book[2] = {books[warp % BOOKS][0], books[warp % BOOKS][1]};
 #pragma unroll
@@ -134,7 +143,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
                     mma<T>(total, constant, b[i % 2 * 2], b[i % 2 * 2 + 1], total[0], total[1], total[2], total[3]);
                     mma<T>(sum, code, b[i % 2 * 2], b[i % 2 * 2 + 1], sum[0], sum[1], sum[2], sum[3]);
                 }
-                const int k0 = (c + a) * L::CHUNK + f * 16, g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
+                if (SCALED) continue;
                 const float2 scale = scale_of(g);
                 float2 zero = TABLE ? make_float2(0.f, 0.f) : make_float2(mid<BITS>(), mid<BITS>());
                 if (ZEROS) zero = to_floats<T>(*(const u32*)(zeros + meta + g * 16));
@@ -143,7 +152,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
             }
         }
     }
-    if (lane % 4 == 0) sums_at[warp * 16 + r] += acc0 * unit, sums_at[warp * 16 + r + 8] += acc1 * unit;
+    if (lane % 4 == 0) sums_at[warp * 16 + r] += (SCALED ? all[0] : acc0) * unit, sums_at[warp * 16 + r + 8] += (SCALED ? all[2] : acc1) * unit;
     __syncthreads();
     const int i = threadIdx.x, n = blockIdx.x * 16 + i;
     if (i >= 16 || n >= width) return;

@@ -94,8 +94,8 @@ def packed_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return found
 
 
-def judge(family: str) -> Verdict:
-    """Quantize a family's tiny model to 8 bits, compare, save, read back and generate."""
+def judge(family: str, **how: Any) -> Verdict:
+    """Quantize a family's tiny model, to 8 bits where `how` says no more, compare, save, read back and generate."""
     verdict, began, step = Verdict(family), time.monotonic(), "build"
     try:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -104,7 +104,7 @@ def judge(family: str) -> Verdict:
             wanted = logits(dense)
             dense.save_pretrained(f"{folder}/dense")
             step = "quantize"
-            quantize(f"{folder}/dense", f"{folder}/packed", bits=8, group=16, method="rtn", device="cpu")
+            quantize(f"{folder}/dense", f"{folder}/packed", method="rtn", device="cpu", **(how or {"bits": 8, "group": 16}))
             step = "load"
             packed = loaded(f"{folder}/packed")
             step = "logits"

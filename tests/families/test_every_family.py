@@ -31,6 +31,17 @@ def test_a_family_comes_through(family):
     assert judge(family).unmet == []
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "llama4_text", "qwen3_next"])
+def test_a_family_in_nvfp4_is_what_it_dequantizes_to(family):
+    """Whatever 4 bits do to a random model: the logits are those of the dequantized weights, saved and read back the same."""
+    found = judge(family, format="nvfp4")
+    assert found.fault == ""
+    assert found.exact < SAME
+    assert found.coverage > 0.95
+    assert found.saved
+    assert found.decoder
+
+
 @pytest.mark.skipif(FOUND["transformers"] != transformers.__version__, reason="families.json is of another transformers")
 def test_the_table_has_every_family_of_transformers():
     assert sorted(ROWS) == sorted(model_types())

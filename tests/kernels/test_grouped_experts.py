@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import experts_speed
 
 import simt
-from lowq_kernels.decode import grouped_experts, reference
+from lowq_kernels.decode import experts, grouped_experts, reference
 from lowq_kernels.products.cuda import tile_wgmma, tile_wgmma_grouped
 
 CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero, dtype, rows of a tile
@@ -36,35 +36,52 @@ CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero,
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with emulation.hopper(tile_wgmma), emulation.sms(3):
+    with emulation.hopper(tile_wgmma, experts), emulation.sms(3):
         yield
-    emulation.forget(tile_wgmma)
+    emulation.forget(tile_wgmma, experts)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_layer(case):
-    T, E, top_k, width, H, bits, group, zero, dtype, rows = case
+def made(case):
+    """(arguments of a layer, what it is to be in fp32)."""
+    T, E, top_k, width, H, bits, group, zero, dtype, _ = case
     act = "clamped_swiglu" if zero == "e2m1/e8m0" else "silu"
     up, of_up = emulation.stack(E, 2 * width, H, bits, group, zero, dtype, tables=2)
     down, of_down = emulation.stack(E, H, width, bits, 16 if width % (group or 16) else group, zero, dtype)
     g = torch.Generator().manual_seed(T)
     x = torch.randn(T, H, generator=g).to(dtype)
     ids = torch.stack([torch.randperm(E, generator=g)[:top_k] for _ in range(T)])
-    weights = torch.rand(T, top_k, generator=g)
-    assert tile_wgmma_grouped.block(rows * E if rows > 64 else T * top_k, E) in tile_wgmma_grouped.CONFIGS
-    found = []
-    for order in (1, -1)[: 1 if rows > 32 else 2]:
-        with mock.patch.object(simt.Kernel, "order", order), mock.patch.object(tile_wgmma_grouped, "block", return_value=rows):
-            found.append(grouped_experts.grouped_experts(x, ids, weights, up, down, act, {}))
-    assert torch.equal(found[0], found[-1]), "the order of the threads changes the result"
-    wanted = torch.zeros(T, H)
+    weights, wanted = torch.rand(T, top_k, generator=g), torch.zeros(T, H)
     for t in range(T):
         for w, e in zip(weights[t], ids[t].tolist(), strict=True):
             both = x[t].float() @ of_up[e].T + (0 if up.bias is None else up.bias[e].float())
             y = reference.gated(both, act) @ of_down[e].T
             wanted[t] += w * (y + (0 if down.bias is None else down.bias[e].float()))
-    error = float((found[0].float() - wanted).norm() / wanted.norm())
-    assert error < {torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+    return (x, ids, weights, up, down, act, {}), wanted
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer(case):
+    T, E, top_k, *_, dtype, rows = case
+    layer, wanted = made(case)
+    assert tile_wgmma_grouped.block(rows * E if rows > 64 else T * top_k, E) in tile_wgmma_grouped.CONFIGS
+    found = []
+    for order in (1, -1)[: 1 if rows > 32 else 2]:
+        with mock.patch.object(simt.Kernel, "order", order), mock.patch.object(tile_wgmma_grouped, "block", return_value=rows):
+            found.append(grouped_experts.grouped_experts(*layer))
+    assert torch.equal(found[0], found[-1]), "the order of the threads changes the result"
+    assert emulation.error(found[0], wanted) < {torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
+
+
+@pytest.mark.parametrize(
+    "case", [CASES[0], CASES[4], CASES[5], (2, 4, 2, 48, 96, 4, 32, "e2m1/e8m0", torch.float16, 0)], ids=str
+)
+def test_a_layer_one_by_one(case):
+    """By experts.cu, whose tokens read their own experts: values by scales as halves, and sums by scales."""
+    layer, wanted = made((2, *case[1:]))
+    assert (
+        emulation.error(emulation.twice(lambda: experts.experts(*layer)), wanted)
+        < {torch.float16: 3e-3, torch.bfloat16: 2e-2}[case[8]]
+    )
 
 
 @pytest.mark.parametrize(("T", "E", "top_k", "rows"), [(1, 8, 2, 16), (33, 5, 3, 16), (200, 128, 8, 32)])

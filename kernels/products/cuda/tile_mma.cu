@@ -54,16 +54,6 @@ __device__ __forceinline__ u32 twice(u32 v) {
     asm("prmt.b32 %0, %1, %1, %2;" : "=r"(d) : "r"(v), "n"(WHICH));
     return d;
 }
-__device__ __forceinline__ u32 low_twice(u32 v) {  // as `twice`, in words that become part of the instruction that takes it
-    u32 d;
-    asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {lo, lo};}" : "=r"(d) : "r"(v));
-    return d;
-}
-__device__ __forceinline__ u32 high_twice(u32 v) {
-    u32 d;
-    asm("{.reg .f16 lo, hi; mov.b32 {lo, hi}, %1; mov.b32 %0, {hi, hi};}" : "=r"(d) : "r"(v));
-    return d;
-}
 template <int BITS>  // a lane's words of a chunk; at: the chunk's start and 16 bytes for each lane
 __device__ __forceinline__ void load_chunk(u32 (&w)[Tile<BITS>::REGS], const u32* at, int lane) {
     load16_once(w[0], w[1], w[2], w[3], at);
@@ -80,7 +70,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int CHUNKS = BLOCK_K / L::CHUNK, FRAGS = BLOCK_K / 16;
-    constexpr bool SCALED = (FORM & 15) == E2M1 && ((FORM & SCALES_E4M3) || (T == BF16 && of_bytes(FORM)));  // values by scales, exact as halves
+    constexpr bool SCALED = scaled_halves<FORM, T>();
     constexpr int FG = gcd(gcd(GROUP && !SCALED ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
     constexpr bool TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
@@ -316,7 +306,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                     } else if constexpr (SCALED) {
                         const u32 both = S::of(scale[u][t][at / (FRAGS / METAS)]);  // a group's fragments share it
 #pragma unroll
-                        for (int j = 0; j < 4; j++) a[j] = S::scaled(small_e2m1<T>(from[j], fragment), j % 2 ? high_twice(both) : low_twice(both));
+                        for (int j = 0; j < 4; j++) a[j] = S::of_row(small_e2m1<T>(from[j], fragment), both, j % 2);
                     } else if constexpr (TABLE) {
 #pragma unroll
                         for (int j = 0; j < 4; j++) a[j] = e2m1<T>(from[j], fragment);
