@@ -24,12 +24,12 @@ from lowq_cli.commands import (
     seed_or_random,
     unescaped,
 )
-from lowq_cli.models import CausalModel, Tokenizer
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.engine import Generation
     from lowq_cli.engine.explain import LayerKernel
+    from lowq_cli.models import CausalModel, Tokenizer
 
 EXAMPLES = """Examples:
   lowq generate --prompt 'Once upon a time'
@@ -132,7 +132,7 @@ def generate(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _compile(model: CausalModel, generation: "Generation") -> None:
+def _compile(model: "CausalModel", generation: "Generation") -> None:
     """Compile this generation's kernels side by side; a progress line, but only where they are not in the caches yet."""
     from lowq_cli.engine.warm import warm
 
@@ -192,8 +192,8 @@ def _check_writable(timeline: str) -> None:
 
 
 def _answer_all(
-    model: CausalModel,
-    tokenizer: Tokenizer,
+    model: "CausalModel",
+    tokenizer: "Tokenizer",
     asked: list[dict[str, Any]],
     batch: int | None,
     settings: dict[str, Any],
@@ -224,7 +224,7 @@ def _answer_all(
     console.say(f"{made} at {speed:.1f}/s, prefill included{drawn}")
 
 
-def _encode_all(model: CausalModel, tokenizer: Tokenizer, prompts: list[str], chat: bool) -> list[list[int]]:
+def _encode_all(model: "CausalModel", tokenizer: "Tokenizer", prompts: list[str], chat: bool) -> list[list[int]]:
     """The token ids of each prompt. Raises UsageError naming the first that cannot be answered."""
     from lowq_cli.engine.prompts import check_length, encode
 
@@ -255,7 +255,7 @@ def _write_text(generation: "Generation", live: bool, batch: int) -> bool:
     return interrupted
 
 
-def _numbers(model: CausalModel, generation: "Generation", kernels: bool) -> dict[str, Any]:
+def _numbers(model: "CausalModel", generation: "Generation", kernels: bool) -> dict[str, Any]:
     """What --json prints."""
     from dataclasses import asdict
 
@@ -306,7 +306,7 @@ def _show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}{drawn}")
 
 
-def _show_profile(model: CausalModel, generation: "Generation", timeline: Path) -> None:
+def _show_profile(model: "CausalModel", generation: "Generation", timeline: Path) -> None:
     """--profile: the timeline into a file, where a step's time goes on stderr."""
     from lowq_cli.engine import explain
     from lowq_cli.engine.profiling import profile_steps
@@ -335,7 +335,7 @@ def _kernel_row(r: "LayerKernel") -> tuple[object, ...]:
     return r.layers, r.count, f"{r.N}x{r.K}", r.scheme, r.layout, r.kernel, config, r.chosen
 
 
-def _show_kernels(model: CausalModel, generation: "Generation") -> None:
+def _show_kernels(model: "CausalModel", generation: "Generation") -> None:
     """--explain: one row per distinct layer on stderr, then the reasons of those that refused."""
     from lowq_cli.engine import explain
 
