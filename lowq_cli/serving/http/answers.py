@@ -14,6 +14,7 @@ from lowq_cli.serving.http.text import Names, Piece, Writer
 DONE = b"data: [DONE]\n\n"
 UNANSWERED = {"error": (500, "server_error"), "refused": (400, "invalid_request_error"), "cancelled": (503, "server_error")}
 JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # `dumps` would make one for every token
+HERE = uuid.uuid4().hex  # in a chunk, where its text belongs
 
 
 def encoded(value: object) -> bytes:
@@ -80,10 +81,17 @@ class Answer:
                 yield chunk(index, {"delta": {"role": "assistant", "content": "", "refusal": None}})
             elif echo:
                 yield chunk(index, {"text": echo})
+        around: dict[int, list[bytes]] = {}  # what is before and after the text of a choice: the same for all its tokens
         try:
             async for index, piece in self._pieces():
                 logprobs = self._logprobs(index, piece)
-                if piece.text or (logprobs and piece.logprobs):
+                if piece.text and logprobs is None:
+                    if index not in around:
+                        said = {"delta": {"content": HERE}} if self.asked.chat else {"text": HERE}
+                        around[index] = chunk(index, said).split(encoded(HERE))
+                    before, after = around[index]
+                    yield before + encoded(piece.text) + after
+                elif piece.text or (logprobs and piece.logprobs):
                     said = {"delta": {"content": piece.text}} if self.asked.chat else {"text": piece.text}
                     yield chunk(index, said, logprobs)
                 if piece.calls:

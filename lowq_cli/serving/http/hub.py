@@ -19,22 +19,28 @@ class Live:
         self.numbers: list[int] = []
         self.open: dict[int, int] = {}  # number -> index
         self.came: dict[int, list[Event]] = {}  # index -> events not taken yet
-        self.awake = asyncio.Event()
+        self.waiting: asyncio.Future[None] | None = None  # who takes; an asyncio.Event costs 3 us a token more
         self.left = False
         self.began, self.first = time.monotonic(), 0.0
 
     async def take(self) -> dict[int, list[Event]]:
         """What has come since, at least one event: several steps at once for a slow reader. {} once the client left."""
         if not self.came and not self.left:
-            self.awake.clear()
-            await self.awake.wait()
+            self.waiting = asyncio.get_running_loop().create_future()
+            await self.waiting
         found, self.came = self.came, {}
         return {} if self.left else found
 
     def leave(self) -> None:
         """The client has gone: wake who takes."""
         self.left = True
-        self.awake.set()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has come for who takes, if somebody does."""
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
 
     def cancel(self, index: int) -> None:
         """No more of this one is wanted."""
@@ -105,7 +111,7 @@ class Hub:
                 continue
             live, index = found
             live.came.setdefault(index, []).append(event)
-            live.awake.set()
+            live.wake()
             if event.token is not None:
                 before = self.latest.get(number)
                 if before is None:
