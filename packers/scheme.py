@@ -99,10 +99,10 @@ class Scheme:
             raise SchemeError(f"K={K} is not a multiple of group_size={self.group_size}; use --group {fallback or 'channel'}")
         return K // self.group_size
 
-    def bits_per_weight(self, meta_bits: int = 16) -> float:
-        """Bits stored per weight with scales (and zeros) of `meta_bits` bits each."""
+    def bits_per_weight(self) -> float:
+        """Bits stored per weight with scales (and zeros) of 16 bits each, or of a table's 8."""
         stored = 1 if self.zero == "none" else 2
-        return self.bits + stored * (meta_bits if self.scale == "float" else 8) / self.group_size
+        return self.bits + stored * (16 if self.scale == "float" else 8) / self.group_size
 
     def __str__(self) -> str:
         if self.table:

@@ -12,10 +12,10 @@ from lowq_packers.errors import DamagedError, NotFoundError
 MAX_TEXT = 1 << 28  # bytes of a JSON file or template; tokenizer.json of 256k tokens takes 33 MB
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+def open_regular(path: Path) -> int:
     """A descriptor of the regular file at `path`. Raises NotFoundError, or DamagedError for anything but a regular file."""
     try:
-        fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
         raise NotFoundError(f"{path} does not exist") from None
     except (OSError, ValueError) as e:  # ValueError: a NUL in the name
@@ -26,13 +26,13 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     return fd
 
 
-def read_regular(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes. Raises as `open_regular`, and DamagedError for a larger one."""
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file of at most MAX_TEXT bytes. Raises as `open_regular`, and DamagedError for a larger one."""
     with open(open_regular(path), "rb") as f:
-        if (size := os.fstat(f.fileno()).st_size) > limit:
-            raise DamagedError(f"{path} has {size} bytes; such a file has at most {limit}")
+        if (size := os.fstat(f.fileno()).st_size) > MAX_TEXT:
+            raise DamagedError(f"{path} has {size} bytes; such a file has at most {MAX_TEXT}")
         try:
-            return f.read(limit + 1)[:limit]
+            return f.read(MAX_TEXT)
         except OSError as e:
             raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
 
