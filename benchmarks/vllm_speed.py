@@ -45,6 +45,9 @@ SHAPES: dict[str, dict[str, Any]] = {  # Llama 3.1's, and Qwen3-30B-A3B
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072},
+    # a tenth of its layers and of its vocabulary, so that the head has the share of a step that it has in the whole
+    "70b-tenth": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8, "num_attention_heads": 64,
+                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 12800, "max_position_embeddings": 131072},
     "a3b": MIXTURE | {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
             "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
             "intermediate_size": 6144, "max_position_embeddings": 40960},
@@ -214,6 +217,8 @@ def one(args: argparse.Namespace) -> None:
     }
     if args.eager:
         more = {"enforce_eager": True, "max_num_seqs": max(batches)}
+    if args.tp > 1:
+        more |= {"tensor_parallel_size": args.tp, "enable_expert_parallel": args.ep}
     if torch.cuda.is_available():
         more["attention_backend"] = "FLASH_ATTN"
     llm, facts = vllm_speed.start(
@@ -238,12 +243,12 @@ def one(args: argparse.Namespace) -> None:
         part.write_text(json.dumps(row))
         part.replace(args.out)
 
-    (args.work / f"ready-{args.bits}-{args.kernels}").touch()
-    for name in args.ready.split(","):  # an engine that still compiles, or records graphs, would be in the others' times
-        while not (args.work / f"ready-{name}").exists():
-            time.sleep(0.05)
-    time.sleep(0 if full else 1)  # the full runs go first
-    with args.turn.open("w") as turn:
+    args.ready.touch()
+    # one that still compiles, or records graphs, would be in the others' times
+    while len(list(args.meet.glob("ready-*"))) < args.of and time.time() < args.patience:
+        time.sleep(0.05)
+    time.sleep(args.after if full else args.after + 1)  # the full runs go first
+    with (args.meet / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         steps = [lambda: scored(llm), *(lambda b=b: vllm_speed.measure(llm, [b])[0] for b in batches)]
         if full:
@@ -251,7 +256,7 @@ def one(args: argparse.Namespace) -> None:
         if full and not args.no_users:
             served(llm, min(64, max(batches)), 64)  # prompts of all lengths: kernels for numbers of rows not met yet
             steps += [lambda u=u, n=n: served(llm, u, n) for u, n in USERS.items() if u <= max(batches)]
-        if full and torch.cuda.is_available():
+        if full and torch.cuda.is_available() and args.tp == 1:  # the profiler sees this process only
             steps += [lambda b=b: profiled(llm, b) for b in PROFILED if b <= max(batches)]
         for take in steps:
             try:
@@ -270,12 +275,18 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16,64,256")
     parser.add_argument("--layers", type=int, help="fewer than the shape has, to start sooner: every layer does the same")
     parser.add_argument("--no-users", action="store_true", help="without the closed loop of users")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs that share each layer")
+    parser.add_argument("--ep", action="store_true", help="with --tp: whole experts a GPU, in the place of their shares")
+    parser.add_argument("--meet", type=Path, help="folder in which runs of several calls wait for each other and take turns")
+    parser.add_argument("--of", type=int, help="engines that meet there")
+    parser.add_argument("--patience", type=float, default=1e12, help="unix time until which they wait for each other")
+    parser.add_argument("--after", type=float, default=0.0, help="seconds by which this call's engines let others go first")
     parser.add_argument("--cache", type=int, default=14, help="GB of each engine's cache")
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor CUDA graphs: to try the script")
     parser.add_argument("--out", type=Path)
-    for hidden in ("--folder", "--turn"):
+    for hidden in ("--folder", "--ready"):
         parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
-    for hidden in ("--bits", "--kernels", "--ready"):
+    for hidden in ("--bits", "--kernels"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.folder:
@@ -292,21 +303,24 @@ def main() -> None:
     torch.cuda.empty_cache()
     print(f"checkpoints made in {time.perf_counter() - began:.0f} s", flush=True)
     started = []
-    names = ["-".join(run) for run in runs]
-    for bits, kernels in runs:
+    meet, of = args.meet or args.work, args.of or len(runs)
+    ready = [meet / f"ready-{args.shape}-{'-'.join(run)}" for run in runs]
+    for (bits, kernels), own in zip(runs, ready, strict=True):
         folder, out = args.work / (bits if kernels == "lowq" else f"{bits}-export"), args.work / f"{bits}-{kernels}.json"
         full, cache = ("yes", args.cache) if bits in full_bits else ("no", min(args.cache, 8))
-        given = {"folder": folder, "turn": args.work / "turn", "bits": bits, "kernels": kernels, "ready": ",".join(names)}
+        given = {"folder": folder, "ready": own, "meet": meet, "of": of, "bits": bits, "kernels": kernels, "tp": args.tp}
+        given |= {"patience": args.patience, "after": args.after}
         given |= {"out": out, "work": args.work, "full": full, "batches": args.batches, "cache": cache}
         line = [sys.executable, __file__, *(str(word) for key, value in given.items() for word in (f"--{key}", value))]
-        line += ["--eager"] if args.eager else []
-        line += ["--no-users"] if args.no_users else []
+        line += [f"--{flag.replace('_', '-')}" for flag in ("eager", "no_users", "ep") if getattr(args, flag)]
         started.append((out, subprocess.Popen(line, env={**os.environ, "VLLM_USE_DEEP_GEMM": "0"})))
     whole = SHAPES[args.shape]["num_hidden_layers"]
     facts: Row = {
         "shape": args.shape,
         "layers": args.layers or whole,
         "of_layers": whole,
+        "tp": args.tp,
+        "ep": args.ep,
         "device": device,
         "date": datetime.now(UTC).isoformat("T", "seconds"),
     }
@@ -319,9 +333,9 @@ def main() -> None:
 
     while any(process.poll() is None for _, process in started):
         time.sleep(1)
-        for name, (_, process) in zip(names, started, strict=True):
+        for own, (_, process) in zip(ready, started, strict=True):
             if process.poll() is not None:  # one that failed to start keeps nobody waiting
-                (args.work / f"ready-{name}").touch()
+                own.touch()
         write()
     write()
     print(f"wrote {to}")
