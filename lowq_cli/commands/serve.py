@@ -284,6 +284,24 @@ def _serve_through_vllm(
             console.out(shlex.join(line))
         return
     console.say(shlex.join(line))
-    import subprocess  # 5 ms of `lowq --help`
+    raise typer.Exit(_until_told(line))
 
-    raise typer.Exit(subprocess.run(line, check=False).returncode)
+
+def _until_told(line: list[str]) -> int:
+    """vLLM's exit code; it gets the signals that end this process. Where one of its workers died it would say 0: 1."""
+    import signal  # with the other, 5 ms of `lowq --help`
+    import subprocess
+
+    told: list[int] = []
+    process = subprocess.Popen(line, process_group=0)  # Ctrl-C reaches it once: through here
+
+    def pass_on(number: int, frame: object) -> None:
+        told.append(number)
+        process.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    code = process.wait()
+    if not told:
+        console.warn(f"vLLM's server ended by itself, with {code}: its own last lines say why")
+    return code or int(not told)

@@ -4,7 +4,10 @@ import argparse
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,39 @@ def test_a_checkpoint_is_exported_once_and_served(family_checkpoints, vllm, monk
     assert "exporting to" in capsys.readouterr().err
     assert cli(monkeypatch, made.packed, "--export") == 7
     assert "exporting to" not in capsys.readouterr().err
+
+
+def test_a_server_that_ends_by_itself_is_an_error(family_checkpoints, vllm, monkeypatch, capsys):
+    """As vLLM's does where one of its workers was killed: with 0."""
+    script = vllm.parent / "bin" / "vllm"
+    script.write_text(script.read_text().replace("exit 7", "exit 0"))
+    assert cli(monkeypatch, family_checkpoints("llama", "bfloat16", SYM).packed, "--native") == 1
+    assert "ended by itself, with 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_vllm_ends_with_lowq(family_checkpoints, tmp_path, vllm, number):
+    """SIGTERM left vLLM's server running by itself."""
+    told = tmp_path / "told"
+    script = vllm.parent / "bin" / "vllm"
+    script.write_text(
+        f"#!/bin/sh\ntrap 'echo told > {told}; exit 0' TERM INT\necho $$ > {vllm}\nwhile :; do sleep 0.05; done\n"
+    )
+    folder = family_checkpoints("llama", "bfloat16", SYM).packed
+    run = "from lowq_cli.main import run; run()"
+    process = subprocess.Popen([sys.executable, "-P", "-c", run, "serve", str(folder), "--engine", "vllm", "--native"])
+    try:
+        for _ in range(600):
+            if vllm.is_file() and vllm.read_text():
+                break
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(30) == 0
+        assert told.read_text() == "told\n"
+    finally:
+        process.kill()
+        if not told.exists():
+            os.kill(int(vllm.read_text()), signal.SIGKILL)
 
 
 def test_a_chat_template_that_changed_is_served(family_checkpoints, tmp_path, vllm, monkeypatch):
