@@ -1,14 +1,17 @@
-"""docs/accuracy.md: other tools beside lowq at equal bits. Results: accuracy/{peers,calibrated,data_free}.json."""
+"""docs/accuracy.md: other tools beside lowq at equal bits. Results: accuracy/{peers,calibrated,data_free,mixed}.json."""
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+from lowq_cli.plan.recipe import CALIB_TOKENS
 from pages import Row, part, read, shown, table, versions
 from pages.accuracy import PACKAGE, SHORT
 
 GROUPS, WIDTHS = (64, 128), (4, 3, 2)
-CODEBOOKS = "llama.cpp IQ"  # what names a tool whose values are no grid
+I_QUANTS, EXL3 = "llama.cpp IQ", "exllamav3 EXL3"  # how tools are named whose values are no grid
+BELOW = 0.8  # of the i-quants' line, to be reached
 MIX = "mix_valid_sample"
 
 
@@ -43,6 +46,10 @@ def _rows() -> list[Row]:
             rows.append(r | {"method": "GPTQModel", "bpw": r["bits"] + (16 + r["bits"]) / r["group"]})
         elif r["calib"] == "self":
             rows.append(r | {"method": f"lowq {r['method']}"})
+    for r in read("accuracy/mixed.json")["rows"]:  # their KL divergence is of one text
+        if r["method"] == "gptq" and r["part"] == "linears" and "group" in r:
+            kl = {"wikitext2_test": r["kl"]}
+            rows.append(r | {"method": "lowq gptq", "calib": "bundled", "calib_tokens": CALIB_TOKENS, "kl": kl})
     free = read("accuracy/data_free.json")["rows"]
     rows += [r | {"method": "hqq"} for r in free if (r["method"], r.get("stored")) == PACKAGE]
     rows = [r for r in rows if r["bits"] in WIDTHS and r["group"] in GROUPS]
@@ -55,16 +62,23 @@ def _entry(r: Row) -> Entry:
     return Entry(r["model"], r["bpw"], r["method"], scheme, text, r["ppl"], r.get("kl", {}))
 
 
-def line(found: list[Entry], model: str, text: str) -> list[tuple[float, float]]:
-    """(bits, ln KL) of llama.cpp's types with a codebook."""
-    return sorted((e.bpw, math.log(e.kl[text])) for e in found if e.model == model and e.tool.startswith(CODEBOOKS))
+def unquantized() -> dict[tuple[str, str], float]:
+    """(model, text) -> perplexity."""
+    rows = read("accuracy/data_free.json")["rows"]
+    return {(r["model"], text): ppl for r in rows if "bits" not in r for text, ppl in r["ppl"].items()}
 
 
-def height(points: list[tuple[float, float]], bpw: float) -> float | None:
-    """ln KL of a line there; None outside of it."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x0 <= bpw <= x1:
-            return y0 + (y1 - y0) * (bpw - x0) / (x1 - x0)
+def line(found: list[Entry], tool: str, model: str, of: Callable[[Entry], float | None]) -> list[tuple[float, float]]:
+    """(bits, ln of what an entry lost) of a tool's types."""
+    some = ((e.bpw, of(e)) for e in found if e.model == model and e.tool.startswith(tool))
+    return sorted((bpw, math.log(lost)) for bpw, lost in some if lost)
+
+
+def height(points: list[tuple[float, float]], at: float) -> float | None:
+    """A line's second value at its first; None outside of it."""
+    for (x0, y0), (x1, y1) in itertools.pairwise(sorted(points)):
+        if x0 <= at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
     return None
 
 
@@ -79,13 +93,13 @@ def peers() -> str:
         f"Measured {'; '.join(told)}; rows without KL as the other tables of this page.\n",
         _standing(found),
         _to_line(found),
+        _to_exl3(found),
     ]
     for model, mine in itertools.groupby(found, key=lambda e: e.model):
         rows = []
         for e in mine:
-            tool = f"**{e.tool}**" if e.ours else e.tool
             values = [*(f"{e.ppl[t]:,.2f}" for t in SHORT), *(shown(e.kl.get(t), ".4f") for t in SHORT)]
-            rows.append((f"{e.bpw:.2f}", tool, e.scheme, e.text, *values))
+            rows.append((f"{e.bpw:.2f}", _bold(e), e.scheme, e.text, *values))
         names = list(SHORT.values())
         columns = (">bits", "tool", "scheme", "text, tokens", *(f">{n}" for n in names), *(f">KL, {n}" for n in names))
         parts.append(f"### {model}: every tool\n\n{table(columns, rows)}")
@@ -110,13 +124,68 @@ def _standing(found: list[Entry]) -> str:
     return told + table(("peer", "cells", "above in"), lines)
 
 
+def _losses() -> dict[str, Callable[[Entry], float | None]]:
+    """Column -> what an entry lost by it: KL divergence, or ln(perplexity / unquantized), on each text."""
+    floor = unquantized()
+    found: dict[str, Callable[[Entry], float | None]] = {}
+    for text, short in SHORT.items():
+        found[f"KL, {short}"] = lambda e, t=text: e.kl.get(t)
+    for text, short in SHORT.items():
+        found[f"loss, {short}"] = lambda e, t=text: math.log(e.ppl[t] / floor[e.model, t])
+    return found
+
+
 def _to_line(found: list[Entry]) -> str:
-    """KL divergence over that of llama.cpp's i-quants at the same bits."""
-    rows = []
+    """What was lost over what llama.cpp's i-quants lose at the same bits; how often that is under BELOW."""
+    rows, losses, met = [], _losses(), {}
     for e in found:
-        heights = {t: height(line(found, e.model, t), e.bpw) for t in e.kl}
-        shares = [f"{e.kl[t] / math.exp(y):.2f}" for t in SHORT if (y := heights.get(t)) is not None]
-        if shares and not e.tool.startswith(CODEBOOKS):
-            rows.append((e.model, f"{e.bpw:.2f}", e.tool, e.scheme, *shares))
-    told = "KL divergence over that of llama.cpp's i-quants at the same bits (ln KL between two of them, straight by bits):\n\n"
-    return told + table(("model", ">bits", "tool", "scheme", *(f">{n}" for n in SHORT.values())), rows)
+        shares = []
+        for name, of in losses.items():
+            lost, y = of(e), height(line(found, I_QUANTS, e.model, of), e.bpw)
+            shares.append(None if lost is None or y is None else lost / math.exp(y))
+            if shares[-1] is not None and e.ours:
+                met.setdefault((e.tool, e.text.split(",")[0], name.split(",")[0]), []).append(shares[-1] <= BELOW)
+        if any(s is not None for s in shares) and not e.tool.startswith(I_QUANTS):
+            rows.append((e.model, f"{e.bpw:.2f}", _bold(e), e.scheme, e.text, *(shown(s, ".2f") for s in shares)))
+    told = (
+        "What was lost over what llama.cpp's i-quants lose at the same bits (its logarithm between two of them, straight by bits):\n"
+        f"KL divergence, and loss = ln(perplexity / unquantized). At or below {BELOW} of it:\n\n"
+    )
+    counts = [(*key, f"{sum(some)} of {len(some)}") for key, some in sorted(met.items())]
+    columns = ("model", ">bits", "tool", "scheme", "text, tokens", *(f">{n}" for n in losses))
+    return told + table(("lowq's method", "text", "by", "cells"), counts) + "\n" + table(columns, rows)
+
+
+def _to_exl3(found: list[Entry]) -> str:
+    """lowq's own-text checkpoints beside the line of EXL3: in loss, and in bits of equal loss."""
+    rows, losses = [], {n: of for n, of in _losses().items() if n.startswith("loss")}
+    for e in found:
+        if not e.ours or "own" not in e.text:
+            continue
+        cells = []
+        for of in losses.values():
+            points, lost = line(found, EXL3, e.model, of), of(e)
+            y = height(points, e.bpw)
+            bits = height([(v, b) for b, v in points], math.log(lost)) if lost and lost > 0 else None
+            cells += [
+                shown(None if y is None else lost - math.exp(y), "+.3f"),
+                shown(None if bits is None else e.bpw - bits, "+.2f"),
+            ]
+        if any(cells):
+            rows.append((e.model, f"{e.bpw:.2f}", e.tool, e.text, *cells))
+    told = (
+        "Beside EXL3 (exllamav3's trellis), own text: ln(perplexity) above (+) or below what EXL3 has in as many bits, and how many\n"
+        "bits lowq takes more (+) or fewer for the same loss; empty outside of what was measured of EXL3:\n\n"
+    )
+    columns = (
+        "model",
+        ">bits",
+        "method",
+        "text, tokens",
+        *(f">{what}, {t}" for t in SHORT.values() for what in ("ln ppl", "bits")),
+    )
+    return told + table(columns, rows)
+
+
+def _bold(e: Entry) -> str:
+    return f"**{e.tool}**" if e.ours else e.tool
