@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 DOWN = "down_proj"
 LEAVES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), DOWN: (DOWN,)}  # parameter -> an expert's matrices
 EVERY_TOKEN = ("Llama4TextExperts",)  # given (experts * tokens, H): every token, zero where it does not visit
+LISTED = ("JetMoeParallelExperts",)  # one stack, called with rows in the order of their experts and a list of how many each has
 IDENTITIES = ("LongcatFlashExperts",)  # experts behind the last that has weights give back what they are given
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Experts as two stacks of matrices, the second of them down_proj.
+    """Experts as two stacks of matrices, the second of them down_proj, or (of the list above) one called "weight".
 
     first: the other: "gate_up_proj", or "up_proj" where nothing gates. transposed: transformers holds (E, K, N).
     interleaved: it holds rows gate 0, up 0, gate 1, ...; here all of gate come before up. bias: both have one (E, N).
@@ -40,9 +41,9 @@ class Kind:
     identities: bool = False
 
     @property
-    def stacks(self) -> tuple[str, str]:
-        """The names of both parameters."""
-        return self.first, DOWN
+    def stacks(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return (self.first,) if self.first == "weight" else (self.first, DOWN)
 
     def shape(self, stack: torch.Tensor) -> tuple[int, int, int]:
         """E, N, K of a parameter of transformers'."""
@@ -73,6 +74,8 @@ class Kind:
 def kind_of(module: nn.Module) -> Kind | str:
     """How a module holds its experts, or the reason why it is no kind that lowq knows."""
     own = type(module).__name__
+    if own in LISTED:
+        return Kind("weight")
     known = own in (*EVERY_TOKEN, *IDENTITIES)
     if not known and not callable(getattr(module, "_apply_gate", None)):
         return f"experts of a kind lowq does not know ({own})"
@@ -128,6 +131,7 @@ def converters(stacks: Iterable[tuple[str, bool]], known: Sequence["WeightConver
     for suffix, paths in own.items():  # one rule for all layers, unless some of them keep theirs as they are
         for target in paths if suffix in dense else [suffix] * bool(paths):
             parent, _, name = target.rpartition(".")
-            merge = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(LEAVES[name]) > 1 else [])]
-            found.append(WeightConverter([f"{parent}.*.{leaf}.weight" for leaf in LEAVES[name]], target, merge))
+            files = [f"{parent}.*.{leaf}.weight" for leaf in LEAVES[name]] if name in LEAVES else [f"{parent}.*.{name}"]
+            merge = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(files) > 1 else [])]
+            found.append(WeightConverter(files, target, merge))
     return found

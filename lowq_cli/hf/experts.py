@@ -114,13 +114,19 @@ class QuantExperts(nn.Module):
         return self
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor | None = None, top_k_weights: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor | list[int] | None = None,
+        top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H); of the kind `every_token` as that says.
+        """hidden_states (T, H), top_k_index and top_k_weights (T, top_k) -> (T, H); `every_token`, LISTED: as those say.
 
         Sums a token's experts in fp32 in the order of top_k_index, so two runs agree bit for bit. Tokens on a GPU take kernels
         that never wait for it (`mixture`), where they can; all others are grouped by expert on the host.
         """
+        if isinstance(top_k_index, list):  # how many rows each expert has
+            experts = torch.arange(len(top_k_index)).repeat_interleave(torch.tensor(top_k_index))
+            return self._product(hidden_states, experts.to(hidden_states.device), "weight")
         if top_k_index is None or top_k_weights is None:
             return self._every_token(hidden_states)
         top_k = top_k_index.shape[-1]
@@ -170,13 +176,14 @@ class QuantExperts(nn.Module):
 
     def fused(self, dtype: torch.dtype, top_k: int, M: int = 1) -> Choice | None:
         """The kernel that computes the layer of M tokens without waiting for the device, where there is one."""
+        if not self.act:
+            return None
         up, down = (self.stack(name) for name in self.kind.stacks)
-        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M)) if self.act and up.words.is_cuda else None
+        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M)) if up.words.is_cuda else None
 
     def grouped(self, dtype: torch.dtype) -> bool:
         """Whether any number of tokens is computed without waiting for the device, so that a CUDA graph can hold it."""
-        up, down = (self.stack(name) for name in self.kind.stacks)
-        return bool(self.act) and takes_any_number(up, down, self.act, dtype)
+        return bool(self.act) and takes_any_number(*(self.stack(name) for name in self.kind.stacks), self.act, dtype)
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""
@@ -187,7 +194,7 @@ class QuantExperts(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Moving to another kind of device changes the layout; go through the one that every device knows."""
-        before = getattr(self, DOWN).device
+        before = getattr(self, self.kind.stacks[-1]).device
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=before)).dtype
         after = before if before.type == "meta" else fn(torch.empty(0, device=before)).device
         if after.type == before.type:

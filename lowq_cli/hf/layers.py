@@ -100,7 +100,7 @@ class DecoderLayers:
     def _stacks(self, param: str) -> tuple[str, ...]:
         """The stacks of the experts that a parameter is of, where each call says which experts a token visits."""
         kind = self.skeleton.kinds.get(param.rpartition(".")[0])
-        return kind.stacks if isinstance(kind, Kind) and not kind.every_token else ()
+        return kind.stacks if isinstance(kind, Kind) and not kind.every_token and len(kind.stacks) > 1 else ()
 
     def kept(self, number: int) -> dict[str, str]:
         """Parameter in the layer -> checkpoint name, for those that a tensor fills alone."""

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import Cut
-from lowq_cli.hf.expert_kinds import Kind, converters, kind_of
+from lowq_cli.hf.expert_kinds import LISTED, Kind, converters, kind_of
 from lowq_cli.hf.experts import QuantExperts
 from lowq_packers.errors import DamagedError, UnsupportedError, one_line
 
@@ -139,7 +139,9 @@ class Skeleton:
         for path, module in self.model.named_modules():
             if isinstance(module, QuantExperts):
                 stacks += [(f"{path}.{name}", name in module.schemes) for name in module.kind.stacks]
-            elif path not in self.kinds and isinstance(getattr(module, "down_proj", None), nn.Parameter):
+            elif path not in self.kinds and (
+                isinstance(getattr(module, "down_proj", None), nn.Parameter) or type(module).__name__ in LISTED
+            ):
                 self.kinds[path] = kind_of(module)
         stacks += [
             (f"{path}.{name}", True) for path, kind in self.kinds.items() if isinstance(kind, Kind) for name in kind.stacks

@@ -19,7 +19,7 @@ from lowq_cli.files.safetensors_io import FLOATS, TensorHeader, read_header
 from lowq_cli.files.source import Cut
 from lowq_cli.hf import parallel
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead, embed_scale
-from lowq_cli.hf.expert_kinds import DOWN, LEAVES
+from lowq_cli.hf.expert_kinds import LEAVES
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.hf.shared import SharedLinear
 from lowq_cli.hf.skeleton import Skeleton, is_linear
@@ -162,7 +162,7 @@ def _packed_module(
 ) -> nn.Module:
     """What replaces the module at `path`, on the meta device. tables: of a module and leaf that has several: how many."""
     module = skeleton.model.get_submodule(path)
-    if leaves.keys() <= LEAVES.keys():
+    if leaves.keys() <= LEAVES.keys() or path in skeleton.kinds:
         if isinstance(kind := skeleton.kinds.get(path, "no experts"), str):
             raise UnsupportedError(f"{path} is packed: {kind}, which lowq cannot compute with")
         _rowstream_only(path, leaves, "experts")
@@ -170,7 +170,7 @@ def _packed_module(
         schemes = {leaf: how.scheme for leaf, how in leaves.items()}
         config, parent = skeleton.model.config.get_text_config(), skeleton.model.get_submodule(path.rpartition(".")[0])
         top_k = getattr(parent, "top_k", None) or getattr(config, "num_experts_per_tok", None) or 1
-        return QuantExperts(module, schemes, skeleton.params[f"{path}.{DOWN}"].dtype, own, top_k)
+        return QuantExperts(module, schemes, skeleton.params[f"{path}.{kind.stacks[-1]}"].dtype, own, top_k)
     if leaves.keys() == {"weight"}:
         (scheme, layout), dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
         if isinstance(module, nn.Embedding) and embed_scale(module) is not None:

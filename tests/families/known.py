@@ -14,7 +14,6 @@ EXCEPTIONS = {
     "hrm_text": "transformers cuts a tensor of its files into several parameters, which packed rows cannot follow yet",
     "inkling2_text": "its files interleave gate and up, which transformers undoes in loading: packed rows cannot follow yet",
     "inkling_text": "its shared experts stand in a module of their own: 15% of the tiny model, which has 4 experts",
-    "jetmoe": "experts as single stacks that are called with lists of sizes; they stay 16-bit",
     "kimi_linear": "packed and right; 8 bits move its random router's choices, and with them the median token, by 7%",
     "musicgen": NO_DECODER,
     "musicgen_melody": NO_DECODER,

@@ -23,7 +23,7 @@ from lowq_cli.run.pipeline import quantize
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy" / "families.json"
 FOUND = json.loads(RESULTS.read_text())
 ROWS = {row["family"]: Verdict(**row) for row in FOUND["rows"]}
-OWN_WAYS = ("gpt2", "deepseek_v3", "qwen3_next", "llama4_text", "falcon", "zamba", "aria_text", "granitemoe")
+OWN_WAYS = ("gpt2", "deepseek_v3", "qwen3_next", "llama4_text", "falcon", "zamba", "aria_text", "granitemoe", "jetmoe")
 
 
 @pytest.mark.parametrize("family", OWN_WAYS)
