@@ -1,9 +1,9 @@
 """NVFP4, MXFP4 and NF4 beside other tools' kernels, one run on one GPU: benchmarks/results/<gpu>/table_peers.json.
 
-    python benchmarks/table_peers.py [--m 1,2,4,8,16] [--peers lowq,cublas,marlin,bitsandbytes,humming] [--out FILE]
+    python benchmarks/table_peers.py [--m 1,2,4,8,16,1024] [--peers lowq,cublas,marlin,bitsandbytes,humming] [--out FILE]
 
 A row is {peer, format, N, K, M, us, error}. Peers are what can be imported: vLLM's Marlin (0.24), bitsandbytes, Humming, and
-cuBLAS of dense fp16; lowq's rows are what dispatch picks, with grids of as many bytes beside. All by `timing.graph_time`,
+cuBLAS of dense fp16; lowq's rows are what dispatch picks, with grids of as many bytes beside. All by `cuda_tile.timed`,
 weights rotated past the L2 cache. error: relative, against fp32 with the weights that the peer says it has; none where it does
 not say. Marlin takes x of MXFP4 in bf16. Each peer's first calls compile; that is not timed.
 """
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cuda_tile import LAYERS, SMALL, random_weight, sample
+from cuda_tile import LAYERS, SMALL, random_weight, sample, timed
 from pages import results_of
 
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
-from lowq_kernels.dispatch.timing import graph_time, rotation
+from lowq_kernels.dispatch.timing import rotation
 from lowq_packers.scheme import Scheme
 
 Layer = tuple[list[Any], Callable[[Any, torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor] | None]
@@ -112,7 +112,7 @@ def main() -> None:
     """Measure; print a line a row, write all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default=LAYERS)
-    parser.add_argument("--m", default=SMALL)
+    parser.add_argument("--m", default=SMALL + ",1024")
     parser.add_argument("--peers", default="lowq,cublas,marlin,bitsandbytes,humming")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start nothing more when so many have passed")
     parser.add_argument("--out", type=Path)
@@ -156,7 +156,7 @@ def main() -> None:
                     if wanted is not None:
                         some = wanted.abs().sum(0) > 0  # of lowq's, blocks of rows
                         row["error"] = float((y.float() - wanted)[:, some].norm() / wanted.norm())
-                    row["us"] = round(graph_time([lambda w=w, x=x, product=product: product(w, x) for w in weights]), 3)
+                    row["us"] = round(timed(M, [lambda w=w, x=x, product=product: product(w, x) for w in weights]), 3)
                     rows.append(row)
                     print(row, flush=True)
                 del layer, weights, product, truth
