@@ -1,6 +1,6 @@
 """The row-wise work of a decode step inside its products: residual add, RMSNorm and act(gate) * up (fold.cuh).
 
-By cuda/tile_mma.
+By cuda/tile_mma, of a weight in 16 bits by cuda/dense_mma.
 
     norm_product        RMSNorm(x) W^T, without a kernel for the norm
     norm_product_gate   act(gate) * up of the same
@@ -12,7 +12,7 @@ A layer is then five launches instead of eight. One row only: every block of a `
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
@@ -22,9 +22,11 @@ from lowq_kernels.cuda.driver import UNFOLDED
 from lowq_kernels.cuda.operands import straddled
 from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, Op, find, kernels, named, refusals, register, select
+from lowq_kernels.modules.dense import Dense
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_kernels.products.cuda import tile_mma
+from lowq_kernels.products.cuda import dense_mma, tile_mma
 from lowq_kernels.products.cuda.tile_mma import ADDED, GATED, NORMED
+from lowq_kernels.products.dense_call import DenseCall
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import padded_rows
 
@@ -32,7 +34,7 @@ MOST_ROWS = 1  # 8B on an H100, us a step, folded (not): 4 bits 1787 (1831), 2 b
 FOLDED = struct.Struct("@6Qf4x")  # fold.cuh's Folded
 SQUARES = 16  # features whose squares are summed together
 ACTS = {"silu": tile_mma.SILU, "gelu_tanh": tile_mma.GELU_TANH}
-KERNEL = "cuda/tile_mma"
+KERNEL, DENSE = "cuda/tile_mma", "cuda/dense_mma"
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,12 @@ class Residual:
 class FoldedCall:
     """A product that does the row-wise work of `fold`, a sum of tile_mma's bits, too. kernel: what its layer forces, or None.
 
-    Its kernels are launch(x, p, bias, fold, folded, config) -> y, `folded` the bytes of fold.cuh's Folded.
+    Its kernels are launch(x, p, bias, fold, folded, config) -> y, p a PackedWeight or a weight (N, K), `folded` the bytes of
+    fold.cuh's Folded.
     """
 
     op: ClassVar[Op] = "folded"
-    product: Call
+    product: Call | DenseCall
     fold: int
     kernel: str | None
 
@@ -66,24 +69,52 @@ class FoldedCall:
     capability = property(lambda self: self.product.capability)
 
 
-def _refuse(call: FoldedCall) -> str | None:
+def _refuse(call: FoldedCall, kind: type, kernel: str) -> str | None:
     c, fold = call.product, call.fold
+    if type(c) is not kind:
+        return "takes weights that are packed" if kind is Call else "takes weights in 16 bits"
     if fold & NORMED and c.K % (4 * SQUARES):
         return f"takes rows of x that are a multiple of {4 * SQUARES}, not {c.K}"
     rows = c.N // 2 if fold & GATED else c.N
     if fold & ~NORMED and padded_rows(rows) != rows:
         return f"takes whole row tiles, not {rows} rows"
     name = select(c, call.kernel)[0].name
-    if name != KERNEL:
+    if name != kernel:
         return f"{name} computes this product"
-    return None if _config(c, call.kernel, fold) else "no config of it fits this shape"
+    return None if kind is DenseCall or _config(c, call.kernel, fold) else "no config of it fits this shape"
+
+
+def _dense_config_refuse(call: FoldedCall, config: Config) -> str | None:
+    return "gate and up need pairs of row tiles" if call.fold & GATED and config["ROW_TILES"] % 2 else None
+
+
+def _dense_config(call: FoldedCall, legal: list[Config]) -> Config:
+    assert isinstance(call.product, DenseCall)
+    narrow = (8, 2, 64, 2) if call.fold & GATED else (16, 1, 128, 1)
+    return dense_mma.first(legal, *((16, 2, 64, 1) if dense_mma.wide(call.product) else narrow))
+
+
+@register(
+    "cuda/dense_mma_folded",
+    op="folded",
+    devices=("cuda",),
+    configs=dense_mma.CONFIGS,
+    refuse=partial(_refuse, kind=DenseCall, kernel=DENSE),
+    config_refuse=_dense_config_refuse,
+    default_config=_dense_config,
+)
+def folded_dense(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fold: int, folded: bytes, config: Config
+) -> torch.Tensor:
+    """`folded_product` by a weight (N, K) in 16 bits."""
+    return dense_mma.launch(x, weight, bias, config, fold, folded)
 
 
 @register(
     "cuda/tile_mma_folded",
     op="folded",
     configs=named(KERNEL).configs,
-    refuse=_refuse,
+    refuse=partial(_refuse, kind=Call, kernel=KERNEL),
     config_refuse=lambda call, config: named(KERNEL).config_refuse(call.product, config),
     default_config=lambda call, legal: _config(call.product, call.kernel, call.fold),
 )
@@ -96,38 +127,48 @@ def folded_product(
 
 def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | None:
     """The reason a product of M rows cannot do what `fold` (a sum of tile_mma's bits) says, or None."""
-    if type(layer) is not QuantLinear or layer.act != "none" or not layer.weight.is_cuda:
-        return "takes packed layers on a GPU, activations in 16 bits"
+    packed = type(layer) is QuantLinear and layer.act == "none"
+    if not (packed or type(layer) is Dense) or not layer.weight.is_cuda:
+        return "takes layers on a GPU, packed or in 16 bits, activations in 16 bits"
     if M > MOST_ROWS:
         return f"takes up to {MOST_ROWS} rows, not {M}"
-    if straddled(layer.packed):
+    if packed and straddled(layer.packed):
         return "row tiles of two tables"
-    call = FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel)
+    if not packed and layer.weight.dtype != dtype:
+        return f"takes weights of {dtype}, not {layer.weight.dtype}"
+    call = _call(layer, M, dtype, fold)
     return None if find(call) else "; ".join(refusals(call).values())
 
 
-def config_of(layer: QuantLinear, M: int, dtype: torch.dtype, fold: int) -> Config:
+def _call(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> FoldedCall:
+    if isinstance(layer, Dense):
+        return FoldedCall(DenseCall.of(M, layer.weight), fold, None)
+    assert isinstance(layer, QuantLinear)
+    return FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel)
+
+
+def config_of(layer: QuantLinear | Dense, M: int, dtype: torch.dtype, fold: int) -> Config:
     """The config that the product takes where it does what `fold` says."""
-    return select(FoldedCall(Call.of(layer.weight.new_empty(M, 0, dtype=dtype), layer.packed), fold, layer.kernel))[1]
+    return select(_call(layer, M, dtype, fold))[1]
 
 
-def norm_product(layer: QuantLinear, s: Residual) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_product(layer: QuantLinear | Dense, s: Residual) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMSNorm of the stream times the layer's weight (M, N), the norm's rsqrt (M,))."""
     return _of_residual(layer, s, NORMED)
 
 
-def norm_product_gate(layer: QuantLinear, s: Residual, act: str) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_product_gate(layer: QuantLinear | Dense, s: Residual, act: str) -> tuple[torch.Tensor, torch.Tensor]:
     """As `norm_product`, gate and up side by side in the layer, and act(gate) * up of them (M, N / 2)."""
     return _of_residual(layer, s, NORMED | ACTS[act])
 
 
-def product_gate(layer: QuantLinear, x: torch.Tensor, act: str) -> torch.Tensor:
+def product_gate(layer: QuantLinear | Dense, x: torch.Tensor, act: str) -> torch.Tensor:
     """act(gate) * up (M, N / 2) of x (M, K), gate and up side by side in the layer."""
     return _launch(layer, x, ACTS[act], UNFOLDED)
 
 
 def product_add(
-    layer: QuantLinear, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
+    layer: QuantLinear | Dense, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: torch.Tensor
 ) -> Residual:
     """residual (M, N) += x times the layer's weight, in place; the stream for the norm of `weight` (N,) and eps.
 
@@ -138,16 +179,15 @@ def product_add(
     return Residual(_launch(layer, x, ADDED, folded), squares, scale, eps)
 
 
-def _of_residual(layer: QuantLinear, s: Residual, fold: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_residual(layer: QuantLinear | Dense, s: Residual, fold: int) -> tuple[torch.Tensor, torch.Tensor]:
     inverse = torch.empty_like(s.scale)
     folded = FOLDED.pack(s.squares.data_ptr(), s.scale.data_ptr(), inverse.data_ptr(), 0, 0, 0, s.eps)
     return _launch(layer, s.x, fold, folded), inverse
 
 
-def _launch(layer: QuantLinear, x: torch.Tensor, fold: int, folded: bytes) -> torch.Tensor:
-    p = layer.packed
-    spec, config = select(FoldedCall(Call.of(x, p), fold, layer.kernel))
-    return spec.launch(x, p, layer.bias, fold, folded, config)
+def _launch(layer: QuantLinear | Dense, x: torch.Tensor, fold: int, folded: bytes) -> torch.Tensor:
+    spec, config = select(_call(layer, x.shape[0], x.dtype, fold))
+    return spec.launch(x, layer.weight if isinstance(layer, Dense) else layer.packed, layer.bias, fold, folded, config)
 
 
 def _config(call: Call, kernel: str | None, fold: int) -> Config | None:

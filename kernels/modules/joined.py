@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowq_kernels.modules.dense import Dense
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_kernels.products.cpu.dense import Dense
 from lowq_packers import tables
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
 

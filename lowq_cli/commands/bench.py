@@ -29,7 +29,9 @@ def bench(
     group: Annotated[str, typer.Option(help="Group size for --shape, or channel.")] = "128",
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
     kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or each.  [default: as dispatch]")] = None,
-    op: Annotated[str, typer.Option(help="product, fp8_product, attend or experts; the last three with --shape.")] = "product",
+    op: Annotated[
+        str, typer.Option(help="product, fp8_product, dense, attend, experts; but the first with --shape.")
+    ] = "product",
     kv: KvCache = "16",
     device: Device = "auto",
     threads: Threads = None,

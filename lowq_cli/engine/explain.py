@@ -15,10 +15,12 @@ from lowq_cli.models import CausalModel
 from lowq_kernels.dispatch.registry import Call, Config, after_rounding, kernels, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
 from lowq_kernels.gpu import capability
+from lowq_kernels.modules.dense import choice
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
+from lowq_kernels.products.dense_call import DenseCall
 
-DENSE = "torch"  # what an unquantized layer takes
+DENSE = "torch"  # what an unquantized layer takes where no kernel of ours does
 EXPERT = re.compile(r"\bexperts\b")  # in the names of a mixture's experts
 
 
@@ -56,6 +58,8 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
             spec, config = select(call, forced)
             config = {k: config[k] for k in spec.configs[0]}  # a table's file has its own order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
+        elif layout == "dense" and (own := choice(DenseCall(M, N, K, getattr(torch, scheme), device.type, capability(device)))):
+            kernel, config = own[0].name, own[1]
         weight = str(scheme) if act == "none" else f"{scheme}, activations {act}"
         rows.append(LayerKernel(pattern, count, N, K, weight, layout, kernel, config, chosen, refused))
     return rows

@@ -23,7 +23,7 @@ from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import FoldedProducts, ops
 from lowq_kernels.decode.kv import PLAIN, Cache, part, zeros
-from lowq_kernels.products.cpu import dense
+from lowq_kernels.modules import dense
 from lowq_kernels.products.cpu.repeated import Repeated
 
 KEPT_GRAPHS = 8

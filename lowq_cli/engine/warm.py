@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from lowq_cli.engine import explain
 from lowq_cli.engine.blocks import Mixture, Mlp
@@ -21,6 +22,7 @@ from lowq_kernels.decode.attend import LONG
 from lowq_kernels.decode.kv import Cache, zeros
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.modules import dense
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 
@@ -77,17 +79,19 @@ def products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], 
     """One launch for each distinct matmul and number of rows: a step has one for each sequence, a prompt one a token."""
     seen = set()
     for layer in explain.called(model, decoder).modules():
-        if isinstance(layer, QuantLinear | Fp8Linear):
-            kind = (layer.block, layer.act) if isinstance(layer, Fp8Linear) else (layer.scheme, layer.layout, layer.kernel)
+        if isinstance(layer, QuantLinear | Fp8Linear | nn.Linear):
+            kind: tuple[Any, ...] = (layer.weight.dtype,)
+            if not isinstance(layer, nn.Linear):
+                kind = (layer.block, layer.act) if isinstance(layer, Fp8Linear) else (layer.scheme, layer.layout, layer.kernel)
             shape = (layer.out_features, layer.in_features, kind, layer.bias is None)
             for M in rows:
-                if (M, shape) not in seen:
+                if (M, shape) not in seen and (M <= dense.MOST_ROWS or not isinstance(layer, nn.Linear)):
                     seen.add((M, shape))
                     yield partial(_multiply, layer, M, model.dtype)
 
 
-def _multiply(layer: QuantLinear | Fp8Linear, M: int, dtype: torch.dtype) -> None:
-    layer(torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
+def _multiply(layer: nn.Module, M: int, dtype: torch.dtype) -> None:
+    dense.linear(layer, torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))  # type: ignore[union-attr]
 
 
 def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampling) -> list[Callable[[], object]]:
@@ -160,7 +164,7 @@ def _folded(decoder: FusedDecoder, batch: int) -> Iterator[Callable[[], object]]
     for layer in layers:
         mlp: Any = layer.mlp
         for role, m in (("qkv", layer.qkv), ("o", layer.o), ("gate_up", mlp.gate_up), ("down", mlp.down)):
-            key = (role, m.out_features, m.in_features, m.scheme, m.bias is None)
+            key = (role, m.out_features, m.in_features, getattr(m, "scheme", None), m.bias is None)
             if key in seen:
                 continue
             seen.add(key)

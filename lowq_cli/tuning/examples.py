@@ -17,6 +17,7 @@ from lowq_kernels.dispatch.timing import call_bytes, rotation
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_kernels.fp8.call import Fp8Call
 from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_kernels.products.dense_call import DenseCall
 from lowq_packers import fp8
 from lowq_packers.errors import UsageError
 
@@ -60,6 +61,14 @@ def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | 
     ]
     operands = [(operand, w, None, shape.dtype) for w in weights]
     return Example(call, operands, _linear(x, shape), call_bytes(M, shape.N, shape.K, 8), 2.0 * M * shape.N * shape.K)
+
+
+def dense(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
+    """x (M, K) by a weight (N, K) that is not packed."""
+    x, w = torch.randn(M, shape.K, device=device).to(shape.dtype), torch.randn(shape.N, shape.K, device=device).to(shape.dtype)
+    weights = [w, *(w.clone() for _ in range(rotation(w.nbytes, device) - 1))]
+    operands, moved = [(x, w, None) for w in weights], call_bytes(M, shape.N, shape.K, 16)
+    return Example(DenseCall.of(M, w), operands, _linear(x, shape), moved, 2.0 * M * shape.N * shape.K)
 
 
 def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None, kind: str = kv.PLAIN) -> Example:
@@ -114,6 +123,7 @@ def _linear(x: torch.Tensor, shape: Shape) -> list[Callable[[], object]]:
 EXAMPLES: dict[Op, Callable[..., Example]] = {
     "product": product,
     "fp8_product": fp8_product,
+    "dense": dense,
     "attend": attend,
     "experts": experts,
 }

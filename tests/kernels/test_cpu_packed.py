@@ -54,9 +54,9 @@ def test_a_16_bit_layer_against_the_definition(isa):
         for dtype in TOLERANCE:
             layer, x = torch.nn.Linear(K, N, dtype=dtype).requires_grad_(False), rows(dense.MOST, K, dtype)
             truth = x.double() @ layer.weight.double().t() + layer.bias.double()
-            whole = dense.linear(layer, x)
+            whole = dense.product(x, layer.weight, layer.bias)
             for M in range(1, dense.MOST + 1):
-                y = dense.linear(layer, x[:M])
+                y = dense.product(x[:M], layer.weight, layer.bias)
                 assert error(y, truth[:M]) < TOLERANCE[dtype] / 2
                 assert torch.equal(y, whole[:M])
 
@@ -69,7 +69,7 @@ def test_many_rows_of_16_bits_are_not_left_to_slow_loops(monkeypatch):
     for dtype in TOLERANCE:
         layer, x = torch.nn.Linear(64, 33, dtype=dtype).requires_grad_(False), rows(dense.MOST + 3, 64, dtype)
         truth = x.double() @ layer.weight.double().t() + layer.bias.double()
-        y = dense.linear(layer, x)
+        y = dense.product(x, layer.weight, layer.bias)
         assert y.dtype == dtype
         assert error(y, truth) < TOLERANCE[dtype] / 2
         made = joined.dense(layer.weight, layer.bias)

@@ -9,6 +9,7 @@ import torch
 from emulation import error, poisoned
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
+from lowq_kernels.products.dense_call import DenseCall
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS
@@ -154,3 +155,17 @@ def test_cuda_graph_and_streams():
         z = registry.matmul(x, p)
     side.synchronize()
     assert error(z, x.float() @ q.dequantize().t()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 4096, 4096), (3, 40, 72), (8, 129, 1032), (5, 6144, 2880), (1, 201088, 2880)])
+def test_a_weight_that_is_not_packed(M, N, K, dtype):
+    spec = registry.named("cuda/dense_mma")
+    g = torch.Generator("cuda").manual_seed(N)
+    x, W, bias = (torch.randn(s, device="cuda", generator=g).to(dtype) for s in ((M, K), (N, K), (N,)))
+    truth = x.double() @ W.double().t() + bias.double()
+    for config in spec.legal_configs(DenseCall.of(M, W)):
+        with mock.patch("torch.empty", poisoned):
+            y, again = (spec.launch(x, W, bias, config) for _ in range(2))
+        assert torch.equal(y, again)
+        assert error(y, truth) < TOLERANCE[dtype], config

@@ -91,7 +91,7 @@ def test_a_stream_through_a_layer(bits, dtype, M, act, values, config):
 
 
 def test_who_may_not():
-    assert fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED) == "takes packed layers on a GPU, activations in 16 bits"
+    assert "packed or in 16 bits" in fold.why_not(torch.nn.Linear(4, 4), 1, F16, fold.NORMED)
 
 
 @pytest.mark.parametrize(

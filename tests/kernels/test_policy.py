@@ -54,7 +54,7 @@ def test_everything_that_ships_names_kernels_and_configs_that_exist():
             pairs = [tuple(v) for values in file["gated"].values() for v in values]
             assert rows
             assert set(rows + pairs) <= set(known)
-        known = {*registry.kernels(), *registry.kernels("fp8_product"), "fp8_block_quant"}
+        known = {*registry.kernels(), *registry.kernels("fp8_product"), *registry.kernels("dense"), "fp8_block_quant"}
         assert {row["kernel"] for row in file["prefer"]} | set(file["models"]) <= known
         on = gpu.row(tuple(file["capability"]))
         table = tuning.shipped(on)

@@ -16,19 +16,6 @@ MOST = 16  # rows of own code: beyond, torch's in fp32 is as fast
 SLAB_BYTES = 4 << 20  # of weights in fp32 at a time
 
 
-class Dense(nn.Linear):
-    """A linear layer by `product`."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., K) -> (..., N)."""
-        return product(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
-
-
-def linear(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """layer(x), by `product` where the layer is a linear one; x (M, K)."""
-    return product(x, layer.weight, layer.bias) if isinstance(layer, nn.Linear) else layer(x)
-
-
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x (M, K) @ weight (N, K).T + bias (N,), all of one dtype and device: fp32 sums of 16-bit products on a CPU."""
     (M, K), N = x.shape, weight.shape[0]

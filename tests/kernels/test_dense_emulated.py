@@ -1,0 +1,92 @@
+"""Products by weights in 16 bits, and what they do for their neighbours (dense_mma.cu), emulated on the CPU."""
+
+import pytest
+import torch
+
+import emulation
+
+emulation.require("cuda/tile_mma")
+from lowq_kernels.decode import fold, reference
+from lowq_kernels.dispatch import registry
+from lowq_kernels.modules import joined
+from lowq_kernels.products.cuda import dense_mma
+from lowq_kernels.products.dense_call import DenseCall
+
+F16, BF16 = torch.float16, torch.bfloat16
+TOLERANCE = {F16: 1e-3, BF16: 8e-3}
+EPS = 1e-5
+SHAPES = [  # dtype, M, N, K, dense_mma.KEYS
+    pytest.param(F16, 1, 40, 72, (8, 1, 128, 2), id="ends-of-N-and-K"),
+    pytest.param(BF16, 8, 64, 648, (4, 2, 64, 4), id="8-rows"),
+    pytest.param(F16, 11, 33, 264, (8, 1, 64, 3), id="two-blocks-of-rows"),
+    pytest.param(BF16, 3, 16, 2048, (4, 1, 128, 4), id="several-steps"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def gpu():
+    """Launchers see a GPU of capability 9.0 behind CPU tensors."""
+    with emulation.hopper(dense_mma):
+        yield
+
+
+def drawn(dtype, M, N, K):
+    g = torch.Generator().manual_seed(M)
+    x, W = torch.randn(M, K, generator=g).to(dtype), (torch.randn(N, K, generator=g) / K**0.5).to(dtype)
+    x[M // 2] *= 40
+    return x, W, torch.linspace(-1, 1, N).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "M", "N", "K", "values"), SHAPES)
+def test_a_product(dtype, M, N, K, values):
+    x, W, bias = drawn(dtype, M, N, K)
+    config = dict(zip(dense_mma.KEYS, values, strict=True))
+    y = emulation.twice(lambda: dense_mma.dense_mma(x, W, bias, config))
+    truth = x.double() @ W.double().t() + bias.double()
+    assert ((y.double() - truth).norm(dim=1) / truth.norm(dim=1)).max() < TOLERANCE[dtype]
+    assert emulation.error(y, truth.roll(1, 1)) > 0.1  # columns that change places show
+
+
+@pytest.mark.parametrize(("dtype", "act"), [(F16, "silu"), (BF16, "gelu_tanh")])
+@pytest.mark.parametrize("values", [(8, 2, 64, 2), (4, 2, 64, 4)])
+def test_a_stream_through_a_layer(dtype, act, values, monkeypatch):
+    """As tile_mma's in test_fold_emulated.py: x += y W^T, RMSNorm(x) times a weight, act(gate) * up."""
+    config, N, K = dict(zip(dense_mma.KEYS, values, strict=True)), 256, 640
+    monkeypatch.setattr(fold, "select", lambda call: (registry.named("cuda/dense_mma_folded"), config))
+    y, W, bias = drawn(dtype, 1, N, K)
+    layer, g = joined.dense(W, bias), torch.Generator().manual_seed(7)
+    residual, weight = torch.randn(1, N, generator=g).to(dtype), (torch.rand(N, generator=g) + 0.1).to(dtype)
+    scale = torch.rand(1, generator=g) + 0.3
+
+    def add():
+        r = residual.clone()
+        s = fold.product_add(layer, y, r, weight, EPS, scale)
+        return r, s.x, s.squares
+
+    r, x, squares = emulation.twice(add)
+    sums = residual.float() + y.float() @ W.float().t() + bias.float()
+    for found, truth in ((r, sums), (x, sums * weight.float() * scale[:, None])):
+        assert emulation.error(found, truth) < TOLERANCE[dtype]
+    assert emulation.error(squares, r.float().square().reshape(1, -1, fold.SQUARES).sum(-1)) < 1e-3
+
+    wide, gain = torch.randn(1, K, generator=g).to(dtype), (torch.rand(K, generator=g) + 0.1).to(dtype)
+    prepared = (wide.float() * gain.float() * scale[:, None]).to(dtype)
+    stream = fold.Residual(prepared, wide.float().square().reshape(1, -1, fold.SQUARES).sum(-1), scale, EPS)
+    normed = reference.rms_norm(wide, gain, EPS).float() @ W.float().t() + bias.float()
+    out, inverse = emulation.twice(lambda: fold.norm_product(layer, stream))
+    assert emulation.error(out, normed) < 2 * TOLERANCE[dtype]
+    assert torch.allclose(inverse, torch.rsqrt(wide.float().square().mean(-1) + EPS), rtol=1e-5)
+    out, _ = emulation.twice(lambda: fold.norm_product_gate(layer, stream, act))
+    assert emulation.error(out, reference.gated(normed, act)) < 2 * TOLERANCE[dtype]
+
+
+def test_which_products_may():
+    weight = torch.empty(4096, 4096, dtype=F16, device="meta")
+    call = DenseCall(1, *weight.shape, F16, "cuda", (9, 0))
+    assert registry.find(call)[0].name == "cuda/dense_mma"
+    assert registry.find(DenseCall(1, 4096, 4100, F16, "cuda", (9, 0))) is None
+    assert registry.find(DenseCall(1, 4096, 4096, F16, "cuda", (8, 0))) is None
+    for doing, tiles in ((fold.NORMED, (1, 2)), (fold.ADDED, (1, 2)), (fold.NORMED | fold.ACTS["silu"], (2,))):
+        spec, config = registry.find(fold.FoldedCall(call, doing, None))
+        assert spec.name == "cuda/dense_mma_folded"
+        assert config["ROW_TILES"] in tiles
