@@ -148,7 +148,7 @@ def _to_line(found: list[Entry]) -> str:
         if any(s is not None for s in shares) and not e.tool.startswith(I_QUANTS):
             rows.append((e.model, f"{e.bpw:.2f}", _bold(e), e.scheme, e.text, *(shown(s, ".2f") for s in shares)))
     told = (
-        "What was lost over what llama.cpp's i-quants lose at the same bits (its logarithm between two of them, straight by bits):\n"
+        "What was lost over what llama.cpp's i-quants lose at the same bits (its logarithm straight between two of them):\n"
         f"KL divergence, and loss = ln(perplexity / unquantized). At or below {BELOW} of it:\n\n"
     )
     counts = [(*key, f"{sum(some)} of {len(some)}") for key, some in sorted(met.items())]
@@ -174,8 +174,8 @@ def _to_exl3(found: list[Entry]) -> str:
         if any(cells):
             rows.append((e.model, f"{e.bpw:.2f}", e.tool, e.text, *cells))
     told = (
-        "Beside EXL3 (exllamav3's trellis), own text: ln(perplexity) above (+) or below what EXL3 has in as many bits, and how many\n"
-        "bits lowq takes more (+) or fewer for the same loss; empty outside of what was measured of EXL3:\n\n"
+        "Beside EXL3 (exllamav3's trellis), own text: ln(perplexity) above (+) or below what EXL3 has in as many bits,\n"
+        "and how many bits lowq takes more (+) or fewer for the same loss; empty outside of what was measured of EXL3:\n\n"
     )
     columns = (
         "model",
