@@ -29,7 +29,7 @@ def table_peers() -> str:
                 lines.append((title, M, over, *(f"{r}x" if r else "" for r in peers)))
         told = f"{report['gpu']}, {report['date']} (torch {report['torch']}), fp16 (Marlin's MXFP4: bf16), one run"
         columns = ("format", ">M", ">time over a 4-bit grid's", *(f">as fast as {p}" for p in PEERS.values()))
-        about = f"geometric means of {len(layers)} layers of an 8B and a 70B model; the grid without zeros has groups of 32, or NF4's 64"
+        about = f"geometric means of {len(layers)} layers of an 8B and a 70B model; the grid has groups of 32, or NF4's 64"
         parts.append(f"{told}; {about}:\n\n{table(columns, lines)}")
     return "\n".join(parts)
 

@@ -183,7 +183,7 @@ class QuantExperts(nn.Module):
 
     def grouped(self, dtype: torch.dtype) -> bool:
         """Whether any number of tokens is computed without waiting for the device, so that a CUDA graph can hold it."""
-        return bool(self.act) and takes_any_number(*(self.stack(name) for name in self.kind.stacks), self.act, dtype)
+        return bool(self.act) and takes_any_number(self.stack(self.kind.first), self.stack(DOWN), self.act, dtype)
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """Row s of x times the weight of expert `experts[s]`."""
