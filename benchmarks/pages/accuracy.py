@@ -69,7 +69,7 @@ def calibrated() -> str:
         columns = ["", ">hqq package", *(f">{m}" for m in ours), *(f">{m} / hqq" for m in ours)]
         if lines:
             parts.append(f"### {model}, {text}: unquantized {floor:.2f}\n\n{table(columns, lines)}")
-    parts.append(f"### The model's own text, or another, beside the bundled one\n\n{_other_texts(free, report['rows'])}")
+    parts.append(f"### The model's own text, or another, beside the bundled one\n\n{_other_texts(free, report)}")
     return "\n".join([*parts, f"### What was to be reached, base\n\n{_reached(report['rows'])}"])
 
 
@@ -150,9 +150,9 @@ def _goals(free: list[Row], calibrated: list[Row]) -> str:
     return table(("", "method", *(f">{model}, {SHORT[text]}" for model, text in places), ">goal"), lines)
 
 
-def _other_texts(free: list[Row], calibrated: list[Row]) -> str:
-    """Checkpoints calibrated on another text, beside the bundled one and none: perplexity on each text."""
-    lines = []
+def _other_texts(free: list[Row], report: Row) -> str:
+    """Checkpoints calibrated on another text, beside the bundled one and none: perplexity on each; where own text loses."""
+    lines, calibrated, cells, worse = [], report["rows"], 0, []
     for r in (r for r in calibrated if r["calib"] != "bundled"):
         same = [o for o in free + calibrated if all(o.get(k) == r[k] for k in ("model", "bits", "group", "stored"))]
         default = quantizers.default_method(r["bits"], r["group"])
@@ -161,10 +161,17 @@ def _other_texts(free: list[Row], calibrated: list[Row]) -> str:
         ppl = [o and o["ppl"][text] for text in SHORT for o in (none, bundled, r)]
         told = (shown(p, ",.2f") for p in ppl)
         text = "its own" if r["calib"] == "self" else r["calib"]
-        lines.append((r["model"], f"{r['bits']}-bit g{r['group']}", r["method"], text, f"{r['calib_tokens']:,}", *told))
+        about = (r["model"], f"{r['bits']}-bit g{r['group']}", r["method"])
+        lines.append((*about, text, f"{r['calib_tokens']:,}", report["runs"][r["run"]]["device"], *told))
+        if bundled and r["calib"] == "self":
+            cells += len(SHORT)
+            above = {short: r["ppl"][t] / bundled["ppl"][t] - 1 for t, short in SHORT.items()}
+            worse += [f"{', '.join(about)}, {short}: {more:.2%}" for short, more in above.items() if more > 0]
     which = ("without data", "bundled", "this text")
     columns = [f">{name}, {w}" for name in SHORT.values() for w in which]
-    return table(("model", "", "method", "this text", ">tokens", *columns), lines)
+    told = f"Own text is at or below the bundled one in {cells - len(worse)} of {cells} cells measured of both"
+    told += f"; above in {'; '.join(worse)}.\n\n" if worse else ".\n\n"
+    return told + table(("model", "", "method", "this text", ">tokens", "on", *columns), lines)
 
 
 def _reached(calibrated: list[Row]) -> str:
