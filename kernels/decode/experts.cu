@@ -11,7 +11,8 @@
 //         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
 //         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment.
 // Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
-// Fit     three blocks of UP on a multiprocessor: the 384 of Qwen3-30B-A3B's eight experts are one wave
+// Fit     three blocks of UP on a multiprocessor: the 384 of Qwen3-30B-A3B's eight experts are one wave; of FP4 two of DOWN, by which
+//         gpt-oss' 180 are one: six chunks ahead leave it 64 registers (on Blackwell it would spill)
 // Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
@@ -27,15 +28,21 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-
     return gate / (1.f + e) * (up + 1.f);
 }
 
+constexpr bool two_of_down(int form, int mode) {
+#if __CUDA_ARCH__ >= 1000
+    return false;
+#endif
+    return mode == DOWN && (form & 15) == E2M1 && of_bytes(form);
+}
 template <int BITS, int T, int GROUP, int FORM, int MODE>
-__global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, MODE == DOWN || BITS == 1 ? 1 : 3 - BITS % 2)
+__global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, two_of_down(FORM, MODE) ? 2 : MODE == DOWN || BITS == 1 ? 1 : 3 - BITS % 2)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
         const u16* __restrict__ bias, const long long* ids, const float* weights, const u16* x, u16* y, int width, int K, int chunks,
         int groups, int tiles, int top_k, int KS, int table_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
-    constexpr int AHEAD = BITS == 4 ? 8 : 4;
+    constexpr int AHEAD = two_of_down(FORM, MODE) ? 6 : BITS == 4 ? 8 : 4;
     constexpr bool UP = MODE != DOWN, ZEROS = FORM == 1, TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
     constexpr bool SCALED = scaled_halves<FORM, T>();
     using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
