@@ -133,8 +133,8 @@ class LowqExpertsMethod(FusedMoEMethodBase):
 def _load_table(
     layer: Any,
     param: nn.Parameter,
-    table: torch.Tensor,
-    name: str,
+    loaded_weight: torch.Tensor,
+    weight_name: str,
     shard_id: str,
     expert_id: int,
     return_success: bool = False,
@@ -142,7 +142,7 @@ def _load_table(
     """One matrix's table (1, width) into its place, as vLLM's loader does with scales. True: its expert is of this rank."""
     own = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
     if own >= 0:
-        param.data[own, int(shard_id == "w3")] = table[0]
+        param.data[own, int(shard_id == "w3")] = loaded_weight[0]
     return own >= 0 if return_success else None
 
 
