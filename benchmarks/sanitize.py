@@ -90,6 +90,7 @@ def cases(spec: KernelSpec) -> Iterator[tuple[torch.Tensor, PackedWeight, torch.
 FP8 = "cuda/fp8_gemm"
 TESTED = {  # kernels whose tests have the cases: pytest runs under the tool
     "cuda/attend": "tests/kernels/test_decode_cuda.py::test_attend",
+    "cuda/attend, few bits": "tests/kernels/test_decode_cuda.py::test_attend_over_codes",
     "cuda/experts": "tests/kernels/test_decode_cuda.py::test_experts",
 }
 

@@ -55,7 +55,7 @@ __device__ __forceinline__ float4 prepared(float4 x, float4 weight, float4 cos, 
     return make_float4(rotated(x.x, cos.x, sin.x), rotated(x.y, cos.y, sin.y), rotated(x.z, cos.z, sin.z), rotated(x.w, cos.w, sin.w));
 }
 
-template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV, int TRIES>  // STAGES: tiles in flight a warp
+template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>  // STAGES: tiles in flight a warp
 __global__ void __launch_bounds__(WARPS * 32, WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
 attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const u16* cos_table,
        const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y, float4* partial, u32* arrived,
@@ -69,7 +69,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     constexpr float HEAD = KV ? 5.f : 0.f, LIMIT = HEAD + 3.f;        // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
     constexpr int LANES = D / 4, AHEAD = WARPS * 32 / LANES, ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;  // of a row; rows at a time
     extern __shared__ float4 shared[];                                // [warp][stage][piece][lane] a piece
-    __shared__ float4 parts[WARPS * G * ROW / 4];                     // [warp][query][dim]
+    __shared__ float4 parts[WARPS * G * ROW / 4];                     // [warp][query][dim]; before, heads that are encoded
     __shared__ float tops[WARPS * G];
     __shared__ float totals[WARPS * G];
     __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
@@ -153,12 +153,13 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         const int there = row < G ? h * G + row : HKV * row + h;  // heads of q, then of k, then of v
         head[u] = four(qkv + ((size_t)b * (G + 2) * HKV + there) * D + 4 * part);
     }
-#pragma unroll
+#pragma unroll 1  // what is fetched of instructions is executed once a layer
     for (int u = 0; u < ROUNDS; u++) {
         if (u * AHEAD + of_warp >= rows) break;
         const int row = u * AHEAD + threadIdx.x / LANES;
-        float4 x = prepared<D, R, NORM>(head[u], row < G ? q_weight : k_weight, cos, sin, eps, part);
-        if (row >= G + 1) x = head[u];
+        const float4 own = u == 0 ? head[0] : u == 1 ? head[1 % ROUNDS] : head[2 % ROUNDS];
+        float4 x = prepared<D, R, NORM>(own, row < G ? q_weight : k_weight, cos, sin, eps, part);
+        if (row >= G + 1) x = own;
         u32 low = from_floats<T>(x.x, x.y), high = from_floats<T>(x.z, x.w), scales = 0;
         if constexpr (KV != 0) {
             const float2 a = to_floats<T>(low), c = to_floats<T>(high);
@@ -170,14 +171,14 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         }
         if (row < G) queries[(row * (D + 8) + 4 * part) / 4] = uint2{low, high};
         if (!owner || u * AHEAD + of_warp + 32 / LANES <= G) continue;
-        if constexpr (KV != 0) encode<KV, D, TRIES>(x, shorter, low, scales);
+        if constexpr (KV != 0) encode<KV, D>(x, parts + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
         if (row < G || row >= rows) continue;
         const size_t slot = row_of(newest_page, pos);
-        unsigned char *own = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / LANES * part;
+        unsigned char *here = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / LANES * part;
         unsigned char *to = (row == G ? k_cache : v_cache) + slot * C::ROW + C::ROW / LANES * part, *beside = row == G ? k_scales : v_scales;
-        if constexpr (KV == 0) *(uint2*)own = *(uint2*)to = uint2{low, high};
-        else if constexpr (KV == 8) *(u32*)own = *(u32*)to = low;
-        else *(u16*)own = *(u16*)to = (u16)low;
+        if constexpr (KV == 0) *(uint2*)here = *(uint2*)to = uint2{low, high};
+        else if constexpr (KV == 8) *(u32*)here = *(u32*)to = low;
+        else *(u16*)here = *(u16*)to = (u16)low;
         if (KV != 0 && part == 0) {
             *(u32*)(newest + (row - G) * (C::ROW / 16 + 1) + C::ROW / 16) = scales;
             if constexpr (KV == 8) beside[slot] = (unsigned char)scales;

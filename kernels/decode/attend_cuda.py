@@ -20,7 +20,7 @@ from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
 from lowq_kernels.decode.attend import LONG, AttendCall
 from lowq_kernels.decode.attend_triton import LOG2E
-from lowq_kernels.decode.kv import PLAIN, SHORTER, TRIES, Cache, Coded, kind_of, slot_bytes
+from lowq_kernels.decode.kv import PLAIN, SHORTER, Cache, Coded, kind_of, slot_bytes
 from lowq_kernels.decode.kv_triton import NUMBERS, numbers
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
@@ -104,7 +104,7 @@ def _refuse(call: AttendCall) -> str | None:
 
 def expression(T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int = 0, kv: int = 0) -> str:
     """The template instance of attend.cu. norm: 0 none, 1 weights of the dtype of x, 2 fp32. page: slots of a block, or 0."""
-    return f"attend<{T}, {D}, {R}, {G}, {norm}, {cut.warps}, {cut.cluster}, {cut.stages}, {page}, {kv}, {TRIES if kv else 0}>"
+    return f"attend<{T}, {D}, {R}, {G}, {norm}, {cut.warps}, {cut.cluster}, {cut.stages}, {page}, {kv}>"
 
 
 @cache

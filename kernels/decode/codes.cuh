@@ -113,46 +113,63 @@ __device__ __forceinline__ float as_bf16(float x) {
 }
 
 // `kv.encode` of a turned head, four dims a lane: codes of this lane, a byte (or four bits) each, and the head's scales as they
-// lie in memory. Of TRIES scales the one with the least squared error: a lane has its codes of the best so far.
-template <int KV, int D, int TRIES>
-__device__ __forceinline__ void encode(float4 x, float shorter, u32& best, u32& scales) {
-    constexpr float LARGEST = 448.f;  // of e4m3
-    constexpr int LANES = D / 4, LEVELS = 15;  // of 4 bits, less one
-    auto sum = [](float a, float b) { return a + b; };
-    auto least = [](float a, float b) { return a < b ? a : b; };
-    const float v[4] = {x.x, x.y, x.z, x.w};
-    const float top = -all<LANES>(least(least(-v[0], -v[1]), least(-v[2], -v[3])), least);
-    const float bottom = all<LANES>(least(least(v[0], v[1]), least(v[2], v[3])), least);
-    const int first = (int)((__float_as_uint((top > -bottom ? top : -bottom) / LARGEST) + 0xfffffu) >> 20) - Held<KV, D>::FIRST;
-    best = scales = 0;
-    float best_error = __uint_as_float(0x7f800000u);
-#pragma unroll
-    for (int i = 0; i < TRIES; i++) {
-        u32 codes = 0, its;
-        float error = 0.f;
+// lie in memory. Eight scales are tried side by side, each by an eighth of the head's lanes, which read all of it at `head`
+// (shared memory, written here): a loop of few instructions, for each is fetched once a layer. All of them one after another in
+// registers, 700 instructions, took 3 us.
+template <int KV>
+struct Scale {
+    static constexpr float LARGEST = 448.f, LEVELS = 15.f;  // of e4m3; of 4 bits, less one
+    float step, by, base = 0.f;
+    u32 its;
+
+    __device__ __forceinline__ Scale(float top, float bottom, int i, float shorter) {  // the i-th for values from bottom to top
         if constexpr (KV == 8) {
+            constexpr int FIRST = Held<KV, 128>::FIRST;
+            const int first = (int)((__float_as_uint((top > -bottom ? top : -bottom) / LARGEST) + 0xfffffu) >> 20) - FIRST;
             its = smaller(first + i > 0 ? first + i : 0, 255);
-            const float step = __uint_as_float((its + Held<KV, D>::FIRST) << 20), by = 1.f / step;
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float large = v[j] * by, some = large > LARGEST ? LARGEST : large < -LARGEST ? -LARGEST : large;
-                const u32 code = to_e4m3(some);
-                const float off = of_e4m3(code) * step - v[j];
-                codes |= code << 8 * j, error += off * off;
-            }
+            step = __uint_as_float((its + FIRST) << 20), by = 1.f / step;
         } else {
             const float reach = (top - bottom) * 0.5f * (1.f - shorter * i);
-            const float step = as_bf16(reach * (2.f / LEVELS)), base = as_bf16((bottom + top) * 0.5f - reach), by = step > 0.f ? 1.f / step : 0.f;
+            step = as_bf16(reach * (2.f / LEVELS)), base = as_bf16((bottom + top) * 0.5f - reach), by = step > 0.f ? 1.f / step : 0.f;
             its = __float_as_uint(step) >> 16 | __float_as_uint(base);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const float large = (v[j] - base) * by, some = large < 0.f ? 0.f : large > LEVELS ? LEVELS : large;
-                const u32 code = __float_as_uint(some + 8388608.f) & 15;  // 2^23: rounds to a whole number, ties to even
-                const float off = code * step + base - v[j];
-                codes |= code << 4 * j, error += off * off;
-            }
         }
-        error = all<LANES>(error, sum);
-        if (error < best_error) best = codes, scales = its, best_error = error;
     }
+    __device__ __forceinline__ u32 code(float v) const {
+        const float x = (v - base) * by, low = KV == 8 ? -LARGEST : 0.f, high = KV == 8 ? LARGEST : LEVELS;
+        const float some = x < low ? low : x > high ? high : x;
+        return KV == 8 ? to_e4m3(some) : __float_as_uint(some + 8388608.f) & 15;  // 2^23: rounds to a whole number, ties to even
+    }
+    __device__ __forceinline__ float off(float v) const {
+        const u32 c = code(v);
+        return (KV == 8 ? of_e4m3(c) : (float)c) * step + base - v;
+    }
+};
+template <int KV, int D>
+__device__ __forceinline__ void encode(float4 x, float4* head, int part, float shorter, u32& codes, u32& scales) {
+    constexpr int LANES = D / 4, EACH = LANES / 8;  // lanes of a head, of a scale
+    auto least = [](float a, float b) { return a < b ? a : b; };
+    const float top = -all<LANES>(least(least(-x.x, -x.y), least(-x.z, -x.w)), least);
+    const float bottom = all<LANES>(least(least(x.x, x.y), least(x.z, x.w)), least);
+    head[part] = x;
+    __syncwarp();
+    const Scale<KV> mine(top, bottom, part / EACH, shorter);
+    float error = 0.f;
+#pragma unroll 1
+    for (int i = part % EACH; i < LANES; i += EACH) {
+        const float4 v = head[i];
+        const float a = mine.off(v.x), b = mine.off(v.y), c = mine.off(v.z), d = mine.off(v.w);
+        error += a * a + b * b + (c * c + d * d);
+    }
+    error = all<EACH>(error, [](float a, float b) { return a + b; });
+    int best = part / EACH;
+#pragma unroll
+    for (int d = EACH; d < LANES; d *= 2) {  // the first of those with the least
+        const float its = __shfl_xor_sync(0xffffffffu, error, d);
+        const int other = __shfl_xor_sync(0xffffffffu, best, d);
+        if (its < error || (its == error && other < best)) error = its, best = other;
+    }
+    const Scale<KV> taken(top, bottom, best, shorter);
+    constexpr int BITS = KV;
+    codes = taken.code(x.x) | taken.code(x.y) << BITS | taken.code(x.z) << 2 * BITS | taken.code(x.w) << 3 * BITS;
+    scales = taken.its;
 }
