@@ -3,9 +3,10 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from textwrap import fill
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 METHODS = quantizers.methods()
 PRESETS = recipes.names()
+SWITCH_S = 0.0005  # after so long who compiles gives the interpreter back: after 5 ms, each time, the demo took 1.5 s more
 EXAMPLES = """Examples:
   lowq quantize demo
   lowq quantize meta-llama/Llama-3.1-8B-Instruct --bits 4 --group 128
@@ -161,8 +163,7 @@ def quantize(
     check_there(model)
     if not dry_run:
         wake(device.split(",")[0])
-    known = len(asked) == 1 and not budgeted and (model == "demo" or state.user_path(model).exists())
-    with compiling(model, asked[0], out, device) if known and not dry_run else nullcontext(), ExitStack() as stack:
+    with ExitStack() as stack:
         with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
             from lowq_cli.run.prepare import prepare
 
@@ -198,8 +199,7 @@ def quantize(
             return
         from lowq_cli.run.pipeline import execute
 
-        kept = (prepared.source.folder or model, prepared.plan.recipe, prepared.out, device)
-        with nullcontext() if known else compiling(*kept):
+        with compiling(prepared):
             result = follow(execute(prepared, fresh), prepared.plan)
     state.remember(prepared.out)
     if not as_json:
@@ -213,27 +213,27 @@ def quantize(
 
 
 @contextmanager
-def compiling(model: object, recipe: "Recipe", out: object, device: str) -> Iterator[None]:
-    """On a GPU, a process beside this one compiles what will decode the checkpoint; it ends by itself soon after the block."""
-    from lowq_cli.devices import gpus
-
-    if device.startswith("cpu") or not gpus():
+def compiling(prepared: "Prepared") -> Iterator[None]:
+    """On a GPU, compile meanwhile what will decode the checkpoint; the end waits for kernels in work and begins no others."""
+    if not str(prepared.workers[0]).startswith("cuda"):
         yield
         return
-    import pickle
-    from subprocess import DEVNULL, PIPE, Popen
+    stop, interval = Event(), sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_S)
 
-    line = [sys.executable, "-P", "-c", "from lowq_cli.serving.ahead import main; main()"]
-    process = Popen(line, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)  # a pipe of ours would be waited for by who reads it
-    assert process.stdin
+    def work() -> None:
+        from lowq_cli.serving.ahead import compile_ahead  # in this thread: half a second of imports
+
+        compile_ahead(prepared, stop.is_set)
+
+    thread = Thread(target=work, name="lowq-ahead", daemon=True)
+    thread.start()
     try:
-        with suppress(OSError):
-            process.stdin.write(pickle.dumps((model, recipe, out, device)))
-            process.stdin.flush()
         yield
     finally:
-        with suppress(OSError):
-            process.stdin.close()
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def _bound(prepared: "Prepared") -> dict[str, Any]:

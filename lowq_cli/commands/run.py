@@ -68,22 +68,20 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
             from lowq_cli.commands.quantize import compiling, maker
             from lowq_cli.interop.foreign import open_foreign
             from lowq_cli.plan.plan import default_out
+            from lowq_cli.run.pipeline import execute, prepare
 
             with open_foreign(model) as source:
                 if source.config.get("quantization_config") or source.config.get("quantization"):
                     return model  # another tool's: `generate` imports it
                 target = home.cache_dir() / "runs" / f"{default_out(model, asked).name}-{source.identity}"
-                folder = source.folder or model
             if is_checkpoint(target):
                 return str(target)
-            stack.enter_context(compiling(folder, asked, target, device))
-            from lowq_cli.run.pipeline import execute, prepare
-
             prepared = stack.enter_context(prepare(model, asked, target, device, make=maker(model, device)))
         plan = prepared.plan
         size = console.size(plan.nbytes)
         console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
-        follow(execute(prepared), plan)
+        with compiling(prepared):
+            follow(execute(prepared), plan)
     return str(target)
 
 

@@ -2,20 +2,14 @@
 
 A model is made of the plan's shapes, with one layer of each kind and whatever the GPU's memory holds for weights. What a
 text, a prompt of any length and a server launch is launched once, in threads; what that compiles stays in the caches on disk.
-All that in a process of its own, begun before torch is imported: threads of the one that quantizes took the interpreter from
-it, and the demo was written after 5.7 s in place of 4.
 """
 
-import os
-import pickle
 import re
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,45 +23,30 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.family_config import read_config
 from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item, Plan, output_config
-from lowq_cli.plan.recipe import BUDGETS
-from lowq_cli.run.prepare import Prepared, prepare
+from lowq_cli.run.prepare import Prepared
 from lowq_cli.serving import paged
 from lowq_cli.serving.continuous import MOST
 from lowq_kernels.dispatch.precompile import launch_all
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROOM = 12 << 30  # free bytes of a GPU below which nothing is tried: logits of 4,096 rows take 1 GB a thread
-AFTER_S = 3.0  # to go on when the run has ended: the next command imports torch for as long, and then needs the kernels
-BEHIND = 5  # how far its threads let others go first
 WAYS = (Sampling(), Sampling(temperature=1.0))
-PLAIN = {"rotate": False, "calib": None, "fit": None, "tokens_per_s": None, "judge": None, **dict.fromkeys(BUDGETS)}
 
 
-def main() -> None:
-    """The process: what it is for comes on stdin, which ends with the run. Silent: who needs a kernel says what is wrong."""
-    model, recipe, out, device = pickle.load(sys.stdin.buffer)
-    os.nice(BEHIND)
-    Thread(target=_end_after_the_run, daemon=True).start()
-    with suppress(Exception), prepare(model, replace(recipe, **PLAIN), out, device, headers_only=True) as prepared:
-        compile_ahead(prepared)
-    os._exit(0)
-
-
-def _end_after_the_run() -> None:
-    sys.stdin.buffer.read()
-    time.sleep(AFTER_S)
-    os._exit(0)
-
-
-def compile_ahead(prepared: Prepared) -> None:
-    """Compile on the run's first GPU what decodes its checkpoint."""
+def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
+    """Compile on the run's first GPU until `stopped()`. Raises nothing: whoever needs what failed here says what is wrong."""
     device = torch.device(str(prepared.workers[0]))
-    with torch.inference_mode():
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < ROOM:
+    with suppress(Exception), torch.inference_mode():
+        if torch.cuda.mem_get_info(device)[0] < ROOM:
             return
         source = stand_in(prepared.source, prepared.plan, prepared.out)
         model = light.read(cast(Source, source), device, Blank)
-        launch_all(launches(model), lambda n, of: None)
+        launch_all([partial(_unless, stopped, one) for one in launches(model)], lambda n, of: None)
+
+
+def _unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:
+    if not stopped():
+        launch()
 
 
 def launches(model: Any) -> list[Callable[[], object]]:
