@@ -8,6 +8,7 @@ SPEED = "h200/vllm_8b*.json"  # a run of vllm_speed.py each
 QUALITY, OWN, HTTP, TEXTS, EXPERTS = (
     f"h200/{name}.json" for name in ("vllm_quality", "serve_8b", "serve_http_8b", "serve_texts", "experts")
 )
+MIXTURE, SEVERAL, RANKS = "h200/vllm_a3b.json", "h100/vllm_70b_tp2.json", "h100/vllm_ranks.json"
 WHOSE = {"export": "vLLM's", "lowq": "lowq's"}
 
 
@@ -52,6 +53,71 @@ def vllm_speed() -> str:
     )
     columns = ("weights", "work", ">vLLM's kernels", ">lowq's", ">ratio")
     return f"{facts}in the time of answers:\n\n{table(columns, lines)}\n{''.join(ends)}"
+
+
+def both(report: Row) -> str:
+    """A table of one report's two engines; what a run that was cut off did not reach stays empty."""
+    runs, lines = {r["kernels"]: r for r in report["runs"]}, []
+    for what, form in (("decode", "{batch} x {prompt} + {new} new"), ("prefill", "prompts of {batch} x {prompt:,}")):
+        own = {r["batch"]: r for r in rows(runs["lowq"], what)}
+        for theirs in rows(runs["export"], what):
+            cells = pair(theirs, own[theirs["batch"]]) if theirs["batch"] in own else (f"{theirs['tokens_per_s']:,.0f}", "", "")
+            lines.append((form.format(**theirs), *cells))
+    return table(("work", ">vLLM's kernels", ">lowq's", ">ratio"), lines)
+
+
+def alike(report: Row) -> str:
+    """How far two kernels' log-probabilities are apart."""
+    (found,) = report["agreement"]
+    apart = f"{found['rms']:.3f} apart (rms), of a spread of {found['spread']:.2f}"
+    return f"Log-probabilities of {found['tokens']} tokens are {apart}.\n"
+
+
+@part
+def vllm_mixture() -> str:
+    """A mixture by both kernels."""
+    report = read(MIXTURE)
+    runs = {r["kernels"]: r for r in report["runs"]}
+    export, own = runs["export"], runs["lowq"]
+    return (
+        f"Qwen3-30B-A3B's shape, {report['layers']} of its {report['of_layers']} layers, random weights of 4 bits g128, fp16, "
+        f"tokens per\nsecond, {report['device']}, vLLM {report['vllm']}, {report['date'][:10]}; cut off before the empty cells:"
+        f"\n\n{both(report)}\n{alike(report)}Start {export['start_s']:.0f} s by vLLM's kernels, which the driver compiles, and "
+        f"{own['start_s']:.0f} s by lowq's; weights of {own['weights_gb']:.2f} GB take {own['loaded_gb']:.2f}.\n"
+    )
+
+
+@part
+def vllm_several() -> str:
+    """Over two GPUs: answers, a killed worker, speeds."""
+    report, ranks = read(SEVERAL), read(RANKS)
+    names = {"tp2": "tensor parallel 2", "pp2": "pipeline 2", "ep2": "experts over 2"}
+    models = {"dense": "4 bits g64, table 8 bits", "nvfp4": "NVFP4", "mixture": "mixture, 4 bits g128"}
+    lines = []
+    for r in ranks["answers"]:
+        gaps = ", ".join("not among five" if g is None else f"{g:.3f}" for g in r["gaps_where_they_part"])
+        same = sum(a == n for a, n in zip(r["equal_tokens"], r["of"], strict=True))
+        apart = f"{r['logprobs']['rms']:.3f} of {r['logprobs']['spread']:.2f}"
+        lines.append((models[r["model"]], names[r["layout"]], f"{same} of {len(r['of'])}", gaps, apart))
+    columns = (
+        "model",
+        "two GPUs",
+        ">equal greedy texts",
+        ">gap of log-probabilities where they part",
+        ">rms apart, of a spread",
+    )
+    k = ranks["killed"]
+    few = [s / r["new"] * 1e3 for run in report["runs"] for r in rows(run, "decode") if r["batch"] <= 16 for s in r["seconds"]]
+    return (
+        f"Two {ranks['device']}, vLLM {ranks['vllm']}, {ranks['date'][:10]}, bf16, beside one GPU:\n\n{table(columns, lines)}\n"
+        f"A worker of `lowq serve --engine vllm --tp 2` killed while it answered: the client had an error after "
+        f"{k['client_told_after_s']:.0f} s,\n`lowq serve` ended with {k['exit_code']} after {k['server_ended_after_s']:.0f} s, "
+        f"{len(k['left_running'])} processes stayed, the checkpoint's files were "
+        f"{'unchanged' if k['checkpoint_whole'] else 'CHANGED'}.\n\n"
+        f"A tenth of Llama 3.1 70B (layers and vocabulary) by tensor parallelism, 4 bits g128, fp16, tokens per second. "
+        f"A step of 16\nsequences takes as long as of one ({min(few):.1f} to {max(few):.1f} ms): vLLM's time between steps, so that the "
+        f"first two ratios say little of the kernels:\n\n{both(report)}\n{alike(report)}"
+    )
 
 
 def pair(theirs: Row | None, own: Row) -> tuple[str, str, str]:
