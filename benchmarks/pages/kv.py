@@ -1,4 +1,4 @@
-"""What a cache in few bits costs: accuracy, and time on a GPU (h200/kv.json)."""
+"""What a cache in few bits costs: accuracy, and time on a GPU (h100/kv.json)."""
 
 import json
 
@@ -40,7 +40,7 @@ def kv() -> str:
 @part
 def kv_speed() -> str:
     """One layer's attention in a step, and an 8B's whole step, over each kind of cache."""
-    found, kinds = read("h200/kv.json"), ("16", "fp8", "4")
+    found, kinds = read("h100/kv.json"), ("16", "fp8", "4")
     us = {(r["B"], r["tokens"], r["kv"]): r for r in found["kv"] if not r["page"]}
     lines = []
     for B, tokens in dict.fromkeys((B, tokens) for B, tokens, _ in us):

@@ -2,9 +2,8 @@
 
 Launch  a cluster of 8 blocks of 4 warps for each key head of few sequences; for long caches as many blocks of 8 warps for each
         as together fill the GPU; for many heads one of 8 warps each, two where the text is long
-Speed   us in a chain (Triton's), 8 key heads of 128: on an H100 one sequence of 128 slots 3.2 (5.3), 639 4.0 (6.4), 30000
-        52 (70); four of up to 1000 9.7 (11.5). On an H200 in blocks of a cache: 64 of 500 slots 41 (45), of 150 to 1500
-        55 (67), of 4400 266 (357); 128 of 500 81 (87), of 150 to 1500 97 (119)
+Speed   us in a chain on an H100 (Triton's), 8 key heads of 128: one sequence of 100 slots 3.2 (5.6), 2000 6.3 (10.3), 32000
+        46 (73), in fp8 27 (83), in 4 bits 17 (94); eight of 4400 50 (56), 29 (68), 18 (90); 64 of 500 in blocks 48 (52)
 """
 
 import ctypes
