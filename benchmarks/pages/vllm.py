@@ -115,8 +115,8 @@ def vllm_several() -> str:
         f"{len(k['left_running'])} processes stayed, the checkpoint's files were "
         f"{'unchanged' if k['checkpoint_whole'] else 'CHANGED'}.\n\n"
         f"A tenth of Llama 3.1 70B (layers and vocabulary) by tensor parallelism, 4 bits g128, fp16, tokens per second. "
-        f"A step of 16\nsequences takes as long as of one ({min(few):.1f} to {max(few):.1f} ms): vLLM's time between steps, so that the "
-        f"first two ratios say little of the kernels:\n\n{both(report)}\n{alike(report)}"
+        f"A step of 16\nsequences takes as long as of one ({min(few):.1f} to {max(few):.1f} ms): vLLM's time between steps, so "
+        f"that the first two ratios say little of the kernels:\n\n{both(report)}\n{alike(report)}"
     )
 
 
