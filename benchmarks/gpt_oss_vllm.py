@@ -41,7 +41,7 @@ def spread(param: torch.Tensor, *_: Any) -> None:
         about = 127 - round(K.bit_length() / 2) - 2  # e2m1's own spread is about 2^1.5
         param.random_(0, 256) if param.shape[-1] * 2 == K else param.random_(about, about + 2)
     elif torch.is_floating_point(param):
-        param.fill_(1) if param.dim() == 1 else param.normal_(0, param.shape[-1] ** -0.5)
+        param.fill_(1) if param.dim() < 2 else param.normal_(0, param.shape[-1] ** -0.5)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def table_peers() -> str:
     parts = []
     for path in sorted(RESULTS.glob("*/table_peers.json")):
         report = read(f"{path.parent.name}/table_peers.json")
-        rows = report["rows"]
+        rows = [r for r in report["rows"] if "form" not in r]  # by a form that is no more
         layers = {(r["N"], r["K"]) for r in rows}
         lines = []
         for name, (title, grid) in FORMATS.items():
@@ -30,7 +30,7 @@ def table_peers() -> str:
         told = f"{report['gpu']}, {report['date']} (torch {report['torch']}), fp16 (Marlin's MXFP4: bf16), one run"
         columns = ("format", ">M", ">time over a 4-bit grid's", *(f">as fast as {p}" for p in PEERS.values()))
         about = f"geometric means of {len(layers)} layers of an 8B and a 70B model; the grid has groups of 32, or NF4's 64"
-        parts.append(f"{told}; {about}:\n\n{table(columns, lines)}")
+        parts.append(f"{told}; {about}. FP4 of fewer rows takes the kernel of the fewest shown:\n\n{table(columns, lines)}")
     return "\n".join(parts)
 
 
@@ -42,4 +42,4 @@ def _times(rows: list[Row], peer: str, name: str, M: int) -> dict[tuple[int, int
 def _ratio(a: dict[tuple[int, int], float], b: dict[tuple[int, int], float]) -> str:
     """The geometric mean of one's times over the other's; nothing where they have not all layers in common."""
     both = [a[k] / b[k] for k in a.keys() & b.keys()]
-    return f"{prod(both) ** (1 / len(both)):.2f}" if both else ""
+    return f"{'' if len(both) == 5 else f'{len(both)} layers: '}{prod(both) ** (1 / len(both)):.2f}" if both else ""

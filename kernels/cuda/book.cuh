@@ -12,8 +12,8 @@
 #pragma once
 #include "tile.cuh"
 
-// FORM: one of the first four, and perhaps one of the others. The third and fourth: as bytes, split_int8.cuh.
-enum { E2M1 = 4, BOOK = 5, E2M1_PLANES = 6, BOOK_PLANES = 7, SCALES_E4M3 = 16, SCALES_E8M0 = 32 };
+// FORM: one of the first three (the third: as bytes, split_int8.cuh), and perhaps one of the others.
+enum { E2M1 = 4, BOOK = 5, BOOK_PLANES = 6, SCALES_E4M3 = 16, SCALES_E8M0 = 32 };
 constexpr bool of_table(int form) { return (form & 15) >= E2M1; }
 constexpr bool of_bytes(int form) { return form >= SCALES_E4M3; }
 

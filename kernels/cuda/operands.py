@@ -48,7 +48,7 @@ SCALES = {"float": "", "e4m3": " | SCALES_E4M3", "e8m0": " | SCALES_E8M0"}
 
 def table_form(scheme: Scheme, planes: bool = False) -> str:
     """The device code's FORM of values from a table (book.cuh)."""
-    return ("E2M1" if scheme.table == "e2m1" else "BOOK") + ("_PLANES" if planes else "") + SCALES[scheme.scale]
+    return ("E2M1" if scheme.table == "e2m1" else "BOOK_PLANES" if planes else "BOOK") + SCALES[scheme.scale]
 
 
 def form(scheme: Scheme) -> str:

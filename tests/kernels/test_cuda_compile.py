@@ -70,7 +70,7 @@ def test_tile_mma_of_tables(scheme):
                 clean("tile_mma.cu", tile_mma.expression(*facts), (*ARCHS, "sm_100a")[i % 4])
                 taken += 1
                 break
-    assert taken > 10
+    assert taken > 8
 
 
 @pytest.mark.parametrize("bits", BITS)

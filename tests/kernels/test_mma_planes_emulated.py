@@ -16,7 +16,7 @@ import simt
 from lowq_kernels.products.cuda import tile_mma
 
 F16, BF16 = torch.float16, torch.bfloat16
-WIDTHS = (4, 3, 2, 1, "e2m1", "nf4")  # or a table of 4 bits
+WIDTHS = (4, 3, 2, 1, "nf4")  # or a table of 4 bits
 CASES = [  # bits, dtype, group (0: a row is one), zero, M, N, K, config
     (2, F16, 128, "float", 1, 72, 2304, (8, 2, 256, 2, 1)),
     (2, F16, 128, "float", 1, 72, 4608, (4, 2, 512, 1, 1)),
@@ -43,18 +43,16 @@ CASES = [  # bits, dtype, group (0: a row is one), zero, M, N, K, config
     (1, BF16, 128, "float", 1, 72, 10240, (8, 2, 512, 2, 1)),
     (4, F16, 128, "float", 1, 8512, 2304, (2, 2, 512, 2, 1)),  # more than 264 blocks
     *((4, *case) for case in (
-        (F16, 32, "e2m1/e8m0", 1, 72, 2304, (4, 2, 512, 1, 1)), (BF16, 32, "e2m1/e8m0", 2, 33, 1152, (8, 2, 256, 2, 1)),
-        (BF16, 32, "e2m1/e8m0", 1, 40, 416, (8, 1, 256, 1, 1)), (F16, 16, "e2m1/e4m3", 1, 72, 2304, (4, 4, 512, 1, 1)),
-        (BF16, 16, "e2m1/e4m3", 1, 33, 272, (8, 1, 256, 1, 1)), (F16, 64, "e2m1", 2, 40, 640, (4, 2, 256, 1, 1)),
-        (F16, 128, "e2m1", 1, 40, 640, (4, 1, 256, 1, 1)), (F16, 64, "nf4", 1, 72, 2304, (8, 2, 256, 2, 1)),
+        (BF16, 32, "nf4/e8m0", 1, 40, 416, (8, 1, 256, 1, 1)), (F16, 128, "nf4", 1, 40, 640, (4, 1, 256, 1, 1)),
+        (F16, 64, "nf4", 1, 72, 2304, (8, 2, 256, 2, 1)), (F16, 32, "fitted/e4m3", 1, 96, 1152, (4, 2, 512, 1, 1)),
         (BF16, 64, "nf4", 2, 33, 1152, (4, 2, 512, 1, 1)), (F16, 32, "iq4_nl", 2, 40, 1152, (4, 1, 256, 1, 1)),
-        (BF16, 16, "nf4/e4m3", 1, 40, 1040, (4, 2, 512, 1, 1)), (F16, 48, "fitted", 1, 96, 1152, (4, 2, 256, 1, 1)),
+        (F16, 96, "fitted", 1, 96, 1152, (4, 2, 256, 1, 1)),
         (F16, 0, "fitted/e8m0", 1, 96, 104, (4, 2, 256, 1, 1)),
     )),
 ]  # fmt: skip
 
 
-BYTES = ("e2m1/e4m3", "nf4/e8m0")
+BYTES = ("nf4/e4m3", "nf4/e8m0")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,9 +89,9 @@ def product(case, x):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"b{c[0]}-g{c[2]}-{c[3]}-{c[4]}x{c[5]}x{c[6]}")
 def test_right_numbers(case):
-    """No further off than rounding y alone makes it, by 5%; by 15% where a table's values are rounded to 14 bits."""
+    """No further off than rounding y alone makes it, by 5%; by 20% where a table's values are rounded to 14 bits."""
     y, ref = product(case, torch.randn(case[4], case[6], generator=torch.Generator().manual_seed(1)).to(case[1]))
-    more = 1.15 if Scheme.of(case[0], 32, case[3]).table not in (None, "", "e2m1") else 1.05
+    more = 1.2 if Scheme.of(case[0], 32, case[3]).table else 1.05
     assert (y.double() - ref).norm() < more * (ref.to(case[1]).double() - ref).norm()
 
 
@@ -176,7 +174,8 @@ def test_the_emulator_notices(good, bad):
     [
         (8, 128, 1, "planes are for up to 4 bits"),
         (4, 16, 1, "planes take whole groups of 32"),
-        ("e2m1/e4m3", 16, 2, "a chunk has more spans than B columns for them"),
+        ("nf4/e4m3", 16, 1, "planes take whole groups of 32"),
+        ("e2m1/e8m0", 32, 1, "FP4 takes longer as bytes than as halves"),
         (4, 128, 3, "planes are for up to 2 rows"),
         (1, 64, 2, "a chunk has more spans than B columns for them"),
     ],

@@ -9,8 +9,8 @@
 // rounds  Eight columns are four pairs: 4 / ROWS spans that share a flush; a lane has one pair, so one scale and zero and one
 //         fp32 sum of each row of W. Columns of other spans are zero for a chunk: they are cleared once and never written.
 // tables  Four codes of a word's half (four fragments, one k of a pair) are the selectors of two `prmt`, each among eight bytes below
-//         128: a selector's top bit makes `prmt` repeat a byte's sign, 0, so the half that a code is not of adds nothing: 9
-//         instructions for eight codes. e2m1 is one plane, of 2 * e2m1 + 12; any other table two, the high and the low 7 bits of 14.
+//         128: a selector's top bit makes `prmt` repeat a byte's sign, 0, so the half that a code is not of adds nothing. Two planes,
+//         the high and the low 7 bits of 14: 15 instructions for eight codes. (e2m1 in one plane was slower than as halves: tables.md.)
 // zeros   sum(x') of a span is known as x is stored, so sum(code * x') - zero * sum(x') cancels as it should.
 // Cost    16 x 128 weights: 16 LOP3, 4 mma, 3 doublings and, shared by four groups, 5 instructions of scales; x: 33 for 128 k.
 // Spans   that hold inf or nan, and sums past fp32, end as no finite number; such a y is computed once more, one by one.
@@ -59,18 +59,6 @@ __device__ __forceinline__ u32 fields_of_four(const u32 (&w)[Tile<3>::REGS], int
     return odd ? pick(h >> j % 2, w[j] >> 2, 0x44444444u) : pick(h << (2 - j % 2), w[j], 0x44444444u);
 }
 
-constexpr int planes_of(int form) {  // of a code's value
-    return (form & 15) == BOOK_PLANES ? 2 : 1;
-}
-template <int FORM, int BITS>  // what a code's value is less than the planes' number
-__device__ __forceinline__ constexpr float zero_of_planes() {
-    return (FORM & 15) == E2M1_PLANES ? 12.f : (FORM & 15) == BOOK_PLANES ? 8192.f : mid<BITS>();
-}
-__device__ __forceinline__ float twice_e2m1(u32 code) {
-    const float v = code & 6 ? (float)((2 | code & 1) << (code >> 1 & 3) >> 1) : (float)(code & 1);
-    return code & 8 ? -v : v;
-}
-
 // 16 floats as the numbers 8192 + 8191 / (the largest of them) times each: a plane of high and one of low 7 bits, by a whole warp; the
 // largest over 8191.
 __device__ __forceinline__ float make_planes(const float* values, unsigned char* planes, int lane) {
@@ -85,9 +73,9 @@ __device__ __forceinline__ float make_planes(const float* values, unsigned char*
 }
 
 // sum(x * (code - zero) * scale) of one row of x and row `r` of a row tile, one by one: what fp32 makes of inf and nan. own: the
-// table; unit: of e2m1, what twice its value is multiplied by.
+// table, if there is one.
 template <int BITS, int T, int GROUP, int FORM>
-__device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const float* own, float unit, const u16* x, int r, int K) {
+__device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, const float* own, const u16* x, int r, int K) {
     using L = Tile<BITS>;
     float sum = 0.f;
     for (int k = 0; k < K; k++) {
@@ -97,8 +85,7 @@ __device__ float plainly(const u32* tile, const u16* scales, const u16* zeros, c
         u32 code = chunk[lane * 4 + j] >> (16 * e + f * (BITS == 3 ? 2 : BITS)) & (BITS == 3 ? 3 : (1 << BITS) - 1);
         if (BITS == 3) code |= (chunk[128 + lane * 2 + j / 2] >> (16 * e + 2 * f + j % 2) & 1) << 2;
         float value, scale;
-        if constexpr ((FORM & 15) == E2M1_PLANES) value = twice_e2m1(code) * unit;
-        else if constexpr ((FORM & 15) == BOOK_PLANES) value = own[code];
+        if constexpr ((FORM & 15) == BOOK_PLANES) value = own[code];
         else value = (float)code - (zeros ? to_floats<T>(zeros[meta]).x : mid<BITS>());
         if constexpr (of_bytes(FORM)) scale = byte_scales<FORM>(((const unsigned char*)scales)[meta]).x;
         else scale = to_floats<T>(scales[meta]).x;
@@ -112,7 +99,7 @@ template <int BITS, int T, int GROUP, int ROWS, int BLOCK_K, int FORM = 0>
 struct Int8Planes {
     using L = Tile<BITS>;
     static constexpr bool TABLE = of_table(FORM);
-    static constexpr int PARTS = planes_of(FORM);
+    static constexpr int PARTS = TABLE ? 2 : 1;  // planes of a code
     static constexpr int SPAN = gcd(GROUP ? GROUP : 128, 128), SPANS = BLOCK_K / SPAN;  // of a step
     static constexpr int CHUNKS = BLOCK_K / L::CHUNK, PLACES = L::FRAGS / 2;  // PLACES: mma of a chunk
     static constexpr int EACH = 4 / ROWS, ROUNDS = (SPANS + EACH - 1) / EACH, PER = CHUNKS / ROUNDS;  // spans, chunks of a round
@@ -120,8 +107,8 @@ struct Int8Planes {
     static constexpr int ROW = 288;  // bytes: B of an mma, [lane][register], and 32 against bank conflicts of stores
     static constexpr int UNITS = CHUNKS * PLACES * ROW, X = UNITS + (ROWS * SPANS + 2) / 2 * 16, BYTES = X + ROWS * BLOCK_K * 2;
     static constexpr int FIELD = BITS == 3 ? 4 : BITS, SHIFT = TABLE ? 0 : 8 - FIELD;  // sums come times 2^SHIFT
-    static constexpr int BESIDE = smaller(SPAN / 16, 4);  // TABLE: fragments of a span whose codes are one register's bytes
-    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= (TABLE ? 16 : 32), "a chunk's spans are of one round");
+    static constexpr int BESIDE = SPAN == 32 ? 2 : 4;  // TABLE: fragments of a span whose codes are one register's bytes
+    static_assert(CHUNKS % ROUNDS == 0 && SPAN >= 32, "a chunk's spans are of one round");
 
     // A warp's part of shared memory: [chunk][place][lane][register], (unit, sum) of [row][span] and zeros, x of a step. A lane
     // turns 16 k at once, or 8 where that takes all lanes: TABLE of BESIDE fragments, else SPLIT of one, else of two, so that it has
@@ -129,8 +116,8 @@ struct Int8Planes {
     static constexpr int VALUES = ROWS * BLOCK_K <= 256 && !(TABLE && BESIDE == 4) ? 8 : 16, EVERY = BLOCK_K / VALUES;  // EVERY: tasks of a row
     static constexpr int TASKS = ROWS * EVERY, AT_ONCE = (TASKS + 31) / 32;
     static constexpr int QUADS = VALUES / 4 / BESIDE;  // TABLE: of a task
-    static constexpr int PAIRS = TABLE ? smaller(QUADS, 2) : SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
-    static constexpr int APART = TABLE ? (BESIDE == 1 ? 4 : 16) : SPLIT ? 4 : 16 * PLACES;
+    static constexpr int PAIRS = TABLE ? QUADS : SPLIT ? 2 : VALUES / 8, LOADS = VALUES / 2 / PAIRS;  // pairs of k that lie together
+    static constexpr int APART = TABLE ? 16 : SPLIT ? 4 : 16 * PLACES;
     static constexpr int offset(int load) { return 8 * (load % 2) + APART * (load / 2); }  // in k
     const u16* from;
     int K;
@@ -213,28 +200,25 @@ struct Int8Planes {
             }
             if constexpr (TABLE) {
                 const int f = mine * VALUES / (16 * BESIDE) * BESIDE % 4;  // of the chunk
-                const u32 here = BESIDE == 4 ? 0xffffffffu : BESIDE == 2 ? 0xffffu << 8 * f : 0xffu << 8 * f;
+                const u32 here = BESIDE == 4 ? 0xffffffffu : 0xffffu << 8 * f;
 #pragma unroll
-                for (int e = 0; e < 2; e++)
+                for (int e = 0; e < 2; e++) {
+                    u32 low[4], high[4];
 #pragma unroll
-                    for (int a = 0; a < QUADS; a += 2) {
-                        u32 low[4], high[4];
-#pragma unroll
-                        for (int i = 0; i < 2 * smaller(QUADS, 2); i++) {  // (quad, register of B)
-                            const int q = i / 2, r = i % 2;
-                            if constexpr (BESIDE == 4) {
-                                const u32 even[2] = {t[r][0][e], t[4 % LOADS + r][0][e]}, odd[2] = {t[2 % LOADS + r][0][e], t[6 % LOADS + r][0][e]};
-                                split_int8(even, odd, low[i], high[i]);
-                            } else {
-                                const u32 one = t[BESIDE == 2 ? r : a + r][q][e], other = BESIDE == 2 ? t[2 % LOADS + r][q][e] : one;
-                                low[i] = (__byte_perm(one, other, 0x4040) ^ 0x80808080u) & here;
-                                high[i] = __byte_perm(one, other, 0x5151) & here;
-                            }
+                    for (int i = 0; i < 2 * QUADS; i++) {  // (quad, register of B)
+                        const int q = i / 2, r = i % 2;
+                        if constexpr (BESIDE == 4) {
+                            const u32 even[2] = {t[r][0][e], t[4 % LOADS + r][0][e]}, odd[2] = {t[2 % LOADS + r][0][e], t[6 % LOADS + r][0][e]};
+                            split_int8(even, odd, low[i], high[i]);
+                        } else {
+                            low[i] = (__byte_perm(t[r][q][e], t[2 + r][q][e], 0x4040) ^ 0x80808080u) & here;
+                            high[i] = __byte_perm(t[r][q][e], t[2 + r][q][e], 0x5151) & here;
                         }
-                        const u32 to = write_at[n] + e * ROW + a * 8;
-                        if constexpr (QUADS > 1) store4(to, high), store4(to + 32, low);
-                        else store2(to, high[0], high[1]), store2(to + 32, low[0], low[1]);
                     }
+                    const u32 to = write_at[n] + e * ROW;
+                    if constexpr (QUADS > 1) store4(to, high), store4(to + 32, low);
+                    else store2(to, high[0], high[1]), store2(to + 32, low[0], low[1]);
+                }
             } else if constexpr (SPLIT) {
                 const u32 here = mine * VALUES / 16 / PLACES % 2 ? 0xff00ff00u : 0x00ff00ffu;
 #pragma unroll
@@ -292,7 +276,7 @@ struct Int8Planes {
         int d[ROW_TILES][PARTS][4];
         uint4 own[ROW_TILES][PARTS];  // read anew for each round: kept, they cost 8 registers a tile, which spilled
 #pragma unroll
-        for (int t = 0; t < (PARTS == 1 ? 0 : ROW_TILES); t++)
+        for (int t = 0; t < (TABLE ? ROW_TILES : 0); t++)
 #pragma unroll
             for (int part = 0; part < PARTS; part++) own[t][part] = read16(shared_address(&books[t][part]));
 #pragma unroll
@@ -308,7 +292,7 @@ struct Int8Planes {
                     for (int part = 0; part < PARTS; part++) {
                         u32 a[4];
                         if constexpr (!TABLE) operand(w[t][chunk], place, a);
-                        else look_up(w[t][chunk], place, PARTS == 1 ? twelve_and_twice_e2m1() : own[t][part], a);
+                        else look_up(w[t][chunk], place, own[t][part], a);
                         int(&sum)[4] = d[t][part];
                         if (place == 0 && i == 0) {
                             mma_bytes(sum, a, b0, b1, 0, 0, 0, 0);
@@ -351,5 +335,4 @@ struct Int8Planes {
         asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selectors));
         return d;
     }
-    static __device__ __forceinline__ uint4 twelve_and_twice_e2m1() { return make_uint4(0x0f0e0d0cu, 0x18141210u, 0x090a0b0cu, 0x00040608u); }
 };

@@ -227,7 +227,7 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                     const size_t meta = (size_t)at * groups * 16;
                     const u16* const zero = ZEROS ? zeros + meta : nullptr;
                     if (!(one * 0.f == 0.f))
-                        one = plainly<BITS, T, GROUP, 0>(words + (size_t)at * chunks * L::WORDS, scales + meta, zero, nullptr, 0.f, x + (size_t)m * K, (n + j) % 16, K);
+                        one = plainly<BITS, T, GROUP, 0>(words + (size_t)at * chunks * L::WORDS, scales + meta, zero, nullptr, x + (size_t)m * K, (n + j) % 16, K);
                     mine[j] = one;
                 }
 #pragma unroll

@@ -12,8 +12,8 @@
 //         such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, M_TILES one or two rows
 //         of x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
 //         E2M1, BOOK: values from a table, book.cuh, as they are; `zeros` then points to the tables, or their factors, in fp32:
-//         one for every table_rows rows of W. With SCALES_E4M3 or SCALES_E8M0 scales are bytes. E2M1_PLANES and BOOK_PLANES (4
-//         bits) are INT8_PLANES of such values.
+//         one for every table_rows rows of W. With SCALES_E4M3 or SCALES_E8M0 scales are bytes. BOOK_PLANES (4 bits) is
+//         INT8_PLANES of such values.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8; GROUP a multiple of 16, or 0: one group.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
@@ -74,7 +74,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     constexpr int FG = gcd(gcd(GROUP && !SCALED ? GROUP / 16 : FRAGS, FRAGS), 8);  // fragments between two flushes: all of one group
     constexpr int FLUSHES = FRAGS / FG;
     constexpr bool TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
-    constexpr bool PLANES = FORM == INT8_PLANES || (FORM & 15) == E2M1_PLANES || (FORM & 15) == BOOK_PLANES;
+    constexpr bool PLANES = FORM == INT8_PLANES || (FORM & 15) == BOOK_PLANES;
     using D = Int8Planes<BITS, T, PLANES ? GROUP : 0, PLANES ? M_TILES : 1, BLOCK_K, PLANES ? FORM : 0>;
     constexpr int GROUPS = GROUP == 0 || GROUP % BLOCK_K == 0 ? 1 : BLOCK_K / gcd(GROUP, BLOCK_K);  // that a step meets
     constexpr int METAS = PLANES ? D::ROUNDS : GROUPS;  // scales of a lane, a step and a tile
@@ -88,7 +88,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     __shared__ float factor[M_TILES * 8];
     __shared__ u32 mask[C::PLACES];
     __shared__ u32 constant[C::PLACES + 1];
-    constexpr bool WITH_BOOKS = BOOKED || (FORM & 15) == BOOK_PLANES;
+    constexpr bool WITH_BOOKS = BOOKED || (TABLE && PLANES);
     constexpr int BOOKS = WITH_BOOKS ? ROW_TILES : 1;
     __shared__ float unit[ROW_TILES];
     __shared__ uint4 books[BOOKS][2];
@@ -204,7 +204,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             float by;
             if constexpr (BOOKED) by = make_book<BITS, T>(own, (unsigned char*)books[t], lane);
             else if constexpr (WITH_BOOKS) by = make_planes(own, (unsigned char*)books[t], lane);
-            else by = (zeros ? *own : 1.f) * (PLANES ? 0.5f : SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
+            else by = (zeros ? *own : 1.f) * (SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
             if (lane == 0) unit[t] = by;
         }
         __syncthreads();
@@ -249,7 +249,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
             for (int t = 0; t < ROW_TILES; t++) {
                 const float2 a = scales_of<FORM, T>(scale[u][t][i]);
-                float2 z = make_float2(zero_of_planes<FORM, BITS>(), zero_of_planes<FORM, BITS>());
+                float2 z = TABLE ? make_float2(8192.f, 8192.f) : make_float2(mid<BITS>(), mid<BITS>());
                 if (ZEROS) z = to_floats<T>(zero[u][t][i]);
                 acc[t][0][0] = __fmaf_rn(a.x * unit.x, __fmaf_rn(-z.x, unit.y, v[t].x), acc[t][0][0]);
                 acc[t][0][1] = __fmaf_rn(a.y * unit.x, __fmaf_rn(-z.y, unit.y, v[t].y), acc[t][0][1]);
@@ -395,8 +395,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                 const size_t at = tile(c / 16), meta = at * groups * META;
                 const u16 *mine = x + (size_t)(m0 + row) * K, *none = nullptr;
                 const float* own = own_table(smaller((int)at * 16, N - 1));
-                v = plainly<BITS, T, GROUP, FORM>(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, own, unit[c / 16], mine,
-                                                  c % 16, K);
+                v = plainly<BITS, T, GROUP, FORM>(words + at * chunks * L::WORDS, scales + meta, ZEROS ? zeros + meta : none, own, mine, c % 16, K);
             }
         } else {
             const u32 at_lane = (c % 8 * 4 + row % 8 / 2) ^ (c / 8 % 2 + (ROW_TILES > 1 ? c / 16 : row) % 2 * 2), i = c % 16 / 8 * 2 + row % 2;

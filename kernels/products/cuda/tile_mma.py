@@ -77,7 +77,7 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, tiles:
         rounds = math.ceil(config["BLOCK_K"] * tiles / (4 * span(scheme, K)))
         fields = config["BLOCK_K"] // 16 if bits == 3 else 0  # of four bits, of the step that is computed
         metas = (1 if scheme.table else 2) * rounds
-        fields += 12 if scheme.table and scheme.table != "e2m1" else 0  # its bytes, and twice the sums
+        fields += 12 if scheme.table else 0  # its bytes, and twice the sums
         return 40 + config["ROW_TILES"] * (config["STEPS_IN_FLIGHT"] * (words + metas) + fields + 8)
     nt, row = config["ROW_TILES"], group == K  # a row is one group
     loads = config["STEPS_IN_FLIGHT"] * nt * (words + groups * (1 if scheme.zero == "none" else 2))
@@ -156,10 +156,12 @@ def _planes_refuse(call: Call) -> str | None:
     table = call.scheme.table
     if call.scheme.bits == 8 or (table and call.scheme.bits < 4):
         return f"planes are for {'4 bits of a table' if table else 'up to 4 bits'}"
+    if table == "e2m1":
+        return "FP4 takes longer as bytes than as halves"
     rows, k = 1 << (call.M - 1).bit_length(), span(call.scheme, call.K)
     if rows > MOST_PLANES_ROWS:
         return f"planes are for up to {MOST_PLANES_ROWS} rows"
-    if k < 32 and not table:
+    if k < 32:
         return "planes take whole groups of 32"
     return "a chunk has more spans than B columns for them" if rows * CHUNK[call.scheme.bits] > 4 * k else None
 
@@ -169,7 +171,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
         return "BLOCK_K is not whole chunks of the layout"
     if config["INT8_PLANES"] and (why := _planes_refuse(call)):
         return why
-    if config["INT8_PLANES"] and call.scheme.table not in ("", "e2m1") and config["ROW_TILES"] > 2:
+    if config["INT8_PLANES"] and call.scheme.table and config["ROW_TILES"] > 2:
         return "two planes of a table's values for four row tiles spill"
     cut = plan(call, config)
     if cut is None:
@@ -199,8 +201,10 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     fewest = min(cut.grid[1] for _, cut in cuts)
     good = [c for c, cut in cuts if cut.grid[1] == fewest]
     known = policy.configs("cuda/tile_mma", call, math.ceil(call.M / fewest), KEYS)
-    if call.scheme.table:  # the rows are grids', whose halves cost less: as bytes a table takes 0.6 to 0.8 of the instructions
-        known.sort(key=lambda c: not c["INT8_PLANES"])
+    if (
+        call.scheme.table
+    ):  # the rows are grids', whose halves cost less; with two row tiles 8192x8192 took 19.8 us, with one 22.0
+        known.sort(key=lambda c: (not c["INT8_PLANES"], c["INT8_PLANES"] and c["ROW_TILES"] == 1))
     return next((c for c in known if c in good and not _wasteful(call, c)), good[0])
 
 
