@@ -81,7 +81,7 @@ def _refuse(call: FoldedCall, kind: type, kernel: str) -> str | None:
     name = select(c, call.kernel)[0].name
     if name != kernel:
         return f"{name} computes this product"
-    return None if kind is DenseCall or _config(c, call.kernel, fold) else "no config of it fits this shape"
+    return None if isinstance(c, DenseCall) or _config(c, call.kernel, fold) else "no config of it fits this shape"
 
 
 def _dense_config_refuse(call: FoldedCall, config: Config) -> str | None:
@@ -132,7 +132,7 @@ def why_not(layer: nn.Module, M: int, dtype: torch.dtype, fold: int) -> str | No
         return "takes layers on a GPU, packed or in 16 bits, activations in 16 bits"
     if M > MOST_ROWS:
         return f"takes up to {MOST_ROWS} rows, not {M}"
-    if packed and straddled(layer.packed):
+    if isinstance(layer, QuantLinear) and straddled(layer.packed):
         return "row tiles of two tables"
     if not packed and layer.weight.dtype != dtype:
         return f"takes weights of {dtype}, not {layer.weight.dtype}"

@@ -27,4 +27,5 @@ class DenseCall:
     @classmethod
     def of(cls, M: int, weight: torch.Tensor) -> "DenseCall":
         """The call of M rows by weight (N, K)."""
-        return cls(M, *weight.shape, weight.dtype, weight.device.type, capability(weight.device))
+        N, K = weight.shape
+        return cls(M, N, K, weight.dtype, weight.device.type, capability(weight.device))

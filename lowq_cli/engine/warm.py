@@ -90,8 +90,8 @@ def products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], 
                     yield partial(_multiply, layer, M, model.dtype)
 
 
-def _multiply(layer: nn.Module, M: int, dtype: torch.dtype) -> None:
-    dense.linear(layer, torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))  # type: ignore[union-attr]
+def _multiply(layer: QuantLinear | Fp8Linear | nn.Linear, M: int, dtype: torch.dtype) -> None:
+    dense.linear(layer, torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
 
 
 def _between(decoder: FusedDecoder, batch: int, rows: set[int], sampling: Sampling) -> list[Callable[[], object]]:
