@@ -13,9 +13,7 @@ GRIDS = ("float", "none")
 def value_tables() -> str:
     """Perplexities of every kind by method, and how the best table of as many bits stands to the best grid."""
     report = read("accuracy/tables.json")
-    (run,) = report["runs"]
-    told = f"{run['date']} on {run['device']} ({versions(run['versions'])}), {run['tokens']:,} tokens of each text"
-    parts = [f"Measured {told}; perplexity on {' / '.join(SHORT.values())}.\n"]
+    parts = [f"Perplexity on {' / '.join(SHORT.values())}.\n"]
     for model in dict.fromkeys(r["model"] for r in report["rows"]):
         rows = [r for r in report["rows"] if r["model"] == model]
         (whole,) = (r for r in rows if r["method"] == "fp32")
@@ -25,10 +23,13 @@ def value_tables() -> str:
             found = (cells.get((bpw, bits, kind, group, m)) for m in METHODS)
             lines.append((f"{bpw:.2f}", f"{bits}-bit g{group}", KINDS[kind], *(_shown(r) if r else "" for r in found)))
         columns = (">bits", "codes", "values", *(f">{m}" for m in METHODS))
-        parts.append(f"**{model}**, {_shown(whole)} in fp32:\n\n{table(columns, lines)}")
+        run = report["runs"][rows[0]["run"]]
+        told = f"{run['date']} on {run['device']} ({versions(run['versions'])}), {run['tokens']:,} tokens of each text"
+        parts.append(f"**{model}**, {_shown(whole)} in fp32, measured {told}:\n\n{table(columns, lines)}")
         ratios = [(bpw, *r) for bpw in sorted({k[0] for k in cells}, reverse=True) if (r := _ratio(cells, bpw))]
         said = "; ".join(f"{' / '.join(f'{100 * (x - 1):+.1f}%' for x in r)} at {bpw:.2f} bits" for bpw, *r in ratios)
-        parts.append(f"By gptq the best table is beside the best grid of as many bits {said}.\n")
+        if said:
+            parts.append(f"By gptq the best table is beside the best grid of as many bits {said}.\n")
     return "\n".join(parts)
 
 
