@@ -16,11 +16,6 @@ __device__ __forceinline__ uint4 weights16(const u16* p) {  // read once
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
     return v;
 }
-__device__ __forceinline__ uint4 written16(const u16* p) {  // by the kernel before: not by way of L1
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
-}
 
 template <int T, int WARPS, int ROW_TILES, int STEP, int BLOCKS_PER_SM, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
@@ -55,7 +50,7 @@ dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x,
 #pragma unroll
         for (int j = 0; j < LOADS; j++) {
             const int k = s * STEP + 32 * j;
-            v[u][j] = r < rows && k + 8 * quad < K ? written16(x_from + k) : make_uint4(0, 0, 0, 0);
+            v[u][j] = r < rows && k + 8 * quad < K ? load16_written(x_from + k) : make_uint4(0, 0, 0, 0);
         }
     };
     if (warp < steps) load_w(0, warp);

@@ -12,13 +12,8 @@
 // Units   of row 4 * i + q lie at q * stride / 4 + i: those of a lane of wgmma's side by side.
 // Launch  x: 128 threads for 2048 k of a row, 16 each. y: rows.
 // Source  own.
+#include "fold.cuh"
 #include "split_int8.cuh"
-
-__device__ __forceinline__ uint4 load16_written(const u16* p) {  // as load4_written
-    uint4 v;
-    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-    return v;
-}
 
 template <int T, int BITS>
 __global__ void __launch_bounds__(128)
