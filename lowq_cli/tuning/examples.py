@@ -45,7 +45,7 @@ def product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None
     operands = [(x, w, None) for w in copies(random_weight(shape, layout, device))]
     moved = call_bytes(M, shape.N, shape.K, shape.scheme.bits_per_weight())
     call = call_for(shape, M, layout, device, act)
-    return Example(call, operands, _linear(x, shape), moved, 2.0 * M * shape.N * shape.K, layout)
+    return Example(call, operands, _linear(x, _weights(shape, device)), moved, 2.0 * M * shape.N * shape.K, layout)
 
 
 def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
@@ -60,15 +60,15 @@ def fp8_product(shape: Shape, M: int, device: torch.device, asked: KernelSpec | 
         fp8.Fp8Matrix(weight.q.clone(), weight.scales, weight.block) for _ in range(rotation(weight.q.nbytes, device) - 1)
     ]
     operands = [(operand, w, None, shape.dtype) for w in weights]
-    return Example(call, operands, _linear(x, shape), call_bytes(M, shape.N, shape.K, 8), 2.0 * M * shape.N * shape.K)
+    moved, plain = call_bytes(M, shape.N, shape.K, 8), _linear(x, _weights(shape, device))
+    return Example(call, operands, plain, moved, 2.0 * M * shape.N * shape.K)
 
 
 def dense(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None) -> Example:
     """x (M, K) by a weight (N, K) that is not packed."""
-    x, w = torch.randn(M, shape.K, device=device).to(shape.dtype), torch.randn(shape.N, shape.K, device=device).to(shape.dtype)
-    weights = [w, *(w.clone() for _ in range(rotation(w.nbytes, device) - 1))]
+    x, weights = torch.randn(M, shape.K, device=device).to(shape.dtype), _weights(shape, device)
     operands, moved = [(x, w, None) for w in weights], call_bytes(M, shape.N, shape.K, 16)
-    return Example(DenseCall.of(M, w), operands, _linear(x, shape), moved, 2.0 * M * shape.N * shape.K)
+    return Example(DenseCall.of(M, weights[0]), operands, _linear(x, weights), moved, 2.0 * M * shape.N * shape.K)
 
 
 def attend(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None, kind: str = kv.PLAIN) -> Example:
@@ -101,8 +101,8 @@ def experts(shape: Shape, M: int, device: torch.device, asked: KernelSpec | None
     weights = torch.rand(M, TOP_K, device=device)
     read = min(EXPERTS, M * TOP_K) * 1.5 * shape.N * shape.K
     call = ExpertsCall.of(up, down, TOP_K, "silu", shape.dtype, M)
-    moved = read * shape.scheme.bits_per_weight() / 8
-    return Example(call, [(x, ids, weights, up, down, "silu")], _linear(x, shape), moved, 3.0 * M * TOP_K * shape.N * shape.K)
+    moved, plain = read * shape.scheme.bits_per_weight() / 8, _linear(x, _weights(shape, device))
+    return Example(call, [(x, ids, weights, up, down, "silu")], plain, moved, 3.0 * M * TOP_K * shape.N * shape.K)
 
 
 def _stack(shape: Shape, device: torch.device) -> Stack:
@@ -113,11 +113,14 @@ def _stack(shape: Shape, device: torch.device) -> Stack:
     return Stack(words, scales, zeros, None, shape.scheme, shape.N, shape.K, layout)
 
 
-def _linear(x: torch.Tensor, shape: Shape) -> list[Callable[[], object]]:
+def _weights(shape: Shape, device: torch.device) -> list[torch.Tensor]:
+    w = torch.randn(shape.N, shape.K, device=device, dtype=shape.dtype) / 64
+    return [w, *(w.clone() for _ in range(rotation(w.nbytes, device) - 1))]
+
+
+def _linear(x: torch.Tensor, weights: list[torch.Tensor]) -> list[Callable[[], object]]:
     """The dense product in x's dtype."""
-    w = torch.randn(shape.N, shape.K, device=x.device, dtype=shape.dtype) / 64
-    made = [w, *(w.clone() for _ in range(rotation(w.nbytes, x.device) - 1))]
-    return [partial(torch.nn.functional.linear, x, w) for w in made]
+    return [partial(torch.nn.functional.linear, x, w) for w in weights]
 
 
 EXAMPLES: dict[Op, Callable[..., Example]] = {
