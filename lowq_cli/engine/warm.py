@@ -80,14 +80,17 @@ def products(model: Any, decoder: Any, rows: set[int]) -> Iterator[Callable[[], 
     seen = set()
     for layer in explain.called(model, decoder).modules():
         if isinstance(layer, QuantLinear | Fp8Linear | nn.Linear):
-            kind: tuple[Any, ...] = (layer.weight.dtype,)
-            if not isinstance(layer, nn.Linear):
-                kind = (layer.block, layer.act) if isinstance(layer, Fp8Linear) else (layer.scheme, layer.layout, layer.kernel)
-            shape = (layer.out_features, layer.in_features, kind, layer.bias is None)
+            shape = (layer.out_features, layer.in_features, _compiled_for(layer), layer.bias is None)
             for M in rows:
                 if (M, shape) not in seen and (M <= dense.MOST_ROWS or not isinstance(layer, nn.Linear)):
                     seen.add((M, shape))
                     yield partial(_multiply, layer, M, model.dtype)
+
+
+def _compiled_for(layer: QuantLinear | Fp8Linear | nn.Linear) -> tuple[object, ...]:
+    if isinstance(layer, QuantLinear):
+        return layer.scheme, layer.layout, layer.kernel
+    return (layer.block, layer.act) if isinstance(layer, Fp8Linear) else (layer.weight.dtype,)
 
 
 def _multiply(layer: QuantLinear | Fp8Linear | nn.Linear, M: int, dtype: torch.dtype) -> None:
