@@ -170,8 +170,9 @@ def quantized_model(model: Any, variant: str, dtype: torch.dtype, device: str, e
             model.set_submodule(path, random_experts(m, scheme, dtype, device))
         elif isinstance(m, torch.nn.Linear) and (head if path == "lm_head" or experts_only else True):
             N, K = m.weight.shape
-            own = Scheme(head, group if kind == "float" else 64 if experts_only else 128)
-            own = own if path == "lm_head" or experts_only else scheme
+            own = scheme
+            if path == "lm_head" or experts_only:
+                own = Scheme(head, group if kind == "float" else 64 if experts_only else 128)
             model.set_submodule(path, random_packed(N, K, own, dtype, device))
     return fill(model, device)
 

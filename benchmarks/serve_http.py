@@ -322,7 +322,7 @@ def main() -> None:
         return
     folder = args.work / f"lowq-{args.shape}-4"
     if not folder.exists():
-        make(folder, SHAPES[args.shape], 4, args.device)
+        make(folder, args.shape, 4, args.device)
     fill_tokenizer(folder, SHAPES[args.shape]["vocab_size"])
     found: Row = {"shape": args.shape, "device": name, "date": now(), "args": args.args}
     found |= {p: version(p) for p in ("lowq", "torch")} | {"servers": {}}

@@ -216,7 +216,7 @@ def main() -> None:
 
     folder = args.work / f"lowq-{args.shape}-4"
     if not folder.exists():
-        make(folder, SHAPES[args.shape], 4, device)
+        make(folder, args.shape, 4, device)
     began = time.perf_counter()
     model, tokenizer = ready(str(folder), device)
     found["load_s"] = round(time.perf_counter() - began, 2)
