@@ -179,7 +179,7 @@ def test_a_pass_carries_as_many_prompt_tokens_as_nobody_notices():
 def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
     pace = paced()
     rooms = [pace.budget(64, 64, 5000, 16, 64) for _ in range(6)]
-    assert rooms == [960, 960, 960, 192, 192, 192]  # 51 tokens in advance are three passes with 16 texts in them
+    assert rooms == [960, 960, 960, 960, 192, 192]  # 64 tokens in advance are four passes with 16 texts in them
     waited = 0
     for _ in range(3000):
         pace.stepped(16)
