@@ -7,15 +7,16 @@ No number in a document is typed by hand.
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PARTS: dict[str, Callable[[], str]] = {}
 Row = dict[str, Any]
+Part = TypeVar("Part", bound=Callable[[], str])
 
 
-def part(f: Callable[[], str]) -> Callable[[], str]:
+def part(f: Part) -> Part:
     """Have a function make the generated part of its name."""
     PARTS[f.__name__] = f
     return f

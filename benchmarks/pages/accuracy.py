@@ -60,10 +60,10 @@ def calibrated() -> str:
         for cell, found in _cells(rows, model, text).items():
             wanted = [PACKAGE, (quantizers.default_method(*cell), "bfloat16"), *methods]
             ppl = [(others[cell] | found).get(m) for m in wanted]
-            logs = [None if p is None else math.log(p / floor) for p in ppl]
+            hqq, *own = logs = [None if p is None else math.log(p / floor) for p in ppl]
             told = ["" if p is None else f"{p:,.2f} ({x:.4f})" for p, x in zip(ppl, logs, strict=True)]
             # at 8 bits the differences are chance
-            ratios = ["" if x is None or cell[0] == 8 else f"{x / logs[0]:.2f}" for x in logs[1:]]
+            ratios = ["" if x is None or hqq is None or cell[0] == 8 else f"{x / hqq:.2f}" for x in own]
             lines.append((f"{cell[0]}-bit g{cell[1]}", *told, *ratios))
         ours = ["without data", *(m for m, _ in methods)]
         columns = ["", ">hqq package", *(f">{m}" for m in ours), *(f">{m} / hqq" for m in ours)]
@@ -159,10 +159,11 @@ def _other_texts(free: list[Row], report: Row) -> str:
         none = next(o for o in same if "calib" not in o and o["method"] == default)
         bundled = next((o for o in same if o.get("calib") == "bundled" and o["method"] == r["method"]), None)
         ppl = [o and o["ppl"][text] for text in SHORT for o in (none, bundled, r)]
-        told = (shown(p, ",.2f") for p in ppl)
         text = "its own" if r["calib"] == "self" else r["calib"]
         about = (r["model"], f"{r['bits']}-bit g{r['group']}", r["method"])
-        lines.append((*about, text, f"{r['calib_tokens']:,}", report["runs"][r["run"]]["device"], *told))
+        lines.append(
+            (*about, text, f"{r['calib_tokens']:,}", report["runs"][r["run"]]["device"], *(shown(p, ",.2f") for p in ppl))
+        )
         if bundled and r["calib"] == "self":
             cells += len(SHORT)
             above = {short: r["ppl"][t] / bundled["ppl"][t] - 1 for t, short in SHORT.items()}

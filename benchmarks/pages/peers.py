@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from lowq_cli.plan.recipe import CALIB_TOKENS
@@ -127,17 +128,19 @@ def _standing(found: list[Entry]) -> str:
 def _losses() -> dict[str, Callable[[Entry], float | None]]:
     """Column -> what an entry lost by it: KL divergence, or ln(perplexity / unquantized), on each text."""
     floor = unquantized()
-    found: dict[str, Callable[[Entry], float | None]] = {}
-    for text, short in SHORT.items():
-        found[f"KL, {short}"] = lambda e, t=text: e.kl.get(t)
-    for text, short in SHORT.items():
-        found[f"loss, {short}"] = lambda e, t=text: math.log(e.ppl[t] / floor[e.model, t])
-    return found
+
+    def kl(text: str, e: Entry) -> float | None:
+        return e.kl.get(text)
+
+    def loss(text: str, e: Entry) -> float:
+        return math.log(e.ppl[text] / floor[e.model, text])
+
+    return {f"{name}, {short}": partial(of, text) for name, of in (("KL", kl), ("loss", loss)) for text, short in SHORT.items()}
 
 
 def _to_line(found: list[Entry]) -> str:
     """What was lost over what llama.cpp's i-quants lose at the same bits; how often that is under BELOW."""
-    rows, losses, met = [], _losses(), {}
+    rows, losses, met = [], _losses(), dict[tuple[str, str, str], list[bool]]()
     for e in found:
         shares = []
         for name, of in losses.items():
@@ -168,7 +171,7 @@ def _to_exl3(found: list[Entry]) -> str:
             y = height(points, e.bpw)
             bits = height([(v, b) for b, v in points], math.log(lost)) if lost and lost > 0 else None
             cells += [
-                shown(None if y is None else lost - math.exp(y), "+.3f"),
+                shown(None if y is None or lost is None else lost - math.exp(y), "+.3f"),
                 shown(None if bits is None else e.bpw - bits, "+.2f"),
             ]
         if any(cells):
