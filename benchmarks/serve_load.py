@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +65,7 @@ def closed_loop(
         tokens_per_s until then, of all answers; ttft_ms and between_ms (p50, p99) of the answered ones: from sending to the
         first token, and between tokens, those that come together a gap of 0.
     """
-    began, under_way, done, made = time.perf_counter(), {}, [], 0
+    began, under_way, done, made = time.perf_counter(), dict[int, Answered](), list[Answered](), 0
 
     def one_more() -> None:
         request = next(asked)
@@ -87,7 +87,7 @@ def closed_loop(
     return row_of(users, count, time.perf_counter() - began, made, done)
 
 
-def row_of(users: int, count: int, seconds: float, made: int, done: list[Answered]) -> dict[str, Any]:
+def row_of(users: int, count: int, seconds: float, made: int, done: Sequence[Answered]) -> dict[str, Any]:
     """What users of a closed loop saw: `made` tokens of all answers in so many seconds, and the times of the answered ones."""
     first = [a.times[0][0] - a.sent for a in done]
     between = [gap for a in done for gap in _gaps(a.times)]

@@ -19,6 +19,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 from pages import results_of
 from serve_load import LONGEST_NEW, LONGEST_PROMPT, SEED, Asked, closed_loop, requests
 from serve_schedule import change
-from vllm_speed import SHAPES, USERS, make
+from vllm_speed import USERS, make
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
@@ -47,7 +48,7 @@ class Engine:
 
     def __init__(self, model: Any, **how: Any) -> None:
         began = time.perf_counter()
-        self.engine: Any = engine_of(model, 2 * LINES, **how)
+        self.engine = engine_of(model, 2 * LINES, **how)
         self.made_s = time.perf_counter() - began
         self.events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
         self.engine.start(self.events.put)
@@ -68,6 +69,7 @@ class Engine:
     def step(self) -> list[tuple[int, int, bool]]:
         return [(self.names[n], int(e.token is not None), bool(self.ended(e))) for n, e in self.events.get(timeout=120)]
 
+    engine: Any  # a ContinuousEngine, whose passes are looked into
     names: dict[int, int]
     ways: Callable[[Asked], Row] = staticmethod(lambda asked: {})  # how requests of a load are drawn
 
@@ -206,6 +208,9 @@ def main() -> None:
     }
     found |= {p: version(p) for p in ("lowq", "torch")}
 
+    def count(users: int) -> int:
+        return max(users, int(USERS[users] * args.requests))
+
     def part(what: str, work: Callable[[], Any]) -> None:
         try:
             found[what] = work()
@@ -236,7 +241,7 @@ def main() -> None:
         part("same", lambda: same(engine, model, tokenizer, asked))
     if "load" in parts:
         for users in map(int, args.users.split(",")):
-            part(f"users_{users}", lambda u=users: engine.load(u, max(u, int(USERS[u] * args.requests)), V, SEED + u))
+            part(f"users_{users}", partial(engine.load, users, count(users), V, SEED + users))
     if "long" in parts:
         part("long", lambda: long(engine, V))
     if "prompts" in parts:
@@ -245,7 +250,7 @@ def main() -> None:
         for way, ways in WAYS.items():
             engine.ways = ways
             for users in map(int, args.users.split(",")):
-                part(f"{way}_users_{users}", lambda u=users: engine.load(u, max(u, int(USERS[u] * args.requests)), V, SEED + u))
+                part(f"{way}_users_{users}", partial(engine.load, users, count(users), V, SEED + users))
     engine.engine.stop(0)
     if "preemption" in parts or "deterministic" in parts:
         del engine, e
@@ -253,7 +258,7 @@ def main() -> None:
         torch.cuda.empty_cache() if device == "cuda" else None
     if "preemption" in parts:
         narrow = Engine(model, cache_tokens=40 * 480, **how)
-        part("preemption", lambda: narrow.load(64, max(64, int(USERS[64] * args.requests)), V, SEED + 64))
+        part("preemption", partial(narrow.load, 64, count(64), V, SEED + 64))
         found["preemption"]["preemptions"] = narrow.engine.stats().preemptions
         out.write_text(json.dumps(found, indent=1) + "\n")
         narrow.engine.stop(0)
@@ -265,8 +270,7 @@ def main() -> None:
         asked = [Asked(a.number, a.prompt, NEW) for a in islice(requests(V), TEXTS)]
         part("deterministic_same", lambda: {"alone": alike(fixed.answers(asked), [fixed.answers([a])[0] for a in asked])})
         for users in (1, 64):
-            count = max(users, int(USERS[users] * args.requests))
-            part(f"deterministic_users_{users}", lambda u=users, n=count: fixed.load(u, n, V, SEED + u))
+            part(f"deterministic_users_{users}", partial(fixed.load, users, count(users), V, SEED + users))
         fixed.engine.stop(0)
     print(f"wrote {out}")
 

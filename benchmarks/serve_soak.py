@@ -20,29 +20,18 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-WORDS = (
-    "the old man",
-    "and",
-    "a sea",
-    "went",
-    "to",
-    "house",
-    "in wood",
-    "once",
-    "king",
-    "said",
-    "she",
-    "night",
-    "ship",
-    "of a time",
-)
+WORDS = ("the old man", "and", "a sea", "went", "to", "house", "in wood", "once", "king", "said", "she", "night", "ship",
+         "of a time")  # fmt: skip
 BAD = ("json", "types", "large", "long", "utf8", "half", "slow")
 PATIENCE = 300.0  # seconds without an answer after which it counts as lost
+Send = Callable[[asyncio.StreamWriter, bytes], Awaitable[None]]  # a request's body
 
 
 @dataclass
@@ -58,23 +47,25 @@ class Seen:
 class Client:
     """HTTP/1.1 by hand, for what no client sends: one request a connection."""
 
-    def __init__(self, url):
+    def __init__(self, url: str) -> None:
         self.host, port = url.removeprefix("http://").split(":")
         self.port = int(port)
 
-    def head(self, path, length):
+    def head(self, path: str, length: int | None) -> bytes:
         what = "POST" if length is not None else "GET"
         more = f"Content-Type: application/json\r\nContent-Length: {length}\r\n" if length is not None else ""
         return f"{what} {path} HTTP/1.1\r\nHost: {self.host}\r\nConnection: close\r\n{more}\r\n".encode()
 
-    async def ask(self, path, raw=None, send=None, leave_after=None):
+    async def ask(
+        self, path: str, raw: bytes | None = None, send: Send | None = None, leave_after: int | None = None
+    ) -> tuple[int | None, bytes]:
         """(status, body); leave_after: how many pieces of the answer are read before leaving, with (None, b""), or None."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             writer.write(self.head(path, None if raw is None else len(raw)))
-            if send is None and raw is not None:
+            if raw is not None and send is None:
                 writer.write(raw)
-            elif send is not None:
+            elif raw is not None and send is not None:
                 await send(writer, raw)
             if leave_after is not None:
                 for _ in range(leave_after):
@@ -91,7 +82,7 @@ class Client:
         return int(head.split()[1]), body
 
 
-def text_of(body, streamed):
+def text_of(body: bytes, streamed: bool) -> str | None:
     """The text of an answer, or None where it is none."""
     if not streamed:
         return json.loads(body)["choices"][0]["text"]
@@ -101,19 +92,21 @@ def text_of(body, streamed):
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 
 
-async def half(writer, raw):
+async def half(writer: asyncio.StreamWriter, raw: bytes) -> None:
     writer.write(raw[: len(raw) // 2])
     await writer.drain()
 
 
-async def slowly(writer, raw):
+async def slowly(writer: asyncio.StreamWriter, raw: bytes) -> None:
     for i in range(len(raw)):
         writer.write(raw[i : i + 1])
         await writer.drain()
         await asyncio.sleep(0.001)
 
 
-async def one(client, rng, number, prompts, tokens, alone, seen):
+async def one(
+    client: Client, rng: random.Random, number: int, prompts: list[str], tokens: int, alone: list[str | None], seen: Seen
+) -> None:
     """A request of a random kind."""
     at = rng.randrange(len(prompts))
     streamed = rng.random() < 0.5
@@ -122,17 +115,16 @@ async def one(client, rng, number, prompts, tokens, alone, seen):
     if kind < 1 / 3:
         wait = rng.random() * 0.2
 
-        async def send(writer, raw):
+        async def leave(writer: asyncio.StreamWriter, raw: bytes) -> None:
             writer.write(raw)
             await writer.drain()
             await asyncio.sleep(wait)
 
-        await client.ask(path, raw, send, leave_after=rng.choice((0, 0, 1, 2, 4)))
+        await client.ask(path, raw, leave, leave_after=rng.choice((0, 0, 1, 2, 4)))
         seen.counts["left"] += 1
         return
     if kind < 1 / 3 + 0.1:
         bad = BAD[number % len(BAD)]
-        send = {"half": half, "slow": slowly}.get(bad)
         raws = {
             "json": raw[:-1] + b",",
             "types": json.dumps(body | {"temperature": [1], "n": "two"}).encode(),
@@ -141,10 +133,10 @@ async def one(client, rng, number, prompts, tokens, alone, seen):
             "utf8": raw.replace(b'"prompt": "', b'"prompt": "\xff\xfe'),
         }
         if bad == "half":
-            await client.ask(path, raw, send, leave_after=0)
+            await client.ask(path, raw, half, leave_after=0)
             seen.counts["half"] += 1
             return
-        status, answer = await client.ask(path, raws.get(bad, raw), send)
+        status, answer = await client.ask(path, raws.get(bad, raw), slowly if bad == "slow" else None)
         wanted = {"large": 413, "slow": 200}.get(bad, 400)
         seen.counts[f"{bad} {status}"] += 1
         if status != wanted or (bad != "slow" and "error" not in json.loads(answer)):
@@ -160,7 +152,7 @@ async def one(client, rng, number, prompts, tokens, alone, seen):
         (seen.wrong if mixed_up else seen.different).append({"prompt": prompts[at], "text": text, "alone": alone[at]})
 
 
-def prompts_of(rng, count):
+def prompts_of(rng: random.Random, count: int) -> list[str]:
     """Different prompts, some of them with a beginning in common that is longer than a block of the cache."""
     common = " ".join(rng.choice(WORDS) for _ in range(100))
     made = []
@@ -170,7 +162,9 @@ def prompts_of(rng, count):
     return made
 
 
-async def soak(url, pid, count, users, seconds, seed, tokens, different):
+async def soak(
+    url: str, pid: int, count: int, users: int, seconds: float, seed: int, tokens: int, different: int
+) -> tuple[Seen, float, dict[str, Any], dict[str, float]]:
     """All requests to `different` prompts, `users` at a time, or as many as `seconds` allow."""
     rng, client, seen, until = random.Random(seed), Client(url), Seen(), time.monotonic() + seconds
     prompts, alone = prompts_of(rng, different), []
@@ -179,7 +173,7 @@ async def soak(url, pid, count, users, seconds, seed, tokens, different):
         alone.append(text_of((await client.ask("/v1/completions", json.dumps(body).encode()))[1], False))
     numbers, done = iter(range(count)), False
 
-    async def user():
+    async def user() -> None:
         for number in numbers:
             if time.monotonic() > until:
                 return
@@ -191,11 +185,11 @@ async def soak(url, pid, count, users, seconds, seed, tokens, different):
                 seen.wrong.append({"number": number, "lost": f"{type(e).__name__}: {e}"})
             seen.counts["all"] += 1
 
-    async def watch():
+    async def watch() -> None:
         while not done:
             processes = [pid, *Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]  # the engine's among them
             told = [Path(f"/proc/{p}/status").read_text() for p in processes]
-            seen.rss.append(sum(int(re.search(r"VmRSS:\s+(\d+)", t)[1]) for t in told) / 1000)
+            seen.rss.append(sum(int(t.partition("VmRSS:")[2].split()[0]) for t in told) / 1000)
             await asyncio.sleep(1)
 
     watching = asyncio.create_task(watch())
@@ -213,7 +207,7 @@ async def soak(url, pid, count, users, seconds, seed, tokens, different):
     return seen, spent, health, {k: float(v) for k, v in metrics.items()}
 
 
-def main():
+def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     ask.add_argument("model")
     ask.add_argument("--requests", type=int, default=20_000)
@@ -228,8 +222,8 @@ def main():
     args = ask.parse_args()
     line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", args.model, "--port", "0"]
     line += ["--device", args.device, *args.args.split()]
-    server, said = subprocess.Popen(line, stderr=subprocess.PIPE, text=True), []
-    threading.Thread(target=lambda: said.extend(server.stderr), daemon=True).start()
+    server, said = subprocess.Popen(line, stderr=subprocess.PIPE, text=True), list[str]()
+    threading.Thread(target=said.extend, args=(server.stderr,), daemon=True).start()
     try:
         while not (url := next((m[1] for s in said if (m := re.search(r"listening on (http://\S+)", s))), None)):
             if server.poll() is not None:

@@ -67,8 +67,8 @@ def compare(model: str, number: int, work: Path) -> dict[str, Any]:
     ids = tokenize(tokenizer, read_text(None))
     report = evaluate(own, ids, window=WINDOW, max_tokens=TOKENS)
     texts = []
-    for prompt in PROMPTS:
-        g = lowq.stream(own, tokenizer, prompt, max_new_tokens=NEW)
+    for words in PROMPTS:
+        g = lowq.stream(own, tokenizer, words, max_new_tokens=NEW)
         for _ in g.pieces():
             pass
         texts.append((list(g.prompts[0]), list(g.tokens[0])))

@@ -19,7 +19,9 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,7 @@ def make(folder: Path, shape: str, bits: int, device: str, layers: int | None = 
     c = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
     H, scheme, parts = c["hidden_size"], Scheme(bits, 128, "none"), linears(c)
     g = torch.Generator(device).manual_seed(bits)
-    half = {"dtype": torch.float16, "device": device}
+    half: dict[str, Any] = {"dtype": torch.float16, "device": device}
     spread = (scheme.levels**2 / 12) ** 0.5  # of codes
     sizes = [N * K for N, K in parts.values()]
     index, schemes = {}, {}
@@ -172,7 +174,7 @@ def profiled(llm: Any, batch: int) -> Row:
             found = kernels[e.key[:110]]
             found[0], found[1] = found[0] + us, found[1] + e.count
     runs = 2 * STEPS  # timed() warms up once; the first step of each reads the prompts
-    rows = [{"kernel": k, "us": us / runs, "calls": n / runs} for k, (us, n) in kernels.items()]
+    rows: list[Row] = [{"kernel": k, "us": us / runs, "calls": n / runs} for k, (us, n) in kernels.items()]
     rows.sort(key=lambda r: -r["us"])
     busy = sum(r["us"] for r in rows)
     for r in rows[:22]:
@@ -231,6 +233,9 @@ def one(args: argparse.Namespace) -> None:
     row = {"bits": args.bits, "kernels": args.kernels, **facts, "rows": []}
     print(f"{args.bits}:{args.kernels} ready after {facts['start_s']:.0f} s; weights {facts['weights_gb']:.3f} GB", flush=True)
 
+    def step_of(batch: int) -> Row:
+        return vllm_speed.measure(llm, [batch])[0]
+
     def add(found: Row) -> None:
         row["rows"].append(found)
         told = {
@@ -250,14 +255,14 @@ def one(args: argparse.Namespace) -> None:
     time.sleep(args.after if full else args.after + 1)  # the full runs go first
     with (args.meet / "turn").open("w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        steps = [lambda: scored(llm), *(lambda b=b: vllm_speed.measure(llm, [b])[0] for b in batches)]
+        steps: list[Callable[[], Row]] = [partial(scored, llm), *(partial(step_of, b) for b in batches)]
         if full:
-            steps += [lambda: read_long(llm)] if not args.eager else []
+            steps += [partial(read_long, llm)] if not args.eager else []
         if full and not args.no_users:
             served(llm, min(64, max(batches)), 64)  # prompts of all lengths: kernels for numbers of rows not met yet
-            steps += [lambda u=u, n=n: served(llm, u, n) for u, n in USERS.items() if u <= max(batches)]
+            steps += [partial(served, llm, u, n) for u, n in USERS.items() if u <= max(batches)]
         if full and torch.cuda.is_available() and args.tp == 1:  # the profiler sees this process only
-            steps += [lambda b=b: profiled(llm, b) for b in PROFILED if b <= max(batches)]
+            steps += [partial(profiled, llm, b) for b in PROFILED if b <= max(batches)]
         for take in steps:
             try:
                 add(take())
