@@ -91,6 +91,11 @@ def error(y: torch.Tensor, truth: torch.Tensor) -> float:
     return ((y.float() - truth.float()).norm() / truth.float().norm()).item()
 
 
+def copied(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same operands, of caches of their own."""
+    return (call[0], call[1].clone(), call[2].clone(), *call[3:])
+
+
 def steps(read_gbs: float) -> Iterator[dict[str, float | int]]:
     for B, S, places in STEPS:
         held = [caches(B, S) for _ in range(max(2, min(24, (300 << 20) // (B * HEADS.HKV * S * HEADS.D * 4))))]
@@ -99,8 +104,7 @@ def steps(read_gbs: float) -> Iterator[dict[str, float | int]]:
         for place in places:
             pos = torch.full((B,), place, dtype=torch.int32, device=DEVICE)
             calls = [(qkv, *pair, pos, *turned, HEADS) for pair in held]
-            truth = reference.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS)
-            own = error(attend_cuda.attend(qkv, *[c.clone() for c in held[0]], pos, *turned, HEADS), truth)
+            own = error(attend_cuda.attend(*copied(calls[0])), reference.attend(*copied(calls[0])))
             row = {"B": B, "S": S, "tokens": place, "error": own, "us": times(attend_cuda.attend, calls)}
             row["triton_us"] = times(attend_triton.attend, calls)
             if B * HEADS.HKV <= attend_cuda.MOST_HEADS:
@@ -117,7 +121,7 @@ def paged(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
         width, blocks = -(-S // PAGE), B * (max(places) // PAGE + 1) + 1
         qkv = torch.randn(B, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
         pos, turned = torch.tensor(places, dtype=torch.int32, device=DEVICE), tables(S)
-        own, pooled = [], []
+        own, pooled = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
         for _ in range(max(2, min(24, (300 << 20) // (blocks * PAGE * HEADS.HKV * HEADS.D * 4)))):
             table = torch.zeros(B, width, dtype=torch.int32, device=DEVICE)
             table[:, : (blocks - 1) // B] = (torch.randperm(blocks - 1, device=DEVICE) + 1).reshape(B, -1)
@@ -200,15 +204,16 @@ def decode(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
     for kind in kv.KINDS:
         decoder = FusedDecoder(model, kv=kind)
         launch_all(warm.launches(model, decoder, 1, DECODE_TOKENS[0], Sampling()), lambda n, of: None)
+        least = 0.0
         for tokens in DECODE_TOKENS:
             decoder.held = []
             decoder.start([[7] * DECODE_TOKENS[0]], Sampling(), tokens)
             with torch.inference_mode():
                 decoder.pos.fill_(tokens)
-            row: dict[str, float | int | str] = {"kv": kind, "tokens": tokens, "step_us": round(search.step_us(decoder), 1)}
-            least = row["step_us"] if tokens == DECODE_TOKENS[0] else least  # noqa: F821 (of the first round)
+            us = round(search.step_us(decoder), 1)
+            least = us if tokens == DECODE_TOKENS[0] else least
+            row: dict[str, float | int | str] = {"kv": kind, "tokens": tokens, "step_us": us, "grown_us": round(us - least, 1)}
             slot = 2 * LAYERS * HEADS.HKV * kv.slot_bytes(kind, HEADS.D, torch.float16)
-            row["grown_us"] = round(row["step_us"] - least, 1)  # type: ignore[operator]
             row["read_us"] = round((tokens - DECODE_TOKENS[0]) * slot / read_gbs / 1e3, 1)
             yield row
         decoder.captured.clear()
@@ -225,16 +230,16 @@ def packed() -> Iterator[dict[str, float | int | str]]:
         table = (torch.randperm(n * width, device=DEVICE) + 1).reshape(n, width).to(torch.int32)
         caches = [p[table.long()].transpose(1, 2).flatten(2, 3).contiguous() for p in pools]
         qkv = torch.randn(M, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
-        rows, pos, tiles, alone = [], [], [], []
+        rows, pos, tiles, alone = list[int](), list[int](), [], []
         turned = tables(width * PAGE)
         for b, (start, new) in enumerate(pieces):
             first = len(rows)
-            mine = (qkv[None, first : first + new], *(c[b : b + 1] for c in caches), start, *turned, HEADS)
+            mine: tuple[Any, ...] = (qkv[None, first : first + new], *(c[b : b + 1] for c in caches), start, *turned, HEADS)
             alone.append(partial(prompt.attend_prompt, *mine))
             rows, pos = rows + [b] * new, [*pos, *range(start, start + new)]
             tiles += [(t, min(t + reference.TILE, first + new)) for t in range(first, first + new, reference.TILE)]
         p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in (rows, pos, tiles)))
-        together = partial(prompt.attend_packed, qkv, *pools, p, *turned, HEADS)
+        together = partial(prompt.attend_packed, qkv, pools[0], pools[1], p, *turned, HEADS)
         wrong = error(together(), torch.cat([way()[0] for way in alone]))
         row: dict[str, float | int | str] = {"pieces": str(pieces), "error_beside_own": wrong}
         row["packed_ms"] = round(graph_time([together], 20, 2000.0) / 1e3, 4)
@@ -242,7 +247,7 @@ def packed() -> Iterator[dict[str, float | int | str]]:
         yield row
 
 
-def times(attend: Callable[..., torch.Tensor], calls: Sequence[tuple[Any, ...]]) -> float:
+def times(attend: Callable[..., object], calls: Sequence[tuple[Any, ...]]) -> float:
     """Microseconds of one call, the calls in turn."""
     return round(graph_time([partial(attend, *call) for call in calls], 8, 2000.0), 2)
 

@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -103,12 +104,12 @@ def read_time(copies: list[PackedWeight]) -> float:
         types = (*(ctypes.c_void_p,) * 4, *(ctypes.c_int32,) * 2)
         kernel = Kernel("tile_read.cu", f"tile_read<{warps}, {unroll}>", 0, 32 * warps, types, serialize=True)
 
-        def read(p: PackedWeight, kernel: Kernel = kernel, tiles: int = tiles) -> None:
+        def read(kernel: Kernel, tiles: int, p: PackedWeight) -> None:
             n, zeros = p.words.shape[0], 0 if p.zeros is None else p.zeros.data_ptr()
             sizes = (p.words.nbytes // n * tiles, p.scales.nbytes // n * tiles)
             kernel(n // tiles, 1, 0, p.words.data_ptr(), p.scales.data_ptr(), zeros, y.data_ptr(), *sizes)
 
-        times.append(graph_time([lambda p=p, read=read: read(p) for p in copies]))
+        times.append(graph_time([partial(read, kernel, tiles, p) for p in copies]))
     return min(times)
 
 
@@ -125,7 +126,7 @@ def chain(M: int, scheme: Scheme, dtype: torch.dtype, kernel: str | None) -> dic
         spec, config = choices[p.N, p.K]
         spec.launch(xs[p.K], p, None, config)
 
-    us = graph_time([lambda p=p: product(p) for p in weights]) * len(weights)
+    us = graph_time([partial(product, p) for p in weights]) * len(weights)
     row = {"chain": "llama 3 8b", "M": M, "bits": scheme.bits}
     row |= {"group": scheme.group_size, "zero": scheme.kind, "us": us}
     used = {f"{N}x{K}": [spec.name, *config.values()] for (N, K), (spec, config) in choices.items()}
@@ -138,9 +139,9 @@ Cell = tuple[int, int, Scheme]
 def cells(args: argparse.Namespace) -> Iterator[tuple[Cell, list[int]]]:
     """((N, K, scheme), rows of x) of every weight to measure, in the plan's order; what several lines ask for comes once."""
     if args.tables:
-        shapes = [tuple(map(int, shape.split("x"))) for shape in (args.shapes or LAYERS).split(",")]
+        sizes = [tuple(map(int, shape.split("x"))) for shape in (args.shapes or LAYERS).split(",")]
         for kind, bits, group in TABLES:
-            for N, K in shapes:
+            for N, K in sizes:
                 yield (N, K, Scheme.of(bits, group, kind)), [m for m in map(int, args.m.split(",")) if N * m <= LARGEST]
         return
     plan = [(args.shapes, args.bits, args.group, args.m)] if args.shapes else PLAN
@@ -220,19 +221,19 @@ def main() -> None:
         for M in Ms:
             if (N, K, M) not in anchors:
                 dense = [torch.randn(N, K, device="cuda", dtype=dtype) for _ in range(rotation(N * K * 2))]
-                anchors[N, K, M] = timed(M, [lambda w=w, x=xs[M]: x @ w.t() for w in dense])
+                anchors[N, K, M] = timed(M, [partial(torch.matmul, xs[M], w.t()) for w in dense])
                 del dense
             ref, best = xs[M].float() @ truth, None
             for i, (spec, config) in enumerate(todo[cell, M]):
                 y = spec.launch(xs[M], first, None, config)
                 err = float((y[:, some].float() - ref).norm() / ref.norm())
-                row = {"N": N, "K": K, "M": M, "bits": scheme.bits, "group": scheme.group_size, "zero": scheme.kind}
+                row: dict = {"N": N, "K": K, "M": M, "bits": scheme.bits, "group": scheme.group_size, "zero": scheme.kind}
                 row |= {"dtype": args.dtype, "kernel": spec.name, "config": config, "error": err, "chosen": i == 0}
                 rows.append(row)
                 if not err < LIMIT[dtype]:
                     print("WRONG", row, flush=True)
                     continue
-                row["us"] = timed(M, [lambda p=p, x=xs[M]: spec.launch(x, p, None, config) for p in copies])  # noqa: B023
+                row["us"] = timed(M, [partial(spec.launch, xs[M], p, None, config) for p in copies])
                 row |= {"gbs": first.nbytes / row["us"] / 1e3, "tflops": 2 * M * N * K / row["us"] / 1e6}
                 row |= {"cublas_us": anchors[N, K, M], "read_us": read_us}
                 best = row if best is None or row["us"] < best["us"] else best

@@ -135,7 +135,7 @@ def split_rows(n: int, M: int) -> list[Row]:
             continue
         launch, config = kernels()["triton/gemm_splitk"].launch, tile(split)
         err = ((launch(x, weights[0], None, config).float() - ref).norm() / ref.norm()).item()
-        us = graph_time([lambda w=w, f=launch, c=config: f(x, w, None, c) for w in weights])
+        us = graph_time([partial(launch, x, w, None, config) for w in weights])
         rows.append({"N": n, "K": n, "M": M, "split_k": split, "us": round(us, 2), "rel_err": err})
     return rows
 
@@ -147,9 +147,9 @@ def schedule_rows(n: int) -> list[Row]:
     x = torch.randn(1, n, device=DEVICE, dtype=torch.float16)
     rows: list[Row] = []
     for name in ("triton/gemv", "triton/gemv_revsplitk", "triton/gemv_splitk"):
-        spec, best = kernels()[name], (math.inf, {})
+        spec, best = kernels()[name], (math.inf, Config())
         for config in spec.legal_configs(call_for(shape, 1, "strided", DEVICE)):
-            us = graph_time([lambda w=w, s=spec, c=config: s.launch(x, w, None, c) for w in weights], 5, 500.0)
+            us = graph_time([partial(spec.launch, x, w, None, config) for w in weights], 5, 500.0)
             best = min(best, (us, config), key=lambda t: t[0])
         rows.append({"N": n, "K": n, "M": 1, "kernel": name, "config": best[1], "us": round(best[0], 2)})
     return rows

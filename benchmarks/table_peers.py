@@ -15,6 +15,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +95,18 @@ def series(peers: list[str]) -> Iterator[tuple[str, str, torch.dtype, Callable[[
     """(peer, format, type of x, its maker) of everything to time."""
     for kind, group in OURS if "lowq" in peers else ():
         name = NAMES.get(kind, f"{kind} g{group}".replace("none", "int4"))
-        yield "lowq", name, HALF, lambda N, K, kind=kind, group=group: lowq(N, K, kind, group)
+        yield "lowq", name, HALF, partial(lowq, kind=kind, group=group)
     if "cublas" in peers:
         yield "cublas", "fp16", HALF, cublas
     for name in ("nvfp4", "mxfp4"):
         if "marlin" in peers:
             dtype = HALF if name == "nvfp4" else torch.bfloat16
-            yield "marlin", name, dtype, lambda N, K, name=name, dtype=dtype: marlin(N, K, name, dtype)
+            yield "marlin", name, dtype, partial(marlin, name=name, dtype=dtype)
     if "bitsandbytes" in peers:
         yield "bitsandbytes", "nf4 g64", HALF, bitsandbytes
     for name in ("nvfp4", "mxfp4"):
         if "humming" in peers:
-            yield "humming", name, HALF, lambda N, K, name=name: humming(N, K, name)
+            yield "humming", name, HALF, partial(humming, name=name)
 
 
 def main() -> None:
@@ -156,7 +157,7 @@ def main() -> None:
                     if wanted is not None:
                         some = wanted.abs().sum(0) > 0  # of lowq's, blocks of rows
                         row["error"] = float((y.float() - wanted)[:, some].norm() / wanted.norm())
-                    row["us"] = round(timed(M, [lambda w=w, x=x, product=product: product(w, x) for w in weights]), 3)
+                    row["us"] = round(timed(M, [partial(product, w, x) for w in weights]), 3)
                     rows.append(row)
                     print(row, flush=True)
                 del layer, weights, product, truth
