@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accuracy_rows import RESULTS, TEXTS, Judge, Row, device, merge, missing, parser, run, words
@@ -43,10 +43,10 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
 from lowq_cli.evaluate import perplexity
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.foreign import DecodedSource, open_decoded
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.events import LayerDone
+from lowq_cli.run.events import Finished, LayerDone
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
 
 UNIFORM = ((2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 64), (4, 32))
@@ -67,7 +67,7 @@ class Experiment(NamedTuple):
     out: str
     bits: tuple[int, ...]
     packages: tuple[str, ...]
-    flags: dict[str, dict]
+    flags: dict[str, Row]
     cells: Callable[[str, Args], Iterator[Row]]
     measure: Callable[[Path, Judge, Sequence[Row], Args], Iterator[Row]]
 
@@ -172,6 +172,7 @@ def calibrated(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) ->
                 calib=args.calib or "bundled", calib_tokens=args.calib_tokens, lm_head="keep", **how,
             )  # fmt: skip
             *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
+            assert isinstance(finished, Finished)
             fill(judge.model, dequantized(Path(out) / "q"))
         errors = [e.error for e in events if isinstance(e, LayerDone)]
         seconds = round(finished.result.seconds, 1)
@@ -189,7 +190,7 @@ def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def fill(model: torch.nn.Module, values: dict[str, torch.Tensor]) -> None:
+def fill(model: Any, values: dict[str, torch.Tensor]) -> None:
     """Give a model the values of a checkpoint; its head is the embedding where the checkpoint has none."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     head.weight = torch.nn.Parameter(torch.empty_like(table.weight)) if "lm_head.weight" in values else table.weight
@@ -221,6 +222,7 @@ def gptqmodel(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> 
             model.save(out)
             seconds = time.monotonic() - start
             with open_decoded(out) as source:
+                assert isinstance(source, DecodedSource)
                 for name in source.dense:
                     parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
         yield cell | {"ppl": judge.ppl(), "seconds": round(seconds, 1)}
@@ -249,12 +251,14 @@ def bpw(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterat
             made = Path(out) / "q"
             with pipeline.prepare(folder, recipe, made, device=device()) as prepared:
                 *_, finished = pipeline.execute(prepared)
+            assert isinstance(finished, Finished)
             fill(judge.model, dequantized(made))
         mixed = prepared.mixed
         bits = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()
         report = perplexity.evaluate(judge.model, ids, dense)
         yield cell | {
-            "bpw": round(bits, 4), "ppl": judge.ppl(), "unquantized": round(report.base_ppl, 4), "kl": round(report.kl, 5),
+            "bpw": round(bits, 4), "ppl": judge.ppl(), "unquantized": report.base_ppl and round(report.base_ppl, 4),
+            "kl": report.kl and round(report.kl, 5),
             "expected": mixed and round(mixed.error, 5), "seconds": round(finished.result.seconds, 1),
             "schemes": mixed and {s.group: str(s.scheme or "kept") for s in mixed.shares},
         }  # fmt: skip
@@ -283,8 +287,9 @@ def head(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
         for cell, body in zip(head_cells(folder.name, argparse.Namespace(bits=[], group=[])), BODIES, strict=True)
     }
     for name, cells in itertools.groupby(wanted, key=lambda cell: cell["measure"]):
+        body = bodies[name]
         for n, m in layers.items():
-            m.weight.data.copy_(kept[n] if bodies[name] is None else ours(kept[n], bodies[name]))
+            m.weight.data.copy_(kept[n] if body is None else ours(kept[n], body))
         lm_head.weight.data.copy_(original)
         whole = judge.ppl()
         for cell in cells:
@@ -296,14 +301,14 @@ def head(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
             yield cell | {"ppl": ppl, "increase_pct": {text: round(100 * (ppl[text] / whole[text] - 1), 3) for text in ppl}}
 
 
-CALIB = {
+CALIB: dict[str, Row] = {
     "--calib": {"help": "calibration text instead of the bundled one"},
     "--calib-tokens": {"type": int, "default": 65536},
 }
-ROTATE = {"action": "store_true", "help": "rotate first"}
-SYM = {"action": "store_true", "help": "symmetric codes, which is its default"}
-TARGETS = {"type": lambda text: [float(t) for t in text.split(",") if t], "default": [2.5, 3.0, 3.5, 4.0, 4.5]}
-MIXED = {
+ROTATE: Row = {"action": "store_true", "help": "rotate first"}
+SYM: Row = {"action": "store_true", "help": "symmetric codes, which is its default"}
+TARGETS: Row = {"type": lambda text: [float(t) for t in text.split(",") if t], "default": [2.5, 3.0, 3.5, 4.0, 4.5]}
+MIXED: dict[str, Row] = {
     "--method": {"type": words, "default": ["auto", "gptq"]},
     "--part": {"type": words, "default": ["all", "linears"]},
     "--targets": TARGETS,

@@ -56,7 +56,8 @@ class Judge:
     """A model in fp32 whose weights are replaced, and its perplexity on the texts."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device())
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model: Any = model.to(device())
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         ids = {name: perplexity.tokenize(self.tokenizer, (args.data / f"{name}.txt").read_text()) for name in TEXTS}
         self.texts = {name: t[: args.tokens or TEXTS[name]] for name, t in ids.items()}

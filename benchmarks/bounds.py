@@ -13,6 +13,7 @@ import tempfile
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,7 +37,7 @@ CASES = [
 ]
 
 
-def measured(model: Path, asked: dict[str, float], out: Path) -> dict[str, object]:
+def measured(model: Path, asked: dict[str, Any], out: Path) -> dict[str, object]:
     """One case's row."""
     began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +49,7 @@ def measured(model: Path, asked: dict[str, float], out: Path) -> dict[str, objec
     assert found is not None
     return {
         "model": model.name, **asked, "measured": found.measured, "of_limit": found.measured / found.limit,
-        "rounds": len(found.trials), "binding": found.binding, "bpw": found.trials and prepared.mixed.bpw,
+        "rounds": len(found.trials), "binding": found.binding, "bpw": prepared.mixed and prepared.mixed.bpw,
         "bytes": result.bytes, "again_kl": again.kl, "again_ppl": again.ppl_increase_pct, "one_bit_more": found.more,
         "trials": [vars(t) for t in found.trials], "seconds": round(seconds, 1),
     }  # fmt: skip

@@ -194,7 +194,7 @@ def write(folder: Path, shape: str, variant: str, device: str) -> int:
             shards.append({})
         shards[-1] |= {n: t.cpu() for n, t in found.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    index = {}
+    index: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})

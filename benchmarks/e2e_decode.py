@@ -148,10 +148,11 @@ def random_meta(
 def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, device: str) -> QuantExperts:
     """Packed experts in the place of transformers' (on the meta device); on a GPU in the layout of its kernels at once."""
     experts = QuantExperts(module, dict.fromkeys(("gate_up_proj", DOWN), scheme), dtype)
+    meta: tuple[int, ...]  # of scales
     for name, (E, N, K) in experts.shapes.items():
         if device == "cpu":
-            words, meta, layout = bitstream.words_per_row(K, scheme.bits), (E, N, scheme.groups(K)), "rowstream"
-            packed = random_words(E, N, words, device=device)
+            meta, layout = (E, N, scheme.groups(K)), "rowstream"
+            packed = random_words(E, N, bitstream.words_per_row(K, scheme.bits), device=device)
         else:
             tiles, layout = tile.padded_rows(N) // tile.ROWS, "tile"
             packed = random_words(E, tiles, tile.chunks(K, scheme.bits) * tile.WORDS[scheme.bits], device=device)

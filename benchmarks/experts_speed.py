@@ -44,12 +44,13 @@ WORTH = 3 << 30  # bytes of weights that rotate
 
 def stack(E: int, N: int, K: int, s: Scheme) -> Stack:
     """Random words in layout tile; of a table, with biases."""
-    tiles, half = padded_rows(N) // 16, {"dtype": torch.float16, "device": "cuda"}
+    tiles = padded_rows(N) // 16
+    half: dict[str, Any] = {"dtype": torch.float16, "device": "cuda"}
     words = torch.randint(-(1 << 31), 1 << 31, (E, tiles, chunks(K, s.bits) * WORDS[s.bits]), device="cuda").to(torch.int32)
-    scales = torch.rand(E, tiles, s.groups(K), 16, **half).add_(0.5).mul_(K**-0.5 / 2**s.bits)  # type: ignore[arg-type]
+    scales = torch.rand(E, tiles, s.groups(K), 16, **half).add_(0.5).mul_(K**-0.5 / 2**s.bits)
     if not s.table:
         return Stack(words, scales, None, None, s, N, K, "tile")
-    bias = torch.randn(E, N, **half)  # type: ignore[arg-type]
+    bias = torch.randn(E, N, **half)
     return Stack(words, to_bytes(4 * scales.float(), s.scale), None, None, s, N, K, "tile", bias=bias)
 
 

@@ -28,6 +28,7 @@ from lowq_cli.evaluate.perplexity import WINDOW, evaluate, tokenize, windows
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.foreign import fetcher, open_foreign
+from lowq_cli.models import CausalModel
 
 OUT = Path(__file__).parent / "results" / "accuracy" / "interop.json"
 PACKAGES = (
@@ -42,7 +43,7 @@ def installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def dense(folder: Path, model: Path) -> torch.nn.Module:
+def dense(folder: Path, model: Path) -> Any:
     """The fp32 model with the weights that a lowq checkpoint stands for."""
     found = open_checkpoint(folder)
     state = {f"{t.name}.weight": found.read_matrix(t).dequantize() for t in found.tensors if t.scheme}
@@ -94,7 +95,7 @@ def llama_cpp_rows(model: Path, ids: torch.Tensor, work: Path) -> Iterator[Row]:
         yield row | {"ppl": ppl, "our_ppl": ours.ppl, "difference_pct": 100 * (ppl / ours.ppl - 1), "tokens": ours.tokens}
 
 
-def loaded(folder: Path) -> torch.nn.Module:
+def loaded(folder: Path) -> CausalModel:
     """A lowq checkpoint in fp32."""
     return lowq.load(folder, device="cpu", dtype="float32")[0]
 

@@ -33,9 +33,11 @@ from accuracy_rows import Judge, Row, device, words
 from lowq_cli.calibrate import texts
 from lowq_cli.evaluate import perplexity
 from lowq_cli.files.source import open_source
-from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.foreign import DecodedSource, open_decoded
+from lowq_cli.models import CausalModel
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import own_text, pipeline
+from lowq_cli.run.events import Finished
 from lowq_packers.scheme import Scheme
 
 TYPES = {  # ggml's number of a type -> its name, width of its codes
@@ -60,10 +62,10 @@ def windows_of(folder: Path, judge: Judge, args: Args) -> torch.Tensor:
     return text.windows(judge.tokenizer, args.calib_tokens, judge.model)
 
 
-def judged(judge: Judge, dense: torch.nn.Module) -> Row:
+def judged(judge: Judge, dense: CausalModel) -> Row:
     """Perplexity and KL divergence on each text."""
     found = {name: perplexity.evaluate(judge.model, ids, dense) for name, ids in judge.texts.items()}
-    return {"ppl": {n: round(r.ppl, 4) for n, r in found.items()}, "kl": {n: round(r.kl, 5) for n, r in found.items()}}
+    return {"ppl": {n: round(r.ppl, 4) for n, r in found.items()}, "kl": {n: r.kl and round(r.kl, 5) for n, r in found.items()}}
 
 
 def grid_cells(model: str, args: Args, method: str) -> Iterator[Row]:
@@ -98,6 +100,7 @@ def autoround(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> 
             made.quantize_and_save(output_dir=out, format="auto_gptq")
             seconds = time.monotonic() - start
             with open_decoded(str(next(Path(out).rglob("config.json")).parent)) as source:
+                assert isinstance(source, DecodedSource)
                 for name in source.dense:
                     parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
         yield cell | judged(judge, dense) | {"seconds": round(seconds, 1)}
@@ -194,7 +197,7 @@ def exl3(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
             peers_exl3.quantize(judge.model, ids, rate, found)
             torch.cuda.synchronize()
             seconds = time.monotonic() - start
-            bpw = peers_exl3.bits_per_weight(rate, [tuple(w.shape) for w in original.values()])
+            bpw = peers_exl3.bits_per_weight(rate, [w.shape for w in original.values()])
             yield cell | {"bpw": round(bpw, 4)} | judged(judge, dense) | {"seconds": round(seconds, 1)}
 
 
@@ -213,12 +216,13 @@ def lowq(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
             recipe = make_recipe(bits=cell["bits"], group=cell["group"], method=method, calib=args.calib,
                                  calib_tokens=args.calib_tokens, lm_head="keep")  # fmt: skip
             *_, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
+            assert isinstance(finished, Finished)
             fill(judge.model, dequantized(Path(out) / "q"))
         yield cell | judged(judge, dense) | {"seconds": round(finished.result.seconds, 1)}
 
 
-FLAGS = {"--calib": {"default": texts.SELF}, "--calib-tokens": {"type": int, "default": 65536}}
-RATES = {"type": lambda text: [float(x) for x in text.split(",")], "default": [2.0, 2.5, 3.0, 3.5, 4.0]}
+FLAGS: dict[str, Row] = {"--calib": {"default": texts.SELF}, "--calib-tokens": {"type": int, "default": 65536}}
+RATES: Row = {"type": lambda text: [float(x) for x in text.split(",")], "default": [2.0, 2.5, 3.0, 3.5, 4.0]}
 EXPERIMENTS = {
     "autoround": Experiment(
         "peers.json", (4, 3, 2), ("auto-round",), FLAGS | {"--iters": {"type": int, "default": 200}}, autoround_cells, autoround

@@ -74,15 +74,15 @@ class Extension:
         """The kernel for every GPU; of the other one's scratch nothing is used."""
         return False, 0
 
-    def quantize_tiles(self, tiles: torch.Tensor, *rest: Any) -> None:
-        """rest: what is written, scratch, and bits."""
-        self._run(tiles, *rest[:4], rest[4], 0)
+    def quantize_tiles(self, *given: Any) -> None:
+        """given: tiles, what is written, scratch, bits, and more."""
+        self._run(*given[:6], half=0)
 
-    def quantize_tiles_frac(self, tiles: torch.Tensor, *rest: Any) -> None:
+    def quantize_tiles_frac(self, *given: Any) -> None:
         """The same with half a bit more."""
-        self._run(tiles, *rest[:4], rest[4], 1)
+        self._run(*given[:6], half=1)
 
-    def _run(self, tiles: torch.Tensor, out: torch.Tensor, codes: Any, costs: Any, history: Any, K: int, half: int) -> None:
+    def _run(self, tiles: torch.Tensor, out: torch.Tensor, codes: Any, costs: Any, history: Any, K: int, *, half: int) -> None:
         at = [ctypes.c_void_p(t.data_ptr()) for t in (tiles, out, codes, costs, history)]
         stream = ctypes.c_void_p(torch.cuda.current_stream(tiles.device).cuda_stream)
         if failed := self.lib.quantize_tiles(K, half, *at, len(tiles), min(len(costs), len(history)), stream):
@@ -102,9 +102,9 @@ def quantizer(wheel: Path, library: Path) -> Any:
         package = types.ModuleType(name)  # its own __init__ would import the whole of it
         package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package
-    sys.modules["exllamav3.util"].cuda_sync_active = torch.cuda.synchronize
+    vars(sys.modules["exllamav3.util"])["cuda_sync_active"] = torch.cuda.synchronize
     held = types.ModuleType("exllamav3.ext")
-    held.exllamav3_ext = Extension(library)
+    vars(held)["exllamav3_ext"] = Extension(library)
     sys.modules["exllamav3.ext"] = held
     for name, used in {"memory": ("free_mem", "list_gpu_tensors"), "tensor": ("save_tensor_image",)}.items():
         module = types.ModuleType(f"exllamav3.util.{name}")  # for messages and pictures, and imports more
@@ -116,14 +116,14 @@ def quantizer(wheel: Path, library: Path) -> Any:
     return found
 
 
-def bits_per_weight(rate: float, shapes: list[tuple[int, int]]) -> float:
+def bits_per_weight(rate: float, shapes: list[torch.Size]) -> float:
     """Of matrices (N, K): the trellis, and a scale in fp16 per row and per column."""
     weights = sum(N * K for N, K in shapes)
     return rate + 16 * sum(N + K for N, K in shapes) / weights
 
 
 @torch.no_grad()
-def quantize(model: torch.nn.Module, ids: torch.Tensor, rate: float, found: Any) -> None:
+def quantize(model: Any, ids: torch.Tensor, rate: float, found: Any) -> None:
     """Every linear of each decoder layer in turn, as its converter does by default: moments behind the quantized layers before.
 
     What it does besides and is done here too: gate and up are scaled by output channel unless their sensitivities tell not to.
@@ -141,9 +141,7 @@ def quantize(model: torch.nn.Module, ids: torch.Tensor, rate: float, found: Any)
                 m.weight.data.copy_(restored.T)
 
 
-def measured(
-    model: torch.nn.Module, layer: torch.nn.Module, ids: torch.Tensor
-) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
+def measured(model: Any, layer: Any, ids: torch.Tensor) -> tuple[dict[str, dict], dict[str, torch.Tensor]]:
     """Linear's name -> moments of its input as the quantizer takes them, one object for those that share it; sensitivities."""
     shared = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
     linears = {n: m for n, m in layer.named_modules() if isinstance(m, torch.nn.Linear)}

@@ -83,7 +83,7 @@ def write_model(folder: Path, config: Row, shards: int) -> int:
                 where[tensor] = name
                 for at in range(0, h.numel, ROWS):
                     w = torch.empty(min(ROWS, h.numel - at), dtype=torch.bfloat16).normal_(0, 0.02)
-                    f.write((w + (len(h.shape) == 1)).view(torch.uint8).numpy())
+                    f.write((w + (len(h.shape) == 1)).view(torch.uint8).numpy().data)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
     (folder / "config.json").write_text(json.dumps(config))
     return total
@@ -130,7 +130,7 @@ def measure_calibrated(model: Path, out: Path, device: str, options: Row) -> Row
 
     from lowq_cli.plan.recipe import make_recipe
     from lowq_cli.run import pipeline
-    from lowq_cli.run.events import Event, LayerDone, TensorDone
+    from lowq_cli.run.events import Event, Finished, LayerDone, TensorDone
 
     torch.backends.cuda.matmul.allow_tf32 = False
     baseline, began = status("VmRSS"), time.process_time()
@@ -144,6 +144,7 @@ def measure_calibrated(model: Path, out: Path, device: str, options: Row) -> Row
                 last = time.monotonic()
             events.append(event)
     busy, finished = time.process_time() - began, events[-1]
+    assert isinstance(finished, Finished)
     layers = [e.seconds for e in events if isinstance(e, LayerDone)]
     together = last - first if options["method"] == "distill" else 0.0
     params = sum(i.params for i in prepared.plan.items if i.scheme)
@@ -180,7 +181,7 @@ def memory(args: argparse.Namespace) -> None:
     versions = {"lowq": version("lowq"), "torch": torch.__version__, "python": platform.python_version()}
     shape = {"hidden": args.hidden, "intermediate": args.intermediate, "vocab": args.vocab}
     rows: list[Row] = []
-    report = {"date": datetime.date.today().isoformat(), "machine": machine, "versions": versions}
+    report: Row = {"date": datetime.date.today().isoformat(), "machine": machine, "versions": versions}
     report |= {"shape": shape | {"shards": args.shards}, "bits": args.bits, "rows": rows}
     runs = [(int(layers), method) for layers, _, method in (r.partition(":") for r in args.runs.split(","))]
     for layers in dict.fromkeys(layers for layers, _ in runs):
@@ -201,7 +202,7 @@ def memory(args: argparse.Namespace) -> None:
 def calibrated(args: argparse.Namespace) -> None:
     """Each method on one model, with the demo's tokenizer. The file is written after each: an hour's may be cut off."""
     versions = {p: version(p) for p in ("lowq", "torch", "transformers")}
-    report = {"date": datetime.date.today().isoformat(), "versions": versions, "rows": []}
+    report: Row = {"date": datetime.date.today().isoformat(), "versions": versions, "rows": []}
     if args.out and Path(args.out).is_file():
         report["rows"] = json.loads(Path(args.out).read_text())["rows"]
     with tempfile.TemporaryDirectory() as folder:

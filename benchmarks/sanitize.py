@@ -200,7 +200,7 @@ def main() -> None:
         names.append(FP8)
     names += [n for n in TESTED if args.only in n]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda nt: run(*nt, args.timeout), [(n, t) for t in args.tools.split(",") for n in names]):
+        for row in pool.map(lambda asked: run(*asked), [(n, t, args.timeout) for t in args.tools.split(",") for n in names]):
             rows.append(row)
             verdict = "clean" if row["errors"] == 0 and row["launches"] else f"{row['errors']} errors\n{row['text']}"
             print(f"{row['tool']} {row['kernel']}: {row['launches']} launches, {verdict}", flush=True)

@@ -42,7 +42,7 @@ TIMES = tuple[tuple[Call, Config, float], ...]
 def measured(a: argparse.Namespace) -> None:
     """Time every candidate of every shape, as `lowq tune` does, and keep the winners and their runners-up."""
     device, budget, batches = torch.device("cuda"), Budget(a.seconds), tuner.parse_batches(a.batch)
-    schemes = [Scheme(*map(int, s.split(":"))) for s in a.schemes.split(",")]
+    schemes = [Scheme(int(bits), int(group)) for bits, group in (s.split(":") for s in a.schemes.split(","))]
     sizes = [size for model in a.models.split(",") for size in SHAPES[model]]
     shapes = [Shape(N, K, s, torch.float16) for s in schemes for N, K in sizes]
     work = [

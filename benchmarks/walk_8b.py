@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192, "max_position_embeddings": 1024},
 }
 NEW = "--prompt Once --max-new-tokens"
-TUNED = (("generate, 512 tokens", f"generate CKPT {NEW} 512"), ("tune", "tune CKPT"))
+TUNED: tuple[tuple[str, str], ...] = (("generate, 512 tokens", f"generate CKPT {NEW} 512"), ("tune", "tune CKPT"))
 TUNED += (("generate, 512 tokens, tuned", f"generate CKPT {NEW} 512"),)
 FIRST = ("generate, 1 token, the first after quantize", f"generate CKPT {NEW} 1")
 ONE = ("generate, 1 token", FIRST[1])
@@ -181,7 +181,7 @@ def write(folder: Path, shape: str, device: str) -> int:
             {f"model.layers.{i}.{name}": size for name, size in {**linears, **dict.fromkeys(norms, (hidden,))}.items()}
         )
     generator = torch.Generator(device).manual_seed(0)
-    index = {}
+    index: dict[str, str] = {}
     for number, names in enumerate(files, 1):
         tensors = {}
         for name, size in names.items():
