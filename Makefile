@@ -38,6 +38,7 @@ lint: $(VENV)/tests
 	ln -s ../../kernels $(VENV)/types/lowq_kernels
 	ln -s ../../packers $(VENV)/types/lowq_packers
 	MYPYPATH=$(VENV)/types $(BIN)/mypy
+	MYPYPATH=$(VENV)/types $(BIN)/mypy benchmarks
 
 check: lint test
 
