@@ -90,8 +90,7 @@ def _dense_config_refuse(call: FoldedCall, config: Config) -> str | None:
 
 def _dense_config(call: FoldedCall, legal: list[Config]) -> Config:
     assert isinstance(call.product, DenseCall)
-    narrow = (8, 2, 64, 2) if call.fold & GATED else (16, 1, 128, 1)
-    return dense_mma.first(legal, *((16, 2, 64, 1) if dense_mma.wide(call.product) else narrow))
+    return dense_mma.first(call.product, legal, "gated" if call.fold & GATED else "folded")
 
 
 @register(

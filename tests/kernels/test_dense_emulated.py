@@ -16,10 +16,11 @@ F16, BF16 = torch.float16, torch.bfloat16
 TOLERANCE = {F16: 1e-3, BF16: 8e-3}
 EPS = 1e-5
 SHAPES = [  # dtype, M, N, K, dense_mma.KEYS
-    pytest.param(F16, 1, 40, 72, (8, 1, 128, 2), id="ends-of-N-and-K"),
-    pytest.param(BF16, 8, 64, 648, (4, 2, 64, 4), id="8-rows"),
-    pytest.param(F16, 11, 33, 264, (8, 1, 64, 3), id="two-blocks-of-rows"),
-    pytest.param(BF16, 3, 16, 2048, (4, 1, 128, 4), id="several-steps"),
+    pytest.param(F16, 1, 40, 72, (8, 1, 128, 2, 2, 1024), id="ends-of-N-and-K"),
+    pytest.param(BF16, 8, 64, 648, (4, 2, 64, 4, 2, 128), id="8-rows"),
+    pytest.param(F16, 11, 33, 264, (8, 1, 64, 3, 1, 0), id="two-blocks-of-rows"),
+    pytest.param(BF16, 3, 16, 2048, (4, 1, 128, 4, 2, 0), id="several-steps"),
+    pytest.param(F16, 2, 48, 2056, (4, 2, 64, 4, 1, 512), id="asking-L2-past-the-ends"),
 ]
 
 
@@ -48,7 +49,7 @@ def test_a_product(dtype, M, N, K, values):
 
 
 @pytest.mark.parametrize(("dtype", "act"), [(F16, "silu"), (BF16, "gelu_tanh")])
-@pytest.mark.parametrize("values", [(8, 2, 64, 2), (4, 2, 64, 4)])
+@pytest.mark.parametrize("values", [(8, 2, 64, 2, 1, 0), (4, 2, 64, 4, 2, 128)])
 def test_a_stream_through_a_layer(dtype, act, values, monkeypatch):
     """As tile_mma's in test_fold_emulated.py: x += y W^T, RMSNorm(x) times a weight, act(gate) * up."""
     config, N, K = dict(zip(dense_mma.KEYS, values, strict=True)), 256, 640
