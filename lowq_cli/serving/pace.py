@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 SLACK = 2.8  # times a step: what a pass with prompt tokens may take, so that 3 times the median is the exception
 SHARE = 0.002  # of tokens may come after a longer pass: p99 leaves out 1% in all
-ADVANCE = 1.0  # tokens of each text under way may before such a share has come together: with 0.8, 3 of 16 prompts at once waited on
+ADVANCE = 1.0  # tokens of each text under way may before that: with 0.8, 3 of 16 prompts at once waited 180 ms, not 150
 LONGEST_S = 0.1  # of one: an 8B on an H200 reads 4,096 tokens in 0.08
 NEWEST = 0.2  # weight of the newest pass in what is learnt
 
