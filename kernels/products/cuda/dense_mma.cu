@@ -5,7 +5,7 @@
 // Warp    W and x go from global memory into registers, two steps of them: W's first AHEAD steps before anything else and in front of
 //         the wait for the kernel before, a later one as soon as the step two before it is used. The order of k inside a product is
 //         free: a lane reads 16 bytes of a row of W, and of x, and they are its pairs of two mma; 64 bytes of a row by its four lanes,
-//         128 by two loads. In front of the wait L2 is asked for L2_AHEAD k more of each row.
+//         128 by two loads. In front of the wait L2 is asked for L2_AHEAD k more of each row, by all warps: asking takes 50 cycles.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
@@ -63,7 +63,7 @@ dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x,
     const int second = warp + WARPS;
     if (warp < steps) load_w(0, warp);
     if (AHEAD > 1 && second < steps) load_w(1, second);
-    if (const int k = AHEAD * WARPS * STEP, row = threadIdx.x; L2_AHEAD && row < ROW_TILES * 16 && k < K)
+    if (const int k = AHEAD * WARPS * STEP, row = lane * WARPS + warp; L2_AHEAD && row < ROW_TILES * 16 && k < K)
         prefetch_l2(W + (size_t)smaller(tile(row / 16) * 16 + row % 16, N - 1) * K + k, 2 * smaller(L2_AHEAD, K - k));
     previous_grid_wait();
     if (warp < steps) load_x(0, warp);
