@@ -1,6 +1,6 @@
 """gpt-oss' shape with random weights in vLLM, its own kernels: beside rows of e2e_decode.py of the same run.
 
-    python benchmarks/gpt_oss_vllm.py --out FILE [--model gpt-oss-20b] [--batches 1,16,64]
+    python benchmarks/gpt_oss_vllm.py --out results/<gpu>/decode_gpt-oss-20b_vllm.json [--model gpt-oss-20b] [--batches 1,16,64]
 
 Experts in MXFP4 as published, the rest in bf16. A row is tokens/s of all texts over the new tokens after the first, as in
 e2e_decode.py: the median time of the whole answers less that of one token. No checkpoint is written: vLLM makes dummy weights,

@@ -23,6 +23,7 @@ DECODERS = {  # variants of e2e_decode.py that are no widths
     "transformers-compile": "transformers `generate`, static cache, its own torch.compile, 16-bit",
     "transformers-static": "transformers, static cache, one CUDA graph, 16-bit",
     "16": "lowq, 16-bit",
+    "vllm": "vLLM 0.24, MXFP4 experts, the rest 16-bit",
 }
 Lines = tuple[Sequence[str], Sequence[Sequence[object]]]
 
@@ -79,7 +80,8 @@ def decode() -> str:
         rows = sorted((r for r in report["rows"] if "error" not in r), key=lambda r: order(r["variant"]))
         about = f"{report['device']}, prompt {report['prompt']}, {report['date'][:10]}, torch {report['versions']['torch']}"
         parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
-        if batched := _batched(rows):
+        beside = RESULTS / gpu / f"decode_{model}_vllm.json"  # of the same run
+        if batched := _batched(rows + (read(f"{gpu}/{beside.name}")["rows"] if beside.is_file() else [])):
             parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
         if told := other_runs(rows):
             parts.append(told)
