@@ -131,6 +131,13 @@ def warps():
         yield Case("cuda/tile_mma", bits, dtype, 64, "float", M, N=72, K=K, config=(i + 0.5) / count)
 
 
+def rows_of_odd_groups():
+    """K of 11 groups of 64, as gpt-oss's 45: no whole step of any kernel. Codes of 8 bits in bf16, which no magic number holds."""
+    for i, (bits, group, M) in enumerate(itertools.product(BITS, (64, 32), (1, 16, 33))):
+        zero, N = ("float", "none", "int")[i % 3], (17, 40, 72)[i % 3]
+        yield Case("cuda/tile_mma", bits, BF16 if bits == 8 else (F16, BF16)[i % 2], group, zero, M, N, 704, (i * 0.382) % 1)
+
+
 def many_blocks():
     """More than 264: those ask for two steps at once where two are in flight."""
     i = HALVES.index(tile_mma.config_of(2, 2, 128, 2, 1))
@@ -143,7 +150,7 @@ def groups_inside_words():
         yield Case("cuda/gemv_warp32", 3, F16, 128, "int", M=1, N=17, K=1152, config=config)
 
 
-CASES = [*every_width_group_and_zero(), *tails(), *warps(), *many_blocks(), *groups_inside_words()]
+CASES = [*every_width_group_and_zero(), *tails(), *warps(), *rows_of_odd_groups(), *many_blocks(), *groups_inside_words()]
 
 
 @pytest.fixture(scope="module", autouse=True)

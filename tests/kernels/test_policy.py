@@ -98,6 +98,13 @@ def test_dispatch_takes_what_the_file_says(on, changed, monkeypatch):
 
 
 @needs_nvrtc
+def test_blocks_that_fill_an_sm_take_no_second_round():
+    """160 blocks of 8 warps: two fit an SM in groups of 128, for which the rows are; in groups of 64 they would take turns."""
+    assert [select(call(16, 5120, 3840, 8, group=group))[1]["WARPS"] for group in (128, 64, 32)] == [8, 4, 4]
+    assert select(call(16, 4096, 3840, 8, group=64))[1]["WARPS"] == 8  # 128 blocks, one round
+
+
+@needs_nvrtc
 def test_a_models_constants_decide(changed):
     asked = call(512)
     before = select(asked)[1]

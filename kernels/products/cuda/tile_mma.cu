@@ -9,8 +9,9 @@
 // FORM    EXACT (fp16): a code in the low mantissa bits is the subnormal number code * 2^(p - 24); one half2 fma makes it (code
 //         - zero) / 1024, whose error is 2^-14 of a code. MAGIC: the magic numbers of tile.cuh go into the mma, and a constant
 //         A fragment yields what they add and sum(x): fewer instructions where ROW_TILES is large, more registers. bf16 has no
-//         such numbers, so there the first way is closed. INT8_PLANES: codes as bytes, split_int8.cuh, M_TILES one or two rows
-//         of x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
+//         such numbers, so there the first way is closed, and no magic holds its 8-bit codes (BYTES): their bits as they are are
+//         code * 2^-133, exact times 2^127; 2^6 goes on the sums. INT8_PLANES: codes as bytes, split_int8.cuh, M_TILES one or
+//         two rows of x (a power of two), which a warp turns into bytes a step at a time: half the instructions of EXACT.
 //         E2M1, BOOK: values from a table, book.cuh, as they are; `zeros` then points to the tables, or their factors, in fp32:
 //         one for every table_rows rows of W. With SCALES_E4M3 or SCALES_E8M0 scales are bytes. BOOK_PLANES (4 bits) is
 //         INT8_PLANES of such values.
@@ -78,6 +79,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     using D = Int8Planes<BITS, T, PLANES ? GROUP : 0, PLANES ? M_TILES : 1, BLOCK_K, PLANES ? FORM : 0>;
     constexpr int GROUPS = GROUP == 0 || GROUP % BLOCK_K == 0 ? 1 : BLOCK_K / gcd(GROUP, BLOCK_K);  // that a step meets
     constexpr int METAS = PLANES ? D::ROUNDS : GROUPS;  // scales of a lane, a step and a tile
+    constexpr bool BYTES = FORM == MAGIC && C::WIDE;
     using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
     constexpr int PER = FLUSHES > METAS ? FLUSHES / METAS : 1;  // flushes that share a group
     constexpr bool STRIDES = !PLANES && GROUP && BLOCK_K % (GROUP ? GROUP : 1) == 0;  // a warp's next groups lie equally far on
@@ -189,7 +191,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
             C::Masks::store(mask);
 #pragma unroll
             for (int i = 0; i < C::PLACES; i++) constant[i] = C::minus_magic(i);
-            constant[C::PLACES] = Half<T>::ONE;
+            constant[C::PLACES] = BYTES ? Half<T>::power(-6) : Half<T>::ONE;
         }
         __syncthreads();
         masks.load(mask);
@@ -310,6 +312,9 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
                     } else if constexpr (TABLE) {
 #pragma unroll
                         for (int j = 0; j < 4; j++) a[j] = e2m1<T>(from[j], fragment);
+                    } else if constexpr (BYTES) {
+#pragma unroll
+                        for (int j = 0; j < 4; j++) a[j] = fma2<T>(C::bare(from, fragment, j), Half<T>::power(127), 0x80008000u);
                     } else {
                         C::template fragment<FORM == EXACT>(from, fragment, masks, a);
                     }
@@ -333,7 +338,8 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         float v = sum[t][m][j];
-                        if (FORM == MAGIC) v += __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], sums[m][j % 2]);
+                        if (BYTES) v = __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], v);
+                        else if (FORM == MAGIC) v += __fmaf_rn(j < 2 ? -z.x : -z.y, sums[m][2 + j % 2], sums[m][j % 2]);
                         acc[t][m][j] = __fmaf_rn(j < 2 ? s.x : s.y, v, acc[t][m][j]);
                     }
             }
@@ -403,7 +409,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 #pragma unroll
             for (int k = 0; k < WARPS; k++) v += from[k * E];
         }
-        if (FORM == EXACT) v *= 1024.f;
+        if (FORM == EXACT || BYTES) v *= BYTES ? 64 : 1024;
         if (TABLE && !PLANES) v *= unit[c / 16];
         if (FOLD & NORMED) v *= factor[row];
         if (bias) v += to_floats<T>(bias[tile(c / 16) * 16 + c % 16]).x;

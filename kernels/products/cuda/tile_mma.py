@@ -95,6 +95,7 @@ def registers(scheme: Scheme, K: int, dtype: torch.dtype, config: Config, tiles:
         extra += 16 * nt + 8
     if form(scheme, dtype, config) == "MAGIC":
         extra += 12 + 4 * (tiles - 1) + ((62 if row else 38) if bits <= 2 else 0)
+        extra += 12 if bits * config["BLOCK_K"] * nt == 4096 else 0
     return 28 + loads + 10 * nt * tiles + 12 * (tiles - 1) + 2 * math.ceil(copies * 64 / config["BLOCK_K"]) + extra
 
 
@@ -195,6 +196,16 @@ def _wasteful(call: Call, config: Config) -> bool:
     return limit["above_N"] < N and (few or math.ceil(steps / warps) * warps > limit["most_rounded_steps"] * steps)
 
 
+def _second_round(call: Call, config: Config) -> bool:
+    """Whether an SM has registers for one block of two row tiles at 9 to 16 rows (the estimate is up to 16 too high), and some
+    take two in turn, as of 5120x2880 in groups of 64: the rows are of fp16 in groups of 128, where two blocks fit."""
+    cut = plan(call, config)
+    if cut is None or (config["ROW_TILES"], cut.M_TILES, config["INT8_PLANES"]) != (2, 2, 0):
+        return False
+    needs = registers(call.scheme, call.K, call.dtype, config, cut.M_TILES, cut.copies) - 16
+    return needs * 64 * config["WARPS"] > 65536 and 1 < cut.grid[0] / gpu.of(call.capability).sms <= 1.5
+
+
 def _default_config(call: Call, legal: list[Config]) -> Config:
     """What the shipped rows say first, among the configs with the fewest blocks of x, hence passes over W."""
     cuts = [(c, cut) for c in legal if (cut := plan(call, c))]
@@ -204,7 +215,7 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     # Tables: the rows are grids', whose halves cost less; with two row tiles 8192x8192 took 19.8 us, with one 22.0.
     if call.scheme.table:
         known.sort(key=lambda c: (not c["INT8_PLANES"], c["INT8_PLANES"] and c["ROW_TILES"] == 1))
-    return next((c for c in known if c in good and not _wasteful(call, c)), good[0])
+    return next((c for c in known if c in good and not _wasteful(call, c) and not _second_round(call, c)), good[0])
 
 
 @cache

@@ -271,7 +271,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     const u32 zero = ZEROS ? read4(stage + meta_at + i * 32 + META_BYTES) : Half<T>::power(BITS == 1 ? -1 : BITS - 1);
                     const u32 minus = fma2<T>(EXACT ? Half<T>::power(-10) : of, zero ^ 0x80008000u, 0x80008000u);
                     if constexpr (BARE) bare = __all_sync(0xffffffffu, C::small(of) && C::small(of >> 16));
-                    const u32 by = BARE && bare ? C::scale_of_bare(of) : of;
+                    const u32 by = BARE && bare ? C::scale_of_bare(of) : C::WIDE ? fma2<T>(of, Half<T>::power(6), 0x80008000u) : of;
                     both[which] = of;
                     scale[0] = twice(by, 0), scale[1] = twice(by, 1);
                     offset[0] = twice(minus, 0), offset[1] = twice(minus, 1);
@@ -309,10 +309,11 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                         if (f > 0 && at % L::FRAGS == 0) words_of(at);
                         if (f > 0 && at * 16 % SPAN == 0) scales_of(at);
                         u32 (&to)[4] = a[buffer][f];
-                        C::template fragment<EXACT>(w, at % L::FRAGS, masks, to);
+                        if constexpr (!C::WIDE) C::template fragment<EXACT>(w, at % L::FRAGS, masks, to);
 #pragma unroll
                         for (int j = 0; j < 4; j++) {
-                            if (!EXACT && !C::WIDE) to[j] = add2<T>(to[j], C::magic(at % L::FRAGS) | 0x80008000u);
+                            if constexpr (C::WIDE) to[j] = fma2<T>(C::bare(w, at % L::FRAGS, j), Half<T>::power(127), 0x80008000u);  // code / 64
+                            else if (!EXACT) to[j] = add2<T>(to[j], C::magic(at % L::FRAGS) | 0x80008000u);
                             to[j] = fma2<T>(to[j], EXACT ? Half<T>::power(14 - C::p(at % L::FRAGS)) : scale[j & 1], offset[j & 1]);
                         }
                     }
