@@ -34,9 +34,17 @@ def folder_of(shape: str, out: Path) -> Path:
     return out
 
 
-def spread(param: torch.Tensor, *_: Any) -> None:
-    """Random codes, scales of about 1 / sqrt(K), matrices of that spread, ones: in the place of vLLM's dummy values."""
-    if param.dtype == torch.uint8:  # (E, N, K / 2) codes, (E, N, K / 32) exponents
+def spread(model: torch.nn.Module, *_: Any) -> None:
+    """`filled` all tensors, in the place of vLLM's dummy values."""
+    for name, param in model.state_dict().items():
+        filled(name, param)
+
+
+def filled(name: str, param: torch.Tensor) -> None:
+    """Random codes, scales of about 1 / sqrt(K), matrices of that spread, biases 0 (e2e_decode.fill says why), others 1."""
+    if name.endswith("bias"):
+        param.zero_()
+    elif param.dtype == torch.uint8:  # (E, N, K / 2) codes, (E, N, K / 32) exponents
         K = int(param.shape[-1]) * 2 if param.shape[-1] > 512 else int(param.shape[-1]) * 32
         about = 127 - round(K.bit_length() / 2) - 2  # e2m1's own spread is about 2^1.5
         param.random_(0, 256) if param.shape[-1] * 2 == K else param.random_(about, about + 2)
@@ -55,9 +63,9 @@ def main() -> None:
     args = parser.parse_args()
     for key, value in vllm_speed.ENGINE.items():
         os.environ.setdefault(key, value)
-    from vllm.model_executor.model_loader import weight_utils  # type: ignore[import-not-found]
+    from vllm.model_executor.model_loader import dummy_loader  # type: ignore[import-not-found]
 
-    weight_utils.initialize_single_dummy_weight = spread
+    dummy_loader.initialize_dummy_weights = spread
     batches, rows = [int(b) for b in args.batches.split(",")], list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
         more = {"max_num_seqs": max(batches), "max_model_len": args.prompt + args.new + 8, "gpu_memory_utilization": 0.6}
