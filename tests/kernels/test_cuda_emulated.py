@@ -132,7 +132,7 @@ def warps():
 
 
 def rows_of_odd_groups():
-    """K of 11 groups of 64, as gpt-oss's 45: no whole step of any kernel. Codes of 8 bits in bf16, which no magic number holds."""
+    """K of 11 groups of 64, as gpt-oss's 45: no whole steps. Codes of 8 bits in bf16, which no magic number holds."""
     for i, (bits, group, M) in enumerate(itertools.product(BITS, (64, 32), (1, 16, 33))):
         zero, N = ("float", "none", "int")[i % 3], (17, 40, 72)[i % 3]
         yield Case("cuda/tile_mma", bits, BF16 if bits == 8 else (F16, BF16)[i % 2], group, zero, M, N, 704, (i * 0.382) % 1)

@@ -50,7 +50,8 @@ def drawn():
             yield Case(i, 8, torch.bfloat16, (64, 256, 1280)[i % 3], "float", 40, 201, 1280, 132, False)
     for i, c in enumerate(tile_wgmma.CONFIGS):
         if c["BLOCK_M"] <= 64 and i % 4 == 1:  # K of 11 groups of 64, as gpt-oss's 45: the last step is half past the end
-            yield Case(i, 8, torch.bfloat16, (64, 32)[i % 8 // 4], ("float", "none")[i % 8 // 4], c["BLOCK_M"] - 3, 201, 704, 3, i % 8 > 4)
+            group, zero = ((64, "float"), (32, "none"))[i % 8 // 4]
+            yield Case(i, 8, torch.bfloat16, group, zero, c["BLOCK_M"] - 3, 201, 704, 3, i % 8 > 4)
 
 
 @pytest.fixture(autouse=True)
