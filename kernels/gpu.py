@@ -25,6 +25,7 @@ class Gpu:
     smem_block: int  # bytes of shared memory that a block may ask for
     smem_sm: int  # ... that an SM has
     l2: int  # bytes of second-level cache
+    split: int = 0  # bytes of an SM's L1 that are shared memory throughout a step; 0: as each kernel's launch makes them
     fp8: bool = False  # tensor cores multiply e4m3
     dependent_launch: bool = False  # programmatic dependent launch
     max_cluster: int = 1  # blocks of a cluster; 1: there are none
@@ -34,7 +35,7 @@ class Gpu:
 
     def __post_init__(self) -> None:
         """Raise ValueError where facts contradict each other."""
-        sizes = 0 < self.smem_block <= self.smem_sm <= self.l2 and self.sms > 0
+        sizes = 0 < self.smem_block <= self.smem_sm <= self.l2 and self.sms > 0 <= self.split <= self.smem_sm
         clusters = all(n * size <= self.sms for size, n in enumerate(self.clusters, 1))
         clusters = clusters and len(self.clusters) <= self.max_cluster and self.clusters[:1] in ((), (self.sms,))
         newer = (not self.wgmma or self.tma) and (not self.tma or (self.max_cluster > 1 and self.dependent_launch and self.fp8))
@@ -59,7 +60,7 @@ ROWS: dict[Capability, Gpu] = {
         Gpu("Jetson AGX Orin", (8, 7), 16, 163 * KB, 164 * KB, 4 * MB),
         Gpu("RTX 4090", (8, 9), 128, 99 * KB, 100 * KB, 72 * MB, fp8=True),
         # clusters: SMs lie in groups of unequal size
-        Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 50 * MB, clusters=(132, 66, 39, 30), wgmma=True, **_HOPPER_ON),
+        Gpu("H100", (9, 0), 132, 227 * KB, 228 * KB, 50 * MB, 164 * KB, clusters=(132, 66, 39, 30), wgmma=True, **_HOPPER_ON),
         Gpu("B200", (10, 0), 148, 227 * KB, 228 * KB, 126 * MB, **_HOPPER_ON),
         Gpu("RTX 5090", (12, 0), 170, 99 * KB, 100 * KB, 96 * MB, **_HOPPER_ON),
         Gpu("GB10", (12, 1), 48, 99 * KB, 100 * KB, 24 * MB, **_HOPPER_ON),

@@ -108,7 +108,7 @@ def expression(T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int 
 
 @cache
 def _kernel(instance: str, device: int, warps: int, smem: int, cluster: int, serialize: bool) -> Kernel:
-    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize)
+    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize, few=cluster > 1)
 
 
 CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)

@@ -4,6 +4,7 @@ A sample of the shipped instances, chosen so that every kernel, width, dtype and
 cache makes a second run take seconds.
 """
 
+import ctypes
 import itertools
 import os
 import subprocess
@@ -15,11 +16,12 @@ import torch
 nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not installed")
 
 from lowq_kernels import gpu
-from lowq_kernels.cuda import operands
+from lowq_kernels.cuda import driver, operands
 from lowq_kernels.decode import attend_cuda, experts
+from lowq_kernels.decode.kv_triton import NUMBERS
 from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.papers import gemv_rows, gemv_warp32
-from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma, tile_wgmma_grouped
+from lowq_kernels.products.cuda import int8_planes, tile_dequant, tile_mma, tile_wgmma, tile_wgmma_grouped
 from lowq_packers.scheme import BITS, Scheme
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -274,3 +276,30 @@ def test_tile_wgmma_grouped(bits):
         instance = tile_wgmma.expression(bits, (bits + i) % 2, 128, str((i + 1) % 2), c, grouped=True)
         used = clean("tile_wgmma.cu", instance, "sm_90a")
         assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
+
+
+def attention(heads, kv):
+    """(resources, threads, bytes of shared memory) of attend.cu for so many key heads."""
+    cut = attend_cuda.shape(heads, 131072, 128, 4, kv, gpu.HOPPER)
+    made = nvrtc.compiled("attend.cu", attend_cuda.expression(0, 128, 128, 4, 0, cut, 64, NUMBERS[kv]), gpu.HOPPER.arch)
+    return made.resources, 32 * cut.warps, cut.shared
+
+
+def test_one_split_of_l1_is_for_kernels_that_lose_no_block_by_it():
+    assert driver.keeps_split(gpu.HOPPER, *attention(512, "16"))  # one block fits an SM, of 148 KB
+    assert not driver.keeps_split(gpu.HOPPER, *attention(512, "fp8"))  # three fit, two with the split
+    used = {"registers": 63, "smem": 0}
+    assert driver.keeps_split(gpu.HOPPER, used, 256, 40 << 10)  # four, by registers: 164 KB with the system's
+    assert not driver.keeps_split(gpu.HOPPER, used, 256, 41 << 10)
+    assert driver.keeps_split(gpu.HOPPER, used, 512, gpu.HOPPER.smem_block)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_driver_has_heard_of_the_split():
+    on, percent = gpu.here(0), ctypes.c_int()
+    kernel = driver.Kernel("int8_planes.cu", "int8_planes<0, 4>", 0, 128, int8_planes.PARAMETERS, serialize=on.dependent_launch)
+    driver._check(
+        driver._driver().cuFuncGetAttribute(ctypes.byref(percent), driver._CARVEOUT, kernel._function), "reading it back"
+    )
+    assert percent.value == (100 * on.split // on.smem_sm if on.split else -1)

@@ -29,6 +29,7 @@ CONSTANTS = re.compile(r"\b(132|264|396|528|1056)\b|\b2?2[678] ?<< ?10\b|(?<!\w)
         {"tma": False},
         {"fp8": False},
         {"max_cluster": 1},
+        {"split": 229 << 10},
     ],
     ids=str,
 )
