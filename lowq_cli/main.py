@@ -189,6 +189,8 @@ def _run() -> int:
             return _fail(str(full), full.exit_code)
         if isinstance(e, OSError) and e.filename and e.errno in REFUSED:
             return _fail(f"{e.filename}: {e.strerror}", EXIT_USAGE)
+        if isinstance(e, ModuleNotFoundError) and e.name and not e.name.startswith("lowq"):  # pip install --no-deps
+            return _fail(f"{e.name.partition('.')[0]} is not installed, which lowq needs here; install it with pip", EXIT_USAGE)
         if hasattr(e, "format_message"):  # Typer's own errors, or those of the click of older releases
             return _mistyped(e)
         if type(e).__name__ == "OutOfMemoryError":  # torch's, named here so that torch need not be imported

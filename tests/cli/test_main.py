@@ -243,6 +243,14 @@ def test_an_error_after_the_result_is_no_second_object(monkeypatch, capsys):
         assert err == "lowq: the plot cannot be written\n"
 
 
+def test_a_package_that_is_missing_is_named():
+    """As after `pip install --no-deps`: it was an internal error, to be reported."""
+    code = "import sys; sys.modules['uvicorn'] = None; import lowq_cli.main as m; sys.exit(m._run())"
+    done = subprocess.run([sys.executable, "-c", code, "serve", "demo", "--device", "cpu"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "lowq: uvicorn is not installed, which lowq needs here; install it with pip"
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
 def test_a_closed_stream_is_no_bug(closed):
     """Python has None for it: a line for stderr would go to stdout, and flushing it would be an internal error."""
