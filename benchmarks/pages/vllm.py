@@ -5,9 +5,8 @@ from typing import Any
 from pages import RESULTS, Row, part, read, shown, table
 
 SPEED = "h200/vllm_8b*.json"  # a run of vllm_speed.py each
-QUALITY, OWN, HTTP, TEXTS, EXPERTS = (
-    f"h200/{name}.json" for name in ("vllm_quality", "serve_8b", "serve_http_8b", "serve_texts", "experts")
-)
+HTTP = "h200/serve_http_8b*.json"  # a run each
+QUALITY, OWN, TEXTS, EXPERTS = (f"h200/{name}.json" for name in ("vllm_quality", "serve_8b", "serve_texts", "experts"))
 MIXTURE, SEVERAL, RANKS = "h200/vllm_a3b.json", "h100/vllm_70b_tp2.json", "h100/vllm_ranks.json"
 WHOSE = {"export": "vLLM's", "lowq": "lowq's"}
 
@@ -178,23 +177,30 @@ def vllm_users() -> str:
 HTTP_SERVERS = {"lowq": "`lowq serve`", "export": "vLLM, its kernels", "plugin": "vLLM, lowq's"}
 
 
+def http_runs() -> list[Row]:
+    """Every run over HTTP, the newest last."""
+    return sorted((read(str(path.relative_to(RESULTS))) for path in RESULTS.glob(HTTP)), key=lambda r: r["date"])
+
+
 @part
 def http_users() -> str:
     """The same loop over HTTP: `lowq serve`, and vLLM's server by both kernels."""
-    report, texts, lines = read(HTTP), read(TEXTS), []
-    servers = report["servers"]
-    for users, ours in ((k, v) for k, v in servers["lowq"].items() if k.startswith("users_")):
-        for name, shown_as in HTTP_SERVERS.items():
-            if row := servers.get(name, {}).get(users):
-                times = (f"{t['p50']:.1f} / {t['p99']:.1f}" for t in (row["ttft_ms"], row["between_ms"]))
-                ratio = "" if row is ours else f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f}"
-                lines.append((row["users"], shown_as, f"{row['tokens_per_s']:,.0f}", ratio, *times))
-    columns = (">users", "server", ">tokens/s", ">lowq serve over it", ">first token, ms p50 / p99", ">between tokens")
-    where = f"{report['device']}, {report['date'][:10]}, torch {report['torch']}, vLLM {report['vllm']}"
+    texts, parts = read(TEXTS), []
+    for report in http_runs():
+        servers, lines = report["servers"], []
+        for users, ours in ((k, v) for k, v in servers["lowq"].items() if k.startswith("users_")):
+            for name, shown_as in HTTP_SERVERS.items():
+                if row := servers.get(name, {}).get(users):
+                    times = (f"{t['p50']:.1f} / {t['p99']:.1f}" for t in (row["ttft_ms"], row["between_ms"]))
+                    ratio = "" if row is ours else f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f}"
+                    lines.append((row["users"], shown_as, f"{row['tokens_per_s']:,.0f}", ratio, *times))
+        columns = (">users", "server", ">tokens/s", ">lowq serve over it", ">first token, ms p50 / p99", ">between tokens")
+        where = f"{report['device']}, {report['date'][:16].replace('T', ' ')}, torch {report['torch']}, vLLM {report['vllm']}"
+        parts.append(f"{where}, one run:\n\n{table(columns, lines)}")
     gap = max(texts["gaps_where_they_part"], default=0.0)
     return (
-        f"{where}, one run:\n\n{table(columns, lines)}\n"
-        f"Of {texts['at_once']} prompts at once by the `openai` client, streamed, {texts['equal_to_generate']} texts\n"
+        "\n".join(parts)
+        + f"\nOf {texts['at_once']} prompts at once by the `openai` client, streamed, {texts['equal_to_generate']} texts\n"
         f"are those of `generate`, the others part where two tokens' log-probabilities are up to {gap:.3f} apart.\n"
     )
 

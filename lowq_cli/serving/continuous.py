@@ -144,6 +144,7 @@ class ContinuousEngine:
                 self.rows.flush()
                 self.passes.record_when_met() if self._brief else self.passes.record(done)
                 self.reason = self.passes.reason
+        self.passes.pace.begin()
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
         self._thread.start()

@@ -192,6 +192,24 @@ def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
     assert slow.budget(64, 64, 5000, 16, 64) == 1024 - 64  # 0.17 s is 1.1 steps
 
 
+def test_what_was_measured_on_a_busy_gpu_is_put_right_by_the_first_pass():
+    """Three engines started on one GPU: all passes were thought to take 2.5 times as long, until each had come."""
+    alone, busy = paced(), paced()
+    for size in busy.known:
+        busy.known[size] *= 2.5
+    busy.begin()
+    busy.note(64, 256, 0.008)
+    for size in ((64, 64), (64, 128), (64, 256), (64, 512), (32, 1024)):
+        assert busy.seconds(*size) == pytest.approx(alone.seconds(*size))
+    assert busy.budget(64, 64, 5000, 60, 60) == alone.budget(64, 64, 5000, 60, 60)
+    busy.note(64, 64, 0.006)  # met first beside texts: 4 ms are the pass's own
+    assert busy.known[64, 64] == pytest.approx(0.004)
+    assert 0 < busy.extra < 0.002
+    alone.begin()
+    alone.note(64, 256, 0.007)  # an eighth less is chance
+    assert alone.seconds(64, 512) == 0.012
+
+
 def test_short_prompts_are_read_first_and_a_long_one_waits_for_a_bounded_time():
     schedule, read = Schedule(Pool(1000, BLOCK), 200, lambda n: n), []
     schedule.waiting.extend(Text(i, Request((i,) * n, 1)) for i, n in enumerate((600, 100, 300)))
