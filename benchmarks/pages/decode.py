@@ -81,8 +81,11 @@ def decode() -> str:
         about = f"{report['device']}, prompt {report['prompt']}, {report['date'][:10]}, torch {report['versions']['torch']}"
         parts += [f"**{title}** ({about}), batch 1:\n", table(*_one(rows))]
         beside = RESULTS / gpu / f"decode_{model}_vllm.json"  # of the same run
-        if batched := _batched(rows + (read(f"{gpu}/{beside.name}")["rows"] if beside.is_file() else [])):
+        theirs = read(f"{gpu}/{beside.name}") if beside.is_file() else {"rows": []}
+        if batched := _batched(rows + theirs["rows"]):
             parts += ["\nAll sequences together, tokens/s:\n", table(*batched)]
+        if "about" in theirs:
+            parts.append(f"\n{theirs['about']}\n")
         if told := other_runs(rows):
             parts.append(told)
         if spent := _spent(rows, report["read_gbs"]):

@@ -23,8 +23,8 @@ H200 = dataclasses.replace(gpu.HOPPER, name="NVIDIA H200", l2=60 << 20)
 needs_nvrtc = pytest.mark.skipif(MMA not in registry.kernels(), reason="NVRTC is not installed")
 
 
-def call(M, N=4096, K=4096, bits=4, layout="tile", on=gpu.HOPPER, group=128):
-    return Call(M, N, K, Scheme(bits, group, "float"), layout, torch.float16, "cuda", on.capability)
+def call(M, N=4096, K=4096, bits=4, layout="tile", on=gpu.HOPPER, group=128, dtype=torch.float16):
+    return Call(M, N, K, Scheme(bits, group, "float"), layout, dtype, "cuda", on.capability)
 
 
 @pytest.fixture
@@ -102,6 +102,8 @@ def test_blocks_that_fill_an_sm_take_no_second_round():
     """160 blocks of 8 warps: two fit an SM in groups of 128, for which the rows are; in groups of 64 they would take turns."""
     assert [select(call(16, 5120, 3840, 8, group=group))[1]["WARPS"] for group in (128, 64, 32)] == [8, 4, 4]
     assert select(call(16, 4096, 3840, 8, group=64))[1]["WARPS"] == 8  # 128 blocks, one round
+    by_4_bits = select(call(16, 6144, group=64, dtype=torch.bfloat16))[1]
+    assert [*by_4_bits.values()] == [4, 2, 256, 2, 1, 0]  # us on an H200: 8.3; [4, 2, 128, 2, 1] 11.4
 
 
 @needs_nvrtc
