@@ -100,7 +100,7 @@ class Parameters:
         self.addresses = (ctypes.c_void_p * len(types))(*(start + offset for offset in offsets))
 
 
-def keeps_split(on: gpu.Gpu, used: dict[str, int], threads: int, smem: int) -> bool:
+def keeps_split(on: gpu.Gpu, used: dict[str, int], threads: int, smem: int, per_sm: int = 32) -> bool:
     """Whether as many blocks fit an SM with `on.split` bytes of shared memory as with all that it can have.
 
     used: a Cubin's resources. An SM has to be idle to change what part of its L1 is shared memory, so a kernel of another split
@@ -108,7 +108,7 @@ def keeps_split(on: gpu.Gpu, used: dict[str, int], threads: int, smem: int) -> b
     of it 1,786 -> 1,750; 1B by 4 bits 445 -> 422, in 16 bits 839 -> 732.
     """
     each = smem + used["smem"] + 1024  # of which the system takes the last
-    most = min(on.smem_sm // each, 2048 // threads, 65536 // (-(-used["registers"] // 8) * 8 * threads))
+    most = min(per_sm, on.smem_sm // each, 2048 // threads, 65536 // (-(-used["registers"] // 8) * 8 * threads))
     return most <= 1 or most * each <= on.split
 
 
@@ -123,7 +123,7 @@ class Kernel:
         smem: dynamic shared memory in bytes; `launch` may use less.
         cluster: blocks of a cluster along x (1: no clusters).
         serialize: allow programmatic dependent launch (the kernel calls griddepcontrol.wait before it reads x).
-        few: there are never more blocks than SMs, so how many fit one does not matter.
+        per_sm: so many blocks an SM its grids have at most.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Kernel:
         smem: int = 0,
         cluster: int = 1,
         serialize: bool = False,
-        few: bool = False,
+        per_sm: int = 32,
     ) -> None:
         on = gpu.here(device)
         cubin = nvrtc.compiled(file, expression, on.arch)
@@ -150,7 +150,7 @@ class Kernel:
             )
             if smem:  # even of 48 KB and less: what the source itself declares counts too
                 _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SMEM, smem), f"{smem} bytes of shared memory")
-            if on.split and (few or keeps_split(on, cubin.resources, threads, smem)):
+            if on.split and keeps_split(on, cubin.resources, threads, smem, per_sm):
                 _check(driver.cuFuncSetAttribute(self._function, _CARVEOUT, 100 * on.split // on.smem_sm), "a split of L1")
         self.name, self.device, self._launch, self._lock = expression, device, driver.cuLaunchKernelEx, threading.Lock()
         self._parameters = Parameters(parameters)

@@ -108,7 +108,8 @@ def expression(T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int 
 
 @cache
 def _kernel(instance: str, device: int, warps: int, smem: int, cluster: int, serialize: bool) -> Kernel:
-    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize, few=cluster > 1)
+    per_sm = 2 if cluster > 1 else 32  # of MOST_HEADS clusters
+    return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize, per_sm)
 
 
 CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)

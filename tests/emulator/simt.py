@@ -167,7 +167,7 @@ class Kernel:
     recording = False
     order = 1
 
-    def __init__(self, file, expression, device, threads, parameters, smem=0, cluster=1, serialize=False):
+    def __init__(self, file, expression, device, threads, parameters, smem=0, cluster=1, serialize=False, per_sm=32):
         self.file, self.expression, self.threads, self.parameters = file, expression, threads, driver.Parameters(parameters)
         self.limit, self.cluster = max(smem, 48 << 10), cluster
 

@@ -278,9 +278,9 @@ def test_tile_wgmma_grouped(bits):
         assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
 
 
-def attention(heads, kv):
+def attention(heads, kv, S=131072):
     """(resources, threads, bytes of shared memory) of attend.cu for so many key heads."""
-    cut = attend_cuda.shape(heads, 131072, 128, 4, kv, gpu.HOPPER)
+    cut = attend_cuda.shape(heads, S, 128, 4, kv, gpu.HOPPER)
     made = nvrtc.compiled("attend.cu", attend_cuda.expression(0, 128, 128, 4, 0, cut, 64, NUMBERS[kv]), gpu.HOPPER.arch)
     return made.resources, 32 * cut.warps, cut.shared
 
@@ -288,6 +288,8 @@ def attention(heads, kv):
 def test_one_split_of_l1_is_for_kernels_that_lose_no_block_by_it():
     assert driver.keeps_split(gpu.HOPPER, *attention(512, "16"))  # one block fits an SM, of 148 KB
     assert not driver.keeps_split(gpu.HOPPER, *attention(512, "fp8"))  # three fit, two with the split
+    assert not driver.keeps_split(gpu.HOPPER, *attention(8, "fp8", 512))
+    assert driver.keeps_split(gpu.HOPPER, *attention(8, "fp8", 512), 2)  # more are never asked for
     used = {"registers": 63, "smem": 0}
     assert driver.keeps_split(gpu.HOPPER, used, 256, 40 << 10)  # four, by registers: 164 KB with the system's
     assert not driver.keeps_split(gpu.HOPPER, used, 256, 41 << 10)
