@@ -90,7 +90,7 @@ def _dense_config_refuse(call: FoldedCall, config: Config) -> str | None:
 
 def _dense_config(call: FoldedCall, legal: list[Config]) -> Config:
     assert isinstance(call.product, DenseCall)
-    return dense_mma.first(call.product, legal, "gated" if call.fold & GATED else "folded")
+    return dense_mma.first(call.product, legal, call.fold)
 
 
 @register(

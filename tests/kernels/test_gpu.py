@@ -96,7 +96,7 @@ INSTANCES = {
     "experts": lambda on: ("experts.cu", "experts<4, 1, 128, 1, 2>"),
     "gemv_warp32": lambda on: ("gemv_warp32.cu", "gemv_warp32<4, 0, 128, true, 0, 8>"),
     "gemv_rows": lambda on: _gemv_rows(),
-    "dense_mma": lambda on: ("dense_mma.cu", "dense_mma<1, 16, 2, 64, 1, 2, 1024, 5>"),
+    "dense_mma": lambda on: ("dense_mma.cu", "dense_mma<1, 16, 2, 64, 1, 5>"),
     "attend": lambda on: ("attend.cu", "attend<1, 128, 128, 4, 0, 4, 8, 4, 64, 4>") if on.max_cluster > 1 else None,
     "int8_planes": lambda on: ("int8_planes.cu", "int8_planes<0, 2>"),
     "tile_wgmma": lambda on: _wgmma(on, "tile_wgmma", lambda m: (4, 0, 128, m.form(Scheme(4, 128)), m.CONFIGS[0])),

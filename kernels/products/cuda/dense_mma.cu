@@ -2,10 +2,10 @@
 //
 // Grid    x: ROW_TILES row tiles of 16 rows of W a block. y: blocks of 8 rows of x.
 // Block   WARPS warps take the steps (STEP k) in turn and add up through shared memory at the end.
-// Warp    W and x go from global memory into registers, two steps of them: W's first AHEAD steps before anything else and in front of
-//         the wait for the kernel before, a later one as soon as the step two before it is used. The order of k inside a product is
+// Warp    W and x go from global memory into registers, two steps of them: W's first two before anything else and in front of the
+//         wait for the kernel before, a later one as soon as the step two before it is used. The order of k inside a product is
 //         free: a lane reads 16 bytes of a row of W, and of x, and they are its pairs of two mma; 64 bytes of a row by its four lanes,
-//         128 by two loads. In front of the wait L2 is asked for L2_AHEAD k more of each row, by all warps: asking takes 50 cycles.
+//         128 by two loads.
 // FOLD    what the product does for its neighbours in a decode step, fold.cuh; 0: nothing.
 // Limits  K a multiple of 8.
 // Launch  weights do not depend on the kernel before, x does. Every sum has a fixed order: equal bits on every run.
@@ -18,13 +18,7 @@ __device__ __forceinline__ uint4 weights16(const u16* p) {  // read once
     return v;
 }
 
-__device__ __forceinline__ void prefetch_l2(const u16* p, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes));
-#endif
-}
-
-template <int T, int WARPS, int ROW_TILES, int STEP, int BLOCKS_PER_SM, int AHEAD, int L2_AHEAD, int FOLD = 0>
+template <int T, int WARPS, int ROW_TILES, int STEP, int BLOCKS_PER_SM, int FOLD = 0>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_SM)
 dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x, u16* y, int M, int N, int K, const Folded folded) {
     constexpr int LOADS = STEP / 32, E = ROW_TILES * 4 * 32;  // of 16 bytes, of a lane and row; fp32 sums of a warp: [t][register][lane]
@@ -62,12 +56,10 @@ dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x,
     };
     const int second = warp + WARPS;
     if (warp < steps) load_w(0, warp);
-    if (AHEAD > 1 && second < steps) load_w(1, second);
-    if (const int k = AHEAD * WARPS * STEP, row = lane * WARPS + warp; L2_AHEAD && row < ROW_TILES * 16 && k < K)
-        prefetch_l2(W + (size_t)smaller(tile(row / 16) * 16 + row % 16, N - 1) * K + k, 2 * smaller(L2_AHEAD, K - k));
+    if (second < steps) load_w(1, second);
     previous_grid_wait();
     if (warp < steps) load_x(0, warp);
-    if (AHEAD > 1 && second < steps) load_x(1, second);
+    if (second < steps) load_x(1, second);
     const u32 squares = shared_address(shared) + WARPS * E * 4;
     const Early first = early<FOLD, OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * OUT, N, K);
     copy_commit();
@@ -78,7 +70,7 @@ dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x,
         for (int u = 0; u < 2; u++) {
             const int now = s + u * WARPS, next = now + WARPS;
             if (now >= steps) continue;
-            if ((AHEAD == 1 || now != warp) && next < steps) load_w(1 - u, next), load_x(1 - u, next);
+            if (now != warp && next < steps) load_w(1 - u, next), load_x(1 - u, next);
 #pragma unroll
             for (int j = 0; j < LOADS; j++)
 #pragma unroll

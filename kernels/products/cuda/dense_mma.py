@@ -1,8 +1,7 @@
 """cuda/dense_mma: a few rows of x by a weight that is not packed. The kernel and its limits are described in dense_mma.cu.
 
 A config: WARPS of a block share K; ROW_TILES of 16 rows of W a block; STEP, k that a warp takes at once; BLOCKS_PER_SM, which
-caps the registers; AHEAD, a warp's steps of W on their way before the wait for the kernel before; L2_AHEAD, k more of each row
-that L2 is asked for. Which of CONFIGS is first is in tuned/: "wide", "narrow", and of folded ones "folded" and "gated".
+caps the registers. Which of CONFIGS is first is in tuned/, by how many row tiles an SM there are.
 """
 
 import ctypes
@@ -18,9 +17,8 @@ from lowq_kernels.dispatch.registry import Config, configs_of, register
 from lowq_kernels.products.cuda.tile_mma import GATED, NORMED
 from lowq_kernels.products.dense_call import DenseCall
 
-KEYS = ("WARPS", "ROW_TILES", "STEP", "BLOCKS_PER_SM", "AHEAD", "L2_AHEAD")
-SHAPES = ((8, 1, 128, 2), (16, 1, 128, 1), (8, 2, 64, 2), (16, 2, 64, 1), (8, 1, 64, 3), (4, 1, 128, 4))
-CONFIGS = configs_of(KEYS, tuple((*shape, *ahead) for ahead in ((1, 0), (2, 0), (2, 1024)) for shape in SHAPES))
+KEYS = ("WARPS", "ROW_TILES", "STEP", "BLOCKS_PER_SM")
+CONFIGS = configs_of(KEYS, ((8, 1, 128, 2), (16, 1, 128, 1), (8, 2, 64, 2), (16, 2, 64, 1), (8, 1, 64, 3), (4, 1, 128, 4)))
 PARAMETERS = (*(ctypes.c_void_p,) * 4, *(ctypes.c_int32,) * 3, Folded)
 ROWS = 8  # of x a block
 
@@ -36,16 +34,17 @@ def _kernel(instance: str, device: int, warps: int) -> Kernel:
     return Kernel("dense_mma.cu", instance, device, 32 * warps, PARAMETERS, on.smem_block - 1024, serialize=on.dependent_launch)
 
 
-def first(call: DenseCall, legal: list[Config], narrow: str) -> Config:
-    """The config that tuned/ names for wide calls or as `narrow`, where it is legal; else the first that is.
+def first(call: DenseCall, legal: list[Config], fold: int = 0) -> Config:
+    """The config that tuned/ names for rows as long and as many, where it is legal; else the first that is.
 
-    Wide are rows that are long, and so many that pairs of row tiles fill the GPU: blocks of 16 warps and two tiles. An 8B's
-    step on an H100 takes 5,433 us so and 5,568 by blocks of 8 warps and one tile, a 1B's 1,023 and 1,005.
+    Its lists hold (more row tiles an SM than this, config): a product that fits runs in one round of blocks that fill the SMs,
+    with two steps a warp. An 8B's step on an H200 takes 4,094 us with q/k/v in 1.45 rounds of 16 warps, 4,046 in one of 8.
     """
     on = gpu.of(call.capability)
     file = policy.model("cuda/dense_mma", on)
-    wide = file["wide_from_k"] <= call.K and file["wide_blocks_an_sm"] * on.sms <= call.N / 32
-    asked = dict(zip(KEYS, file["wide" if wide else narrow], strict=True))
+    rows = "long" if file["long_from_k"] <= call.K else "gated" if fold & GATED else "short"
+    values = [values for above, values in file[rows] if above < call.N / 16 / on.sms][-1]
+    asked = dict(zip(KEYS, values, strict=True))
     return asked if asked in legal else legal[0]
 
 
@@ -60,7 +59,7 @@ def _refuse(call: DenseCall) -> str | None:
     min_capability=gpu.since(lambda g: g.dependent_launch),  # what it gains over cuBLAS is a chain of launches without gaps
     configs=CONFIGS,
     refuse=_refuse,
-    default_config=lambda call, legal: first(call, legal, "narrow"),
+    default_config=first,
 )
 def dense_mma(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) by weight (N, K), fp16 or bf16 -> (M, N): fp32 sums, rounded once."""
