@@ -19,6 +19,7 @@ from lowq_packers.errors import UnsupportedError
 _CLUSTER, _SERIALIZE = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 _MAX_DYNAMIC_SMEM, _CARVEOUT = 8, 9  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, ..._PREFERRED_SHARED_MEMORY_CARVEOUT
 _NO_CONTEXT = 201
+SYSTEM, MOST_BLOCKS = 1 << 10, 32  # bytes of shared memory that every block takes beside its own; blocks of an SM
 _TOO_OLD = (218, 222, 35, 803)  # invalid PTX, unsupported PTX version, driver older than the runtime, system mismatch
 
 
@@ -100,14 +101,14 @@ class Parameters:
         self.addresses = (ctypes.c_void_p * len(types))(*(start + offset for offset in offsets))
 
 
-def keeps_split(on: gpu.Gpu, used: dict[str, int], threads: int, smem: int, per_sm: int = 32) -> bool:
+def keeps_split(on: gpu.Gpu, used: dict[str, int], threads: int, smem: int, per_sm: int = MOST_BLOCKS) -> bool:
     """Whether as many blocks fit an SM with `on.split` bytes of shared memory as with all that it can have.
 
     used: a Cubin's resources. An SM has to be idle to change what part of its L1 is shared memory, so a kernel of another split
     than the one before it cannot start early. With one for all, us a step on an H200: 8B by 4 bits 1,259 -> 1,256, 16 rows
     of it 1,786 -> 1,750; 1B by 4 bits 445 -> 422, in 16 bits 839 -> 732.
     """
-    each = smem + used["smem"] + 1024  # of which the system takes the last
+    each = smem + used["smem"] + SYSTEM
     most = min(per_sm, on.smem_sm // each, 2048 // threads, 65536 // (-(-used["registers"] // 8) * 8 * threads))
     return most <= 1 or most * each <= on.split
 
@@ -136,7 +137,7 @@ class Kernel:
         smem: int = 0,
         cluster: int = 1,
         serialize: bool = False,
-        per_sm: int = 32,
+        per_sm: int = MOST_BLOCKS,
     ) -> None:
         on = gpu.here(device)
         cubin = nvrtc.compiled(file, expression, on.arch)

@@ -14,7 +14,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.counters import counters
-from lowq_kernels.cuda.driver import Kernel
+from lowq_kernels.cuda.driver import MOST_BLOCKS, SYSTEM, Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
 from lowq_kernels.decode.attend import LONG, AttendCall
@@ -32,7 +32,6 @@ MOST_HEADS = 32  # key heads of all sequences together that clusters, or blocks 
 FEW_WAVES = 3  # heads an SM up to which the longest texts would end alone
 SPLITS = 2  # blocks of a head at most where heads alone fill the GPU: those that have nothing to do take 1 us a 512
 LEAST, LEAST_MANY = 32, 192  # tiles of a block there: with few waves texts of 1,024 slots are cut, with many those of 6,144
-SYSTEM = 1 << 10  # bytes of shared memory that every block takes beside its own
 STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
 
 
@@ -108,7 +107,7 @@ def expression(T: int, D: int, R: int, G: int, norm: int, cut: Shape, page: int 
 
 @cache
 def _kernel(instance: str, device: int, warps: int, smem: int, cluster: int, serialize: bool) -> Kernel:
-    per_sm = 2 if cluster > 1 else 32  # of MOST_HEADS clusters
+    per_sm = 2 if cluster > 1 else MOST_BLOCKS  # of MOST_HEADS clusters
     return Kernel("attend.cu", instance, device, 32 * warps, PARAMETERS, smem, cluster, serialize, per_sm)
 
 
