@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import serve_load
 import torch
 import triton
 from pages import results_of
@@ -66,6 +67,7 @@ PAGED = (  # sequences, slots of the table, tokens so far, in turn
     (64, 131072, (500,)),
     (64, 131072, (100, 300, 700, 100, 300, 700, 100, 8000)),
     (128, 131072, (500,)),
+    *((B, 131072, serve_load.under_way(B)) for B in (16, 32, 64, 128)),
 )
 PACKED = (((0, 300),), ((0, 300), (512, 100), (0, 600)), ((0, 2048),), ((30720, 2048),), tuple((0, 128) for _ in range(16)))
 PROMPTS = ((512, 0), (2048, 0), (2048, 2048), (304, 4096), (8192, 0), (2048, 30720))  # tokens, tokens before them
@@ -128,12 +130,14 @@ def paged(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
             pools = [torch.randn(blocks, HEADS.HKV, PAGE, HEADS.D, device=DEVICE, dtype=DTYPE) for _ in range(2)]
             whole = [p[table[:, : (blocks - 1) // B].long()].transpose(1, 2).flatten(2, 3).contiguous() for p in pools]
             own.append((qkv, *whole, pos, *turned, HEADS))
-            pooled.append((qkv, *pools, pos, *turned, HEADS, table))
+            pooled.append((qkv, *pools, pos, *turned, HEADS, table, pos.argsort(descending=True).to(torch.int32)))
         y, truth = attend(*pooled[0]), reference.attend(*own[0])
         row: dict[str, float | int | str] = {"B": B, "S": S, "lengths": str(lengths), "error": error(y, truth)}
         row["equal_again"] = int(torch.equal(y, attend(*pooled[0])))
         row["kernel"] = select(AttendCall.of(qkv, S, HEADS.D, HEADS, PAGE))[0].name
         row["own_us"], row["paged_us"] = times(attend, own), times(attend, pooled)
+        if len(lengths) > 1:
+            row["as_they_came_us"] = times(attend, [call[:-1] for call in pooled])
         row["cuda_us"], row["triton_us"] = times(attend_cuda.attend, pooled), times(attend_triton.attend, pooled)
         row["read_us"] = round(sum(p + 1 for p in places) * HEADS.HKV * HEADS.D * 4 / read_gbs / 1e3, 2)
         yield row

@@ -1,12 +1,13 @@
 """Servers under the users of serve_load.py over HTTP: `lowq serve`, `vllm serve` by its own kernels, and by lowq's plugin.
 
-    python benchmarks/serve_http.py --work /dev/shm/x [--servers lowq,export,plugin] [--users 1,16,64,128] [--shape 8b]
+    python benchmarks/serve_http.py --work /dev/shm/x [--servers lowq,export,plugin] [--users 1,16,64,128] [--long 4400,128000]
     python benchmarks/serve_http.py --work /dev/shm/x --texts 64
 
 Each server is a process of its own with the flags that its users would type; all start side by side, then one after another is
 measured while the others wait, by one client: so many connections, prompts as token ids, answers streamed. The model is one of
 random codes (vllm_speed.make), its tokenizer filled up to the model's vocabulary, for a token without text is not told. A
-token's time is when its event has come; those beside another one's have a gap of 0. results/<gpu>/serve_http_SHAPE.json.
+token's time is when its event has come; those beside another one's have a gap of 0. --long: after the users, prompts of so many
+tokens, one at a time, until their first token. results/<gpu>/serve_http_SHAPE.json.
 
 `--texts N`: the bundled model in 4 bits, N prompts at once by the `openai` package, streaming, greedy, beside `lowq.stream` of
 each alone; where texts part, by how much the two tokens' log-probabilities differ. results/<gpu>/serve_texts.json.
@@ -14,6 +15,7 @@ each alone; where texts part, by how much the two tokens' log-probabilities diff
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -40,6 +42,7 @@ SERVERS = ("lowq", "export", "plugin")
 LOWQ = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve"]
 WITH_TEXT = re.compile(rb'"text":"[^"]')  # an event that shows something; the last one has an empty text in some servers
 COUNTED = re.compile(rb'"completion_tokens": *(\d+)')
+REPEATS = 2  # of a long prompt
 NEW = 64  # tokens of an answer of --texts
 Row = dict[str, Any]
 
@@ -104,13 +107,14 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
     """Start `lowq serve`, or vLLM as `lowq serve --engine vllm` would."""
     port, env = free_port(), {}
     if name == "lowq":
-        cache = 100 * (LONGEST_PROMPT + LONGEST_NEW)  # beside other engines it must not take all there is
+        cache = 64 * (LONGEST_PROMPT + LONGEST_NEW)  # beside other engines it must not take all there is
         line = [*LOWQ, str(folder), "--port", str(port), "--device", args.device, "--cache-tokens", str(cache), "--name", "m"]
         line += args.args.split()
     else:
         from lowq_cli.interop.serving import command
 
-        extra = ["--max-model-len", str(LONGEST_PROMPT + LONGEST_NEW + 8), "--max-num-seqs", "256", "--dtype", "float16"]
+        longest = max(LONGEST_PROMPT + LONGEST_NEW, *args.long, 0) + 8
+        extra = ["--max-model-len", str(longest), "--max-num-seqs", "256", "--dtype", "float16"]
         extra += ["--kv-cache-memory-bytes", str(args.cache << 30), "--gpu-memory-utilization", "0.05"]
         extra += ["--attention-backend", "FLASH_ATTN", "--cudagraph-capture-sizes", *map(str, SIZES), "--served-model-name=m"]
         line = command(str(folder), 1, port, tuple(extra), native=name == "plugin")
@@ -192,6 +196,18 @@ async def load(port: int, users: int, count: int, asked: Iterator[Asked]) -> Row
     return row_of(users, count, seconds, made, done) | {"events_per_token": events}
 
 
+async def alone(port: int, length: int, asked: Iterator[Asked]) -> Row:
+    """Seconds until a prompt of so many tokens has its first one, with nobody else there: of REPEATS."""
+    seconds = []
+    for one in itertools.islice(asked, REPEATS):
+        ids = (one.prompt * (length // len(one.prompt) + 1))[:length]
+        ids[0] = one.number + 3  # so that none begins as the one before it
+        answered = Told(time.perf_counter())
+        await ask(port, Asked(one.number, ids, 2), answered)
+        seconds.append(answered.times[0][0] - answered.sent)
+    return {"tokens": length, "first_token_s": seconds}
+
+
 async def measure(servers: list[Server], args: argparse.Namespace, found: Row, write: Any) -> None:
     """Each server in turn, every number of users."""
     V = SHAPES[args.shape]["vocab_size"]
@@ -215,6 +231,9 @@ async def measure(servers: list[Server], args: argparse.Namespace, found: Row, w
                 row[f"users_{users}"] = await load(server.port, users, count, requests(V, SEED + users))
                 print(server.name, json.dumps(row[f"users_{users}"]), flush=True)
                 write()
+            for length in args.long:
+                row[f"prompt_{length}"] = await alone(server.port, length, requests(V, SEED + length))
+                print(server.name, json.dumps(row[f"prompt_{length}"]), flush=True)
         except Exception:
             row["failed"] = traceback.format_exc()
             print(server.name, row["failed"], flush=True)
@@ -306,6 +325,7 @@ def main() -> None:
     parser.add_argument("--servers", default=",".join(SERVERS))
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=list(USERS))
     parser.add_argument("--requests", type=float, default=1.0, help="share of USERS' requests that are answered")
+    parser.add_argument("--long", type=lambda s: [int(n) for n in s.split(",")], default=[], help="prompts, one at a time")
     parser.add_argument("--texts", type=int, default=0, metavar="N")
     parser.add_argument("--args", default="", help="more flags of lowq serve")
     parser.add_argument("--cache", type=int, default=14, help="GB of vLLM's cache")

@@ -49,6 +49,15 @@ def requests(vocabulary: int, seed: int = SEED) -> Iterator[Asked]:
         yield Asked(number, [rng.randrange(3, vocabulary) for _ in range(prompt)], new)
 
 
+def under_way(users: int, steps: int = 2000) -> tuple[int, ...]:
+    """Tokens in the cache of each user's text after so many steps."""
+    asked = requests(vocabulary=4)
+    texts = [(next(asked), 0) for _ in range(users)]
+    for _ in range(steps):
+        texts = [(t, n + 1) if n < t.new else (next(asked), 0) for t, n in texts]
+    return tuple(len(t.prompt) + n for t, n in texts)
+
+
 def closed_loop(
     users: int,
     count: int,

@@ -97,7 +97,7 @@ def fit(measured: Row, empty: Clock) -> tuple[Clock, list[Row]]:
 class Simulation:
     """ContinuousEngine's thread on a GPU, without one."""
 
-    def __init__(self, clock: Clock, users: int, seed: int = SEED) -> None:
+    def __init__(self, clock: Clock, users: int, gap: float = 0.0, seed: int = SEED) -> None:
         p = self.passes = Passes.__new__(Passes)
         most = MOST["cuda"]
         p.padded, p.fixed, p.most, p.sizes, p.totals, p.pace = True, False, most, list(buckets(most)), TOTALS, pace.Pace(TOTALS)
@@ -109,7 +109,7 @@ class Simulation:
         self.clock, self.schedule = clock, Schedule(Pool(1 + CACHE // BLOCK, BLOCK), most, p.bucket)
         self.engine: Any = SimpleNamespace(passes=p, schedule=self.schedule)  # what `_budget` asks
         self.asked = requests(V, seed + users)
-        self.coming = [(0.0, next(self.asked)) for _ in range(users)]
+        self.coming = [(gap * i, next(self.asked)) for i in range(users)]
         self.now = self.free = self.due = 0.0
         self.flights: deque[tuple[float, list[Text], tuple[int, int], float]] = deque()
         self.answers: dict[int, Answered] = {}
@@ -193,6 +193,7 @@ def change(settings: list[str]) -> None:
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--users", default="1,16,64,128")
+    ask.add_argument("--gap", type=float, default=0.0, help="ms between the users' first requests")
     ask.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", dest="settings")
     ask.add_argument("--out", type=Path, default=RESULTS / "serve_schedule.json")
     args = ask.parse_args()
@@ -200,11 +201,11 @@ def main() -> None:
     measured = json.loads((RESULTS / "h200" / "serve_8b.json").read_text())
     clock, fitted = fit(measured, measured_clock(measured))
     found: Row = {"date": datetime.now(UTC).isoformat("T", "seconds"), "of": "h200/serve_8b.json"}
-    found |= {name: getattr(pace, name) for name in ("SLACK", "SHARE", "ADVANCE", "LONGEST_S")}
+    found |= {name: getattr(pace, name) for name in ("SLACK", "ADVANCE", "LONGEST_S")}
     found |= {"EARLY_S": continuous.EARLY_S, "fitted": fitted}
     found |= {"slot_ns": 1e9 * clock.slot, "mixed_ms": 1e3 * clock.mixed, "token_us": 1e6 * clock.token}
     for users in map(int, args.users.split(",")):
-        row = found[f"users_{users}"] = Simulation(clock, users).run(COUNTS[users])
+        row = found[f"users_{users}"] = Simulation(clock, users, args.gap / 1e3).run(COUNTS[users])
         t, b = row["ttft_ms"], row["between_ms"]
         first, between = f"{t['p50']:.1f} / {t['p99']:.0f}", f"{b['p50']:.2f} / {b['p99']:.2f}"
         print(

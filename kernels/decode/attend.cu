@@ -57,8 +57,8 @@ __device__ __forceinline__ float4 prepared(float4 x, float4 weight, float4 cos, 
 
 template <int T, int D, int R, int G, int NORM, int WARPS, int CLUSTER, int STAGES, int PAGE, int KV>  // STAGES: tiles in flight a warp
 __global__ void __launch_bounds__(WARPS * 32, WARPS == 8 && STAGES > 1 ? 1 : 16 / WARPS)
-attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const u16* cos_table,
-       const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y, float4* partial, u32* arrived,
+attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int* positions, const int* table, const int* order,
+       const u16* cos_table, const u16* sin_table, const void* q_norm, const void* k_norm, const float* sinks, u16* y, float4* partial, u32* arrived,
        unsigned char* k_scales, unsigned char* v_scales, int S, int HKV, int window, int least, float scale, float eps, float shorter) {
     using C = Held<KV, D>;
     constexpr int MT = KV ? FP16 : T, STEPS = D / 16, ROW = D + 4;  // what is multiplied; of q k^T, of V^T p; padded sums
@@ -69,7 +69,8 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     constexpr float HEAD = KV ? 5.f : 0.f, LIMIT = HEAD + 3.f;        // p of the largest score is 2^HEAD to 2^LIMIT: of codes p * step is a half
     constexpr int LANES = D / 4, AHEAD = WARPS * 32 / LANES, ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;  // of a row; rows at a time
     extern __shared__ float4 shared[];                                // [warp][stage][piece][lane] a piece
-    __shared__ float4 parts[WARPS * G * ROW / 4];                     // [warp][query][dim]; before, heads that are encoded
+    float4* const parts = shared;                                     // at the end, over what was fetched: [warp][query][dim]
+    __shared__ float4 encoded[KV ? WARPS * 32 : 1];                   // heads on their way to codes
     __shared__ float tops[WARPS * G];
     __shared__ float totals[WARPS * G];
     __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
@@ -80,7 +81,8 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     __shared__ uint4 newest[2 * (C::ROW / 16 + 1)];  // the token's key and value as they go into the cache, and their scales
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int rank = blockIdx.x, b = blockIdx.y / HKV, h = blockIdx.y % HKV;
+    const int rank = blockIdx.x, turn_of = blockIdx.y / HKV, h = blockIdx.y % HKV;
+    const int b = order == nullptr ? turn_of : order[turn_of];
     next_grid_launch();
     if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");  // who pushes must know that all run
     const int pos = positions[b], n = pos + 1, seen_from = n > window ? n - window : 0, first = seen_from & ~15;
@@ -92,7 +94,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         else return tile < tiles ? table[(size_t)b * S + (first + tile * 16) / PAGE] : 0;
     };
     auto row_of = [&](int page, int slot) {  // of the cache, in slots
-        if constexpr (PAGE == 0) return (size_t)blockIdx.y * S + slot;
+        if constexpr (PAGE == 0) return ((size_t)b * HKV + h) * S + slot;
         else return ((size_t)page * HKV + h) * PAGE + (slot & (PAGE - 1));
     };
     auto v_slot = [&](int i) { return 2 * t + (i & 1) + 8 * (i >> 1); };
@@ -171,7 +173,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         }
         if (row < G) queries[(row * (D + 8) + 4 * part) / 4] = uint2{low, high};
         if (!owner || u * AHEAD + of_warp + 32 / LANES <= G) continue;
-        if constexpr (KV != 0) encode<KV, D>(x, parts + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
+        if constexpr (KV != 0) encode<KV, D>(x, encoded + 32 * warp + lane / LANES * LANES, part, shorter, low, scales);
         if (row < G || row >= rows) continue;
         const size_t slot = row_of(newest_page, pos);
         unsigned char *here = (unsigned char*)(newest + (row - G) * (C::ROW / 16 + 1)) + C::ROW / LANES * part;
@@ -306,6 +308,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         page = page_of(tile + (STAGES + 1) * ROUND);
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
+    __syncthreads();  // every warp has read its last tile
 #pragma unroll
     for (int c = 0; c < 2; c++) {
 #pragma unroll
@@ -329,7 +332,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         if constexpr (KV != 0) sum = turned<D>(sum, lane);
         if (item >= ITEMS) return;
         const float inverse = 1.f / whole;
-        u32* to = (u32*)(y + (size_t)blockIdx.y * G * D + 4 * item);
+        u32* to = (u32*)(y + ((size_t)b * HKV + h) * G * D + 4 * item);
         to[0] = from_floats<T>(sum.x * inverse, sum.y * inverse);
         to[1] = from_floats<T>(sum.z * inverse, sum.w * inverse);
     };

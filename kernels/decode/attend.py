@@ -18,8 +18,8 @@ class AttendCall:
     """One token of each of M sequences, over caches of S slots. R: rotated dims of a head; HQ, HKV, D as in `Heads`.
 
     block: slots of a block of a paged cache, 0 where each sequence has a cache of its own. kv: what it is held in (`kv.KINDS`).
-    Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, config) -> y, as `reference.attend`; qkv, caches
-    and table contiguous, pos (M,) int32, cos and sin (S, R).
+    Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, order, config) -> y, as `reference.attend`; qkv,
+    caches, table and order contiguous, pos (M,) int32, cos and sin (S, R).
     """
 
     op: ClassVar[Op] = "attend"
@@ -52,13 +52,14 @@ def attend(
     sin: torch.Tensor,
     h: Heads,
     table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`, by the kernel that dispatch chooses."""
     S, block = k_cache.shape[2], 0
     if table is not None:
         S, block = table.shape[1] * S, S
     spec, config = select(AttendCall.of(qkv, S, cos.shape[1], h, block, kind_of(k_cache)))
-    return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, config)
+    return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, order, config)
 
 
 register(

@@ -3,7 +3,8 @@
 Launch  a cluster of 8 blocks of 4 warps for each key head of few sequences; for long caches as many blocks of 8 warps for each
         as together fill the GPU; for many heads one of 8 warps each, two where the text is long
 Speed   us in a chain on an H100 (Triton's), 8 key heads of 128: one sequence of 100 slots 3.2 (5.6), 2000 6.3 (10.3), 32000
-        46 (73), in fp8 27 (83), in 4 bits 17 (94); eight of 4400 50 (56), 29 (68), 18 (90); 64 of 500 in blocks 48 (52)
+        46 (73), in fp8 27 (83), in 4 bits 17 (94); eight of 4400 50 (56), 29 (68), 18 (90); 64 of 500 in blocks 48 (52);
+        64 of 59 to 3,390 in blocks 74, the longest first 62
 """
 
 import ctypes
@@ -24,25 +25,27 @@ from lowq_kernels.decode.kv_triton import NUMBERS, numbers
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
-PARAMETERS = (*(ctypes.c_void_p,) * 15, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
+PARAMETERS = (*(ctypes.c_void_p,) * 16, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
 TILES = {"16": 2, "fp8": 3, "4": 4}
 NARROW, WIDE = 4, 8  # warps of a block
 CLUSTER = 8  # blocks: what every GPU with clusters allows
 MOST_HEADS = 32  # key heads of all sequences together that clusters, or blocks that fill the GPU, share
 FEW_WAVES = 3  # heads an SM up to which the longest texts would end alone
 SPLITS = 2  # blocks of a head at most where heads alone fill the GPU: those that have nothing to do take 1 us a 512
+TWO_WAVES, ORDERED_SPLITS = 2, 4  # heads an SM beyond which, the longest first, it runs two blocks; blocks of a head then
 LEAST, LEAST_MANY = 32, 192  # tiles of a block there: with few waves texts of 1,024 slots are cut, with many those of 6,144
-STATIC = 41 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims
+STATIC = 8 << 10  # bytes of shared memory that attend.cu declares, at most: 8 warps, 8 queries of 128 dims, codes
 
 
 def _ring(D: int, warps: int, kv: str, stages: int) -> int:
-    """Bytes of shared memory of a block: each warp has so many tiles of 16 slots, k and v, on their way."""
+    """Bytes of shared memory of a block: each warp has so many tiles of 16 slots, k and v, on their way; more than its sums of
+    8 queries, which are written over them at the end."""
     return stages * warps * 2 * 16 * slot_bytes(kv, D, torch.float16)
 
 
 def _declared(D: int, G: int, warps: int, kv: str) -> int:
-    """Bytes of shared memory that attend.cu declares without a cluster, up to 16 more."""
-    return 4 * warps * G * (D + 6) + 2 * G * (D + 8) + 2 * slot_bytes(kv, D, torch.float16) + 40
+    """Bytes of shared memory that attend.cu declares without a cluster, up to 32 more."""
+    return 8 * warps * G + (0 if kv == PLAIN else 512 * warps) + 2 * G * (D + 8) + 2 * slot_bytes(kv, D, torch.float16) + 40
 
 
 class Shape(NamedTuple):
@@ -57,8 +60,8 @@ class Shape(NamedTuple):
     shared: int
 
 
-def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu) -> Shape:
-    """For so many key heads of all sequences together, each with G queries and a cache of S slots.
+def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu, ordered: bool = False) -> Shape:
+    """For so many key heads of all sequences together, each with G queries and a cache of S slots; ordered: longest first.
 
     A block of 8 warps asks for so much shared memory that no two fit an SM. The next layer's blocks come while this one's still
     run, and go where there is room: two on an SM that was idle, of which each then has half (4 bits, 128,000 slots: 117 us for
@@ -68,6 +71,8 @@ def shape(heads: int, S: int, D: int, G: int, kv: str, on: gpu.Gpu) -> Shape:
     wide = _ring(D, WIDE, kv, tiles) + STATIC <= on.smem_block
     if few and not (wide and S >= LONG):
         return Shape(NARROW, CLUSTER, tiles, CLUSTER, 1, _ring(D, NARROW, kv, tiles))
+    if ordered and wide and kv == PLAIN and heads > TWO_WAVES * on.sms:
+        return Shape(WIDE, 1, 1, ORDERED_SPLITS, LEAST, _ring(D, WIDE, kv, 1))
     waves = heads <= FEW_WAVES * on.sms
     blocks, least = (SPLITS, LEAST if waves else LEAST_MANY) if heads > on.sms else (on.sms // heads, 1 if few else LEAST)
     if wide and (waves or kv == PLAIN):
@@ -124,6 +129,7 @@ def attend(
     sin: torch.Tensor,
     h: Heads,
     table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""
@@ -135,7 +141,7 @@ def attend(
     norm = 0 if h.q_norm is None else 1 if h.q_norm.dtype == qkv.dtype else 2
     on = gpu.here(qkv.device.index)
     G, heads = h.HQ // h.HKV, B * h.HKV
-    cut = shape(heads, S, h.D, G, kv, on)
+    cut = shape(heads, S, h.D, G, kv, on, order is not None)
     partial = arrived = None
     if cut.cluster == 1 and cut.blocks > 1:
         partial = torch.empty(heads * cut.blocks, G * h.D + (G + 1) // 2 * 4, dtype=torch.float32, device=qkv.device)
@@ -148,6 +154,7 @@ def attend(
         cut.shared,
         *(t.data_ptr() for t in (qkv, numbers(k_cache), numbers(v_cache), pos)),
         0 if table is None else table.data_ptr(),
+        0 if order is None or heads <= on.sms else order.data_ptr(),  # all heads run at once
         cos.data_ptr(),
         sin.data_ptr(),
         0 if h.q_norm is None else h.q_norm.data_ptr(),

@@ -275,6 +275,7 @@ def attend(
     sin: torch.Tensor,
     h: Heads,
     table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
     config: Config | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R)."""

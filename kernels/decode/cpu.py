@@ -79,6 +79,7 @@ def attend(
     sin: torch.Tensor,
     h: Heads,
     table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `reference.attend`."""
     norms, dtype = (h.q_norm, h.k_norm), qkv.dtype

@@ -119,10 +119,12 @@ def attend(
     sin: torch.Tensor,
     h: Heads,
     table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D).
 
-    With a `table` the caches are paged; its first B rows are the sequences'.
+    With a `table` the caches are paged; its first B rows are the sequences'. order (B,) int32: the sequences, those with the
+    most slots first, for kernels that are faster so; y does not depend on it.
     """
     B = qkv.shape[0]
     at = pos.long()

@@ -285,6 +285,7 @@ class ContinuousEngine:
             self._place(text, len(text.tokens) - 1)  # which the draw moves on
             if text.request.special:
                 self.special.begin(text)
+        rows.set_order([t.row for t in sorted(plan.steps, key=lambda t: -t.computed)])
         rows.flush()
 
     def _place(self, text: Text, pos: int) -> None:

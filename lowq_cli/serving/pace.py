@@ -7,9 +7,8 @@ tries such numbers on measured times.
 
 from collections.abc import Sequence
 
-SLACK = 2.8  # times a step: what a pass with prompt tokens may take, so that 3 times the median is the exception
-SHARE = 0.002  # of tokens may come after a longer pass: p99 leaves out 1% in all
-ADVANCE = 1.0  # tokens of each text under way may before that: with 0.8, 3 of 16 prompts at once waited 180 ms, not 150
+SLACK = 2.75  # times a step: what a pass with prompt tokens may take, so that 3 times the median is the exception
+ADVANCE = 1.5  # tokens of a text that may come after a longer pass: with 1, the last of 16 prompts waits 211 ms, not 138
 LONGEST_S = 0.1  # of one: an 8B on an H200 reads 4,096 tokens in 0.08
 NEWEST = 0.2  # weight of the newest pass in what is learnt
 BUSY = 0.8  # of what a pass was expected to take: one that takes less says that the GPU was not alone when all were measured
@@ -24,7 +23,7 @@ class Pace:
         known: the fewest seconds that were seen of each: with little in the cache.
         extra: what passes take beyond that now, whatever their size: attention over the texts that run.
         riding: what those with prompt tokens take beyond both.
-        late: tokens that came after a longer pass than SLACK allows, less SHARE of all.
+        late: tokens of those that run which came after a longer pass than SLACK allows.
         unmet, busy: sizes that no text's pass has had yet, and what to multiply their seconds by.
     """
 
@@ -32,7 +31,7 @@ class Pace:
         self.totals = totals
         self.known: dict[tuple[int, int], float] = {}
         self.extra = self.riding = self.late = 0.0
-        self._stepped = False
+        self._stepped, self._running = False, 0
         self.begin()
 
     def begin(self) -> None:
@@ -60,8 +59,10 @@ class Pace:
         self.extra = max(0.0, self.extra + NEWEST * (more - mixed * self.riding - self.extra))
 
     def stepped(self, running: int) -> None:
-        """A pass steps so many texts."""
-        self.late = max(0.0, self.late - SHARE * running)
+        """A pass steps so many texts; with those that ended goes their part of `late`."""
+        if running < self._running:
+            self.late *= running / self._running
+        self._running = running
 
     def seconds(self, steps: int, rows: int) -> float:
         """What a pass takes; one of which nothing is known as the nearest that is known, in proportion; `extra` without any."""

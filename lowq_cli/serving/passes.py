@@ -167,9 +167,9 @@ class Passes:
         return logits
 
     def _attend(self, b: int, packed: Packed | None, qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
-        (k, v), turned, heads, parts = self.caches[i], self.rope[layer.rope], layer.heads, []
+        (k, v), turned, heads, parts, r = self.caches[i], self.rope[layer.rope], layer.heads, [], self.rows
         if b:
-            parts.append(self.ops.attend(qkv[:b], k, v, self.rows.pos[:b], *turned, heads, self.rows.table))
+            parts.append(self.ops.attend(qkv[:b], k, v, r.pos[:b], *turned, heads, r.table, r.order[:b]))
         if packed is not None:
             parts.append(self.ops.attend_packed(qkv[b:], k, v, packed, *turned, heads))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

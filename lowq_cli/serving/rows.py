@@ -22,26 +22,27 @@ class Rows:
     Attributes:
         token (R,) int64, pos (R,) int32, seed (R,) int64, temperature (R,) fp32: as `choose_rows` takes them.
         target (R,) int32: the row itself where a step draws for it, else nobody's.
+        order (R,) int32: the rows, those of the longest texts first.
         table (R, width) int32: the blocks of its text; block 0 wherever it has none.
     """
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
         R = count + 1
         self.nobody, self.device = count, device
-        self._host = np.zeros(R * (5 + width), np.int32)  # seeds first: they are 64 bits wide
+        self._host = np.zeros(R * (6 + width), np.int32)  # seeds first: they are 64 bits wide
         flat = torch.from_numpy(self._host)
         self._flat = flat.to(device) if device.type == "cuda" else flat
-        ends = np.cumsum([2 * R, R, R, R, width * R])
+        ends = np.cumsum([2 * R, R, R, R, R, width * R])
         parts, copies = (np.split(self._host, ends[:-1]), torch.tensor_split(self._flat, ends[:-1].tolist()))
         self._seeds, self._temperatures = parts[0].view(np.int64), parts[1].view(np.float32)
-        self._pos, self._targets, self._table = parts[2], parts[3], parts[4].reshape(R, width)
+        self._pos, self._targets, self._order, self._table = *parts[2:5], parts[5].reshape(R, width)
         self.seed, self.temperature = copies[0].view(torch.int64), copies[1].view(torch.float32)
-        self.pos, self.target, self.table = copies[2], copies[3], copies[4].view(R, width)
+        self.pos, self.target, self.order, self.table = *copies[2:5], copies[5].view(R, width)
         self.token = torch.zeros(R, dtype=torch.int64, device=device)
         self._starts = [0, *ends[:-1].tolist()]
         self._changed: list[np.ndarray] = []
-        self._targets[:] = count
-        self._note(3, 0, R)
+        self._targets[:], self._order[:] = count, np.arange(R)
+        self._note(3, 0, 2 * R)
 
     def place(self, row: int, seed: int, temperature: float, pos: int, drawn: bool) -> None:
         """A text's place and way of drawing; `drawn`: whether steps draw for it."""
@@ -54,18 +55,27 @@ class Rows:
     def set_table(self, row: int, blocks: Sequence[int], first: int = 0) -> None:
         """The blocks of a row from its `first` on."""
         self._table[row, first : first + len(blocks)] = blocks
-        self._note(4, row * self._table.shape[1] + first, len(blocks))
+        self._note(5, row * self._table.shape[1] + first, len(blocks))
 
     def clear(self, row: int) -> None:
         """Nobody's any more: what a pass still writes there goes to block 0."""
         used = np.flatnonzero(self._table[row])
         self._table[row] = 0
-        self._note(4, row * self._table.shape[1], int(used[-1]) + 1 if len(used) else 0)
+        self._note(5, row * self._table.shape[1], int(used[-1]) + 1 if len(used) else 0)
         self.place(row, 0, 0.0, 0, drawn=False)
 
     def move(self, source: int, target: int) -> None:
         """The newest token from one row to another; the rest is the caller's to place."""
         self.token[target].copy_(self.token[source])
+
+    def set_order(self, first: Sequence[int]) -> None:
+        """Rows that come before all others, which stay as they are numbered: for any n above all of `first`, the first n of
+        `order` are the rows below n."""
+        order = np.array([*first, *sorted(set(range(self.nobody + 1)).difference(first))], np.int32)
+        changed = np.flatnonzero(order != self._order)
+        if len(changed):
+            self._order[:] = order
+            self._changed.append(self._starts[4] + changed)
 
     def flush(self) -> None:
         """Send what has changed."""

@@ -278,16 +278,17 @@ def test_tile_wgmma_grouped(bits):
         assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
 
 
-def attention(heads, kv, S=131072):
+def attention(heads, kv, S=131072, ordered=False):
     """(resources, threads, bytes of shared memory) of attend.cu for so many key heads."""
-    cut = attend_cuda.shape(heads, S, 128, 4, kv, gpu.HOPPER)
+    cut = attend_cuda.shape(heads, S, 128, 4, kv, gpu.HOPPER, ordered)
     made = nvrtc.compiled("attend.cu", attend_cuda.expression(0, 128, 128, 4, 0, cut, 64, NUMBERS[kv]), gpu.HOPPER.arch)
     return made.resources, 32 * cut.warps, cut.shared
 
 
 def test_one_split_of_l1_is_for_kernels_that_lose_no_block_by_it():
     assert driver.keeps_split(gpu.HOPPER, *attention(512, "16"))  # one block fits an SM, of 148 KB
-    assert not driver.keeps_split(gpu.HOPPER, *attention(512, "fp8"))  # three fit, two with the split
+    assert driver.keeps_split(gpu.HOPPER, *attention(512, "16", ordered=True))  # two of 70 KB
+    assert not driver.keeps_split(gpu.HOPPER, *attention(512, "fp8"))  # four fit, two with the split
     assert not driver.keeps_split(gpu.HOPPER, *attention(8, "fp8", 512))
     assert driver.keeps_split(gpu.HOPPER, *attention(8, "fp8", 512), 2)  # more are never asked for
     used = {"registers": 63, "smem": 0}

@@ -156,6 +156,7 @@ def attend(name, page=0):
         for cache in caches:
             cache[b, :, p:] = float("nan")
     qkv, pos = torch.randn(len(places), (HQ + 2 * HKV) * D).to(dtype), torch.tensor(places, dtype=torch.int32)
+    order = pos.argsort(descending=True).to(torch.int32)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
     with mock.patch.object(attend_cuda, "CLUSTER", cluster):
         if page:
@@ -165,10 +166,10 @@ def attend(name, page=0):
             for pool, cache in zip(pools, ours, strict=True):
                 whole = torch.nn.functional.pad(cache, (0, 0, 0, width * page - S), value=float("nan"))
                 pool[table.flatten()] = whole.reshape(len(places), HKV, width, page, D).transpose(1, 2).flatten(0, 1)
-            y = attend_cuda.attend(qkv, *pools, pos, *tables, h, table)
+            y = attend_cuda.attend(qkv, *pools, pos, *tables, h, table, order)
             ours = [pool[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :S] for pool in pools]
         else:
-            y = attend_cuda.attend(qkv, *ours, pos, *tables, h)
+            y = attend_cuda.attend(qkv, *ours, pos, *tables, h, None, order)
     with sdpa_kernel(SDPBackend.MATH):  # compute-sanitizer finds hazards in cuDNN's
         wanted = reference.attend(qkv, *theirs, pos, *tables, h)
     return y, ours, wanted, theirs, caches, places
@@ -213,7 +214,7 @@ def coded(name):
             elif p % page < page - 1:
                 cache.codes[table[b, p // page], :, p % page :] = 0xFF
     before = [dataclasses.replace(c, codes=c.codes.clone(), scales=c.scales.clone()) for c in caches]
-    y = attend_cuda.attend(qkv, *caches, pos, *tables, h, table)
+    y = attend_cuda.attend(qkv, *caches, pos, *tables, h, table, pos.argsort(descending=True).to(torch.int32))
     new = reference.split_heads(qkv, *(t[pos.long()] for t in tables), h)[1:]
     rows = torch.arange(len(places)) if table is None else table[torch.arange(len(places)), pos.long() // page].long()
     at = pos.long() % (page or S)
@@ -286,6 +287,8 @@ def test_heads_it_does_not_take_go_to_triton(changed, why):
 )
 def test_shape(heads, S, kind, cut):
     assert attend_cuda.shape(heads, S, 128, 4, kind, gpu.HOPPER)[:5] == cut
+    ordered = attend_cuda.shape(heads, S, 128, 4, kind, gpu.HOPPER, ordered=True)[:5]
+    assert ordered == ((8, 1, 1, 4, attend_cuda.LEAST) if (heads, kind) == (512, "16") else cut)
 
 
 def test_many_heads_stay_with_triton_where_an_sm_holds_one_block():
@@ -294,15 +297,15 @@ def test_many_heads_stay_with_triton_where_an_sm_holds_one_block():
         assert "512 key heads" in named("cuda/attend").why_not(call)
 
 
-@pytest.mark.parametrize(("kind", "G"), [("16", 4), ("fp8", 8), ("4", 4), ("4", 1)])
+@pytest.mark.parametrize(("kind", "G"), [("16", 4), ("16", 8), ("fp8", 8), ("4", 4), ("4", 1)])
 def test_as_many_blocks_fit_an_sm_as_are_counted_on(kind, G):
     on = gpu.HOPPER
-    for heads in (8, 512):
-        cut = attend_cuda.shape(heads, 4096, 128, G, kind, on)
+    for heads, ordered in ((8, False), (512, False), (512, True)):
+        cut = attend_cuda.shape(heads, 4096, 128, G, kind, on, ordered)
         instance = attend_cuda.expression(0, 128, 128, G, 0, cut, 0, NUMBERS[kind])
         needs, count = compiled("attend.cu", instance, on.arch).resources, attend_cuda.at_once(cut, 128, G, kind, on)
         block = needs["smem"] + cut.shared
-        assert count == 1 if cut.warps == attend_cuda.WIDE else count > 1
+        assert count == (2 if cut.stages == 1 else 1) if cut.warps == attend_cuda.WIDE else count > 1
         assert block <= on.smem_block
         assert count * (block + attend_cuda.SYSTEM) <= on.smem_sm
         assert count * 32 * cut.warps * needs["registers"] <= 1 << 16

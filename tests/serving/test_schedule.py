@@ -5,6 +5,7 @@ that a text's table leads to. Whatever is written into a block too many, read to
 """
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -70,6 +71,11 @@ class Memory:
     def run(self, n, pieces=(), of_steps=None):
         r, b, self.passes = self.rows, self.size(n, pieces)[0], self.passes + 1
         tables, pos, token, logits = r.table.numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + READERS, V))
+        order = r.order[:b].tolist()
+        steps = [row for row in range(n) if of_steps[row] != r.nobody]
+        assert sorted(order) == list(range(b))
+        assert sorted(order[: len(steps)]) == steps
+        assert all(pos[i] >= pos[j] for i, j in pairwise(order[: len(steps)]))  # the longest first
         for row in range(b):  # nobody's and those that have ended, too
             self.held[tables[row, pos[row] // BLOCK], pos[row] % BLOCK] = token[row]
         for p in pieces:
@@ -94,16 +100,16 @@ class Memory:
 def shadow(engine):
     """The engine with tables that the device gets when they are flushed, as on a GPU, and a memory for a model."""
     rows = engine.rows
-    for name in ("pos", "target", "table", "seed", "temperature"):
+    for name in ("pos", "target", "order", "table", "seed", "temperature"):
         setattr(rows, name, getattr(rows, name).clone())
-    names = {"pos": "_pos", "target": "_targets", "table": "_table"}
+    names = {"pos": "_pos", "target": "_targets", "order": "_order", "table": "_table"}
 
     def flush():
         if rows._changed:
             places = np.unique(np.concatenate(rows._changed))
             rows._changed.clear()
             for name, host in names.items():
-                part = {"pos": 2, "target": 3, "table": 4}[name]
+                part = {"pos": 2, "target": 3, "order": 4, "table": 5}[name]
                 flat = getattr(rows, name).view(-1)
                 mine = places - rows._starts[part]
                 mine = mine[(mine >= 0) & (mine < flat.numel())]
@@ -178,13 +184,15 @@ def test_a_pass_carries_as_many_prompt_tokens_as_nobody_notices():
 
 def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
     pace = paced()
-    rooms = [pace.budget(64, 64, 5000, 16, 64) for _ in range(6)]
-    assert rooms == [960, 960, 960, 960, 192, 192]  # 64 tokens in advance are four passes with 16 texts in them
-    waited = 0
+    rooms = [pace.budget(64, 64, 5000, 16, 64) for _ in range(8)]
+    assert rooms == [*[960] * 6, 192, 192]  # 96 tokens in advance are six passes with 16 texts in them
     for _ in range(3000):
         pace.stepped(16)
-        waited += 16 * (pace.budget(64, 64, 5000, 16, 64) > 192)
-    assert 0.5 < waited / (0.002 * 16 * 3000) <= 1.2
+    assert pace.budget(64, 64, 5000, 16, 64) == 192  # they have had theirs
+    pace.stepped(12)
+    assert pace.budget(64, 64, 5000, 12, 64) == 960  # those that came in the place of four have not
+    assert pace.budget(64, 64, 5000, 12, 64) == 960
+    assert pace.budget(64, 64, 5000, 12, 64) == 192
     slow = paced()
     slow.note(64, 1024, 0.022)
     for _ in range(60):
