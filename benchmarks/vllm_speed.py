@@ -302,8 +302,9 @@ def main() -> None:
     full_bits = args.full.split(",")
     runs = sorted((tuple(r.split(":")) for r in args.runs.split(",")), key=lambda r: r[0] not in full_bits)
     for bits in sorted({bits for bits, _ in runs}):
-        make(args.work / bits, args.shape, int(bits), where, args.layers)
-        if (bits, "export") in runs:
+        if not (args.work / bits).exists():
+            make(args.work / bits, args.shape, int(bits), where, args.layers)
+        if (bits, "export") in runs and not (args.work / f"{bits}-export").exists():
             export(args.work / bits, "compressed-tensors", args.work / f"{bits}-export")
     torch.cuda.empty_cache()
     print(f"checkpoints made in {time.perf_counter() - began:.0f} s", flush=True)

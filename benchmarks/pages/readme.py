@@ -3,7 +3,7 @@
 from pages import part, read, shown, table
 from pages.cuda import best_peers, measured_cells
 from pages.decode import label, mark, other_runs
-from pages.vllm import HTTP_SERVERS, http_runs
+from pages.vllm import HTTP, HTTP_SERVERS, newest_last
 
 PRODUCTS = ((4096, 4096), (4096, 14336), (28672, 4096))  # an 8B Llama's o, down, and gate with up
 ROWS = (1, 4, 16, 64, 256, 1024)  # of x
@@ -58,7 +58,7 @@ def _decode() -> str:
 
 def _serving() -> str:
     """Tokens per second of many users together, by server."""
-    report = next(r for r in reversed(http_runs()) if r["servers"].keys() >= HTTP_SERVERS.keys())
+    report = next(r for r in reversed(newest_last(HTTP)) if r["servers"].keys() >= HTTP_SERVERS.keys())
     found = {
         name: {k: r for k, r in report["servers"][server].items() if k.startswith("users_")}
         for server, name in HTTP_SERVERS.items()

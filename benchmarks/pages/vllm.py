@@ -5,9 +5,9 @@ from typing import Any
 from pages import RESULTS, Row, part, read, shown, table
 
 SPEED = "h200/vllm_8b*.json"  # a run of vllm_speed.py each
-HTTP = "h200/serve_http_8b*.json"  # a run each
+HTTP = "h?00/serve_http_8b*.json"  # a run each
 QUALITY, OWN, TEXTS, EXPERTS = (f"h200/{name}.json" for name in ("vllm_quality", "serve_8b", "serve_texts", "experts"))
-MIXTURE, SEVERAL, RANKS = "h200/vllm_a3b.json", "h100/vllm_70b_tp2.json", "h100/vllm_ranks.json"
+MIXTURE, SEVERAL, RANKS = "h?00/vllm_a3b.json", "h100/vllm_70b_tp2.json", "h100/vllm_ranks.json"
 WHOSE = {"export": "vLLM's", "lowq": "lowq's"}
 
 
@@ -74,16 +74,19 @@ def alike(report: Row) -> str:
 
 @part
 def vllm_mixture() -> str:
-    """A mixture by both kernels."""
-    report = read(MIXTURE)
-    runs = {r["kernels"]: r for r in report["runs"]}
-    export, own = runs["export"], runs["lowq"]
-    return (
-        f"Qwen3-30B-A3B's shape, {report['layers']} of its {report['of_layers']} layers, random weights of 4 bits g128, fp16, "
-        f"tokens per\nsecond, {report['device']}, vLLM {report['vllm']}, {report['date'][:10]}; cut off before the empty cells:"
-        f"\n\n{both(report)}\n{alike(report)}Start {export['start_s']:.0f} s by vLLM's kernels, which the driver compiles, and "
-        f"{own['start_s']:.0f} s by lowq's; weights of {own['weights_gb']:.2f} GB take {own['loaded_gb']:.2f}.\n"
-    )
+    """A mixture by both kernels, a run each."""
+    parts = []
+    for report in newest_last(MIXTURE):
+        runs = {r["kernels"]: r for r in report["runs"]}
+        export, own = runs["export"], runs["lowq"]
+        where = f"{report['device']}, vLLM {report['vllm']}, {report['date'][:10]}"
+        parts.append(
+            f"{where}, {report['layers']} of {report['of_layers']} layers:\n\n{both(report)}\n{alike(report)}"
+            f"Start {export['start_s']:.0f} s by vLLM's kernels, which the driver compiles, {own['start_s']:.0f} s by lowq's; "
+            f"weights of {own['weights_gb']:.2f} GB take {own['loaded_gb']:.2f}.\n"
+        )
+    facts = "Qwen3-30B-A3B's shape, random weights of 4 bits g128, fp16, tokens per second; empty cells were not reached."
+    return f"{facts}\n\n" + "\n".join(parts)
 
 
 @part
@@ -106,16 +109,14 @@ def vllm_several() -> str:
         ">rms apart, of a spread",
     )
     k = ranks["killed"]
-    few = [s / r["new"] * 1e3 for run in report["runs"] for r in rows(run, "decode") if r["batch"] <= 16 for s in r["seconds"]]
     return (
         f"Two {ranks['device']}, vLLM {ranks['vllm']}, {ranks['date'][:10]}, bf16, beside one GPU:\n\n{table(columns, lines)}\n"
         f"A worker of `lowq serve --engine vllm --tp 2` killed while it answered: the client had an error after "
         f"{k['client_told_after_s']:.0f} s,\n`lowq serve` ended with {k['exit_code']} after {k['server_ended_after_s']:.0f} s, "
         f"{len(k['left_running'])} processes stayed, the checkpoint's files were "
         f"{'unchanged' if k['checkpoint_whole'] else 'CHANGED'}.\n\n"
-        f"A tenth of Llama 3.1 70B (layers and vocabulary) by tensor parallelism, 4 bits g128, fp16, tokens per second. "
-        f"A step of 16\nsequences takes as long as of one ({min(few):.1f} to {max(few):.1f} ms): vLLM's time between steps, so "
-        f"that the first two ratios say little of the kernels:\n\n{both(report)}\n{alike(report)}"
+        f"{report['layers']} of Llama 3.1 70B's {report['of_layers']} layers by tensor parallelism, 4 bits g128, fp16, tokens "
+        f"per second ({report['date'][:10]}):\n\n{both(report)}\n{alike(report)}"
     )
 
 
@@ -177,16 +178,16 @@ def vllm_users() -> str:
 HTTP_SERVERS = {"lowq": "`lowq serve`", "export": "vLLM, its kernels", "plugin": "vLLM, lowq's"}
 
 
-def http_runs() -> list[Row]:
-    """Every run over HTTP, the newest last."""
-    return sorted((read(str(path.relative_to(RESULTS))) for path in RESULTS.glob(HTTP)), key=lambda r: r["date"])
+def newest_last(pattern: str) -> list[Row]:
+    """Every report of such a name."""
+    return sorted((read(str(path.relative_to(RESULTS))) for path in RESULTS.glob(pattern)), key=lambda r: r["date"])
 
 
 @part
 def http_users() -> str:
     """The same loop over HTTP: `lowq serve`, and vLLM's server by both kernels."""
     texts, parts = read(TEXTS), []
-    for report in http_runs():
+    for report in newest_last(HTTP):
         servers, lines = report["servers"], []
         for users, ours in ((k, v) for k, v in servers["lowq"].items() if k.startswith("users_")):
             for name, shown_as in HTTP_SERVERS.items():
@@ -197,6 +198,13 @@ def http_users() -> str:
         columns = (">users", "server", ">tokens/s", ">lowq serve over it", ">first token, ms p50 / p99", ">between tokens")
         where = f"{report['device']}, {report['date'][:16].replace('T', ' ')}, torch {report['torch']}, vLLM {report['vllm']}"
         parts.append(f"{where}, one run:\n\n{table(columns, lines)}")
+        there = [s for s in HTTP_SERVERS if s in servers]
+        long = [(n, f"{row['tokens']:,}") for n, row in servers["lowq"].items() if n.startswith("prompt_")]
+        if long:
+            heads = (">tokens of a prompt, alone", *(f">{HTTP_SERVERS[s]}, s to the first token" for s in there))
+            parts.append(
+                table(heads, [(told, *(f"{min(servers[s][n]['first_token_s']):.2f}" for s in there)) for n, told in long])
+            )
     gap = max(texts["gaps_where_they_part"], default=0.0)
     return (
         "\n".join(parts)
