@@ -5,8 +5,9 @@
 
 32 query heads on 8 key heads of 128 dims (Llama 3.1 8B), bf16. Steps: `dispatch.timing.graph_time`, caches rotated past L2;
 `cluster` is attend.cu's launch of short caches, `triton` the portable kernel, `read_us` the cache's bytes over the measured
-read bandwidth. Prompts: q/k rotation and cache write included for ours, left out for torch's flash and cuDNN;
-`first_ms` is the first call of a length that the process has not seen. Each result is checked against decode/reference.py.
+read bandwidth. Prompts: q/k rotation and cache write included for ours (`cuda`: by prompt.cu), left out for torch's flash and
+cuDNN; `first_ms` is the first call of a length that the process has not seen. Each result is checked against
+decode/reference.py.
 `kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; of Triton's
 time `place_triton_us` is the kernel that writes new keys and values as codes. `decode`: a recorded step of an 8B by 4 bits with
 an 8-bit head, its position set: `grown_us` over the step at the fewest tokens, `read_us` of that many more slots.
@@ -14,6 +15,7 @@ an 8-bit head, its position set: `grown_us` over the step at the fewest tokens, 
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -37,9 +39,10 @@ from lowq_kernels.cuda import nvrtc
 from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, reference
 from lowq_kernels.decode.attend import AttendCall, attend
 from lowq_kernels.decode.kv import Cache, Coded, empty
+from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.precompile import launch_all
-from lowq_kernels.dispatch.registry import select
+from lowq_kernels.dispatch.registry import capability, named, select
 from lowq_kernels.dispatch.timing import graph_time, roofline
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -247,6 +250,9 @@ def packed() -> Iterator[dict[str, float | int | str]]:
         wrong = error(together(), torch.cat([way()[0] for way in alone]))
         row: dict[str, float | int | str] = {"pieces": str(pieces), "error_beside_own": wrong}
         row["packed_ms"] = round(graph_time([together], 20, 2000.0) / 1e3, 4)
+        if named("cuda/prompt").why_not(PromptCall(M, HEADS.D, 4, PAGE, kv.PLAIN, DTYPE, "cuda", capability(DEVICE))) is None:
+            row["cuda_error"] = error(by_cuda(together)(), torch.cat([way()[0] for way in alone]))
+            row["packed_cuda_ms"] = round(graph_time([by_cuda(together)], 20, 2000.0) / 1e3, 4)
         row["each_ms"] = round(graph_time([lambda: [way() for way in alone]], 20, 2000.0) / 1e3, 4)  # noqa: B023
         yield row
 
@@ -272,12 +278,26 @@ def prompts() -> Iterator[dict[str, float | int]]:
         }
         if not start:  # cuDNN's causal mask begins at the first key
             ways["cudnn"] = partial(sdpa, SDPBackend.CUDNN_ATTENTION, q, k, v, None)
+        if named("cuda/prompt").why_not(PromptCall(T, HEADS.D, 4, 0, kv.PLAIN, DTYPE, "cuda", capability(DEVICE))) is None:
+            ways["cuda"] = by_cuda(ways["ours"])
         row: dict[str, float | int] = {"T": T, "start": start, "error": error(ways["ours"](), ways["reference"]())}
+        if "cuda" in ways:
+            row["cuda_error"] = error(ways["cuda"](), ways["reference"]())
         for name, way in ways.items():
             row[f"{name}_first_ms"] = once(way)
             row[f"{name}_ms"] = round(min(once(way) for _ in range(8)), 4)
         row["tflops"] = round(4 * HEADS.HQ * HEADS.D * (T * start + T * T / 2) / row["ours_ms"] / 1e9, 1)
         yield row
+
+
+def by_cuda(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The same by prompt.cu."""
+
+    def run() -> torch.Tensor:
+        with mock.patch.dict(os.environ, LOWQ_KERNEL="cuda/prompt"):
+            return work()
+
+    return run
 
 
 def sdpa(backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

@@ -92,6 +92,7 @@ TESTED = {  # kernels whose tests have the cases: pytest runs under the tool
     "cuda/attend": "tests/kernels/test_decode_cuda.py::test_attend",
     "cuda/attend, few bits": "tests/kernels/test_decode_cuda.py::test_attend_over_codes",
     "cuda/experts": "tests/kernels/test_decode_cuda.py::test_experts",
+    "cuda/prompt": "tests/kernels/test_prompt_cuda.py",
 }
 
 

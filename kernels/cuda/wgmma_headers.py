@@ -4,11 +4,13 @@ Each struct's `run(d, a, b)` is one instruction, d[NB / 2] += a (64 rows of W, k
 shared memory); `first` is the same with = for +=. Where `add` is an argument, it says at run time whether d is added to.
 
   wgmma.cuh      Wgmma<T, NB>        a (64 x 16) fp16 (T 0) or bf16 (T 1) in registers, fp32 sums
+  wgmma_turned.cuh  WgmmaTurned<T, NB>   the same, b's rows being k: its NB columns lie side by side in memory
   wgmma8.cuh     Wgmma8<INT8, NB>    a (64 x 32) e4m3 in registers with fp32 sums, or u8 (b: s8) with int32 sums
   wgmma_fp8.cuh  WgmmaFp8<NB>        a (64 x 32) e4m3, a descriptor like b, fp32 sums
 """
 
 COLUMNS = (16, 32, 64, 96, 128, 192, 256)
+COLUMNS_TURNED = (64, 128)
 COLUMNS8 = (8, 16, 24, 32, 64, 96, 128)
 COLUMNS_FP8 = (8, 16, 32, 64, 128, 192)
 
@@ -19,6 +21,13 @@ def wgmma_headers() -> dict[str, str]:
         _struct(f"Wgmma<{T}, {nb}>", f"m64n{nb}k16.f32.{t}.{t}", nb, "float", ", 1, 1, 0", in_registers=True, run_adds=True)
         for T, t in enumerate(("f16", "bf16"))
         for nb in COLUMNS
+    )
+    turned = "".join(
+        _struct(
+            f"WgmmaTurned<{T}, {nb}>", f"m64n{nb}k16.f32.{t}.{t}", nb, "float", ", 1, 1, 1", in_registers=True, run_adds=True
+        )
+        for T, t in enumerate(("f16", "bf16"))
+        for nb in COLUMNS_TURNED
     )
     eight = "".join(
         _struct(f"Wgmma8<{flag}, {nb}>", f"m64n{nb}k32.{kind}", nb, c, tail, in_registers=True, run_adds=False)
@@ -31,6 +40,7 @@ def wgmma_headers() -> dict[str, str]:
     )
     return {
         "wgmma.cuh": f"#pragma once\ntemplate <int T, int NB> struct Wgmma;\n{half}",
+        "wgmma_turned.cuh": f"#pragma once\ntemplate <int T, int NB> struct WgmmaTurned;\n{turned}",
         "wgmma8.cuh": f"#pragma once\ntemplate <bool INT8, int NB> struct Wgmma8;\n{eight}",
         "wgmma_fp8.cuh": f"#pragma once\ntemplate <int NB> struct WgmmaFp8;\n{fp8}",
     }

@@ -17,7 +17,8 @@
 //         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
 // Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
 //         memory): one cluster barrier, no trip to memory. Without a cluster the last block to arrive adds up. Every sum has a
-//         fixed order.
+//         fixed order. Those of warps lie over what was fetched, so that two blocks of 8 warps fit an SM.
+// Order   where there are more heads than run at once, whose turn it is: the longest texts', so that none of them ends alone.
 // Paged   PAGE slots a block of the cache (0: a cache a sequence), found by `table`, S its width; tiles begin at multiples of 16,
 //         so that none lies in two blocks, and a warp asks for the block of the tile after the next one a tile ahead.
 // Codes   KV 8 or 4: heads are turned (Hadamard's) as they come, new keys and values encoded, and y turned back. A scale is one
@@ -25,12 +26,8 @@
 // Limits  fp16 or bf16, PAGE a power of two from 16 up, D of 64 or 128, R a multiple of 64, G <= 8; codes: S a multiple of 16.
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "codes.cuh"
+#include "exp2.cuh"
 
-__device__ __forceinline__ float exp2_of(float v) {
-    float e;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v));
-    return e;
-}
 __device__ __forceinline__ u32 transposed(u32 v) {  // 8 x 8 halves of a warp: lane (g, t) has (g, 2 t), (g, 2 t + 1)
     u32 d;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));

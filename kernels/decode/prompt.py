@@ -22,7 +22,9 @@ from lowq_kernels.decode.attend_triton import LOG2E, _heads
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, held, numbers, place, raw, scales
 from lowq_kernels.decode.kv_triton import facts as facts_of
+from lowq_kernels.decode.prompt_call import PromptCall, Sizes
 from lowq_kernels.decode.reference import Heads, Packed
+from lowq_kernels.dispatch.registry import Config, capability, register, select
 
 CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 # for heads past 128 dims, whose tiles are twice as large
@@ -192,9 +194,7 @@ def attend_prompt(
     if qkv.dtype == torch.float32 or h.D > 256:
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
-    blocks = triton.cdiv(T, _config(h.D)["BLOCK_M"])
-    sizes = (T, start, S, 0)
-    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, sizes, start + T, B, blocks).reshape(B, T, -1)
+    return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0)).reshape(B, T, -1)
 
 
 def attend_packed(
@@ -203,8 +203,7 @@ def attend_packed(
     """As `reference.attend_packed`; qkv (M, (HQ + 2 HKV) * D), caches and what is in `p` contiguous -> (M, HQ * D)."""
     if qkv.dtype == torch.float32 or h.D > 256:
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
-    sizes = (1 << 30, 0, k_cache.shape[2], p.table.shape[1])
-    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, sizes[2] * sizes[3], 1, p.tiles.shape[0])
+    return _launch(qkv, k_cache, v_cache, p, cos, sin, h, (1 << 30, 0, k_cache.shape[2], p.table.shape[1]))
 
 
 def _launch(
@@ -215,34 +214,47 @@ def _launch(
     cos: torch.Tensor,
     sin: torch.Tensor,
     h: Heads,
-    sizes: tuple[int, int, int, int],
-    longest: int,
-    sequences: int,
-    blocks: int,
+    sizes: Sizes,
 ) -> torch.Tensor:
-    """Both kernels, over qkv (M, ...); sizes: T, start, slots of a sequence or block, the table's width."""
-    M, (T, start, S, width) = qkv.shape[0], sizes
+    """Both kernels, over qkv (M, ...)."""
+    M, (T, start, S, _) = qkv.shape[0], sizes
     y = torch.empty(M, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
-    of_tokens = (None, None, None) if p is None else (p.rows, p.pos, p.table)
-    heads, facts = h.HQ + 2 * h.HKV, {"HQ": h.HQ, "D": h.D, "BLOCK_D": max(16, triton.next_power_of_2(h.D))}
-    facts["PAGE"] = 0 if p is None else S
+    page = 0 if p is None else S
     if isinstance(k_cache, Coded) and isinstance(v_cache, Coded):
         of_place = (None, None, None) if p is None else (p.pos, p.rows, p.table)
         place(qkv, k_cache, v_cache, cos, sin, h, y, start, T, *of_place)
     else:
+        of_tokens = (None, None, None) if p is None else (p.rows, p.pos, p.table)
         tensors = (qkv, k_cache, v_cache, *of_tokens, cos, sin, h.q_norm, h.k_norm, y)
-        shape = {"HKV": h.HKV, "R": cos.shape[1], "BLOCK_H": HEADS_AT_ONCE, "NORM": h.q_norm is not None}
-        _place_kernel[(M, triton.cdiv(heads, HEADS_AT_ONCE))](*tensors, *sizes, h.eps, **facts, **shape, num_warps=4)
-    config = _config(h.D)
+        shape = {"HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "NORM": h.q_norm is not None, "PAGE": page}
+        grid = (M, triton.cdiv(h.HQ + 2 * h.HKV, HEADS_AT_ONCE))
+        _place_kernel[grid](*tensors, *sizes, h.eps, **shape, BLOCK_H=HEADS_AT_ONCE, BLOCK_D=_width(h.D), num_warps=4)
+    if not qkv.is_cuda:  # Triton's interpreter
+        return attend(y, k_cache, v_cache, p, h, sizes, {})
+    kind = (page, kv.kind_of(k_cache), qkv.dtype, qkv.device.type, capability(qkv.device))
+    spec, config = select(PromptCall(M, h.D, h.HQ // h.HKV, *kind))
+    return spec.launch(y, k_cache, v_cache, p, h, sizes, config)
+
+
+@register("triton/prompt", op="prompt", rank=40)
+def attend(
+    y: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed | None, h: Heads, sizes: Sizes, config: Config
+) -> torch.Tensor:
+    """As `PromptCall` says."""
+    T, start, S, width = sizes
+    facts = {"HQ": h.HQ, "D": h.D, "BLOCK_D": _width(h.D), "PAGE": 0 if p is None else S}
+    of_tokens = (None, None, None, None) if p is None else (p.rows, p.pos, p.table, p.tiles)
+    tuned = CONFIG if h.D <= 128 else WIDE
+    grid = (y.shape[0] // T * h.HQ, triton.cdiv(T, tuned["BLOCK_M"])) if p is None else (h.HQ, p.tiles.shape[0])
+    longest = start + T if p is None else S * width
     if p is not None:  # a block of keys lies in one block of the cache; S: its slots, of all key heads
-        config, S = {**config, "BLOCK_N": min(config["BLOCK_N"], S)}, S * h.HKV
-    tiles = None if p is None else p.tiles
-    pointers = (numbers(k_cache), numbers(v_cache), *of_tokens, tiles, h.sinks, y, raw(k_cache), raw(v_cache))
+        tuned, S = {**tuned, "BLOCK_N": min(tuned["BLOCK_N"], S)}, S * h.HKV
+    pointers = (numbers(k_cache), numbers(v_cache), *of_tokens, h.sinks, y, raw(k_cache), raw(v_cache))
     of_layer = (h.window or longest, h.scale * LOG2E, kv.part_of(h.D) ** -0.5)
     facts |= {"G": h.HQ // h.HKV, "SINKS": h.sinks is not None, **facts_of(k_cache)}
-    _attend_prompt_kernel[(sequences * h.HQ, blocks)](*pointers, T, start, S, width, *of_layer, **facts, **config)
+    _attend_prompt_kernel[grid](*pointers, T, start, S, width, *of_layer, **facts, **tuned)
     return y
 
 
-def _config(D: int) -> dict[str, int]:
-    return CONFIG if D <= 128 else WIDE
+def _width(D: int) -> int:
+    return max(16, triton.next_power_of_2(D))

@@ -583,11 +583,13 @@ inline void mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(int& d0, int& d1, in
 
 // wgmma with A in registers and B (NB rows of 16 k, 128-byte swizzled) in shared memory. It reads both, and writes d, as early
 // as it may (order 1: at its issue) or as late (-1: at the wait_group that covers it).
-template <float (*number)(u16), int NB>
+// TURNED: rows of B in memory are its k, its columns lie side by side in panels of 64.
+template <float (*number)(u16), int NB, bool TURNED = false>
 inline void wgmma(void* d, const u32* a, uint64_t b, int add) {
     struct Mine { float* d; const u32* a; uint64_t b; int add; } mine{(float*)d, a, b, add};
     collective("wgmma", mine, [](Mine** lane) {
         if (lane[0]->b >> 32 != (1u << 30 | 64)) fail("not the wgmma descriptor of 128-byte swizzled panels");
+        const u32 panel = (u32)(lane[0]->b >> 16 & 0x3fff) << 4;
         static double A[16][16], B[NB][16];
         const u32 start = (u32)(lane[0]->b & 0x3fff) << 4;
         for (int l = 0; l < 32; l++)
@@ -596,7 +598,7 @@ inline void wgmma(void* d, const u32* a, uint64_t b, int add) {
                     A[l / 4 + 8 * (i % 2)][2 * (l % 4) + h + 8 * (i / 2)] = number((u16)(lane[l]->a[i] >> 16 * h));
         for (int n = 0; n < NB; n++)
             for (int k = 0; k < 16; k++) {
-                u32 at = start + n / 8 * 1024 + n % 8 * 128 + 2 * k;
+                u32 at = TURNED ? start + n / 64 * panel + k * 128 + n % 64 * 2 : start + n / 8 * 1024 + n % 8 * 128 + 2 * k;
                 at ^= (at >> 7 & 7) << 4;
                 B[n][k] = number(*(u16*)shared(at, 2));
             }
@@ -608,6 +610,10 @@ inline void wgmma(void* d, const u32* a, uint64_t b, int add) {
                 lane[l]->d[i] = (float)sum;
             }
     });
+}
+template <float (*number)(u16), int NB>
+inline void wgmma_turned(void* d, const u32* a, uint64_t b, int add) {
+    wgmma<number, NB, true>(d, a, b, add);
 }
 // The byte at k of a row of a 128-byte swizzled tile in shared memory that a wgmma descriptor names.
 inline unsigned char tile_byte(uint64_t tile, int row, int k) {

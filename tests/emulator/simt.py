@@ -27,6 +27,7 @@ WGMMA = """template <int T, int NB> struct Wgmma {
     }
 };
 """
+TURNED = WGMMA.replace("Wgmma {", "WgmmaTurned {").replace("simt::wgmma<", "simt::wgmma_turned<")
 WGMMA8 = """template <bool INT8, int NB> struct Wgmma8 {
     template <class D> static void run(D (&d)[NB / 2], const unsigned (&a)[4], unsigned long long b, int add) {
         simt::issue_wgmma({simt::wgmma8<D, NB>, d, a, b, add});
@@ -40,7 +41,8 @@ WGMMA_FP8 = """template <int NB> struct WgmmaFp8 {
     }
 };
 """
-GENERATED = {"wgmma.cuh": WGMMA, "wgmma8.cuh": WGMMA8, "wgmma_fp8.cuh": WGMMA_FP8}  # of headers that nvrtc.py makes
+# of headers that nvrtc.py makes
+GENERATED = {"wgmma.cuh": WGMMA, "wgmma_turned.cuh": TURNED, "wgmma8.cuh": WGMMA8, "wgmma_fp8.cuh": WGMMA_FP8}
 FLAGS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 
 

@@ -17,7 +17,7 @@ nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not inst
 
 from lowq_kernels import gpu
 from lowq_kernels.cuda import driver, operands
-from lowq_kernels.decode import attend_cuda, experts
+from lowq_kernels.decode import attend_cuda, experts, prompt_cuda
 from lowq_kernels.decode.kv_triton import NUMBERS
 from lowq_kernels.dispatch.registry import Call
 from lowq_kernels.papers import gemv_rows, gemv_warp32
@@ -119,6 +119,12 @@ def test_attend(kv):
         (0, 64, 64, 7, 2, (4, 1, 3), 0),
     ):
         clean("attend.cu", attend_cuda.expression(*one, attend_cuda.Shape(*cut, 1, 1, 0), page, kv), "sm_90a")
+
+
+@pytest.mark.parametrize(("D", "stages"), prompt_cuda.STAGES.items())
+def test_prompt(D, stages):
+    for T, page in itertools.product((0, 1), (0, 64, 128)):
+        clean("prompt.cu", f"attend_prompt<{T}, {D}, {page}, {stages}>", "sm_90a")
 
 
 @pytest.mark.parametrize("bits", BITS)

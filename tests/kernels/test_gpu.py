@@ -98,6 +98,7 @@ INSTANCES = {
     "gemv_rows": lambda on: _gemv_rows(),
     "dense_mma": lambda on: ("dense_mma.cu", "dense_mma<1, 16, 2, 64, 1, 5>"),
     "attend": lambda on: ("attend.cu", "attend<1, 128, 128, 4, 0, 4, 8, 4, 64, 4>") if on.max_cluster > 1 else None,
+    "prompt": lambda on: ("prompt.cu", "attend_prompt<0, 128, 64, 3>") if on.wgmma else None,
     "int8_planes": lambda on: ("int8_planes.cu", "int8_planes<0, 2>"),
     "tile_wgmma": lambda on: _wgmma(on, "tile_wgmma", lambda m: (4, 0, 128, m.form(Scheme(4, 128)), m.CONFIGS[0])),
     "tile_int8x2": lambda on: _wgmma(on, "tile_int8x2", lambda m: (8, 2, 0, 128, True, m.CONFIGS[0])),

@@ -1,0 +1,168 @@
+"""prompt.cu against its definition in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
+
+import dataclasses
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() and shutil.which("g++") is None:
+    pytest.skip("no g++", allow_module_level=True)
+pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
+try:
+    from lowq_kernels.decode import prompt_cuda
+except ModuleNotFoundError:
+    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+import simt
+from emulation import error
+from lowq_kernels import gpu
+from lowq_kernels.decode import reference
+from lowq_kernels.decode.prompt_call import PromptCall
+from lowq_kernels.dispatch.registry import named, select
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+if DEVICE == "cuda" and gpu.no_wgmma(torch.cuda.get_device_capability()):
+    pytest.skip("not a Hopper GPU", allow_module_level=True)
+F16, BF16 = torch.float16, torch.bfloat16
+TOLERANCE = {F16: 1e-3, BF16: 8e-3}
+# HQ, HKV, D, dtype, window, sinks, sequences, tokens, tokens before them
+ALONE = {
+    "two tiles, two sequences": (2, 1, 128, F16, 0, False, 2, 200, 0),
+    "behind a text": (4, 2, 128, BF16, 0, False, 1, 70, 300),
+    "one token": (2, 2, 64, F16, 0, False, 1, 1, 130),
+    "whole tiles": (1, 1, 64, BF16, 0, False, 2, 256, 128),
+    "a window": (2, 1, 128, F16, 100, False, 1, 300, 250),
+    "a window of less than a tile, sinks": (3, 1, 64, F16, 20, True, 1, 150, 64),
+}
+# HQ, HKV, D, dtype, window, sinks, (tokens before, tokens) of each text, slots of a block
+PACKED = {
+    "one text": (2, 1, 128, F16, 0, False, ((0, 130),), 64),
+    "several, one behind a text": (4, 2, 128, BF16, 0, False, ((0, 300), (512, 40), (0, 1), (129, 64)), 64),
+    "windows, sinks, wide blocks": (2, 2, 64, F16, 90, True, ((200, 65), (0, 129)), 128),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def a_gpu():
+    """Where there is none, launchers see a GPU of capability 9.0 behind CPU tensors; all instances are built at once."""
+    if DEVICE == "cuda":
+        yield
+        return
+    patches = [
+        mock.patch.object(prompt_cuda, "Kernel", simt.Kernel),
+        mock.patch.object(prompt_cuda, "tensor_map", simt.tensor_map),
+    ]
+    for p in patches:
+        p.start()
+    prompt_cuda._kernel.cache_clear()
+    simt.Kernel.recording = True
+    for case in ALONE.values():
+        alone(*case)
+    for case in PACKED.values():
+        packed(*case)
+    simt.Kernel.recording = False
+    simt.build_all(list(simt.Kernel.wanted))
+    yield
+    for p in patches:
+        p.stop()
+    prompt_cuda._kernel.cache_clear()
+
+
+def heads(HQ, HKV, D, window, sinks):
+    return reference.Heads(HQ, HKV, D, D**-0.5, window, sinks=torch.randn(HQ, device=DEVICE) + 3 if sinks else None)
+
+
+def drawn(*shape, dtype):
+    """In dtype, and the same numbers in fp32. Some scores are to be far above others, so that tops move."""
+    x = (torch.randn(shape, device=DEVICE) * 2).to(dtype)
+    return x, x.float()
+
+
+def alone(HQ, HKV, D, dtype, window, sinks, B, T, start):
+    """(y, truth) of T tokens of each sequence; what lies behind them in the caches is not to be read."""
+    torch.manual_seed(5)
+    h, end = heads(HQ, HKV, D, window, sinks), start + T
+    (k, k32), (v, v32) = (drawn(B, HKV, end + 70, D, dtype=dtype) for _ in range(2))
+    for cache in (k, v):
+        cache[:, :, end:] = float("nan")
+    y, q = drawn(B * T, HQ * D, dtype=dtype)
+    ours = prompt_cuda.attend(y, k, v, None, h, (T, start, k.shape[2], 0), {})
+    mask = seen(torch.arange(start, end, device=DEVICE), end, window)
+    whole = (c[:, :, :end].repeat_interleave(HQ // HKV, 1) for c in (k32, v32))
+    truth = reference._softmax_product(q.reshape(B, T, HQ, D).transpose(1, 2), *whole, mask, h)
+    return ours, truth.transpose(1, 2).reshape(B * T, HQ * D)
+
+
+def seen(own, end, window):
+    slots, own = torch.arange(end, device=DEVICE), own[:, None]
+    return (slots <= own) & (slots > own - (window or end + 1))
+
+
+def packed(HQ, HKV, D, dtype, window, sinks, pieces, page):
+    """(y, truth) of pieces of several texts one after another, over blocks that lie in any order."""
+    torch.manual_seed(6)
+    h, width = heads(HQ, HKV, D, window, sinks), -(-max(map(sum, pieces)) // page)
+    n = len(pieces) * width
+    table = (torch.randperm(n) + 1).reshape(len(pieces), width).to(torch.int32).to(DEVICE)
+    pools = [torch.full((n + 1, HKV, page, D), float("nan"), device=DEVICE, dtype=dtype) for _ in range(2)]
+    M = sum(new for _, new in pieces)
+    y, q = drawn(M + 3, HQ * D, dtype=dtype)
+    rows, pos, tiles, truth = [], [], [], []
+    for b, (start, new) in enumerate(pieces):
+        first, end = len(rows), start + new
+        whole = []
+        for pool in pools:
+            own, exact = drawn(HKV, end, D, dtype=dtype)
+            for slot in range(0, end, page):
+                part = own[:, slot : slot + page]
+                pool[table[b, slot // page], :, : part.shape[1]] = part
+            whole.append(exact.repeat_interleave(HQ // HKV, 0)[None])
+        mask = seen(torch.arange(start, end, device=DEVICE), end, window)
+        mine = q[None, first : first + new].reshape(1, new, HQ, D).transpose(1, 2)
+        truth.append(reference._softmax_product(mine, *whole, mask, h)[0].transpose(0, 1).reshape(new, HQ * D))
+        rows += [b] * new
+        pos += range(start, end)
+        tiles += [[t, min(t + reference.TILE, first + new)] for t in range(first, first + new, reference.TILE)]
+    filled = (rows + [0] * 3, pos + [0] * 3, [*tiles, [0, 0]])  # what only fills up is in no tile
+    p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in filled))
+    ours = prompt_cuda.attend(y, *pools, p, h, (1 << 30, 0, page, width), {})
+    return ours[:M], torch.cat(truth)
+
+
+def check(made, dtype):
+    results = []
+    for simt.Kernel.order in (1, -1):
+        y, truth = made()
+        assert error(y, truth) < TOLERANCE[dtype]
+        results.append(y)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_cache_a_sequence(name):
+    check(lambda: alone(*ALONE[name]), ALONE[name][3])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_caches_in_blocks(name):
+    check(lambda: packed(*PACKED[name]), PACKED[name][3])
+
+
+CALL = PromptCall(256, 128, 4, 64, "16", F16, "cuda", (9, 0))
+
+
+def test_what_it_refuses():
+    why = named("cuda/prompt").why_not
+    assert why(CALL) is None
+    assert "not D=80" in why(dataclasses.replace(CALL, D=80))
+    assert "whole 64 slots" in why(dataclasses.replace(CALL, page=16))
+    assert "fp8" in why(dataclasses.replace(CALL, kv="fp8"))
+    assert why(dataclasses.replace(CALL, capability=(8, 0)))
+
+
+def test_asked_for_by_name_it_is_taken(monkeypatch):
+    assert select(CALL)[0].name == "triton/prompt"  # which is dispatched until the other is timed
+    monkeypatch.setenv("LOWQ_KERNEL", "cuda/prompt")
+    assert select(CALL)[0].name == "cuda/prompt"
