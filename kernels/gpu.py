@@ -49,6 +49,7 @@ class Gpu:
 
 
 KB, MB = 1 << 10, 1 << 20
+REGISTERS = 1 << 16  # of an SM, since compute capability 5.0
 _HOPPER_ON: dict[str, Any] = {"fp8": True, "dependent_launch": True, "max_cluster": 8, "tma": True}
 # Sizes: CUDA C++ programming guide, table of technical specifications by compute capability
 ROWS: dict[Capability, Gpu] = {

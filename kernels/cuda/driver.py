@@ -109,7 +109,7 @@ def keeps_split(on: gpu.Gpu, used: dict[str, int], threads: int, smem: int, per_
     of it 1,786 -> 1,750; 1B by 4 bits 445 -> 422, in 16 bits 839 -> 732.
     """
     each = smem + used["smem"] + SYSTEM
-    most = min(per_sm, on.smem_sm // each, 2048 // threads, 65536 // (-(-used["registers"] // 8) * 8 * threads))
+    most = min(per_sm, on.smem_sm // each, 2048 // threads, gpu.REGISTERS // (-(-used["registers"] // 8) * 8 * threads))
     return most <= 1 or most * each <= on.split
 
 

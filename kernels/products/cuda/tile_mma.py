@@ -177,7 +177,7 @@ def _config_refuse(call: Call, config: Config) -> str | None:
     cut = plan(call, config)
     if cut is None:
         return "too much shared memory"
-    cap = min(255, 65536 // (32 * config["WARPS"] * config["BLOCKS_PER_SM"]) // 8 * 8)
+    cap = min(255, gpu.REGISTERS // (32 * config["WARPS"] * config["BLOCKS_PER_SM"]) // 8 * 8)
     if registers(call.scheme, call.K, call.dtype, config, cut.M_TILES, cut.copies) > cap:
         return "too many registers"
     return None
@@ -203,7 +203,7 @@ def _second_round(call: Call, config: Config) -> bool:
     if cut is None or (config["ROW_TILES"], cut.M_TILES, config["INT8_PLANES"]) != (2, 2, 0):
         return False
     needs = registers(call.scheme, call.K, call.dtype, config, cut.M_TILES, cut.copies) - 16
-    return needs * 64 * config["WARPS"] > 65536 and 1 < cut.grid[0] / gpu.of(call.capability).sms <= 1.5
+    return needs * 64 * config["WARPS"] > gpu.REGISTERS and 1 < cut.grid[0] / gpu.of(call.capability).sms <= 1.5
 
 
 def _default_config(call: Call, legal: list[Config]) -> Config:
