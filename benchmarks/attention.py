@@ -250,9 +250,9 @@ def packed() -> Iterator[dict[str, float | int | str]]:
         wrong = error(together(), torch.cat([way()[0] for way in alone]))
         row: dict[str, float | int | str] = {"pieces": str(pieces), "error_beside_own": wrong}
         row["packed_ms"] = round(graph_time([together], 20, 2000.0) / 1e3, 4)
-        if named("cuda/prompt").why_not(PromptCall(M, HEADS.D, 4, PAGE, kv.PLAIN, DTYPE, "cuda", capability(DEVICE))) is None:
-            row["cuda_error"] = error(by_cuda(together)(), torch.cat([way()[0] for way in alone]))
-            row["packed_cuda_ms"] = round(graph_time([by_cuda(together)], 20, 2000.0) / 1e3, 4)
+        if cuda := by_cuda(together, M, PAGE):
+            row["cuda_error"] = error(cuda(), torch.cat([way()[0] for way in alone]))
+            row["packed_cuda_ms"] = round(graph_time([cuda], 20, 2000.0) / 1e3, 4)
         row["each_ms"] = round(graph_time([lambda: [way() for way in alone]], 20, 2000.0) / 1e3, 4)  # noqa: B023
         yield row
 
@@ -278,11 +278,11 @@ def prompts() -> Iterator[dict[str, float | int]]:
         }
         if not start:  # cuDNN's causal mask begins at the first key
             ways["cudnn"] = partial(sdpa, SDPBackend.CUDNN_ATTENTION, q, k, v, None)
-        if named("cuda/prompt").why_not(PromptCall(T, HEADS.D, 4, 0, kv.PLAIN, DTYPE, "cuda", capability(DEVICE))) is None:
-            ways["cuda"] = by_cuda(ways["ours"])
+        if cuda := by_cuda(ways["ours"], T, 0):
+            ways["cuda"] = cuda
         row: dict[str, float | int] = {"T": T, "start": start, "error": error(ways["ours"](), ways["reference"]())}
-        if "cuda" in ways:
-            row["cuda_error"] = error(ways["cuda"](), ways["reference"]())
+        if cuda:
+            row["cuda_error"] = error(cuda(), ways["reference"]())
         for name, way in ways.items():
             row[f"{name}_first_ms"] = once(way)
             row[f"{name}_ms"] = round(min(once(way) for _ in range(8)), 4)
@@ -290,8 +290,11 @@ def prompts() -> Iterator[dict[str, float | int]]:
         yield row
 
 
-def by_cuda(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The same by prompt.cu."""
+def by_cuda(work: Callable[[], torch.Tensor], tokens: int, page: int) -> Callable[[], torch.Tensor] | None:
+    """The same by prompt.cu, where it takes so many tokens over a cache in blocks of `page` slots."""
+    call = PromptCall(tokens, HEADS.D, page, kv.PLAIN, DTYPE, "cuda", capability(DEVICE))
+    if named("cuda/prompt").why_not(call):
+        return None
 
     def run() -> torch.Tensor:
         with mock.patch.dict(os.environ, LOWQ_KERNEL="cuda/prompt"):

@@ -14,8 +14,7 @@ WHOSE = {"export": "vLLM's", "lowq": "lowq's"}
 def reports() -> list[tuple[str, Row, dict[str, Row]]]:
     """(bits, report, its engines by kernels) of every width in every file, the widest first; only one file's are compared."""
     found = []
-    for path in RESULTS.glob(SPEED):
-        report = read(str(path.relative_to(RESULTS)))
+    for report in newest_last(SPEED):
         # a run with fewer batches than another of its file was cut off: left out
         most = max(len(rows(run, "decode")) for run in report["runs"])
         runs = [run for run in report["runs"] if len(rows(run, "decode")) == most]

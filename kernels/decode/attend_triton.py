@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.kv import Cache, Coded, part_of
-from lowq_kernels.decode.kv_triton import UNIT, codes, dims, facts, held, numbers, place, raw, scales
+from lowq_kernels.decode.kv_triton import UNIT, codes, dims, facts, held, numbers, padded, place, raw, scales
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
@@ -317,7 +317,7 @@ def attend(
         SPLITS=splits,
         PARTS_G=triton.next_power_of_2(G),
         BLOCK_G=max(16, triton.next_power_of_2(G)),
-        BLOCK_D=max(16, triton.next_power_of_2(h.D)),
+        BLOCK_D=padded(h.D),
         BLOCK_N=BLOCK_N,
         PAGE=page,
         LEAST=LEAST if page and B * h.HKV >= PROGRAMS else 0,

@@ -200,6 +200,11 @@ def _place_kernel(
         tl.store(beside + here, raw, mask=mine)
 
 
+def padded(D: int) -> int:
+    """Dims of a block that holds a head of D: as many as `tl.dot` takes."""
+    return max(16, triton.next_power_of_2(D))
+
+
 def raw(held: Cache) -> torch.Tensor | None:
     """The scales of a cache as kernels read them, a number a slot; None in 16 bits."""
     if not isinstance(held, Coded):
@@ -243,7 +248,7 @@ def place(
     _place_kernel[(qkv.shape[0], triton.cdiv(heads, HEADS_AT_ONCE))](
         qkv, k_cache.codes, v_cache.codes, raw(k_cache), raw(v_cache), rows, pos, table, cos, sin, h.q_norm, h.k_norm, q,
         each, start, k_cache.shape[2], 0 if table is None else table.shape[1], h.eps, kv.part_of(h.D) ** -0.5,
-        HQ=h.HQ, HKV=h.HKV, D=h.D, R=cos.shape[1], BLOCK_H=HEADS_AT_ONCE, BLOCK_D=max(16, triton.next_power_of_2(h.D)),
+        HQ=h.HQ, HKV=h.HKV, D=h.D, R=cos.shape[1], BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D),
         PAGED=0 if table is None else 1 if rows is None else 2, EACH=pos is not None, NORM=h.q_norm is not None, **known,
         num_warps=4,
     )  # fmt: skip

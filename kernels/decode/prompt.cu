@@ -147,17 +147,14 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
 #pragma unroll
         for (int c = 0; c < 2; c++) {
 #pragma unroll
-            for (int d = 1; d < 4; d *= 2) {
-                const float its = __shfl_xor_sync(0xffffffffu, most[c], d);
-                most[c] = its > most[c] ? its : most[c];
-            }
+            for (int d = 1; d < 4; d *= 2) most[c] = fmaxf(most[c], __shfl_xor_sync(0xffffffffu, most[c], d));
             most[c] *= scale, past = past || most[c] - top[c] > LIMIT;
         }
         moved = !__all_sync(0xffffffffu, !past);
         if (moved)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                const float higher = most[c] > top[c] ? most[c] : top[c];
+                const float higher = fmaxf(most[c], top[c]);
                 fade[c] = exp2_of(top[c] - higher), top[c] = higher, total[c] *= fade[c];
             }
 #pragma unroll

@@ -20,7 +20,7 @@ import triton.language as tl
 from lowq_kernels.decode import kv, reference
 from lowq_kernels.decode.attend_triton import LOG2E, _heads
 from lowq_kernels.decode.kv import Cache, Coded
-from lowq_kernels.decode.kv_triton import UNIT, codes, dims, held, numbers, place, raw, scales
+from lowq_kernels.decode.kv_triton import UNIT, codes, dims, held, numbers, padded, place, raw, scales
 from lowq_kernels.decode.kv_triton import facts as facts_of
 from lowq_kernels.decode.prompt_call import PromptCall, Sizes
 from lowq_kernels.decode.reference import Heads, Packed
@@ -228,11 +228,11 @@ def _launch(
         tensors = (qkv, k_cache, v_cache, *of_tokens, cos, sin, h.q_norm, h.k_norm, y)
         shape = {"HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "NORM": h.q_norm is not None, "PAGE": page}
         grid = (M, triton.cdiv(h.HQ + 2 * h.HKV, HEADS_AT_ONCE))
-        _place_kernel[grid](*tensors, *sizes, h.eps, **shape, BLOCK_H=HEADS_AT_ONCE, BLOCK_D=_width(h.D), num_warps=4)
+        _place_kernel[grid](*tensors, *sizes, h.eps, **shape, BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D), num_warps=4)
     if not qkv.is_cuda:  # Triton's interpreter
         return attend(y, k_cache, v_cache, p, h, sizes, {})
     kind = (page, kv.kind_of(k_cache), qkv.dtype, qkv.device.type, capability(qkv.device))
-    spec, config = select(PromptCall(M, h.D, h.HQ // h.HKV, *kind))
+    spec, config = select(PromptCall(M, h.D, *kind))
     return spec.launch(y, k_cache, v_cache, p, h, sizes, config)
 
 
@@ -242,7 +242,7 @@ def attend(
 ) -> torch.Tensor:
     """As `PromptCall` says."""
     T, start, S, width = sizes
-    facts = {"HQ": h.HQ, "D": h.D, "BLOCK_D": _width(h.D), "PAGE": 0 if p is None else S}
+    facts = {"HQ": h.HQ, "D": h.D, "BLOCK_D": padded(h.D), "PAGE": 0 if p is None else S}
     of_tokens = (None, None, None, None) if p is None else (p.rows, p.pos, p.table, p.tiles)
     tuned = CONFIG if h.D <= 128 else WIDE
     grid = (y.shape[0] // T * h.HQ, triton.cdiv(T, tuned["BLOCK_M"])) if p is None else (h.HQ, p.tiles.shape[0])
@@ -254,7 +254,3 @@ def attend(
     facts |= {"G": h.HQ // h.HKV, "SINKS": h.sinks is not None, **facts_of(k_cache)}
     _attend_prompt_kernel[grid](*pointers, T, start, S, width, *of_layer, **facts, **tuned)
     return y
-
-
-def _width(D: int) -> int:
-    return max(16, triton.next_power_of_2(D))

@@ -12,7 +12,7 @@ Sizes = tuple[int, int, int, int]  # T, start, slots of a cache or of one of its
 
 @dataclass(frozen=True)
 class PromptCall:
-    """M tokens with heads of D dims, G queries a key head.
+    """M tokens with heads of D dims.
 
     page: slots of a block of a paged cache, 0 where each sequence has a cache of its own. kv: what it is held in (`kv.KINDS`).
     Its kernels are launch(y, k_cache, v_cache, packed, heads, sizes, config) -> y (M, HQ * D), which has the queries before:
@@ -22,7 +22,6 @@ class PromptCall:
     op: ClassVar[Op] = "prompt"
     M: int
     D: int
-    G: int
     page: int
     kv: str
     dtype: torch.dtype

@@ -71,7 +71,8 @@ class Rows:
     def set_order(self, first: Sequence[int]) -> None:
         """Rows that come before all others, which stay as they are numbered: for any n above all of `first`, the first n of
         `order` are the rows below n."""
-        order = np.array([*first, *sorted(set(range(self.nobody + 1)).difference(first))], np.int32)
+        rows = np.array(first, np.int32)
+        order = np.concatenate([rows, np.delete(np.arange(self.nobody + 1, dtype=np.int32), rows)])
         changed = np.flatnonzero(order != self._order)
         if len(changed):
             self._order[:] = order

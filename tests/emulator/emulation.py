@@ -51,7 +51,8 @@ def require(kernel: str, compiler: bool = True) -> None:
     if compiler and shutil.which("g++") is None:
         pytest.skip("no g++", allow_module_level=True)
     pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-    if kernel not in registry.kernels():
+    registry.load_kernels()
+    if kernel not in registry.KERNELS:
         pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
 
 

@@ -4,27 +4,21 @@ On a GPU they run there; elsewhere emulated on the CPU thread by thread, every l
 """
 
 import dataclasses
-import shutil
 from unittest import mock
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-if not torch.cuda.is_available() and shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
-pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-try:
-    from lowq_kernels.decode import attend_cuda
-    from lowq_kernels.decode import experts as mixture
-except ModuleNotFoundError:
-    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
 import emulation
+
+emulation.require("cuda/attend", compiler=not torch.cuda.is_available())
 import simt
 from emulation import error
 from lowq_kernels import gpu
 from lowq_kernels.cuda.nvrtc import compiled
-from lowq_kernels.decode import kv, reference
+from lowq_kernels.decode import attend_cuda, kv, reference
+from lowq_kernels.decode import experts as mixture
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.kv_triton import NUMBERS
 from lowq_kernels.dispatch import registry
@@ -123,12 +117,8 @@ def a_gpu():
 
 def twice(made, tolerance):
     """`made` gives (y, truth): near each other, and y the same with the threads in either order."""
-    results = []
-    for simt.Kernel.order in (1, -1):
-        y, truth = made()
-        assert error(y, truth) < tolerance
-        results.append(y)
-    assert torch.equal(*results)
+    y, truth = emulation.twice(made)
+    assert error(y, truth) < tolerance
 
 
 def on_device(made):

@@ -1,27 +1,21 @@
 """prompt.cu against its definition in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
 
+import contextlib
 import dataclasses
-import shutil
-from unittest import mock
 
 import pytest
 import torch
 
-if not torch.cuda.is_available() and shutil.which("g++") is None:
-    pytest.skip("no g++", allow_module_level=True)
-pytest.importorskip("cuda.pathfinder", reason="the CUDA extra is not installed")
-try:
-    from lowq_kernels.decode import prompt_cuda
-except ModuleNotFoundError:
-    pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
-import simt
-from emulation import error
+import emulation
 from lowq_kernels import gpu
-from lowq_kernels.decode import reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+emulation.require("cuda/prompt", compiler=DEVICE == "cpu")
+import simt
+from lowq_kernels.decode import prompt_cuda, reference
 from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.dispatch.registry import named, select
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 if DEVICE == "cuda" and gpu.no_wgmma(torch.cuda.get_device_capability()):
     pytest.skip("not a Hopper GPU", allow_module_level=True)
@@ -45,29 +39,18 @@ PACKED = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def a_gpu():
-    """Where there is none, launchers see a GPU of capability 9.0 behind CPU tensors; all instances are built at once."""
-    if DEVICE == "cuda":
+def built():
+    """Where there is no GPU, all instances are built at once."""
+    with emulation.hopper(prompt_cuda) if DEVICE == "cpu" else contextlib.nullcontext():
+        if DEVICE == "cpu":
+            simt.Kernel.recording = True
+            for case in ALONE.values():
+                alone(*case)
+            for case in PACKED.values():
+                packed(*case)
+            simt.Kernel.recording = False
+            simt.build_all(list(simt.Kernel.wanted))
         yield
-        return
-    patches = [
-        mock.patch.object(prompt_cuda, "Kernel", simt.Kernel),
-        mock.patch.object(prompt_cuda, "tensor_map", simt.tensor_map),
-    ]
-    for p in patches:
-        p.start()
-    prompt_cuda._kernel.cache_clear()
-    simt.Kernel.recording = True
-    for case in ALONE.values():
-        alone(*case)
-    for case in PACKED.values():
-        packed(*case)
-    simt.Kernel.recording = False
-    simt.build_all(list(simt.Kernel.wanted))
-    yield
-    for p in patches:
-        p.stop()
-    prompt_cuda._kernel.cache_clear()
 
 
 def heads(HQ, HKV, D, window, sinks):
@@ -132,12 +115,8 @@ def packed(HQ, HKV, D, dtype, window, sinks, pieces, page):
 
 
 def check(made, dtype):
-    results = []
-    for simt.Kernel.order in (1, -1):
-        y, truth = made()
-        assert error(y, truth) < TOLERANCE[dtype]
-        results.append(y)
-    assert torch.equal(*results)
+    y, truth = emulation.twice(made)
+    assert emulation.error(y, truth) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -150,7 +129,7 @@ def test_caches_in_blocks(name):
     check(lambda: packed(*PACKED[name]), PACKED[name][3])
 
 
-CALL = PromptCall(256, 128, 4, 64, "16", F16, "cuda", (9, 0))
+CALL = PromptCall(256, 128, 64, "16", F16, "cuda", (9, 0))
 
 
 def test_what_it_refuses():
