@@ -5,7 +5,7 @@
 
 32 query heads on 8 key heads of 128 dims (Llama 3.1 8B), bf16. Steps: `dispatch.timing.graph_time`, caches rotated past L2;
 `cluster` is attend.cu's launch of short caches, `triton` the portable kernel, `read_us` the cache's bytes over the measured
-read bandwidth. Prompts: q/k rotation and cache write included for ours (`cuda`: by prompt.cu), left out for torch's flash and
+read bandwidth. Prompts: q/k rotation and cache write included for ours and `triton` (prompt.py), left out for torch's flash and
 cuDNN; `first_ms` is the first call of a length that the process has not seen. Each result is checked against
 decode/reference.py.
 `kv`: what dispatch takes beside Triton, over caches of random codes, a cache a sequence (`page` 0) or in blocks; of Triton's
@@ -39,10 +39,9 @@ from lowq_kernels.cuda import nvrtc
 from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, reference
 from lowq_kernels.decode.attend import AttendCall, attend
 from lowq_kernels.decode.kv import Cache, Coded, empty
-from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.precompile import launch_all
-from lowq_kernels.dispatch.registry import capability, named, select
+from lowq_kernels.dispatch.registry import select
 from lowq_kernels.dispatch.timing import graph_time, roofline
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -250,9 +249,7 @@ def packed() -> Iterator[dict[str, float | int | str]]:
         wrong = error(together(), torch.cat([way()[0] for way in alone]))
         row: dict[str, float | int | str] = {"pieces": str(pieces), "error_beside_own": wrong}
         row["packed_ms"] = round(graph_time([together], 20, 2000.0) / 1e3, 4)
-        if cuda := by_cuda(together, M, PAGE):
-            row["cuda_error"] = error(cuda(), torch.cat([way()[0] for way in alone]))
-            row["packed_cuda_ms"] = round(graph_time([cuda], 20, 2000.0) / 1e3, 4)
+        row["packed_triton_ms"] = round(graph_time([by_triton(together)], 20, 2000.0) / 1e3, 4)
         row["each_ms"] = round(graph_time([lambda: [way() for way in alone]], 20, 2000.0) / 1e3, 4)  # noqa: B023
         yield row
 
@@ -272,17 +269,14 @@ def prompts() -> Iterator[dict[str, float | int]]:
         q, k, v = torch.randn(1, HEADS.HQ, T, HEADS.D, device=DEVICE, dtype=DTYPE), k_cache[:, :, :end], v_cache[:, :, :end]
         mask = causal_lower_right(T, end) if start else None
         ways: dict[str, Callable[[], torch.Tensor]] = {
-            "ours": partial(prompt.attend_prompt, qkv, k_cache, v_cache, start, *turned, HEADS),
+            "ours": (ours := partial(prompt.attend_prompt, qkv, k_cache, v_cache, start, *turned, HEADS)),
+            "triton": by_triton(ours),
             "flash": partial(sdpa, SDPBackend.FLASH_ATTENTION, q, k, v, mask),
             "reference": partial(reference.attend_prompt, qkv, k_cache, v_cache, start, *turned, HEADS),
         }
         if not start:  # cuDNN's causal mask begins at the first key
             ways["cudnn"] = partial(sdpa, SDPBackend.CUDNN_ATTENTION, q, k, v, None)
-        if cuda := by_cuda(ways["ours"], T, 0):
-            ways["cuda"] = cuda
         row: dict[str, float | int] = {"T": T, "start": start, "error": error(ways["ours"](), ways["reference"]())}
-        if cuda:
-            row["cuda_error"] = error(cuda(), ways["reference"]())
         for name, way in ways.items():
             row[f"{name}_first_ms"] = once(way)
             row[f"{name}_ms"] = round(min(once(way) for _ in range(8)), 4)
@@ -290,14 +284,11 @@ def prompts() -> Iterator[dict[str, float | int]]:
         yield row
 
 
-def by_cuda(work: Callable[[], torch.Tensor], tokens: int, page: int) -> Callable[[], torch.Tensor] | None:
-    """The same by prompt.cu, where it takes so many tokens over a cache in blocks of `page` slots."""
-    call = PromptCall(tokens, HEADS.D, page, kv.PLAIN, DTYPE, "cuda", capability(DEVICE))
-    if named("cuda/prompt").why_not(call):
-        return None
+def by_triton(work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The same by prompt.py."""
 
     def run() -> torch.Tensor:
-        with mock.patch.dict(os.environ, LOWQ_KERNEL="cuda/prompt"):
+        with mock.patch.dict(os.environ, LOWQ_KERNEL="triton/prompt"):
             return work()
 
     return run
