@@ -9,7 +9,8 @@
 // Grid    x: tiles of 16 rows of the output, y: slots (UP) or tokens (DOWN)
 // Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
 //         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
-//         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment.
+//         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and zeros
+//         come with the words, by way of shared memory: one trip to memory a chunk when they were read where they are needed.
 // Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
 // Fit     three blocks of UP on a multiprocessor: the 384 of Qwen3-30B-A3B's eight experts are one wave; of FP4 two of DOWN, by which
 //         gpt-oss' 180 are one: six chunks ahead leave it 64 registers (on Blackwell it would spill)
@@ -34,6 +35,9 @@ constexpr bool two_of_down(int form, int mode) {
 #endif
     return mode == DOWN && (form & 15) == E2M1 && of_bytes(form);
 }
+constexpr int groups_met(int group, int chunk, int count) {  // by so many chunks from any on; group 0: a row is one
+    return group == 0 ? 1 : chunk % group == 0 ? count * chunk / group : (count * chunk - 1) / group + 2;
+}
 template <int BITS, int T, int GROUP, int FORM, int MODE>
 __global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, two_of_down(FORM, MODE) ? 2 : MODE == DOWN || BITS == 1 ? 1 : 3 - BITS % 2)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
@@ -47,7 +51,9 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     constexpr bool SCALED = scaled_halves<FORM, T>();
     using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
     constexpr int BOOKS = BOOKED ? 16 : 1;
-    extern __shared__ float4 shared[];  // x of each warp's part of K
+    // groups that AHEAD chunks may meet; bytes of one's scales for 16 rows; of all scales, and with zeros
+    constexpr int GROUPS = groups_met(GROUP, L::CHUNK, AHEAD), ROWS = of_bytes(FORM) ? 16 : 32, SCALES = GROUPS * ROWS, METAS = SCALES * (ZEROS ? 2 : 1);
+    extern __shared__ float4 shared[];  // of each warp: scales and zeros of AHEAD chunks, and x of its part of K
     __shared__ float sums_at[16 * 16];
     __shared__ u32 mask[C::PLACES];
     __shared__ uint4 books[BOOKS][2];  // of each warp
@@ -67,11 +73,6 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     asm volatile("ld.global.cg.u64 %0, [%1];" : "=l"(expert) : "l"(ids + slot) : "memory");
     const size_t tile = expert * tiles + row_tile;
     const u32* w_at = words + (tile * chunks + begin) * L::WORDS;
-    const size_t meta = tile * groups * 16 + 2 * r;
-    auto scale_of = [&](int g) {
-        if constexpr (of_bytes(FORM)) return byte_scales<FORM>(*(const u16*)((const unsigned char*)scales + meta + g * 16));
-        else return to_floats<T>(*(const u32*)(scales + meta + g * 16));
-    };
     const size_t first_row = expert * (UP ? 2 * width : width) + (UP ? sub * width : 0);  // of this product, among all experts'
     float unit = 1.f;
     if (lane % 4 == 0) {  // its sums begin as the bias, in shared memory: registers are short
@@ -88,11 +89,26 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
         else unit = (tables ? tables[own] : 1.f) * (SCALED ? __uint_as_float((127 + S::SHIFT) << 23) : E2M1_UNIT<T>);
     }
     const u16* x_from = x + (size_t)(UP ? slot / top_k : slot) * K;
-    char* mine = (char*)shared + warp * each * L::CHUNK * 2;
+    char* const metas = (char*)shared + warp * (METAS + each * L::CHUNK * 2);  // the warp's; then its x
+    char* const mine = metas + METAS;
     const u32 x_at = shared_address(mine) + (lane >> 3) * 16;
+    const char* metas_mine = metas + 2 * r * (ROWS / 16);  // of rows 2 r and 2 r + 1, r and r + 8 of a fragment
+    constexpr int BY = GROUP ? GROUP : 1 << 30;
+    auto group_of = [&](int k) { return (int)((u32)k / BY); };
+    auto scale_of = [&](int g) {
+        if constexpr (of_bytes(FORM)) return byte_scales<FORM>(*(const u16*)(metas_mine + g * ROWS));
+        else return to_floats<T>(*(const u32*)(metas_mine + g * ROWS));
+    };
 
     u32 w[AHEAD][L::REGS];
     auto load = [&](int c) {
+        const int first = group_of(c * L::CHUNK), there = (groups - first) * ROWS;
+#pragma unroll
+        for (int i = 16 * lane; i < METAS; i += 512) {  // of groups past the last: zeros
+            const int at = i < SCALES ? i : i - SCALES;
+            const char* from = (const char*)(i < SCALES ? scales : zeros) + (tile * groups + first) * ROWS + at;
+            copy_async_or_zero(shared_address(metas + i), from, at < there ? 16 : 0);
+        }
 #pragma unroll
         for (int a = 0; a < AHEAD; a++)
             if (c + a < end) {
@@ -106,16 +122,19 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
     };
     load(begin);
     if (!UP) previous_grid_wait();
+#pragma unroll 2
     for (int i = lane * 8; i < (end - begin) * L::CHUNK; i += 256) {  // x of these chunks; past K: zeros
         const int k = begin * L::CHUNK + i;
-        *(uint4*)(mine + 2 * i) = k < K ? *(const uint4*)(x_from + k) : make_uint4(0, 0, 0, 0);
+        copy_async_or_zero(shared_address(mine + 2 * i), x_from + k, k < K ? 16 : 0);
     }
-    __syncwarp();
 
     float acc0 = 0.f, acc1 = 0.f, all[4] = {};  // of rows r and r + 8; all: SCALED
     u32 looked_up[4][4];           // [j][fragment % 4]
     for (int c = begin; c < end; c += AHEAD) {
-        if (c > begin) load(c);
+        if (c > begin) __syncwarp(), load(c);
+        copy_commit(), copy_wait<0>();
+        __syncwarp();
+        const int first = group_of(c * L::CHUNK);
 #pragma unroll
         for (int a = 0; a < AHEAD; a++) {
             if (c + a >= end) break;
@@ -123,8 +142,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
             for (int f = 0; f < FRAGS; f += FG) {
                 float sum[4] = {}, total[4] = {};  // total: 0: -sum(magic * x), 2: sum(x)
                 u32 b[4], both = 0;
-                const int k0 = (c + a) * L::CHUNK + f * 16, g = GROUP == 0 ? 0 : smaller((u32)k0 / (GROUP ? GROUP : 1), groups - 1);
-                if (SCALED) both = S::of(*(const u16*)((const unsigned char*)scales + meta + g * 16));
+                const int k = a * L::CHUNK + f * 16, g = L::CHUNK % BY ? group_of(c * L::CHUNK + k) - first : k / BY;
+                if (SCALED) both = S::of(*(const u16*)(metas_mine + g * ROWS));
 #pragma unroll
                 for (int i = f; i < f + FG; i++) {
                     if (i == f || i % 2 == 0) load_matrix4(b, x_at + (c + a - begin) * L::CHUNK * 2 + (i >> 1) * 64);
@@ -153,7 +172,7 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
                 if (SCALED) continue;
                 const float2 scale = scale_of(g);
                 float2 zero = TABLE ? make_float2(0.f, 0.f) : make_float2(mid<BITS>(), mid<BITS>());
-                if (ZEROS) zero = to_floats<T>(*(const u32*)(zeros + meta + g * 16));
+                if (ZEROS) zero = to_floats<T>(*(const u32*)(metas_mine + SCALES + g * ROWS));
                 acc0 += scale.x * (sum[0] + total[0] - zero.x * total[2]);
                 acc1 += scale.y * (sum[2] + total[0] - zero.y * total[2]);
             }

@@ -26,7 +26,7 @@ DOWN = 2
 MOST_WARPS, UP_WARPS = 16, 8  # of a block of DOWN, of UP
 UP_PRODUCTS = 2  # gate and up
 AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # chunks a warp of experts.cu asks for at once
-LIMIT = 64 << 10  # bytes of x a block may hold
+LIMIT = 96 << 10  # bytes a block may hold
 
 
 def parts(K: int, bits: int, top_k: int | None = None) -> int:
@@ -35,9 +35,13 @@ def parts(K: int, bits: int, top_k: int | None = None) -> int:
     return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), most))
 
 
-def _smem(K: int, bits: int, top_k: int | None = None) -> int:
-    n = parts(K, bits, top_k)
-    return (top_k or UP_PRODUCTS) * n * math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2
+def _smem(K: int, scheme: Scheme, top_k: int | None = None) -> int:
+    """Bytes of a block: of each warp scales and zeros of AHEAD chunks, and x of its part of K."""
+    bits, group = scheme.bits, 0 if scheme.groups(K) == 1 else scheme.group_size
+    n, step = parts(K, bits, top_k), AHEAD[bits] * CHUNK[bits]
+    groups = 1 if group == 0 else step // group if CHUNK[bits] % group == 0 else (step - 1) // group + 2
+    of_group = (16 if scheme.scale != "float" else 32) * (2 if scheme.zero != "none" else 1)
+    return (top_k or UP_PRODUCTS) * n * (groups * of_group + math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2)
 
 
 def _refuse(call: ExpertsCall) -> str | None:
@@ -51,7 +55,7 @@ def _refuse(call: ExpertsCall) -> str | None:
             return "experts that are not packed in the layout tile"
         if K % 8 or (scheme.group_size % 16 and scheme.group_size != K):
             return f"rows of {K} in groups of {scheme.group_size}"
-        if _smem(K, scheme.bits, down_of) > limit:
+        if _smem(K, scheme, down_of) > limit:
             return f"rows of {K} are too long"
         if scheme.table_width and N % 32:
             return f"tables of {N} rows, perhaps two to them, which are no tiles of 16"
@@ -83,7 +87,7 @@ def _launch(
     n = parts(s.K, bits, down_of)
     instance = expression(s.scheme, s.K, TYPES[x.dtype], mode)
     serialize = launch.enabled and gpu.here(x.device.index).dependent_launch
-    grid = (math.ceil(y.shape[1] / 16), y.shape[0], _smem(s.K, bits, down_of))
+    grid = (math.ceil(y.shape[1] / 16), y.shape[0], _smem(s.K, s.scheme, down_of))
     of_W = (s.words.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (beside, bias)))
     pointers = (*of_W, ids.data_ptr(), 0 if weights is None else weights.data_ptr(), x.data_ptr(), y.data_ptr())
     sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[1], s.words.shape[1], top_k, n, each)

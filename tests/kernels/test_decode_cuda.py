@@ -68,6 +68,7 @@ CODED = {
 # bits, group (0: a row), zero, act, dtype, H, I
 LAYERS = {
     "4": (4, 128, "float", "silu", F16, 512, 128),
+    "4, rows of two steps a warp, within groups": (4, 128, "float", "silu", F16, 2304, 64),
     "4 small groups": (4, 32, "int", "gelu_tanh", BF16, 288, 48),
     "8": (8, 64, "float", "silu", F16, 192, 64),
     "3": (3, 48, "float", "silu", F16, 336, 48),
