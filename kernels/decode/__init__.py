@@ -11,9 +11,9 @@
 
     fold       the module that has cuda/tile_mma do add_norm and gated within its products, where it can; None elsewhere
 
-On CUDA these are the kernels of this package (`attend` by what dispatch chooses, the rest Triton); on a CPU own C++ for
-what a step needs (`cpu`); for the rest, and elsewhere, the torch functions they are held to (`reference`). `experts`
-computes a mixture's layer from packed experts.
+On CUDA these are the kernels of this package (`attend`, prompts and `route` by what dispatch chooses, the rest Triton); on a
+CPU own C++ for what a step needs (`cpu`); for the rest, and elsewhere, the torch functions they are held to (`reference`).
+`experts` computes a mixture's layer from packed experts.
 """
 
 from collections.abc import Callable
@@ -80,10 +80,11 @@ def ops(device_type: str) -> Ops:
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:
         return TORCH
-    from lowq_kernels.decode import elementwise, prompt, router, sample
+    from lowq_kernels.decode import elementwise, prompt, sample
     from lowq_kernels.decode.attend import attend
+    from lowq_kernels.decode.route import route
 
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
-    return Ops("triton", elementwise.add_norm, *attending, elementwise.gated, router.route, *choosing, folding)
+    return Ops("triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, folding)

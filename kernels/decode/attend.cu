@@ -15,8 +15,8 @@
 // Early   position, angles and the first tiles of every warp are fetched before the previous kernel has ended (they were
 //         written in an earlier step): 1024 slots of a key head are on the multiprocessors when q arrives. By way of shared
 //         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
-// Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (distributed shared
-//         memory): one cluster barrier, no trip to memory. Without a cluster the last block to arrive adds up. Every sum has a
+// Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (meet.cuh): no fence, no trip
+//         to memory. Without a cluster the last block to arrive adds up. Every sum has a
 //         fixed order. Those of warps lie over what was fetched, so that two blocks of 8 warps fit an SM.
 // Order   where there are more heads than run at once, whose turn it is: the longest texts', so that none of them ends alone.
 // Paged   PAGE slots a block of the cache (0: a cache a sequence), found by `table`, S its width; tiles begin at multiples of 16,
@@ -27,6 +27,7 @@
 // Source  own; split-KV as in Flash-Decoding (Dao et al. 2023).
 #include "codes.cuh"
 #include "exp2.cuh"
+#include "meet.cuh"
 
 __device__ __forceinline__ u32 transposed(u32 v) {  // 8 x 8 halves of a warp: lane (g, t) has (g, 2 t), (g, 2 t + 1)
     u32 d;
@@ -72,6 +73,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     __shared__ float totals[WARPS * G];
     __shared__ float4 inbox[CLUSTER * MINE];  // [from block][item]
     __shared__ float2 inbox_sums[CLUSTER * MINE];
+    __shared__ u64 all_there[1];
     __shared__ u32 turn[1];
     __shared__ uint2 queries[G * (D + 8) / 4];  // halves
     __shared__ float query_sums[G];
@@ -81,7 +83,11 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     const int rank = blockIdx.x, turn_of = blockIdx.y / HKV, h = blockIdx.y % HKV;
     const int b = order == nullptr ? turn_of : order[turn_of];
     next_grid_launch();
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");  // who pushes must know that all run
+    const u32 meeting = shared_address(all_there);
+    if constexpr (CLUSTER > 1) {
+        if (threadIdx.x == 0) open(meeting, CLUSTER * MINE * 24);
+        join();
+    }
     const int pos = positions[b], n = pos + 1, seen_from = n > window ? n - window : 0, first = seen_from & ~15;
     const int tiles = (n - first + 15) / 16, last = tiles - 1;
     const int blocks = CLUSTER > 1 ? CLUSTER : tiles < 2 * least ? 1 : smaller(tiles / least, gridDim.x);
@@ -142,6 +148,7 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     float4 q_weight = make_float4(1.f, 1.f, 1.f, 1.f), k_weight = q_weight;
     if constexpr (NORM == 1) q_weight = four((const u16*)q_norm + 4 * part), k_weight = four((const u16*)k_norm + 4 * part);
     if constexpr (NORM == 2) q_weight = ((const float4*)q_norm)[part], k_weight = ((const float4*)k_norm)[part];
+    if constexpr (CLUSTER > 1) joined();
     previous_grid_wait();
 
     const int rows = owner ? G + 2 : G;  // queries, key, value
@@ -323,7 +330,6 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         if (g == 0) tops[warp * G + 2 * t + c] = top[c], totals[warp * G + 2 * t + c] = total[c];
     }
     __syncthreads();
-    if constexpr (CLUSTER > 1) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
     constexpr int ALL = KV ? (ITEMS + 31) / 32 * 32 : ITEMS;  // turning takes whole warps: some do the last item again
     auto store = [&](int item, float4 sum, float whole) {
         if constexpr (KV != 0) sum = turned<D>(sum, lane);
@@ -356,11 +362,8 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
             }
         } else if (item < ITEMS) {
             const int there = rank * MINE + item % MINE;
-            u32 at, at_sums;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(inbox + there)), "r"(item / MINE));
-            asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at_sums) : "r"(shared_address(inbox_sums + there)), "r"(item / MINE));
-            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(sum.x), "f"(sum.y), "f"(sum.z), "f"(sum.w) : "memory");
-            asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(at_sums), "f"(most), "f"(whole) : "memory");
+            push(item / MINE, meeting, shared_address(inbox + there), sum);
+            push(item / MINE, meeting, shared_address(inbox_sums + there), make_float2(most, whole));
         }
     }
     if constexpr (CLUSTER == 1) {
@@ -405,9 +408,9 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
         if (threadIdx.x == 0) arrived[blockIdx.y] = 0;
     }
     if constexpr (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
         constexpr int WHOLE = KV ? (MINE + 31) / 32 * 32 : MINE;
         if (rank * MINE >= ITEMS) return;
+        barrier_wait(meeting, 0);
         for (int wanted = threadIdx.x; wanted < WHOLE; wanted += WARPS * 32) {
             const int item = smaller(wanted, MINE - 1);
             float most = inbox_sums[item].x, whole = 0.f;

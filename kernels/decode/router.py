@@ -1,4 +1,4 @@
-"""route: the experts of each token and their weights, as transformers' top-k routers compute them, in one kernel.
+"""triton/route: the experts of each token and their weights, as transformers' top-k routers compute them, in one kernel.
 
 Maths   softmax over all experts of round(router . x), its top k, divided by their sum where the model does so
 Grid    (cdiv(E, BLOCK_E), M): a program multiplies a few rows of the router; the last of a token to finish picks
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowq_kernels.decode import reference
 from lowq_kernels.decode.launch import pdl
+from lowq_kernels.dispatch.registry import Config, register
 
 FEW = 64  # tokens; for more a matrix product is the faster way
 BLOCK_H = 2048
@@ -83,13 +83,18 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
     return torch.empty(rows * width, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
 
 
+@register("triton/route", op="route", m_range=(1, FEW), rank=40)
 def route(
-    x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    normalise: bool,
+    rounded: bool,
+    bias: torch.Tensor | None,
+    config: Config,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference.route`; x (M, H) and router (E, H) contiguous, of one dtype."""
+    """As `RouteCall` says."""
     (M, H), E = x.shape, router.shape[0]
-    if M > FEW:
-        return reference.route(x, router, top_k, normalise, rounded, bias)
     ALL_E = triton.next_power_of_2(E)
     logits, count = _scratch(x.device, M, ALL_E)
     ids = torch.empty(M, top_k, dtype=torch.int64, device=x.device)

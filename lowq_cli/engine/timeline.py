@@ -11,7 +11,7 @@ from pathlib import Path
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the timeline's events
 IDLE, EMBEDDING, CHOICE, OTHER = "(nothing running)", "embedding", "choice of a token", "other"
-KINDS = {"attend": "attention", "_add_norm": "norms", "_gated": "activation", "_route": "router"}
+KINDS = {"attend": "attention", "_add_norm": "norms", "_gated": "activation", "route": "router"}
 KINDS |= {"_best_kernel": CHOICE, "_choose_kernel": CHOICE}
 SMALL = ("at::native", "Memset", "Memcpy", "splitKreduce")  # what torch and cuBLAS add
 

@@ -229,12 +229,13 @@ inline void arrive(Barrier& b) {
 }
 inline void mbarrier_arrive_expect_tx_shared__cta_b64(u32 at, int bytes) { barrier(at).bytes += bytes, arrive(barrier(at)); }
 inline void mbarrier_arrive_shared__cta_b64(u32 at) { arrive(barrier(at)); }
-inline void mbarrier_arrive_shared__cluster_b64(u32 at) {  // of another block
+inline Barrier& barrier_of_cluster(u32 at) {
     if ((at >> RANK) >= blocks.size()) fail("no such block in the cluster");
     auto found = blocks[at >> RANK].barriers.find(at & ((1u << RANK) - 1));
     if (found == blocks[at >> RANK].barriers.end()) fail("no mbarrier was initialised there");
-    arrive(found->second);
+    return found->second;
 }
+inline void mbarrier_arrive_shared__cluster_b64(u32 at) { arrive(barrier_of_cluster(at)); }  // of another block
 inline void mbarrier_wait(u32 at, u32 parity) {
     for (int spins = 0;; spins++) {
         Barrier& b = barrier(at);
@@ -375,10 +376,18 @@ inline char* of_cluster(u32 at, int bytes) {
     if ((at >> RANK) >= blocks.size()) fail("no such block in the cluster");
     return shared(blocks[at >> RANK], at & ((1u << RANK) - 1), bytes);
 }
-inline void st_shared__cluster_v4_f32(u32 at, float a, float b, float c, float d) { *(float4*)of_cluster(at, 16) = {a, b, c, d}; }
-inline void st_shared__cluster_v2_f32(u32 at, float a, float b) { *(float2*)of_cluster(at, 8) = {a, b}; }
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_v4_f32(u32 to, float a, float b, float c, float d, u32 at) {
+    *(float4*)of_cluster(to, 16) = {a, b, c, d}, barrier_of_cluster(at).bytes -= 16;
+}
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_v2_f32(u32 to, float a, float b, u32 at) {
+    *(float2*)of_cluster(to, 8) = {a, b}, barrier_of_cluster(at).bytes -= 8;
+}
+inline void st_async_shared__cluster_mbarrier__complete_tx__bytes_f32(u32 to, float v, u32 at) {
+    *(float*)of_cluster(to, 4) = v, barrier_of_cluster(at).bytes -= 4;
+}
 inline void barrier_cluster_arrive_release_aligned() { cluster_barrier(); }
 inline void barrier_cluster_arrive_aligned() { cluster_barrier(); }
+inline void barrier_cluster_arrive_relaxed_aligned() { cluster_barrier(); }
 inline void barrier_cluster_wait_acquire_aligned() {}
 inline void barrier_cluster_wait_aligned() {}
 inline void griddepcontrol_wait() {}
@@ -489,6 +498,14 @@ inline void ldmatrix_sync_aligned_m8n8_x4_shared_b16(u32& a, u32& b, u32& c, u32
     collective("ldmatrix", mine, [](Mine** lane) {
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++) *lane[l]->out[i] = lane[8 * i + l / 4]->row[l % 4];
+    });
+}
+inline void redux_sync_max_u32(u32& most, u32 v, u32) {
+    struct Mine { u32* out; u32 v; } mine{&most, v};
+    collective("redux", mine, [](Mine** lane) {
+        u32 most = 0;
+        for (int l = 0; l < 32; l++) most = std::max(most, lane[l]->v);
+        for (int l = 0; l < 32; l++) *lane[l]->out = most;
     });
 }
 inline void movmatrix_sync_aligned_m8n8_trans_b16(u32& d, u32 a) {

@@ -1,0 +1,131 @@
+// The experts of each token and their weights: product by the router, softmax, the likeliest top_k, in one launch (route_cuda.py).
+//
+// Grid    (8, tokens in eights): a cluster of 8 blocks for eight tokens.
+// Block   TILES row tiles of 16 experts, or, where there are fewer than eight tiles, a PARTS-th of k. Its 16 warps take 32 k in
+//         turn: the router is the A operand of mma, eight tokens are the columns of B. A lane reads 16 bytes of a row, which are its
+//         pairs of two mma; the order of k inside a product is free.
+// Sum     warps meet in shared memory, and each sum goes to the block that is its token's (meet.cuh).
+// Pick    a warp a token. A logit in 16 bits, mapped so that integers are ordered as they are, and the expert behind it are one
+//         number, so the next best is one `redux`. Equal logits: the lowest expert.
+// Early   the router's weights are on the multiprocessors before the previous kernel has ended.
+// Limits  H a multiple of 8; what a block has of the router in its registers.
+// Source  own
+#include "exp2.cuh"
+#include "fold.cuh"
+#include "meet.cuh"
+
+constexpr int CLUSTER = 8, WARPS = 16, TOKENS = 8;
+
+__device__ __forceinline__ u32 most_of_warp(u32 v) {
+    u32 most;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(v));
+    return most;
+}
+__device__ __forceinline__ float sum_of_warp(float v) {
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffffu, v, d);
+    return v;
+}
+
+template <int T, int TILES, int PARTS, int STEPS>
+__global__ void __launch_bounds__(WARPS * 32, 1)
+route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x, long long* ids, float* weights, int M, int E, int H, int top_k,
+      int normalise, int rounded) {
+    constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;  // experts of a block, of all, of a lane
+    __shared__ float sums[WARPS][ROWS * TOKENS];
+    __shared__ float logits[PARTS][MOST];  // of this block's token
+    __shared__ u64 all_there[1];
+
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, quad = lane & 3;
+    const int rank = blockIdx.x, part = rank % PARTS, first = rank / PARTS * ROWS, m0 = blockIdx.y * TOKENS, tokens = smaller(M - m0, TOKENS);
+    next_grid_launch();
+    const u32 meeting = shared_address(all_there);
+    if (threadIdx.x == 0) open(meeting, rank < tokens ? PARTS * MOST * 4 : 0);
+    join();
+    auto k_of = [&](int step) { return ((step * PARTS + part) * WARPS + warp) * 32 + 8 * quad; };
+    uint4 w[TILES][STEPS][2], v[STEPS];
+#pragma unroll
+    for (int t = 0; t < TILES; t++)
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {  // experts past the last repeat it: those sums are not read
+                const u16* from = router + (size_t)smaller(first + 16 * t + r + 8 * i, E - 1) * H + k_of(s);
+                w[t][s][i] = make_uint4(0, 0, 0, 0);
+                if (k_of(s) < H)
+                    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                                 : "=r"(w[t][s][i].x), "=r"(w[t][s][i].y), "=r"(w[t][s][i].z), "=r"(w[t][s][i].w) : "l"(from));
+            }
+    u16 beside[MINE];
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        beside[i] = 0;
+        if (bias != nullptr && lane + 32 * i < E) asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(beside[i]) : "l"(bias + lane + 32 * i));
+    }
+    joined();
+    previous_grid_wait();
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+        v[s] = r < tokens && k_of(s) < H ? load16_written(x + (size_t)(m0 + r) * H + k_of(s)) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+        float acc[4] = {};
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            const uint4 a = w[t][s][0], b = w[t][s][1];
+            const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
+            mma<T>(acc, low, v[s].x, v[s].y, acc[0], acc[1], acc[2], acc[3]);
+            mma<T>(acc, high, v[s].z, v[s].w, acc[0], acc[1], acc[2], acc[3]);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[warp][(16 * t + r + i / 2 * 8) * TOKENS + 2 * quad + i % 2] = acc[i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * TOKENS; i += WARPS * 32) {
+        if (i % TOKENS >= tokens) continue;
+        float sum = 0.f;
+#pragma unroll
+        for (int k = 0; k < WARPS; k++) sum += sums[k][i];
+        push(i % TOKENS, meeting, shared_address(&logits[part][first + i / TOKENS]), sum);
+    }
+    if (warp != 0 || rank >= tokens) return;
+    barrier_wait(meeting, 0);
+
+    auto number = [](u32 key) { return to_floats<T>(key >> 31 ? key >> 16 & 0x7fff : ~key >> 16).x; };
+    u32 key[MINE], best = 0;
+    float logit[MINE], total = 0.f, chosen = 0.f;
+#pragma unroll
+    for (int i = 0; i < MINE; i++) {
+        const int e = lane + 32 * i;
+        key[i] = 0, logit[i] = 0.f;
+        if (e >= E) continue;
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) logit[i] += logits[p][e];
+        logit[i] += to_floats<T>(beside[i]).x;
+        const u32 half = from_floats<T>(logit[i], 0.f) & 0xffff;
+        key[i] = (half >> 15 ? ~half & 0xffff : half | 0x8000) << 16 | (0xffff - e), logit[i] = to_floats<T>(half).x;
+        best = key[i] > best ? key[i] : best;
+    }
+    const float top = number(most_of_warp(best));
+#pragma unroll
+    for (int i = 0; i < MINE; i++)
+        if (key[i] != 0) total += exp2_of((logit[i] - top) * 1.44269504f);
+    total = sum_of_warp(total);
+    u32 mine = 0;  // lane k has the k-th
+#pragma unroll 1
+    for (int k = 0; k < top_k; k++) {
+        best = 0;
+#pragma unroll
+        for (int i = 0; i < MINE; i++) best = key[i] > best ? key[i] : best;
+        best = most_of_warp(best);
+        if (lane == k) mine = best;
+#pragma unroll
+        for (int i = 0; i < MINE; i++) key[i] = key[i] == best ? 0 : key[i];
+    }
+    if (lane < top_k) chosen = exp2_of((number(mine) - top) * 1.44269504f) / total;
+    if (normalise) chosen /= sum_of_warp(chosen);
+    if (rounded) chosen = to_floats<T>(from_floats<T>(chosen, 0.f)).x;
+    if (lane >= top_k) return;
+    ids[(size_t)(m0 + rank) * top_k + lane] = 0xffff - (mine & 0xffff);
+    weights[(size_t)(m0 + rank) * top_k + lane] = chosen;
+}

@@ -1,0 +1,106 @@
+"""route.cu against its definition in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+
+import emulation
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+emulation.require("cuda/route", compiler=DEVICE == "cpu")
+import simt
+from lowq_kernels.decode import reference, route_cuda
+from lowq_kernels.decode.route import RouteCall, route
+from lowq_kernels.dispatch.registry import named, select
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+if DEVICE == "cuda" and not torch.cuda.get_device_capability() >= route_cuda.CLUSTERS:
+    pytest.skip("a GPU without clusters", allow_module_level=True)
+F16, BF16 = torch.float16, torch.bfloat16
+# tokens, experts, H, top_k, normalise, rounded, bias, dtype
+CASES = {
+    "a tile a block": (1, 128, 544, 8, True, False, False, BF16),
+    "eleven tokens": (11, 128, 512, 8, True, True, True, F16),
+    "two tiles a block, the last one of a few": (3, 200, 520, 6, False, False, True, F16),
+    "four blocks share a row": (9, 32, 2888, 4, True, False, True, BF16),
+    "eight do, and half a tile": (2, 8, 4096, 2, True, True, False, F16),
+    "sixty experts": (8, 60, 96, 4, False, True, False, BF16),
+    "one of five": (1, 5, 40, 1, False, False, True, F16),
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built():
+    """Where there is no GPU, all instances are built at once."""
+    with emulation.hopper(route_cuda) if DEVICE == "cpu" else contextlib.nullcontext():
+        if DEVICE == "cpu":
+            simt.Kernel.recording = True
+            for case in CASES.values():
+                routed(*operands(*case))
+            simt.Kernel.recording = False
+            simt.build_all(list(simt.Kernel.wanted))
+        yield
+
+
+def operands(M, E, H, top_k, normalise, rounded, bias, dtype):
+    torch.manual_seed(M + E)
+    x, router = (torch.randn(M, H, device=DEVICE)).to(dtype), (torch.randn(E, H, device=DEVICE) / H**0.5).to(dtype)
+    return x, router, top_k, normalise, rounded, torch.randn(E, device=DEVICE).to(dtype) if bias else None
+
+
+def routed(*given):
+    return route_cuda.route(*given, {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_experts_and_weights(name):
+    """The chosen ones' logits are the largest to within rounding, and the weights are those of the ids."""
+    x, router, top_k, normalise, rounded, bias = given = operands(*CASES[name])
+    ids, weights = emulation.twice(lambda: routed(*given))
+    exact = torch.nn.functional.linear(x.float(), router.float(), None if bias is None else bias.float())
+    step = 2 ** (-10 if x.dtype == F16 else -7)
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+    own, best = exact.gather(1, ids), exact.topk(top_k).values
+    assert (own - best).abs().max() <= step * exact.abs().max()
+    wanted = exact.softmax(-1).gather(1, ids)
+    wanted = wanted / wanted.sum(-1, keepdim=True) if normalise else wanted
+    assert torch.allclose(weights, wanted, rtol=4 * step, atol=1e-6)
+    assert not rounded or torch.equal(weights, weights.to(x.dtype).float())
+
+
+def test_equal_logits_go_by_their_number():
+    x, router = torch.ones(2, 64, dtype=F16, device=DEVICE), torch.zeros(128, 64, dtype=F16, device=DEVICE)
+    router[[77, 5, 120]] = 0.25
+    router[3] = -0.25
+    ids, weights = routed(x, router, 6, True, False, None)
+    assert ids.tolist() == [[5, 77, 120, 0, 1, 2]] * 2
+    assert weights[0, 0] == weights[0, 2] > weights[0, 3]
+
+
+def test_nan_still_names_experts():
+    x, router = torch.full((2, 64), float("nan"), dtype=F16, device=DEVICE), torch.randn(128, 64, device=DEVICE).to(F16)
+    ids, _ = routed(x, router, 8, True, False, None)
+    assert ids.min() >= 0
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+    assert ids.max() < 128
+
+
+CALL = RouteCall(1, 128, 2048, 8, BF16, "cuda", (9, 0))
+
+
+def test_who_takes_what():
+    assert select(CALL)[0].name == "cuda/route"
+    assert select(dataclasses.replace(CALL, M=4096))[0].name == "torch/route"
+    assert select(dataclasses.replace(CALL, capability=(8, 0)))[0].name == "triton/route"
+    assert select(dataclasses.replace(CALL, E=512))[0].name == "triton/route"  # 32 loads a lane
+    why = named("cuda/route").why_not
+    assert "registers" in why(dataclasses.replace(CALL, H=8192))
+    assert "eights" in why(dataclasses.replace(CALL, H=2044))
+
+
+def test_on_a_cpu_it_is_the_definition():
+    x, router = torch.randn(3, 40), torch.randn(6, 40)
+    for ours, truth in zip(route(x, router, 2, True, False), reference.route(x, router, 2, True, False), strict=True):
+        assert torch.equal(ours, truth)
