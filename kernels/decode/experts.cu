@@ -12,8 +12,9 @@
 //         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and zeros
 //         come with the words, by way of shared memory: one trip to memory a chunk when they were read where they are needed.
 // Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
-// Fit     three blocks of UP on a multiprocessor: the 384 of Qwen3-30B-A3B's eight experts are one wave; of FP4 two of DOWN, by which
-//         gpt-oss' 180 are one: six chunks ahead leave it 64 registers (on Blackwell it would spill)
+// Fit     BLOCKS on a multiprocessor: of UP three, so that the 384 of Qwen3-30B-A3B's eight experts are one wave; of DOWN two where
+//         the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers; else one: two would go where
+//         one has room and leave others idle (A3B, one token: 6.7 us a layer for 4.4). ONCE: a warp's chunks are no more than AHEAD.
 // Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
@@ -29,24 +30,17 @@ __device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-
     return gate / (1.f + e) * (up + 1.f);
 }
 
-constexpr bool two_of_down(int form, int mode) {
-#if __CUDA_ARCH__ >= 1000
-    return false;
-#endif
-    return mode == DOWN && (form & 15) == E2M1 && of_bytes(form);
-}
 constexpr int groups_met(int group, int chunk, int count) {  // by so many chunks from any on; group 0: a row is one
     return group == 0 ? 1 : chunk % group == 0 ? count * chunk / group : (count * chunk - 1) / group + 2;
 }
-template <int BITS, int T, int GROUP, int FORM, int MODE>
-__global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, two_of_down(FORM, MODE) ? 2 : MODE == DOWN || BITS == 1 ? 1 : 3 - BITS % 2)
+template <int BITS, int T, int GROUP, int FORM, int MODE, int AHEAD, int ONCE, int BLOCKS>
+__global__ void __launch_bounds__(MODE == DOWN ? 512 : 256, BLOCKS)
 experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16* __restrict__ zeros,
         const u16* __restrict__ bias, const long long* ids, const float* weights, const u16* x, u16* y, int width, int K, int chunks,
         int groups, int tiles, int top_k, int KS, int table_rows) {
     using L = Tile<BITS>;
     using C = Codes<BITS, T>;
     constexpr int FRAGS = L::FRAGS, FG = gcd(GROUP ? GROUP / 16 : FRAGS, FRAGS);  // fragments of a chunk, and of one flush
-    constexpr int AHEAD = two_of_down(FORM, MODE) ? 6 : BITS == 4 ? 8 : 4;
     constexpr bool UP = MODE != DOWN, ZEROS = FORM == 1, TABLE = of_table(FORM), BOOKED = (FORM & 15) == BOOK;
     constexpr bool SCALED = scaled_halves<FORM, T>();
     using S = HalfScales<SCALED ? FORM : int(E2M1), T>;
@@ -130,8 +124,8 @@ experts(const u32* __restrict__ words, const u16* __restrict__ scales, const u16
 
     float acc0 = 0.f, acc1 = 0.f, all[4] = {};  // of rows r and r + 8; all: SCALED
     u32 looked_up[4][4];           // [j][fragment % 4]
-    for (int c = begin; c < end; c += AHEAD) {
-        if (c > begin) __syncwarp(), load(c);
+    for (int c = begin; ONCE ? c == begin : c < end; c += AHEAD) {
+        if (!ONCE && c > begin) __syncwarp(), load(c);
         copy_commit(), copy_wait<0>();
         __syncwarp();
         const int first = group_of(c * L::CHUNK);

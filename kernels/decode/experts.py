@@ -7,6 +7,7 @@ Launch   (tiles of 16 rows, slots or tokens) blocks of up to 16 warps; `parts` s
 import ctypes
 import math
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,8 @@ DOWN = 2
 MOST_WARPS, UP_WARPS = 16, 8  # of a block of DOWN, of UP
 UP_PRODUCTS = 2  # gate and up
 AHEAD = {8: 4, 4: 8, 3: 4, 2: 4, 1: 4}  # chunks a warp of experts.cu asks for at once
+TWO_OF_DOWN = 6  # of 4 bits, by which two blocks of DOWN fit a multiprocessor
+BLOCKS_OF_UP = {8: 3, 4: 3, 3: 2, 2: 3, 1: 1}  # that fit, by registers
 LIMIT = 96 << 10  # bytes a block may hold
 
 
@@ -35,13 +38,30 @@ def parts(K: int, bits: int, top_k: int | None = None) -> int:
     return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), most))
 
 
-def _smem(K: int, scheme: Scheme, top_k: int | None = None) -> int:
-    """Bytes of a block: of each warp scales and zeros of AHEAD chunks, and x of its part of K."""
-    bits, group = scheme.bits, 0 if scheme.groups(K) == 1 else scheme.group_size
-    n, step = parts(K, bits, top_k), AHEAD[bits] * CHUNK[bits]
-    groups = 1 if group == 0 else step // group if CHUNK[bits] % group == 0 else (step - 1) // group + 2
-    of_group = (16 if scheme.scale != "float" else 32) * (2 if scheme.zero != "none" else 1)
-    return (top_k or UP_PRODUCTS) * n * (groups * of_group + math.ceil(chunks(K, bits) / n) * CHUNK[bits] * 2)
+class Cut(NamedTuple):
+    """How UP, or DOWN for top_k experts, is cut.
+
+    parts: warps that share a row. ahead: chunks that one asks for at once; once: whether those are all of its. group: the
+    template argument GROUP. smem: bytes of a block: of each warp scales and zeros of those chunks, and x of its part of K.
+    """
+
+    parts: int
+    ahead: int
+    once: int
+    group: int
+    smem: int
+
+    @classmethod
+    def of(cls, K: int, scheme: Scheme, top_k: int | None = None) -> "Cut":
+        bits, group, chunk = scheme.bits, 0 if scheme.groups(K) == 1 else scheme.group_size, CHUNK[scheme.bits]
+        n = parts(K, bits, top_k)
+        each, ahead = math.ceil(chunks(K, bits) / n), AHEAD[bits]
+        if top_k is not None and bits == 4 and (each <= TWO_OF_DOWN or scheme.table == "e2m1"):
+            ahead = TWO_OF_DOWN
+        step = ahead * chunk
+        groups = 1 if group == 0 else step // group if chunk % group == 0 else (step - 1) // group + 2
+        of_group = (16 if scheme.scale != "float" else 32) * (2 if scheme.zero != "none" else 1)
+        return cls(n, ahead, int(each <= ahead), group, (top_k or UP_PRODUCTS) * n * (groups * of_group + each * chunk * 2))
 
 
 def _refuse(call: ExpertsCall) -> str | None:
@@ -55,7 +75,7 @@ def _refuse(call: ExpertsCall) -> str | None:
             return "experts that are not packed in the layout tile"
         if K % 8 or (scheme.group_size % 16 and scheme.group_size != K):
             return f"rows of {K} in groups of {scheme.group_size}"
-        if _smem(K, scheme, down_of) > limit:
+        if Cut.of(K, scheme, down_of).smem > limit:
             return f"rows of {K} are too long"
         if scheme.table_width and N % 32:
             return f"tables of {N} rows, perhaps two to them, which are no tiles of 16"
@@ -63,10 +83,11 @@ def _refuse(call: ExpertsCall) -> str | None:
     return f"{N // 2} rows of gate and up, which are no tiles of 16" if N % 32 else None
 
 
-def expression(scheme: Scheme, K: int, T: int, mode: int) -> str:
-    """The template instance of experts.cu."""
-    group = 0 if scheme.groups(K) == 1 else scheme.group_size
-    return f"experts<{scheme.bits}, {T}, {group}, {form(scheme)}, {mode}>"
+def expression(scheme: Scheme, T: int, mode: int, cut: Cut, crowded: bool = True) -> str:
+    """The template instance of experts.cu. crowded: more blocks than multiprocessors."""
+    two = crowded and scheme.bits == 4 and cut.ahead == TWO_OF_DOWN
+    blocks = BLOCKS_OF_UP[scheme.bits] if mode != DOWN else 2 if two else 1
+    return f"experts<{scheme.bits}, {T}, {cut.group}, {form(scheme)}, {mode}, {cut.ahead}, {cut.once}, {blocks}>"
 
 
 @cache
@@ -84,14 +105,14 @@ def _launch(
     tables, each = tables_of(p)
     beside = tables if s.scheme.table else zeros
     bits, down_of = s.scheme.bits, top_k if mode == DOWN else None
-    n = parts(s.K, bits, down_of)
-    instance = expression(s.scheme, s.K, TYPES[x.dtype], mode)
-    serialize = launch.enabled and gpu.here(x.device.index).dependent_launch
-    grid = (math.ceil(y.shape[1] / 16), y.shape[0], _smem(s.K, s.scheme, down_of))
+    on, cut, tiles = gpu.here(x.device.index), Cut.of(s.K, s.scheme, down_of), math.ceil(y.shape[1] / 16)
+    instance = expression(s.scheme, TYPES[x.dtype], mode, cut, tiles * y.shape[0] > on.sms)
+    serialize = launch.enabled and on.dependent_launch
+    grid = (tiles, y.shape[0], cut.smem)
     of_W = (s.words.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (beside, bias)))
     pointers = (*of_W, ids.data_ptr(), 0 if weights is None else weights.data_ptr(), x.data_ptr(), y.data_ptr())
-    sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[1], s.words.shape[1], top_k, n, each)
-    _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * n, serialize)(*grid, *pointers, *sizes)
+    sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[1], s.words.shape[1], top_k, cut.parts, each)
+    _kernel(instance, x.device.index, 32 * (down_of or UP_PRODUCTS) * cut.parts, serialize)(*grid, *pointers, *sizes)
 
 
 @register("cuda/experts", op="experts", min_capability=gpu.LEAST, preferred_m=(1, FEW_TOKENS), refuse=_refuse)

@@ -104,7 +104,8 @@ def test_experts_of_tables():
         ((4, 16, "e2m1/e4m3"), 0, 0, "sm_90a"),
         ((4, 64, "nf4"), 0, 2, "sm_80"),
     ):
-        clean("experts.cu", experts.expression(Scheme.of(*scheme), 2880, T, mode), arch)
+        cut = experts.Cut.of(2880, Scheme.of(*scheme), 4 if mode == experts.DOWN else None)
+        clean("experts.cu", experts.expression(Scheme.of(*scheme), T, mode, cut), arch)
     s, (_, config, *_) = Scheme.of(4, 32, "e2m1/e8m0"), tile_wgmma_grouped.CONFIGS.values()
     clean("tile_wgmma.cu", tile_wgmma.expression(4, 1, 32, operands.form(s), config, grouped=True), "sm_90a")
 
