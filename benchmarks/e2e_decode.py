@@ -235,12 +235,12 @@ def memory(model: Any, decoder: Any) -> dict[str, float]:
     return {k: round(v / 1e9, 3) for k, v in found.items()}
 
 
-def parts(model: Any, decoder: Any, prompt: list[int]) -> list[dict[str, Any]]:
+def parts(model: Any, decoder: Any, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """What a step consists of, as `lowq generate --profile` shows it: microseconds, launches, bytes of weights read."""
-    products = [r.layers for r in explain.kernels_of(explain.called(model, decoder), 1, model.dtype)]
-    read = explain.bytes_by_layer(model, decoder) | {WHOLE: explain.bytes_per_token(model, decoder)}
+    products = [r.layers for r in explain.kernels_of(explain.called(model, decoder), len(prompts), model.dtype)]
+    read = explain.bytes_by_layer(model, decoder) | {WHOLE: explain.bytes_per_token(model, decoder, len(prompts))}
     with tempfile.TemporaryDirectory() as folder:
-        found = profile_steps(decoder, [prompt], Sampling(), Path(folder) / "steps.json", list(dict.fromkeys(products)))
+        found = profile_steps(decoder, prompts, Sampling(), Path(folder) / "steps.json", list(dict.fromkeys(products)))
     return [{"what": r.what[:90], "us": round(r.us, 1), "calls": r.calls, "bytes": round(read.get(r.what, 0))} for r in found]
 
 
@@ -292,8 +292,8 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
         if device == "cpu":
             row["cpu_ms_per_step"] = round(1e3 * cpu_s, 2)  # of all threads together: what a busy machine leaves unchanged
         row["roofline_pct"] = round(100 * nbytes * tps / batch / (gbs * 1e9), 1)
-        if args.profile and device == "cuda" and not variant.startswith("transformers") and batch == 1:
-            row["parts"] = parts(model, decoder, ids[0].tolist())
+        if args.profile and device == "cuda" and not variant.startswith("transformers"):
+            row["parts"] = parts(model, decoder, ids.tolist())
         rows.append(row)
         print({k: v for k, v in row.items() if k not in ("parts", "kernels")}, flush=True)
         for part in row.get("parts", ()):

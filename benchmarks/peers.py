@@ -3,7 +3,7 @@
     python benchmarks/peers.py autoround --models MODELS --data DATA [--iters 200]      AutoRound (sign gradient descent)
     python benchmarks/peers.py llamacpp  --models MODELS --data DATA --library LIB      K- and i-quants, importance matrix
     python benchmarks/peers.py exl3      --models MODELS --data DATA --wheel FOLDER     exllamav3's trellis, 2 to 4 bits
-    python benchmarks/peers.py lowq      --models MODELS --data DATA [--method distill]
+    python benchmarks/peers.py lowq      --models MODELS --data DATA [--method distill] [--bpw 3.5,2.5]
 
 All are given the same text: what the model wrote itself (--calib self, the default), the bundled one, or a file. Every linear
 layer but lm_head is quantized; files are read back into the fp32 model. A row has perplexity and KL divergence from the
@@ -202,23 +202,34 @@ def exl3(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
 
 
 def lowq_cells(model: str, args: Args) -> Iterator[Row]:
-    """One per method, group and bits."""
+    """One per method, group and bits, or budget of bits per weight."""
     for method in args.method:
-        yield from grid_cells(model, args, f"lowq {method}")
+        for bpw in args.bpw:
+            yield {"model": model, "bits": int(bpw), "target": bpw, "method": f"lowq {method}"} | about(args)
+        if not args.bpw:
+            yield from grid_cells(model, args, f"lowq {method}")
 
 
 def lowq(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
     """Checkpoints as `lowq quantize` writes them."""
     dense = Judge(folder, args).model
     for cell in wanted:
-        method = cell["method"].split()[-1]
+        width = {"bpw": cell["target"]} if "target" in cell else {"bits": cell["bits"], "group": cell["group"]}
+        given = {
+            "method": cell["method"].split()[-1],
+            "calib": args.calib,
+            "calib_tokens": args.calib_tokens,
+            "lm_head": "keep",
+        }
         with tempfile.TemporaryDirectory() as out:
-            recipe = make_recipe(bits=cell["bits"], group=cell["group"], method=method, calib=args.calib,
-                                 calib_tokens=args.calib_tokens, lm_head="keep")  # fmt: skip
-            *_, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
+            with pipeline.prepare(folder, make_recipe(**width, **given), Path(out) / "q", device=device()) as prepared:
+                *_, finished = pipeline.execute(prepared)
             assert isinstance(finished, Finished)
             fill(judge.model, dequantized(Path(out) / "q"))
-        yield cell | judged(judge, dense) | {"seconds": round(finished.result.seconds, 1)}
+        about_mixed: Row = {}
+        if mixed := prepared.mixed:
+            about_mixed = {"bpw": round(mixed.bpw, 4), "schemes": {s.group: str(s.scheme or "kept") for s in mixed.shares}}
+        yield cell | about_mixed | judged(judge, dense) | {"seconds": round(finished.result.seconds, 1)}
 
 
 FLAGS: dict[str, Row] = {"--calib": {"default": texts.SELF}, "--calib-tokens": {"type": int, "default": 65536}}
@@ -235,7 +246,8 @@ EXPERIMENTS = {
         FLAGS | {"--wheel": {"type": Path, "required": True}, "--library": {"type": Path}, "--rates": RATES}, exl3_cells, exl3,
     ),
     "lowq": Experiment(
-        "peers.json", (4, 3, 2), (), FLAGS | {"--method": {"type": words, "default": ["distill"]}}, lowq_cells, lowq
+        "peers.json", (4, 3, 2), (),
+        FLAGS | {"--method": {"type": words, "default": ["distill"]}, "--bpw": RATES | {"default": []}}, lowq_cells, lowq,
     ),
 }  # fmt: skip
 

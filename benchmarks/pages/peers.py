@@ -59,7 +59,7 @@ def _rows() -> list[Row]:
 
 def _entry(r: Row) -> Entry:
     text = "none" if "calib" not in r else f"{'its own' if r['calib'] == 'self' else r['calib']}, {r['calib_tokens']:,}"
-    scheme = f"{r['bits']}-bit g{r['group']}" if "group" in r else ""
+    scheme = f"{r['bits']}-bit g{r['group']}" if "group" in r else f"--bpw {r['target']:g}" if "target" in r else ""
     return Entry(r["model"], r["bpw"], r["method"], scheme, text, r["ppl"], r.get("kl", {}))
 
 
