@@ -7,7 +7,9 @@ start; on a CPU each is as large as it has to be.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +27,7 @@ from lowq_kernels import counters
 from lowq_kernels.decode.kv import Cache
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.decode.reference import Packed, tile_rows
+from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import one_line
 
 BLOCK = 64  # slots of the cache's blocks: what attention reads at once
@@ -80,6 +83,7 @@ class Passes:
         self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
         self.reason = ""  # why passes are not recorded that should be
         self.pace = Pace(self.totals)
+        self.teams = defaultdict[int, Team](Team)  # by rows that step
 
     def bucket(self, n: int) -> int:
         """Rows that a step of n computes."""
@@ -107,7 +111,8 @@ class Passes:
         """
         b, M = self.size(n, pieces)
         if not pieces:
-            return self._go(b, M, None)
+            with self.teams[b] if self.device.type == "cpu" else nullcontext():
+                return self._go(b, M, None)
         assert drawn is not None or not b
         return self._go(b, M, *self._describe(b, M - b, pieces, drawn))
 

@@ -17,6 +17,7 @@ import torch
 from torch.profiler import record_function
 
 from lowq_kernels.products.cpu.building import build, carried, compiler, units_here, whole_name
+from lowq_kernels.products.cpu.team import threads
 from lowq_packers.atomic import scratch
 from lowq_packers.errors import NotFoundError
 from lowq_packers.home import cache_dir
@@ -127,7 +128,7 @@ def run(
 ) -> None:
     """Fill a struct of args.h and do what it says; noted where `repeated` listens in this thread."""
     pointers = {name: None if t is None else t.data_ptr() for name, t in tensors.items()}
-    args = kind(**pointers, **numbers, dtype=DTYPES[dtype], threads=torch.get_num_threads())
+    args = kind(**pointers, **numbers, dtype=DTYPES[dtype], threads=threads())
     call = Call(what, DTYPES[dtype], ctypes.addressof(args))
     with record_function(f"lowq::{NAMES[what]}") if is_watched() else nullcontext():
         library().lowq_cpu_run(isa()[0], ctypes.byref(call), 1)  # type: ignore[union-attr]  # kernels refuse without one

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowq_kernels.products.cpu import native
+from lowq_kernels.products.cpu import native, team
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -42,10 +42,15 @@ class Repeated:
     """
 
     def __init__(self) -> None:
-        self.made: dict[int, Step | None] = {}  # by the number of threads; None: fn is to be called
+        self.made: dict[int, Step | None] = {}  # by torch's number of threads; None: fn is to be called
+        self.team = team.Team()
 
     def __call__(self, fn: Step, x: torch.Tensor) -> torch.Tensor:
         """fn(x)."""
+        with self.team:
+            return self._step(fn, x)
+
+    def _step(self, fn: Step, x: torch.Tensor) -> torch.Tensor:
         if native.is_watched():
             return fn(x)
         n = torch.get_num_threads()
@@ -66,8 +71,11 @@ def _again(x: torch.Tensor, y: torch.Tensor, noted: list[Any]) -> Step:
     """What makes the calls again that led from x to y."""
     lib, which, calls = native.library(), native.isa()[0], (native.Call * len(noted))(*(call for call, _, _ in noted))
 
-    def again(new: torch.Tensor, held: object = noted) -> torch.Tensor:
+    def again(new: torch.Tensor) -> torch.Tensor:
         x.copy_(new)
+        if (now := team.threads()) != noted[0][1].threads:
+            for _, args, _ in noted:
+                args.threads = now
         lib.lowq_cpu_run(which, calls, len(calls))  # type: ignore[union-attr]
         return y
 
