@@ -93,6 +93,7 @@ TESTED = {  # kernels whose tests have the cases: pytest runs under the tool
     "cuda/attend, few bits": "tests/kernels/test_decode_cuda.py::test_attend_over_codes",
     "cuda/experts": "tests/kernels/test_decode_cuda.py::test_experts",
     "cuda/prompt": "tests/kernels/test_prompt_cuda.py",
+    "cuda/route": "tests/kernels/test_route_cuda.py",
 }
 
 

@@ -6,15 +6,16 @@ from typing import ClassVar
 import torch
 
 from lowq_kernels.decode import reference
-from lowq_kernels.dispatch.registry import LAST_RESORT, Op, capability, register, select
+from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Config, Op, capability, register, select
 
 
 @dataclass(frozen=True)
 class RouteCall:
     """M tokens of H features, top_k of E experts each.
 
-    Its kernels are launch(x, router, top_k, normalise, rounded, bias, config) -> (ids, weights), as `reference.route`; x
-    (M, H), router (E, H) and bias (E,) or None contiguous, of one dtype.
+    Its kernels are launch(x, router, ids, weights, normalise, rounded, bias, config) -> ids, which fill ids (M, top_k) int64
+    and weights (M, top_k) fp32 with what `reference.route` gives. x (M, H), router (E, H) and bias (E,) or None: contiguous, of
+    one dtype.
     """
 
     op: ClassVar[Op] = "route"
@@ -33,14 +34,23 @@ def route(
     """As `reference.route`, by the kernel that dispatch chooses."""
     (M, H), E = x.shape, router.shape[0]
     spec, config = select(RouteCall(M, E, H, top_k, x.dtype, x.device.type, capability(x.device)))
-    ids, weights = spec.launch(x, router, top_k, normalise, rounded, bias, config)
-    return ids, weights
+    ids = torch.empty(M, top_k, dtype=torch.int64, device=x.device)
+    weights = torch.empty(M, top_k, dtype=torch.float32, device=x.device)
+    return spec.launch(x, router, ids, weights, normalise, rounded, bias, config), weights
 
 
-register(
-    "torch/route",
-    op="route",
-    devices=("cpu", "cuda"),
-    dtypes=(torch.float16, torch.bfloat16, torch.float32),
-    rank=LAST_RESORT,
-)(lambda *operands: reference.route(*operands[:-1]))  # the last is the config
+@register("torch/route", op="route", devices=("cpu", "cuda"), dtypes=(*FLOATS, torch.float32), rank=LAST_RESORT)
+def by_definition(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    normalise: bool,
+    rounded: bool,
+    bias: torch.Tensor | None,
+    config: Config,
+) -> torch.Tensor:
+    """As `RouteCall` says."""
+    found = reference.route(x, router, ids.shape[1], normalise, rounded, bias)
+    weights.copy_(found[1])
+    return ids.copy_(found[0])

@@ -51,18 +51,17 @@ CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 def route(
     x: torch.Tensor,
     router: torch.Tensor,
-    top_k: int,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
     normalise: bool,
     rounded: bool,
     bias: torch.Tensor | None,
     config: Config,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """As `RouteCall` says."""
-    (M, H), E = x.shape, router.shape[0]
-    ids = torch.empty(M, top_k, dtype=torch.int64, device=x.device)
-    weights = torch.empty(M, top_k, dtype=torch.float32, device=x.device)
+    (M, H), E, top_k = x.shape, router.shape[0], ids.shape[1]
     instance = f"route<{TYPES[x.dtype]}, {', '.join(map(str, _shape(E, H)))}>"
     kernel = _kernel(instance, x.device.index, launch.enabled)
     pointers = (router.data_ptr(), 0 if bias is None else bias.data_ptr(), x.data_ptr(), ids.data_ptr(), weights.data_ptr())
     kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, normalise, rounded)
-    return ids, weights
+    return ids

@@ -87,18 +87,17 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
 def route(
     x: torch.Tensor,
     router: torch.Tensor,
-    top_k: int,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
     normalise: bool,
     rounded: bool,
     bias: torch.Tensor | None,
     config: Config,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """As `RouteCall` says."""
-    (M, H), E = x.shape, router.shape[0]
+    (M, H), E, top_k = x.shape, router.shape[0], ids.shape[1]
     ALL_E = triton.next_power_of_2(E)
     logits, count = _scratch(x.device, M, ALL_E)
-    ids = torch.empty(M, top_k, dtype=torch.int64, device=x.device)
-    weights = torch.empty(M, top_k, dtype=torch.float32, device=x.device)
     BLOCK_E = 2 if E >= 64 else 1
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
         x, router, bias, logits, count, ids, weights, H, E, TOP_K=top_k, NORMALISE=normalise, ROUND=rounded,
@@ -106,4 +105,4 @@ def route(
         BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E,
         num_warps=4, **pdl(x),
     )  # fmt: skip
-    return ids, weights
+    return ids

@@ -50,8 +50,10 @@ def operands(M, E, H, top_k, normalise, rounded, bias, dtype):
     return x, router, top_k, normalise, rounded, torch.randn(E, device=DEVICE).to(dtype) if bias else None
 
 
-def routed(*given):
-    return route_cuda.route(*given, {})
+def routed(x, router, top_k, *how):
+    M = x.shape[0]
+    ids, weights = (torch.empty(M, top_k, dtype=t, device=DEVICE) for t in (torch.int64, torch.float32))
+    return route_cuda.route(x, router, ids, weights, *how, {}), weights
 
 
 @pytest.mark.parametrize("name", CASES)
