@@ -17,7 +17,7 @@ MODELS = {
     "70b": "70B, Llama 3.1's shape",
     "30b-a3b": "30B mixture, Qwen3-30B-A3B's shape: 8 of 128 experts a token",
 }
-SPENT = ("16", "8", "4", "4h8", "2", "2h4")  # variants whose steps are taken apart
+SPENT = ("16", "8", "4", "4h8", "2", "2h4", "mxfp4h8")  # variants whose steps are taken apart
 DECODERS = {  # variants of e2e_decode.py that are no widths
     "transformers": "transformers `generate`, 16-bit",
     "transformers-compile": "transformers `generate`, static cache, its own torch.compile, 16-bit",
@@ -136,7 +136,8 @@ def _one(rows: list[Row]) -> Lines:
 
 def _spent(rows: list[Row], gbs: float) -> Lines | None:
     """What the parts of a step take, for the variants that were profiled."""
-    profiled = {r["variant"]: {p["what"]: p for p in r["parts"]} for r in rows if "parts" in r and r["variant"] in SPENT}
+    alone = (r for r in rows if r["batch"] == 1 and "parts" in r and r["variant"] in SPENT)
+    profiled = {r["variant"]: {p["what"]: p for p in r["parts"]} for r in alone}
     profiled = {v: parts for v, parts in profiled.items() if "attention" in parts}  # others are by kernel: too long a story
     if not profiled:
         return None
@@ -167,9 +168,9 @@ def attention() -> str:
     names: tuple[str, ...] = (">sequences", ">tokens so far", ">us", ">by clusters", ">Triton", ">reading alone")
     numbers: tuple[str, ...] = ("us", "cluster_us", "triton_us", "read_us")
     steps = table(names, [(r["B"], f"{r['tokens']:,}", *(shown(r.get(n)) for n in numbers)) for r in found["steps"]])
-    names = (">tokens", ">after", ">ms", ">torch flash", ">torch cuDNN", ">torch's choice")
+    names = (">tokens", ">after", ">ms", ">Triton's", ">torch flash", ">torch cuDNN", ">torch's choice")
     names += (">first call", ">torch's", ">TFLOP/s")
-    numbers = tuple(f"{way}_ms" for way in ("ours", "flash", "cudnn", "reference", "ours_first", "reference_first"))
+    numbers = tuple(f"{way}_ms" for way in ("ours", "triton", "flash", "cudnn", "reference", "ours_first", "reference_first"))
     prompts = table(
         names,
         [
