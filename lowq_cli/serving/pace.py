@@ -7,7 +7,9 @@ tries such numbers on measured times.
 
 from collections.abc import Sequence
 
-SLACK = 2.6  # times a step: what a pass with prompt tokens may take, so that 3 times the median is the exception
+# Times a step: what a pass with prompt tokens may take. By 2.75 p99 between tokens is over 3 times the median, by 2.4 first
+# tokens come later than vLLM's (benchmarks/notes/serving.md).
+SLACK = 2.6
 ADVANCE = 1.5  # tokens of a text that may come after a longer pass: with 1, the last of 16 prompts waits 211 ms, not 138
 LONGEST_S = 0.1  # of one: an 8B on an H200 reads 4,096 tokens in 0.08
 NEWEST = 0.2  # weight of the newest pass in what is learnt
