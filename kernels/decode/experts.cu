@@ -10,11 +10,11 @@
 // Block   SUBS products of 16 rows (gate and up; or the top_k experts of a token) times KS parts of K, a warp each: a warp asks
 //         for AHEAD chunks at once, straight into registers; many small blocks an SM hide each other's latency. All 8 columns of
 //         an mma hold the same x: the tensor cores idle anyway, and decoding costs 5 instructions a fragment. Scales and zeros
-//         come with the words, by way of shared memory: one trip to memory a chunk when they were read where they are needed.
+//         come with the words, by way of shared memory: read where they are needed they would be a trip to memory a chunk.
 // Early   DOWN asks for its weights while UP still computes; UP lets it start only once it has seen the ids itself.
 // Fit     BLOCKS on a multiprocessor: of UP three, so that the 384 of Qwen3-30B-A3B's eight experts are one wave; of DOWN two where
-//         the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers; else one: two would go where
-//         one has room and leave others idle (A3B, one token: 6.7 us a layer for 4.4). ONCE: a warp's chunks are no more than AHEAD.
+//         the grid has more than there are multiprocessors, with AHEAD 6, which leaves 64 registers; else one: two would share one
+//         and leave others idle (A3B, one token: 6.7 us a layer for 4.4). ONCE: a warp's chunks are no more than AHEAD.
 // Sums    fp32, warps in a fixed order in shared memory; nothing is rounded between the products, gate, up and weights
 // Limits  K a multiple of 8; for UP, I of 16; GROUP a multiple of 16, or 0: one group
 // Source  own
