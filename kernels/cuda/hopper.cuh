@@ -40,9 +40,15 @@ __device__ __forceinline__ void barrier_arrive_remote(u32 there) {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// descriptor of a 128-byte swizzled tile in shared memory: 8 rows of 128 bytes 1024 bytes apart; + 2 per 32 bytes of k
+__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+// descriptor of a 128-byte swizzled tile in shared memory: 8 rows of 128 bytes 1024 bytes apart; + 2 per 32 bytes of k. PANEL: of a
+// tile whose rows are k, bytes from 64 columns to the next 64
+template <int PANEL = 16>
 __device__ __forceinline__ u64 swizzled_tile(u32 shared) {
-    return (u64)((shared & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+    return (u64)((shared & 0x3ffff) >> 4) | (u64)(PANEL >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 __device__ __forceinline__ void store8(u16* to, uint4 v, int width, int column) {  // eight halves of a row of y
     if (width % 8 == 0) {

@@ -22,16 +22,6 @@
 constexpr int BLOCK_M = 128, BLOCK_N = 128, PIECE = 64;
 constexpr float NONE = -1e30f, LIMIT = 8.f;  // the top of no scores: finite, so that differences stay numbers
 
-__device__ __forceinline__ void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-// descriptor of a swizzled tile whose rows are k: panels of 64 columns PANEL bytes apart, 8 rows of 128 bytes 1024 bytes apart
-template <int PANEL>
-__device__ __forceinline__ u64 turned_tile(u32 shared) {
-    return (u64)((shared & 0x3ffff) >> 4) | (u64)(PANEL >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
-
 template <int T, int D, int PAGE, int STAGES>
 __global__ void __launch_bounds__(384, 1)
 attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const int* rows, const int* positions,
@@ -128,7 +118,7 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
         products_commit();
     };
     auto weigh = [&](int stage) {
-        const u64 values = turned_tile<PANEL>(base + stage * STAGE + HALF);
+        const u64 values = swizzled_tile<PANEL>(base + stage * STAGE + HALF);
         products_fence();
 #pragma unroll
         for (int k = 0; k < BLOCK_N / 16; k++) WgmmaTurned<T, D>::run(acc, p[k], values + k * (16 * 128 >> 4));

@@ -159,10 +159,10 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 const u64 a_tile = swizzled_tile(a_stage(s) + (first_row + h * 64) * 128), b_tile = swizzled_tile(b_stage(s));
 #pragma unroll
                 for (int i = 0; i < TILE_COLUMNS / 2; i++) asm volatile("" : "+f"(part_sums[i])::"memory");
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                products_fence();
 #pragma unroll
                 for (int k = 0; k < 4; k++) WgmmaFp8<TILE_COLUMNS>::run(part_sums, a_tile + 2 * k, b_tile + 2 * k, k > 0);
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                products_commit();
                 if (h == 0) {  // scales are read while the tensor cores work
                     factor = a_ahead * (FAR ? b_next : b_ahead);
                     b_next = b_ahead;
@@ -177,7 +177,7 @@ fp8_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #pragma unroll
                     for (int i = 0; i < TILE_COLUMNS / 8; i++) read_columns(i);
                 }
-                asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                products_wait<0>();
                 float scaled[2];
                 if constexpr (A_SCALE == GROUP) scaled[0] = factor * rows[h][0], scaled[1] = factor * rows[h][1];
 #pragma unroll

@@ -78,7 +78,7 @@ def test_emulated(case):
 @pytest.mark.parametrize(
     ("good", "bad"),
     [
-        ("wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        ("products_wait<1>()", "products_wait<2>()"),
         ("barrier_init(empty + 8 * i, 4 * CONSUMERS)", "barrier_init(empty + 8 * i, 1)"),
         ("if (!(none == 0.f))", "if (false)"),
         ("for (int k = 1; k < WARPGROUPS_K; k++) v[j]", "for (int k = 2; k < WARPGROUPS_K; k++) v[j]"),

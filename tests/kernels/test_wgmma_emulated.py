@@ -93,8 +93,8 @@ def test_right_numbers(case):
 @pytest.mark.parametrize(
     ("columns", "good", "bad"),
     [
-        (256, "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
-        (16, "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 2;"),
+        (256, "products_wait<1>()", "products_wait<2>()"),
+        (16, "products_wait<1>()", "products_wait<2>()"),
         (256, "barrier_init(empty + 8 * i, 4 * WARPGROUPS_N)", "barrier_init(empty + 8 * i, 1)"),
         (256, "m >= m_end || column >= N) continue;", "m >= m_end || column >= N - 1) continue;"),
         (256, "c * BLOCK_K + p * 64, m0,", "c * BLOCK_K, m0,"),

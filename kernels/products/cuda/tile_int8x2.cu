@@ -171,23 +171,23 @@ tile_int8x2(const __grid_constant__ TensorMap planes_map, const __grid_constant_
                 }
                 span_codes<BITS>(w, b, a[which]);
                 alive(which);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                products_fence();
                 const u64 planes = swizzled_tile(0) & 0xffffffff00000000ull | panel + b * (PANEL / 16);
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     if (i == 0) Wgmma8<true, COLUMNS>::first(sum[which], a[which][i], planes);
                     else Wgmma8<true, COLUMNS>::run(sum[which], a[which][i], planes + 2 * i, 1);
                 }
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                products_commit();
                 if (BUFFERS > 1 && b > 0) {
                     read_metas(b - 1);
-                    asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    products_wait<1>();
                     alive(which ^ 1);
                     flush(which ^ 1);
                 }
                 if (BUFFERS == 1 || b + 1 == SPANS) {
                     read_metas(b);
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    products_wait<0>();
                     alive(which);
                     if (b + 1 == SPANS && lane == 0) barrier_arrive(barrier + 8 * STAGES);  // all have read this stage
                     flush(which);

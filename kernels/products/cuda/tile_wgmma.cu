@@ -253,7 +253,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             for (int b = 0; b < BATCHES; b++) {
                 const int buffer = (first + b) % BUFFERS, which = b * BATCH * 16 / SPAN % 2;
                 if (BUFFERS == 1 && (b > 0 || ACROSS)) {  // the batch before reads A until here
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    products_wait<0>();
                     alive(0);
                     if (ACROSS && b == 0 && done && lane == 0) barrier_arrive(done);
                     if (EXACT && b * BATCH * 16 % SPAN == 0) flush(which ^ 1, both[which ^ 1]);
@@ -319,7 +319,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     }
                 }
                 alive(buffer);
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                products_fence();
 #pragma unroll
                 for (int f = 0; f < BATCH; f++) {
                     const int at = b * BATCH + f;
@@ -327,23 +327,23 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     if (EXACT && at * 16 % SPAN == 0) Wgmma<T, BLOCK_M>::first(sum[which], a[buffer][f], panel);
                     else Wgmma<T, BLOCK_M>::run(EXACT ? sum[which] : acc, a[buffer][f], panel);
                 }
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                products_commit();
                 if (ACROSS) {
                     // the last wait sits inside the loop: at its exit the compiler may copy accumulators, not while in flight
-                    if (b + 1 == BATCHES && c + WARPGROUPS_K >= part) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-                    else if (BUFFERS > 1) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                    if (b + 1 == BATCHES && c + WARPGROUPS_K >= part) products_wait<0>();
+                    else if (BUFFERS > 1) products_wait<1>();
                     if (BUFFERS > 1) {
                         alive(buffer ^ 1);  // the batch before read A until here,
                         if (b == 0 && done && lane == 0) barrier_arrive(done);  // and nobody reads its stage any more
                     }
                 } else {
                     if (BUFFERS > 1 && b > 0) {
-                        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                        products_wait<1>();
                         alive(buffer ^ 1);
                         if (EXACT && b * BATCH * 16 % SPAN == 0) flush(which ^ 1, both[which ^ 1]);
                     }
                     if (b + 1 == BATCHES) {
-                        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                        products_wait<0>();
                         alive(buffer);
                         if (lane == 0) barrier_arrive(barrier + 8 * STAGES);
                         if (EXACT) flush(which, both[which]);

@@ -183,13 +183,13 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                     alive(a);
 #pragma unroll
                     for (int i = 0; i < BLOCK_M / 2; i++) Sum8<INT8>::alive(sums8[i]);
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                    products_fence();
 #pragma unroll
                     for (int i = 0; i < BATCH; i++) Wgmma8<INT8, BLOCK_M>::run(sums8, a[i], panel + 2 * (b * BATCH + i), (b * BATCH + i) % PER_SUM > 0);
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    products_commit();
                     float2 f = to_floats<T>(both);
                     if (!INT8) f.x *= 512.f, f.y *= 512.f;
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    products_wait<0>();
                     alive(a);
 #pragma unroll
                     for (int i = 0; i < BLOCK_M / 2; i++) Sum8<INT8>::alive(sums8[i]);
@@ -230,11 +230,11 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                     alive(a);
 #pragma unroll
                     for (int i = 0; i < BLOCK_M / 2; i++) Sum8<false>::alive(product[i]);
-                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                    products_fence();
 #pragma unroll
                     for (int f = 0; f < 2; f++) Wgmma<T, BLOCK_M>::run(product, a[f], panel + 4 * pair + 2 * f);
-                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+                    products_commit();
+                    products_wait<0>();
                     alive(a);
 #pragma unroll
                     for (int i = 0; i < BLOCK_M / 2; i++) Sum8<false>::alive(product[i]);
