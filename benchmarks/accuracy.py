@@ -41,12 +41,13 @@ from accuracy_rows import RESULTS, TEXTS, Judge, Row, device, merge, missing, pa
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
+from lowq_cli.calibrate.mixed import Mixed
 from lowq_cli.evaluate import perplexity
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop.foreign import DecodedSource, open_decoded
-from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import pipeline
-from lowq_cli.run.events import Finished, LayerDone
+from lowq_cli.run.events import Event, Finished, LayerDone
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
 
 UNIFORM = ((2, 128), (2, 64), (3, 128), (3, 64), (4, 128), (4, 64), (4, 32))
@@ -164,19 +165,40 @@ def calibrated_cells(model: str, args: Args) -> Iterator[Row]:
 def calibrated(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
     """Checkpoints as `lowq quantize` writes them."""
     for cell in wanted:
-        with tempfile.TemporaryDirectory() as out:
-            kind = cell.get("measure", "float")
-            how = {"format": FORMATS[kind]} if kind in FORMATS else {"zero": kind}
-            recipe = make_recipe(
-                bits=cell["bits"], group=cell["group"], method=cell["method"].removesuffix(" --rotate"), rotate=args.rotate,
-                calib=args.calib or "bundled", calib_tokens=args.calib_tokens, lm_head="keep", **how,
-            )  # fmt: skip
-            *events, finished = pipeline.run(folder, recipe, Path(out) / "q", device=device())
-            assert isinstance(finished, Finished)
-            fill(judge.model, dequantized(Path(out) / "q"))
-        errors = [e.error for e in events if isinstance(e, LayerDone)]
-        seconds = round(finished.result.seconds, 1)
-        yield cell | {"ppl": judge.ppl(), "seconds": seconds, "output_error": round(sum(errors) / max(len(errors), 1), 5)}
+        kind = cell.get("measure", "float")
+        how = {"format": FORMATS[kind]} if kind in FORMATS else {"zero": kind}
+        recipe = make_recipe(
+            bits=cell["bits"], group=cell["group"], method=cell["method"].removesuffix(" --rotate"), rotate=args.rotate,
+            calib=args.calib or "bundled", calib_tokens=args.calib_tokens, lm_head="keep", **how,
+        )  # fmt: skip
+        made = quantized(folder, recipe, judge)
+        errors = [e.error for e in made.events if isinstance(e, LayerDone)]
+        error = round(sum(errors) / max(len(errors), 1), 5)
+        yield cell | {"ppl": judge.ppl(), "seconds": made.seconds, "output_error": error}
+
+
+class Made(NamedTuple):
+    """A checkpoint that was made: what happened, in how many seconds, and how a budget of bits was spent."""
+
+    events: list[Event]
+    seconds: float
+    mixed: Mixed | None
+
+    @property
+    def schemes(self) -> dict[str, str] | None:
+        """Group of weights -> its scheme, of a budget."""
+        return {s.group: str(s.scheme or "kept") for s in self.mixed.shares} if self.mixed else None
+
+
+def quantized(folder: Path, recipe: Recipe, judge: Judge) -> Made:
+    """What `lowq quantize` makes of the model in `folder`; the judge's model has its values from then on."""
+    with tempfile.TemporaryDirectory() as out:
+        checkpoint = Path(out) / "q"
+        with pipeline.prepare(folder, recipe, checkpoint, device=device()) as prepared:
+            *events, finished = pipeline.execute(prepared)
+        assert isinstance(finished, Finished)
+        fill(judge.model, dequantized(checkpoint))
+    return Made(events, round(finished.result.seconds, 1), prepared.mixed)
 
 
 def dequantized(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -247,20 +269,14 @@ def bpw(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterat
         else:
             table = [] if linears_alone else [f"embed_tokens={cell['bits']}:{cell['group']}"]
             recipe = make_recipe(bits=cell["bits"], group=cell["group"], method=cell["method"], overrides=table)
-        with tempfile.TemporaryDirectory() as out:
-            made = Path(out) / "q"
-            with pipeline.prepare(folder, recipe, made, device=device()) as prepared:
-                *_, finished = pipeline.execute(prepared)
-            assert isinstance(finished, Finished)
-            fill(judge.model, dequantized(made))
-        mixed = prepared.mixed
+        made = quantized(folder, recipe, judge)
+        mixed = made.mixed
         bits = mixed.bpw if mixed else Scheme(cell["bits"], cell["group"]).bits_per_weight()
         report = perplexity.evaluate(judge.model, ids, dense)
         yield cell | {
             "bpw": round(bits, 4), "ppl": judge.ppl(), "unquantized": report.base_ppl and round(report.base_ppl, 4),
             "kl": report.kl and round(report.kl, 5),
-            "expected": mixed and round(mixed.error, 5), "seconds": round(finished.result.seconds, 1),
-            "schemes": mixed and {s.group: str(s.scheme or "kept") for s in mixed.shares},
+            "expected": mixed and round(mixed.error, 5), "seconds": made.seconds, "schemes": made.schemes,
         }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import peers_exl3
 import torch
-from accuracy import Args, Experiment, dequantized, fill, linears, measure
+from accuracy import Args, Experiment, linears, measure, quantized
 from accuracy_rows import Judge, Row, device, words
 
 from lowq_cli.calibrate import texts
@@ -36,8 +36,7 @@ from lowq_cli.files.source import open_source
 from lowq_cli.interop.foreign import DecodedSource, open_decoded
 from lowq_cli.models import CausalModel
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import own_text, pipeline
-from lowq_cli.run.events import Finished
+from lowq_cli.run import own_text
 from lowq_packers.scheme import Scheme
 
 TYPES = {  # ggml's number of a type -> its name, width of its codes
@@ -215,21 +214,10 @@ def lowq(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Itera
     dense = Judge(folder, args).model
     for cell in wanted:
         width = {"bpw": cell["target"]} if "target" in cell else {"bits": cell["bits"], "group": cell["group"]}
-        given = {
-            "method": cell["method"].split()[-1],
-            "calib": args.calib,
-            "calib_tokens": args.calib_tokens,
-            "lm_head": "keep",
-        }
-        with tempfile.TemporaryDirectory() as out:
-            with pipeline.prepare(folder, make_recipe(**width, **given), Path(out) / "q", device=device()) as prepared:
-                *_, finished = pipeline.execute(prepared)
-            assert isinstance(finished, Finished)
-            fill(judge.model, dequantized(Path(out) / "q"))
-        about_mixed: Row = {}
-        if mixed := prepared.mixed:
-            about_mixed = {"bpw": round(mixed.bpw, 4), "schemes": {s.group: str(s.scheme or "kept") for s in mixed.shares}}
-        yield cell | about_mixed | judged(judge, dense) | {"seconds": round(finished.result.seconds, 1)}
+        method, calib = cell["method"].split()[-1], {"calib": args.calib, "calib_tokens": args.calib_tokens}
+        made = quantized(folder, make_recipe(method=method, lm_head="keep", **width, **calib), judge)
+        spent: Row = {"bpw": round(made.mixed.bpw, 4), "schemes": made.schemes} if made.mixed else {}
+        yield cell | spent | judged(judge, dense) | {"seconds": made.seconds}
 
 
 FLAGS: dict[str, Row] = {"--calib": {"default": texts.SELF}, "--calib-tokens": {"type": int, "default": 65536}}

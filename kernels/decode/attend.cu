@@ -16,8 +16,8 @@
 //         written in an earlier step): 1024 slots of a key head are on the multiprocessors when q arrives. By way of shared
 //         memory: in registers there was room for one tile, and the second one cost 1.5 us (8B, 384 slots, clusters of 4).
 // Sum     warps meet in shared memory, blocks push their parts to the block that owns a slice of y (meet.cuh): no fence, no trip
-//         to memory. Without a cluster the last block to arrive adds up. Every sum has a
-//         fixed order. Those of warps lie over what was fetched, so that two blocks of 8 warps fit an SM.
+//         to memory. Without a cluster the last block to arrive adds up. Every sum has a fixed order. Those of warps lie over what
+//         was fetched, so that two blocks of 8 warps fit an SM.
 // Order   where there are more heads than run at once, whose turn it is: the longest texts', so that none of them ends alone.
 // Paged   PAGE slots a block of the cache (0: a cache a sequence), found by `table`, S its width; tiles begin at multiples of 16,
 //         so that none lies in two blocks, and a warp asks for the block of the tile after the next one a tile ahead.

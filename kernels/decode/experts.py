@@ -38,6 +38,13 @@ def parts(K: int, bits: int, top_k: int | None = None) -> int:
     return max(1, min(math.ceil(chunks(K, bits) / AHEAD[bits]), most))
 
 
+def groups_met(group: int, chunk: int, count: int) -> int:
+    """Groups that so many chunks from any on may meet (the device code's function of that name); group 0: a row is one."""
+    if group == 0:
+        return 1
+    return count * chunk // group if chunk % group == 0 else (count * chunk - 1) // group + 2
+
+
 class Cut(NamedTuple):
     """How UP, or DOWN for top_k experts, is cut.
 
@@ -58,10 +65,9 @@ class Cut(NamedTuple):
         each, ahead = math.ceil(chunks(K, bits) / n), AHEAD[bits]
         if top_k is not None and bits == 4 and (each <= TWO_OF_DOWN or scheme.table == "e2m1"):
             ahead = TWO_OF_DOWN
-        step = ahead * chunk
-        groups = 1 if group == 0 else step // group if chunk % group == 0 else (step - 1) // group + 2
         of_group = (16 if scheme.scale != "float" else 32) * (2 if scheme.zero != "none" else 1)
-        return cls(n, ahead, int(each <= ahead), group, (top_k or UP_PRODUCTS) * n * (groups * of_group + each * chunk * 2))
+        of_warp = groups_met(group, chunk, ahead) * of_group + each * chunk * 2
+        return cls(n, ahead, int(each <= ahead), group, (top_k or UP_PRODUCTS) * n * of_warp)
 
 
 def _refuse(call: ExpertsCall) -> str | None:

@@ -13,7 +13,7 @@ from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.decode.route import RouteCall
+from lowq_kernels.decode.route import RouteCall, Routing
 from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 5, *(ctypes.c_int32,) * 6)
@@ -48,20 +48,11 @@ CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 
 
 @register("cuda/route", op="route", min_capability=CLUSTERS, m_range=(1, MOST_TOKENS), rank=30, refuse=_refuse)
-def route(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    normalise: bool,
-    rounded: bool,
-    bias: torch.Tensor | None,
-    config: Config,
-) -> torch.Tensor:
+def route(r: Routing, config: Config) -> torch.Tensor:
     """As `RouteCall` says."""
-    (M, H), E, top_k = x.shape, router.shape[0], ids.shape[1]
-    instance = f"route<{TYPES[x.dtype]}, {', '.join(map(str, _shape(E, H)))}>"
-    kernel = _kernel(instance, x.device.index, launch.enabled)
-    pointers = (router.data_ptr(), 0 if bias is None else bias.data_ptr(), x.data_ptr(), ids.data_ptr(), weights.data_ptr())
-    kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, normalise, rounded)
-    return ids
+    M, E, H, top_k = r.sizes
+    instance = f"route<{TYPES[r.x.dtype]}, {', '.join(map(str, _shape(E, H)))}>"
+    kernel = _kernel(instance, r.x.device.index, launch.enabled)
+    pointers = (0 if t is None else t.data_ptr() for t in (r.router, r.bias, r.x, r.ids, r.weights))
+    kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, r.normalise, r.rounded)
+    return r.ids

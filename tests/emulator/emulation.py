@@ -133,6 +133,29 @@ def twice(launch: Callable[[], Any]) -> Any:
 
 
 @contextmanager
+def built_at_once() -> Iterator[None]:
+    """Launches inside are noted, not run; then every instance that they want is built, those of one source in one go."""
+    import simt
+
+    simt.Kernel.recording = True
+    yield
+    simt.Kernel.recording = False
+    simt.build_all(list(simt.Kernel.wanted))
+
+
+@contextmanager
+def without_a_gpu(module: ModuleType, launches: Callable[[], object]) -> Iterator[None]:
+    """Inside, where there is no GPU, `module`'s launchers run as in `hopper`, with what `launches` wants built at once."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with hopper(module):
+        with built_at_once():
+            launches()
+        yield
+
+
+@contextmanager
 def defect(module: ModuleType, file: str, good: str, bad: str, *more: tuple[str, str]) -> Iterator[None]:
     """Inside, `module` launches the source `file` with `bad` in the place of `good`, its includes written out."""
     import simt

@@ -18,7 +18,6 @@ from lowq_packers.layouts import pack
 from lowq_packers.scheme import BITS
 
 emulation.require("cuda/tile_mma")
-import simt
 from lowq_kernels.papers import gemv_rows, gemv_warp32
 from lowq_kernels.products.cuda import tile_dequant, tile_mma
 
@@ -158,11 +157,9 @@ def built(gpu, request):
     """Builds every instance that the selected cases launch, those of one source in one go."""
     parameters = [i.callspec.params for i in request.session.items if i.module is request.module and hasattr(i, "callspec")]
     cases = [p["case"] for p in parameters if "case" in p]
-    simt.Kernel.recording = True
-    for case in cases:
-        launch(case)
-    simt.Kernel.recording = False
-    simt.build_all(list(simt.Kernel.wanted))
+    with emulation.built_at_once():
+        for case in cases:
+            launch(case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -10,7 +10,8 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from emulation import error
-from lowq_kernels.decode import attend_triton, elementwise, prompt, reference, router, sample
+from lowq_kernels.decode import attend_triton, elementwise, prompt, reference, route_triton, sample
+from lowq_kernels.decode.route import Routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
@@ -285,12 +286,9 @@ def test_attend_reference_is_attention_over_the_text_so_far():
 ROUTERS = [(8, 64, 2, True, False), (128, 200, 8, True, True), (60, 96, 4, False, False), (5, 2500, 3, True, True)]
 
 
-def routed(x, weight, top_k, *how):
-    ids, weights = (
-        torch.empty(x.shape[0], top_k, dtype=torch.int64, device=DEVICE),
-        torch.empty(x.shape[0], top_k, device=DEVICE),
-    )
-    return router.route(x, weight, ids, weights, *how, {}), weights
+def routed(*given):
+    r = Routing.of(*given)
+    return route_triton.route(r, {}), r.weights
 
 
 @pytest.mark.parametrize(("E", "H", "top_k", "normalise", "rounded"), ROUTERS)

@@ -98,17 +98,15 @@ def a_gpu():
         p.start()
     for m in modules:
         m._kernel.cache_clear()
-    simt.Kernel.recording = True
-    for name in HEADS:
-        attend(name)
-    for name in PAGES:
-        attend(name, PAGES[name])
-    for name in CODED:
-        coded(name)
-    for name in LAYERS:
-        layer(name)
-    simt.Kernel.recording = False
-    simt.build_all(list(simt.Kernel.wanted))
+    with emulation.built_at_once():
+        for name in HEADS:
+            attend(name)
+        for name in PAGES:
+            attend(name, PAGES[name])
+        for name in CODED:
+            coded(name)
+        for name in LAYERS:
+            layer(name)
     yield
     for p in patches:
         p.stop()

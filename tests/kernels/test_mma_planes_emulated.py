@@ -12,7 +12,6 @@ from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
-import simt
 from lowq_kernels.products.cuda import tile_mma
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -59,11 +58,9 @@ BYTES = ("nf4/e4m3", "nf4/e8m0")
 def gpu():
     """Launchers see a GPU of capability 9.0 behind CPU tensors; all cases are compiled first, together."""
     with emulation.hopper(tile_mma):
-        simt.Kernel.recording = True
-        for case in [*CASES, *map(special, (*WIDTHS, *BYTES))]:
-            product(case, torch.zeros(case[4], case[6], dtype=case[1]))
-        simt.Kernel.recording = False
-        simt.build_all(list(simt.Kernel.wanted))
+        with emulation.built_at_once():
+            for case in [*CASES, *map(special, (*WIDTHS, *BYTES))]:
+                product(case, torch.zeros(case[4], case[6], dtype=case[1]))
         yield
 
 

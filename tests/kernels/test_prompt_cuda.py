@@ -1,6 +1,5 @@
 """prompt.cu against its definition in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -11,7 +10,6 @@ from lowq_kernels import gpu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 emulation.require("cuda/prompt", compiler=DEVICE == "cpu")
-import simt
 from lowq_kernels.decode import prompt_cuda, reference
 from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.dispatch.registry import named, select
@@ -40,16 +38,13 @@ PACKED = {
 
 @pytest.fixture(autouse=True, scope="module")
 def built():
-    """Where there is no GPU, all instances are built at once."""
-    with emulation.hopper(prompt_cuda) if DEVICE == "cpu" else contextlib.nullcontext():
-        if DEVICE == "cpu":
-            simt.Kernel.recording = True
-            for case in ALONE.values():
-                alone(*case)
-            for case in PACKED.values():
-                packed(*case)
-            simt.Kernel.recording = False
-            simt.build_all(list(simt.Kernel.wanted))
+    def launches():
+        for case in ALONE.values():
+            alone(*case)
+        for case in PACKED.values():
+            packed(*case)
+
+    with emulation.without_a_gpu(prompt_cuda, launches):
         yield
 
 

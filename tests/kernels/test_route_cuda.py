@@ -1,6 +1,5 @@
 """route.cu against its definition in fp32. On a GPU it runs there; elsewhere emulated thread by thread, in two orders."""
 
-import contextlib
 import dataclasses
 
 import pytest
@@ -10,9 +9,8 @@ import emulation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 emulation.require("cuda/route", compiler=DEVICE == "cpu")
-import simt
 from lowq_kernels.decode import reference, route_cuda
-from lowq_kernels.decode.route import RouteCall, route
+from lowq_kernels.decode.route import RouteCall, Routing, route
 from lowq_kernels.dispatch.registry import named, select
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -33,14 +31,7 @@ CASES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def built():
-    """Where there is no GPU, all instances are built at once."""
-    with emulation.hopper(route_cuda) if DEVICE == "cpu" else contextlib.nullcontext():
-        if DEVICE == "cpu":
-            simt.Kernel.recording = True
-            for case in CASES.values():
-                routed(*operands(*case))
-            simt.Kernel.recording = False
-            simt.build_all(list(simt.Kernel.wanted))
+    with emulation.without_a_gpu(route_cuda, lambda: [routed(*operands(*case)) for case in CASES.values()]):
         yield
 
 
@@ -50,10 +41,9 @@ def operands(M, E, H, top_k, normalise, rounded, bias, dtype):
     return x, router, top_k, normalise, rounded, torch.randn(E, device=DEVICE).to(dtype) if bias else None
 
 
-def routed(x, router, top_k, *how):
-    M = x.shape[0]
-    ids, weights = (torch.empty(M, top_k, dtype=t, device=DEVICE) for t in (torch.int64, torch.float32))
-    return route_cuda.route(x, router, ids, weights, *how, {}), weights
+def routed(*given):
+    r = Routing.of(*given)
+    return route_cuda.route(r, {}), r.weights
 
 
 @pytest.mark.parametrize("name", CASES)

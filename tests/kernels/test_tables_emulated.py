@@ -14,7 +14,6 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_mma")
-import simt
 from lowq_kernels.products.cuda import tile_dequant, tile_mma, tile_wgmma
 
 MODULES = (tile_mma, tile_dequant, tile_wgmma)
@@ -107,12 +106,10 @@ def built(request):
     """Builds every instance that the selected cases launch, those of one source in one go."""
     with emulation.hopper(*MODULES):
         found = [i.callspec.params for i in request.session.items if i.module is request.module and hasattr(i, "callspec")]
-        simt.Kernel.recording = True
-        for params in found:
-            if "case" in params:
-                launch(params["case"])
-        simt.Kernel.recording = False
-        simt.build_all(list(simt.Kernel.wanted))
+        with emulation.built_at_once():
+            for params in found:
+                if "case" in params:
+                    launch(params["case"])
         yield
 
 

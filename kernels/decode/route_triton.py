@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.route import Routing
 from lowq_kernels.dispatch.registry import Config, register
 
 FEW = 64  # tokens; for more a matrix product is the faster way
@@ -84,25 +85,16 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
 
 
 @register("triton/route", op="route", m_range=(1, FEW), rank=40)
-def route(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    normalise: bool,
-    rounded: bool,
-    bias: torch.Tensor | None,
-    config: Config,
-) -> torch.Tensor:
+def route(r: Routing, config: Config) -> torch.Tensor:
     """As `RouteCall` says."""
-    (M, H), E, top_k = x.shape, router.shape[0], ids.shape[1]
+    M, E, H, top_k = r.sizes
     ALL_E = triton.next_power_of_2(E)
-    logits, count = _scratch(x.device, M, ALL_E)
+    logits, count = _scratch(r.x.device, M, ALL_E)
     BLOCK_E = 2 if E >= 64 else 1
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
-        x, router, bias, logits, count, ids, weights, H, E, TOP_K=top_k, NORMALISE=normalise, ROUND=rounded,
-        BIAS=bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
+        r.x, r.router, r.bias, logits, count, r.ids, r.weights, H, E, TOP_K=top_k, NORMALISE=r.normalise, ROUND=r.rounded,
+        BIAS=r.bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
         BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E,
-        num_warps=4, **pdl(x),
+        num_warps=4, **pdl(r.x),
     )  # fmt: skip
-    return ids
+    return r.ids
