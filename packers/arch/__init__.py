@@ -1,0 +1,42 @@
+"""Families of models as descriptions: a file each, whose FAMILIES say how a config becomes a `parts.Model`. The folder is the list.
+
+Whoever asks what a family is, asks here: the decoder, the names and shapes of tensors, rotation, GGUF, MLX. A new family is one
+file with a function config -> Model of 6 to 20 lines. No torch is imported.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from lowq_packers.arch.parts import Model
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model_type.
+
+    describe: config (transformers' object, or its fields with `defaults` filled in) -> Model. A wrapper's is given the whole config.
+    defaults: fields that config.json may leave out, as transformers' config class fills them (a test compares); None where its
+    config is read by way of transformers. text: model_type of a wrapper's text_config.
+    gguf: llama.cpp's architecture. gguf_class: the transformers class that a file of it is read as. mlx: mlx-lm has it.
+    """
+
+    model_type: str
+    describe: Callable[[Any], Model]
+    defaults: Mapping[str, Any] | None = None
+    rope_theta: float = 10000.0
+    text: str = ""
+    gguf: str = ""
+    gguf_class: str = ""
+    mlx: bool = False
+    layer_types: Callable[[Mapping[str, Any]], list[str]] | None = field(default=None)  # where config.json names none
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Every family, by model_type."""
+    modules = (importlib.import_module(f"{__name__}.{m.name}") for m in pkgutil.iter_modules(__path__))
+    return {family.model_type: family for m in modules for family in getattr(m, "FAMILIES", ())}

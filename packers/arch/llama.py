@@ -1,0 +1,22 @@
+"""Llama: a norm before attention and before a gated MLP."""
+
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import attention, mlp, model, pre_norm, rope
+from lowq_packers.arch.parts import Model
+
+
+def llama(c: Any) -> Model:
+    def layer(i: int, p: str) -> Any:
+        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, turned=rope(c, partial=False))
+        return pre_norm(c, p, a, mlp(c, f"{p}.mlp", bias=c.mlp_bias))
+
+    return model(c, layer)
+
+
+DEFAULTS = {
+    "eos_token_id": 2, "tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None,
+    "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
+}  # fmt: skip
+FAMILIES = (Family("llama", llama, DEFAULTS, gguf="llama", gguf_class="LlamaForCausalLM", mlx=True),)

@@ -1,0 +1,420 @@
+"""What a decoder-only model is made of, as data: a model is layers, a layer is updates of the residual stream, an update is mixers.
+
+Names are those of transformers' modules below the text model: "layers.3.self_attn.q_proj" stands for
+"model.layers.3.self_attn.q_proj.weight" in a plain checkpoint and for "model.language_model.layers..." in one with a vision
+tower (`Model.prefix`). Shapes are (N, K) = (out_features, in_features). No torch is imported, and nothing is computed here:
+the definitions of the mixers are torch functions in `lowq_kernels.decode`, whose plan a model is compiled to.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product y = x W^T + b whose rows may be stored as several modules side by side.
+
+    parts: names of the modules. rows: N of each. columns: K. bias: whether each part has one.
+    cut: how tensor parallel ranks share it: by "rows" (N), by "columns" (K), or not at all ("").
+    """
+
+    parts: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int
+    bias: bool = False
+    cut: Literal["rows", "columns", ""] = ""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last `size` values; "layer" subtracts the mean first.
+
+    name: of the module; "" for a norm without weight. add_one: the factor is 1 + weight. bias: added in the end.
+    groups: the mean is taken over each of so many equal parts of the values apart.
+    """
+
+    name: str
+    size: int
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    add_one: bool = False
+    bias: bool = False
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of the first `dims` values of a head.
+
+    kind: the key of the config's rope_parameters that this layer takes; "" where there is one set for all layers.
+    pairing: value i turns with value i + dims / 2 ("halves") or 2i with 2i + 1 ("neighbours").
+    of: number of values that the exponents of the frequencies count, where it is not `dims`.
+    """
+
+    dims: int
+    kind: str = ""
+    pairing: Literal["halves", "neighbours"] = "halves"
+    of: int = 0
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / period)) (Llama 4, Ministral 3)."""
+
+    beta: float
+    period: float
+    offset: int = 0
+
+
+# What a layer has to remember of a sequence
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of every token, or of the last `window` tokens: (heads, k_dim) and (heads, v_dim) a token.
+
+    v_dim 0: values are the first values of the keys, and are not held twice (latent attention).
+    """
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """Tensors of fixed size: name -> shape, one set a sequence. fp32 says which of them are held in fp32."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    fp32: tuple[str, ...] = ()
+
+
+# Mixers: what is added to the residual stream, as a function of the normed stream
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(scale * q k^T) v over the sequence so far.
+
+    qkv: q, k and v side by side; gated: each head of q is followed by a gate of its output, sigmoid(gate) * y.
+    order "heads": rows are (q, k, v) of head 0, then of head 1, ... (GPT-NeoX).
+    window: a token sees itself and the window - 1 before it, 0 is all. chunk: it sees its own chunk of so many positions alone.
+    norm_over "all": q_norm and k_norm are over all heads at once, "head": over each. norm_last: they come after the rotation.
+    key_scale: keys are multiplied by it. v_is_k: there is no v, values are the keys before norm and rotation.
+    shares: index of the layer whose keys and values are attended to; such a layer has no k and v of its own.
+    sinks: name of a vector (heads,) of scores that take their share of the softmax and have no value.
+    """
+
+    qkv: Linear
+    o: Linear
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    rope: Rope | None
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    v_norm: Norm | None = None
+    norm_over: Literal["head", "all"] = "head"
+    norm_last: bool = False
+    gated: bool = False
+    order: Literal["parts", "heads"] = "parts"
+    key_scale: float = 1.0
+    v_is_k: bool = False
+    shares: int | None = None
+    sinks: str = ""
+    position_scale: PositionScale | None = None
+
+    @property
+    def state(self) -> Pages | None:
+        return None if self.shares is not None else Pages(self.kv_heads, self.dim, self.dim, self.window)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """DeepSeek's MLA: of a token one latent of `rank` values and one rotated key of `rotated` values are remembered.
+
+    q: (Linear,) or (down, Norm, up), rows of a head being its nope values, then its rotated ones. kv_down: rows are the latent,
+    then the rotated key. kv_up: rows of a head are its nope keys, then its v_dim values. Source: DeepSeek-V2 (arXiv:2405.04434).
+    """
+
+    q: tuple[Any, ...]
+    kv_down: Linear
+    kv_norm: Norm
+    kv_up: Linear
+    o: Linear
+    heads: int
+    nope: int
+    rotated: int
+    v_dim: int
+    rank: int
+    scale: float
+    rope: Rope
+    position_scale: PositionScale | None = None
+
+    @property
+    def state(self) -> Pages:
+        return Pages(1, self.rank + self.rotated, 0)
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A causal convolution of each channel over the last `width` tokens. name: of the module."""
+
+    name: str
+    channels: int
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """Qwen3-Next's linear attention: S <- exp(g) S + k (beta (v - exp(g) S^T k))^T; y = S^T q, normed and gated by z.
+
+    inputs: q, k, v, z, b (beta), a (g) side by side; grouped: q, k, v, z of a key head together, then b, a of each
+    (Qwen3-Next), else all of q, k, v, then z, b, a (Qwen 3.5). a_log, dt_bias: names of vectors (v_heads,).
+    norm: over the v_dim values of a head; its output is multiplied by silu(z).
+    Source: Gated Delta Networks (arXiv:2412.06464).
+    """
+
+    inputs: Linear
+    conv: Conv
+    out: Linear
+    a_log: str
+    dt_bias: str
+    norm: Norm
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    grouped: bool = False
+
+    @property
+    def state(self) -> Recurrent:
+        shapes = (("conv", (self.conv.channels, self.conv.width - 1)), ("S", (self.v_heads, self.k_dim, self.v_dim)))
+        return Recurrent(shapes, ("S",))
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """S <- exp(dt A) S + dt x B^T; y = S C + D x, gated by z and normed. Source: Mamba-2 (arXiv:2405.21060).
+
+    inputs: rows are z, x, B, C, dt. scales: constants of those five (Falcon-H1). a_log, dt_bias, d: names of vectors (heads,).
+    groups: heads share B and C of N values by groups. gate_last: y is normed, then gated. dt: its least and largest value.
+    """
+
+    inputs: Linear
+    conv: Conv
+    out: Linear
+    a_log: str
+    dt_bias: str
+    d: str
+    heads: int
+    dim: int
+    groups: int
+    N: int
+    norm: Norm | None
+    scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    gate_last: bool = False
+    dt: tuple[float, float] = (0.0, float("inf"))
+
+    @property
+    def state(self) -> Recurrent:
+        shapes = (("conv", (self.conv.channels, self.conv.width - 1)), ("S", (self.heads, self.dim, self.N)))
+        return Recurrent(shapes, ("S",))
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """y = C * conv(B * x), of rows B, C, x of `inputs` (LFM2)."""
+
+    inputs: Linear
+    conv: Conv
+    out: Linear
+
+    @property
+    def state(self) -> Recurrent:
+        return Recurrent((("conv", (self.conv.channels, self.conv.width - 1)),))
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down(act(gate x) * up x), or down(act(up x)) where it is not gated. gate_scale: what the gate is multiplied by."""
+
+    up: Linear
+    down: Linear
+    act: Act
+    gated: bool = True
+    gate_scale: float = 1.0
+    state = None
+
+
+@dataclass(frozen=True)
+class Router:
+    """Which experts a token visits, and their weights.
+
+    name: of the module with weight (experts, hidden). logits_bias: it has a bias, added to the logits. score: of the logits.
+    bias: name of a vector (experts,) that is added to the scores for the choice alone. groups: experts are in so many groups,
+    of which a token visits experts of so many; the best are those with the largest sum of two scores, or score ("max").
+    normalise: the weights are divided by their sum (+ sum_eps). factor: then multiplied by it. rounded: then rounded to x's dtype.
+    softmax "chosen": scores are a softmax over the chosen experts' logits alone.
+    norm, scale: x is normed, and multiplied by a vector and hidden^-0.5 first (Gemma 4). each: vector of a factor of each expert.
+    """
+
+    name: str
+    experts: int
+    hidden: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    logits_bias: bool = False
+    bias: str = ""
+    groups: tuple[int, int] = (1, 1)
+    group_score: Literal["top2", "max"] = "top2"
+    normalise: bool = True
+    sum_eps: float = 0.0
+    factor: float = 1.0
+    rounded: bool = False
+    norm: Norm | None = None
+    scale: str = ""
+    each: str = ""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The sum over a token's experts of their weighted MLPs, and a shared MLP beside.
+
+    module: path of the module that holds them in transformers, as two stacks. files: path before an expert's number in files.
+    leaves: names of gate, up and down of an expert there (up and down where it is not gated). bias: they have biases.
+    stacked: files hold all experts of a layer in one tensor. weigh_inputs: weights multiply what experts are given (Llama 4).
+    shared_gate: name of a linear (1, hidden) whose sigmoid multiplies the shared MLP's output. latent: (down, up) around them.
+    """
+
+    router: Router
+    module: str
+    files: str
+    leaves: tuple[str, ...]
+    inner: int
+    hidden: int
+    act: Act
+    gated: bool = True
+    bias: bool = False
+    stacked: bool = False
+    weigh_inputs: bool = False
+    shared: Mlp | None = None
+    shared_gate: str = ""
+    latent: tuple[Linear, Linear] | None = None
+    state = None
+
+
+@dataclass(frozen=True)
+class PerLayer:
+    """up(act(gate x) * e), e the token's embedding for this layer (`TokenTable`). Gemma's small models."""
+
+    gate: Linear
+    up: Linear
+    act: Act
+    layer: int
+    state = None
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A mixer of a parallel block that has norms or constants of its own: out * post(mixer(into * norm(x)))."""
+
+    mixer: Any
+    norm: Norm | None = None
+    post: Norm | None = None
+    into: float = 1.0
+    out: float = 1.0
+
+    @property
+    def state(self) -> Pages | Recurrent | None:
+        return self.mixer.state
+
+
+Mixer = Attention | LatentAttention | GatedDelta | Mamba2 | ShortConv | Mlp | Experts | PerLayer | Branch
+
+
+@dataclass(frozen=True)
+class Update:
+    """x <- (x + scale * post(sum of mixers(norm(x)))) * after. Two mixers are a parallel block. after: name of a scalar."""
+
+    mixers: tuple[Mixer, ...]
+    norm: Norm | None = None
+    post: Norm | None = None
+    scale: float = 1.0
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """For each token and layer `dims` values: (embed[id] * scale + norm(project(x0) * by)) / sqrt(2) (Gemma's small models).
+
+    x0: the embedding of the token (scaled). embed: name of a table (vocab, layers * dims); project: Linear (layers * dims, hidden).
+    """
+
+    embed: str
+    vocab: int
+    layers: int
+    dims: int
+    scale: float
+    project: Linear
+    by: float
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Model:
+    """logits = softcap(logit_scale * head(norm(layers(embed_scale * embed[ids])))).
+
+    prefix: of the names in transformers' module tree. embed: name below the prefix. head: name of the module, whole.
+    tied: the head is the embedding. beside: prefixes of modules that text does not need (a vision tower).
+    files: further prefixes that published files have in place of (prefix, head).
+    extra: prefixes, below the text model's, of tensors that are kept but not run here (MTP heads).
+    """
+
+    layers: tuple[tuple[Update, ...], ...]
+    norm: Norm
+    vocab: int
+    hidden: int
+    tied: bool = False
+    embed: str = "embed_tokens"
+    head: str = "lm_head"
+    head_bias: bool = False
+    embed_norm: Norm | None = None
+    embed_scale: float = 1.0
+    softcap: float = 0.0
+    logit_scale: float = 1.0
+    tokens: TokenTable | None = None
+    prefix: str = "model."
+    beside: tuple[str, ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
+    extra: tuple[str, ...] = field(default=())
+
+
+def walk(part: Any) -> Iterator[Any]:
+    """Every part that is inside `part`, itself first, in the order of the fields."""
+    if isinstance(part, tuple):
+        for one in part:
+            yield from walk(one)
+    elif hasattr(part, "__dataclass_fields__"):
+        yield part
+        for f in fields(part):
+            value = getattr(part, f.name)
+            if isinstance(value, tuple) or hasattr(value, "__dataclass_fields__"):
+                yield from walk(value)
+
+
+def mixers(model: Model) -> Iterator[tuple[int, Any]]:
+    """(layer, mixer) of every mixer of a model, branches opened, in the order in which they run."""
+    for i, layer in enumerate(model.layers):
+        for update in layer:
+            for mixer in update.mixers:
+                yield i, mixer.mixer if isinstance(mixer, Branch) else mixer
