@@ -1,8 +1,8 @@
 """Which decoder takes a model: the fastest that can, with the reason why the ones before it could not."""
 
-from lowq_cli.engine import blocks
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.plan import why_not
 from lowq_cli.engine.stream import Decoder
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.models import CausalModel
@@ -18,11 +18,11 @@ def decoder_of(model: CausalModel, kv: str = PLAIN) -> Decoder:
     """
     kept = getattr(model, KEPT, None)
     if kept is None or (kept.device, getattr(kept, "dtype", model.dtype), kept.kv) != (model.device, model.dtype, check(kv)):
-        reason = blocks.why_not(model)
+        reason = why_not(model)
         if (getattr(model, "_tp_size", None) or 1) > 1:  # the processes meet in every layer, in transformers' forward
             kept = PlainDecoder(model, "its weights are spread over processes", kv)
         elif reason is None:
-            kept = FusedDecoder(model, kv=kv)
+            kept = NativeDecoder(model, kv=kv)
         elif model.device.type == "cuda" and kv == PLAIN:
             kept = UnfusedDecoder(model, reason)
         else:

@@ -20,13 +20,10 @@ from lowq_packers.lazy import torch
 Tables: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # cos, sin (slots, R)
 
 
-def why_not(rope: Mapping[str, Any] | None, by_layer_type: bool = False) -> str | None:
-    """The reason the angles of a config's rope_parameters cannot be made here, or None. by_layer_type: as its family."""
-    kinds = by_kind(rope)
-    if by_layer_type == ("" in kinds):
-        return "rotary angles by kind of layer, or not, where its family has them otherwise"
-    for r in kinds.values():
-        if r.get("rope_type") not in ROPES:
+def why_not(rope: Mapping[str, Any] | None) -> str | None:
+    """The reason the angles of a config's rope_parameters cannot be made here, or None; none are needed without positions."""
+    for r in by_kind(rope).values():
+        if r and r.get("rope_type") not in ROPES:
             return f"rotary angles of the kind {r.get('rope_type')}"
     return None
 
@@ -54,14 +51,13 @@ def reach(rope: Mapping[str, Any] | None, limit: int, said: int | None = None) -
 class Rotation:
     """How one kind of layer turns its heads.
 
-    rope: rope_parameters, with rope_type and rope_theta. D: head dim. limit: max_position_embeddings. partial: whether a
-    partial_rotary_factor holds without scaling, too.
+    rope: rope_parameters, with rope_type and rope_theta. dims, of: as in `arch.parts.Rope`. limit: max_position_embeddings.
     """
 
     rope: Mapping[str, Any]
-    D: int
+    dims: int
+    of: int
     limit: int
-    partial: bool
 
     @property
     def steady(self) -> float:
@@ -75,7 +71,7 @@ class Rotation:
         return self.rope["rope_type"] == "longrope"
 
     def tables(self, slots: int, device: torch.device, dtype: torch.dtype, length: int | None = None) -> Tables:
-        """cos, sin (slots, R), R = D but for a partial_rotary_factor. length: of the text; None: each slot's is its last.
+        """cos, sin (slots, R), R = dims, or `of`. length: of the text; None: each slot's is its last.
 
         Raises DamagedError where the config gives none: torch's attention on a CPU makes zeros of queries that are NaN.
         """
@@ -99,11 +95,12 @@ class Rotation:
         paper, and transformers' code is what such models are run by.
         """
         rope = self.rope
-        kind, base, share = rope["rope_type"], rope["rope_theta"], rope.get("partial_rotary_factor") or 1.0
-        R = int(self.D * share) if self.partial or kind != "default" else self.D
-        pairs = torch.arange(0, R, 2, dtype=torch.float) / R
+        kind, base, R = rope["rope_type"], rope["rope_theta"], self.dims
+        pairs = torch.arange(0, R, 2, dtype=torch.float) / (self.of or R)
         powers = base**pairs
         inverse = 1.0 / powers
+        if self.of:  # pairs are of all `of` values; those past the first `dims` are turned by nothing
+            return torch.cat([inverse / (rope.get("factor") or 1.0), torch.zeros((self.of - R) // 2)]), 1.0
         if kind == "linear":
             inverse /= rope["factor"]
         elif kind == "llama3":

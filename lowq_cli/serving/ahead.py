@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from lowq_cli.engine import light, warm
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine import native_loader, warm
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.reading import Blank
 from lowq_cli.engine.sampling import Sampling
@@ -40,7 +40,7 @@ def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
         if torch.cuda.mem_get_info(device)[0] < ROOM:
             return
         source = stand_in(prepared.source, prepared.plan, prepared.out)
-        model = light.read(cast(Source, source), device, Blank)
+        model = native_loader.read(cast(Source, source), device, Blank)
         launch_all([partial(_unless, stopped, one) for one in launches(model)], lambda n, of: None)
 
 
@@ -51,14 +51,14 @@ def _unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:
 
 def launches(model: Any) -> list[Callable[[], object]]:
     """One launch of each kernel that texts one by one and a server take; those of the first text first."""
-    decoder, met = FusedDecoder(model), set[object]()
+    decoder, met = NativeDecoder(model), set[object]()
     work = [one for way in WAYS for one in warm.launches(model, decoder, 1, 1, way, met)]
-    trial = paged.trial_passes(decoder, MOST["cuda"], context_limit(model) or paged.NO_LIMIT, False)
+    trial = paged.trial_passes(decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or paged.NO_LIMIT, False)
     return work + paged.launches(model, trial)
 
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
-    """What `light.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each kind.
+    """What `native_loader.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each kind.
 
     Raises NotPlain where the family is not a known one.
     """

@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowq_cli.engine import blocks
-from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine import plan as plans
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.serving.paged import make_cache
-from lowq_cli.serving.passes import BLOCK, Piece
+from lowq_cli.engine.state import BLOCK
+from lowq_cli.serving.passes import Piece
 from lowq_cli.serving.pool import Pool
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
 from lowq_cli.serving.schedule import PassPlan, Schedule, Text
 from lowq_cli.serving.special import LogProbs, Logs, Special, fetch
 from lowq_kernels.decode.kv import PLAIN
+from lowq_kernels.decode.kv import check as check_kind
 from lowq_packers.errors import UnsupportedError, UsageError, one_line
 
 MOST = {"cuda": 128, "cpu": 8}  # texts that run at once
@@ -44,7 +44,7 @@ def why_not(model: Any) -> str | None:
     """The reason this engine does not take a model, or None."""
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return "its weights are spread over processes"
-    return blocks.why_not(model)
+    return plans.why_not(model)
 
 
 class Flight:
@@ -115,15 +115,14 @@ class ContinuousEngine:
         reads: int | None = None,
     ) -> None:
         self.reason, self._brief = "", reads is not None
-        decoder = decoder_of(model, kv)
-        assert isinstance(decoder, FusedDecoder)
-        self.device, self.vocabulary = decoder.device, decoder.blocks.head.out_features
+        plan = plans.plan_of(model)
+        self.device, self.vocabulary = plan.device, plan.vocabulary
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
             raise UsageError(f"{most} requests side by side; from 1 to {MOST_RUNNING} can be")
-        cache = make_cache(model, decoder, most, cache_tokens, deterministic, reads)
+        cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads)
         self.passes, rows = cache.passes, cache.passes.rows
-        self.rows, self.special = rows, Special(rows, self.vocabulary, decoder.ops.choose_rows)
+        self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         self.schedule = Schedule(Pool(cache.blocks, BLOCK), most, self.passes.bucket, deterministic)
         self.limits = Limits(cache.longest, most, waiting, (cache.blocks - 1) * BLOCK, cache.bytes)
         self._changed = threading.Condition()
@@ -326,7 +325,7 @@ class ContinuousEngine:
             sound = None if flight.sound is None else flight.sound.tolist()
             for text, row, place in flight.drew:
                 if sound is not None and not sound[place]:
-                    text.failed = not_finite(self.passes.decoder.dtype)
+                    text.failed = not_finite(self.passes.plan.dtype)
                 if not text.done and (event := self._event(text, tokens[row], logs)) is not None:
                     events.append((text.number, event))
             if events:

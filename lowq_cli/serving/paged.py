@@ -8,15 +8,18 @@ from typing import Any
 import torch
 
 from lowq_cli import memory
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.batch import KeyValues, States
+from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.prompts import context_limit
+from lowq_cli.engine.state import BLOCK, block_bytes
 from lowq_cli.engine.warm import products
 from lowq_cli.serving.pace import Pace
-from lowq_cli.serving.passes import BLOCK, Passes
+from lowq_cli.serving.passes import Passes
 from lowq_cli.serving.rows import Rows
 from lowq_cli.serving.schedule import READERS
 from lowq_kernels.decode import kv
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_packers.arch.parts import Pages
 from lowq_packers.errors import DoesNotFitError
 
 NO_LIMIT = 32768  # tokens of a text whose model names no limit
@@ -38,24 +41,27 @@ class Cache:
 
 @torch.inference_mode()
 def make_cache(
-    model: Any, decoder: FusedDecoder, most: int, tokens: int | None, fixed: bool, reads: int | None = None
+    model: Any, plan: Plan, kind: str, most: int, tokens: int | None, fixed: bool, reads: int | None = None
 ) -> Cache:
-    """A cache for `most` texts at once, of at most `tokens` tokens; of prompts of `reads` in all. Raises DoesNotFitError."""
-    device, layers = decoder.device, decoder.blocks.layers
+    """A cache for `most` texts at once, of at most `tokens` tokens, held as `kind` says; of prompts of `reads` in all.
+
+    Raises DoesNotFitError.
+    """
+    device = plan.device
     longest = context_limit(model) or NO_LIMIT
-    block = sum(2 * layer.heads.HKV * BLOCK * kv.slot_bytes(decoder.kv, layer.heads.D, decoder.dtype) for layer in layers)
+    block = sum(block_bytes(spec, kind, plan.dtype) for spec in plan.states if isinstance(spec, Pages))
     wanted = min(tokens or most * longest, most * longest)
     try:
         pace, room, blocks = None, memory.available_memory(), 1 + -(-wanted // BLOCK)
         little = device.type == "cuda" and reads is not None and blocks * block <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
-            room, pace = (None, None) if little else _room(model, decoder, most, longest, fixed)
+            room, pace = (None, None) if little else _room(model, plan, kind, most, longest, fixed)
         if room is not None:
             blocks = min(blocks, int(room * SHARE[device.type]) // block)
         if blocks < LEAST:
             raise DoesNotFitError(f"{device} has no room for a cache; take fewer bits, or a device with more memory")
         longest = min(longest, (blocks - 1) * BLOCK)
-        passes = _passes(decoder, most, longest, blocks, fixed)
+        passes = _passes(plan, kind, most, longest, blocks, fixed)
         passes.pace = pace or passes.pace
         if little:
             passes.rows.flush()
@@ -65,24 +71,25 @@ def make_cache(
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
 
 
-def _passes(decoder: FusedDecoder, most: int, longest: int, blocks: int, fixed: bool) -> Passes:
+def _passes(plan: Plan, kind: str, most: int, longest: int, blocks: int, fixed: bool) -> Passes:
     width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to nobody's block
-    caches = []
-    for layer in decoder.blocks.layers:
-        heads, pair, make = layer.heads, list[kv.Cache](), partial(kv.empty, decoder.kv)
-        for _ in range(2):
-            if decoder.device.type == "cuda":
-                pair.append(make((blocks, heads.HKV, BLOCK, heads.D), decoder.dtype, decoder.device))
+    rows, state, make = Rows(most + READERS, width, plan.device), list[KeyValues | States](), partial(kv.empty, kind)
+    for spec in plan.states:
+        assert isinstance(spec, Pages)
+        pair = list[kv.Cache]()
+        for D in (spec.k_dim, spec.v_dim):
+            if plan.device.type == "cuda":
+                pair.append(make((blocks, spec.heads, BLOCK, D), plan.dtype, plan.device))
             else:  # blocks side by side in memory where they are so in number: attention then reads them as they are
-                pair.append(make((heads.HKV, blocks, BLOCK, heads.D), decoder.dtype, decoder.device).transpose(0, 1))
+                pair.append(make((spec.heads, blocks, BLOCK, D), plan.dtype, plan.device).transpose(0, 1))
             kv.part(pair[-1], slice(0, 1)).zero_()
-        caches.append((pair[0], pair[1]))
-    return Passes(decoder, Rows(most + READERS, width, decoder.device), most, caches, width * BLOCK, fixed)
+        state.append(KeyValues(pair[0], pair[1], rows.table))
+    return Passes(plan, rows, most, state, width * BLOCK, fixed)
 
 
-def trial_passes(decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> Passes:
+def trial_passes(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> Passes:
     """Passes over two blocks that are nobody's."""
-    passes = _passes(decoder, most, longest, LEAST, fixed)
+    passes = _passes(plan, kind, most, longest, LEAST, fixed)
     passes.rows.flush()
     return passes
 
@@ -91,12 +98,12 @@ def launches(model: Any, trial: Passes, reads: int | None = None) -> list[Callab
     """One launch of each kernel that passes of every size take; of those that read `reads` prompt tokens in all."""
     largest = next((t for t in trial.totals if reads is not None and t >= reads + trial.riding(trial.most)), trial.totals[-1])
     rows = {*trial.sizes, *(t for t in trial.totals if t <= largest)}
-    return [*products(model, trial.decoder, rows), *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
+    return [*products(trial.plan.linears, trial.plan.dtype, rows), *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
 
 
-def _room(model: Any, decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> tuple[int, Pace]:
+def _room(model: Any, plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[int, Pace]:
     """Bytes that are left beside the largest pass, and how long passes take. Compiles the kernels of all passes on the way."""
-    trial = trial_passes(decoder, most, longest, fixed)
+    trial = trial_passes(plan, kind, most, longest, fixed)
     launch_all(launches(model, trial), lambda n, of: None)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

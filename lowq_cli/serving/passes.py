@@ -11,26 +11,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from lowq_cli.engine.blocks import Layer, Mixture
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.plan import Plan
+from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.pace import Pace
 from lowq_cli.serving.rows import Rows, upload
 from lowq_cli.serving.schedule import READERS, buckets
 from lowq_kernels import counters
-from lowq_kernels.decode.kv import Cache
 from lowq_kernels.decode.mixture import FEW_TOKENS
-from lowq_kernels.decode.reference import Packed, tile_rows
+from lowq_kernels.decode.reference import Packed
 from lowq_kernels.products.cpu.team import Team
 from lowq_packers.errors import one_line
 
-BLOCK = 64  # slots of the cache's blocks: what attention reads at once
 TOTALS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # rows of a pass with prompt tokens
 RECORDED = 1024  # rows up to which those are recorded: launching an 8B's kernels one by one takes 6 to 15 ms, 512 rows 10.5
 COUNTERS = 1 << 18  # of a recorded pass's kernels, at most: an 8B's largest products take a few thousand each
@@ -51,33 +49,29 @@ class Passes:
     """The passes of a model over a paged cache.
 
     Args:
-        decoder: whose blocks and kernels compute; it is not used for texts of its own.
-        rows: the texts' state. most: rows of it that step.
-        caches: (k, v) of every layer, (blocks, HKV, BLOCK, D). slots: positions that the tables reach.
+        plan: the model. rows: the texts' state. most: rows of it that step.
+        state: of every stateful layer, keys and values in blocks. slots: positions that the tables reach.
         fixed: one size of steps, one of prompts, and never both in a pass: the same kernels whoever else is there.
     """
 
     def __init__(
         self,
-        decoder: FusedDecoder,
+        plan: Plan,
         rows: Rows,
         most: int,
-        caches: list[tuple[Cache, Cache]],
+        state: Sequence[KeyValues | States],
         slots: int,
         fixed: bool = False,
     ) -> None:
-        self.decoder, self.rows, self.most, self.caches, self.fixed = decoder, rows, most, caches, fixed
-        self.device, self.ops, self.blocks = decoder.device, decoder.ops, decoder.blocks
+        self.plan, self.rows, self.most, self.state, self.fixed = plan, rows, most, state, fixed
+        self.device, self.ops = plan.device, plan.ops
         self.padded = self.device.type == "cuda" or fixed
         # by the longest text there may be (and a block more, `paged`), as vLLM does: how one is turned depends on no other text
-        self.rope = self.blocks.rope_tables(slots, self.device, decoder.dtype, slots - BLOCK)
-        self.tile = tile_rows(self.blocks.layers[0].heads.D)
+        self.angles = plan.angles(slots, self.device, slots - BLOCK)
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS
         # where no kernel groups a mixture's experts, the host does, if tokens are many: that cannot be recorded
-        mixtures = [layer.mlp.experts for layer in self.blocks.layers if isinstance(layer.mlp, Mixture)]
-        by_host = not all(experts.grouped(decoder.dtype) for experts in mixtures)
-        self.most_recorded = min(RECORDED, FEW_TOKENS) if by_host else RECORDED
+        self.most_recorded = min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
@@ -138,7 +132,7 @@ class Passes:
         for p in pieces:
             end = first + len(p.tokens)
             ids[first:end], pos[first:end], rows[first:end] = p.tokens, np.arange(p.first, p.first + len(p.tokens)), p.row
-            tiles += [(t, min(t + self.tile, end)) for t in range(first, end, self.tile)]
+            tiles += [(t, min(t + self.plan.tile, end)) for t in range(first, end, self.plan.tile)]
             if p.target >= 0:
                 last.append(b + end - 1)
             first = end
@@ -146,7 +140,7 @@ class Passes:
         of_steps[: 0 if drawn is None else len(drawn)] = () if drawn is None else drawn
         fill = READERS - len(ends) if self.padded else 0
         if self.padded:
-            tiles += [(0, 0)] * (-(-C // self.tile) + READERS - len(tiles))
+            tiles += [(0, 0)] * (-(-C // self.plan.tile) + READERS - len(tiles))
         take = [*range(b), *last, *([0] * fill)]
         target = [*of_steps, *(p.target for p in ends), *([nobody] * fill)]
         of_tiles, of_logits = np.array(tiles, np.int32).reshape(-1), np.array([*take, *target], np.int32)
@@ -162,26 +156,19 @@ class Passes:
             half = (rest.shape[0] - 2 * n) // 2
             take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
             tokens = torch.cat([tokens, ids]) if b else ids
-        x = self.decoder.hidden(self.blocks.embed(tokens), partial(self._attend, b, packed))
+        batch = Batch(self.ops, tokens, b, r.pos, self.angles, order=r.order, given=packed)
+        x = self.plan.hidden(self.plan.embed(tokens), batch, self.state)
         if take is not None:
             if not take.shape[0]:
                 return None
             x = x.index_select(0, take)
-        logits = self.decoder.head(x).contiguous()
+        logits = self.plan.capped(self.plan.logits(x)).contiguous()
         self.ops.choose_rows(logits, target, r.token, r.pos, r.seed, r.temperature)
         return logits
 
-    def _attend(self, b: int, packed: Packed | None, qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
-        (k, v), turned, heads, parts, r = self.caches[i], self.rope[layer.rope], layer.heads, [], self.rows
-        if b:
-            parts.append(self.ops.attend(qkv[:b], k, v, r.pos[:b], *turned, heads, r.table, r.order[:b]))
-        if packed is not None:
-            parts.append(self.ops.attend_packed(qkv[b:], k, v, packed, *turned, heads))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     def graph_bytes(self) -> int:
         """What the recorded passes' logits take, which stay where they are."""
-        head = self.blocks.head.out_features * self.decoder.dtype.itemsize
+        head = self.plan.vocabulary * self.plan.dtype.itemsize
         return sum((b if b == M else b + READERS) * head for b, M in self.recorded())
 
     def recorded(self) -> Iterator[tuple[int, int]]:

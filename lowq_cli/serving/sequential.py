@@ -10,7 +10,7 @@ import torch
 
 from lowq_cli import memory
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.fused import shared
+from lowq_cli.engine.native import shared
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.picking import Picker

@@ -119,14 +119,14 @@ class Steps:
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         from lowq_cli.engine.decoders import decoder_of
-        from lowq_cli.engine.fused import FusedDecoder
+        from lowq_cli.engine.native import NativeDecoder
         from lowq_cli.engine.ready import ready
 
         model, _ = ready(str(folder), device.type, lambda text: None)
         tuning.forget()  # an older table of this folder: what is to be beaten is dispatch without one
-        self.decoder: Any = decoder_of(model)  # a FusedDecoder where there is no reason against it
+        self.decoder: Any = decoder_of(model)  # a NativeDecoder where there is no reason against it
         self.dtype = model.dtype
-        recorded = isinstance(self.decoder, FusedDecoder) and self.decoder.graphs
+        recorded = isinstance(self.decoder, NativeDecoder) and self.decoder.graphs
         self.reason = "" if recorded else self.decoder.reason or "its steps are not recorded"
 
     def race(self, M: int, entries: Sequence[Entry], left: Callable[[], bool]) -> tuple[list[Entry], float, float]:

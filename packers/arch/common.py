@@ -35,8 +35,10 @@ def rope_parameters(c: Any, kind: str = "") -> dict[str, Any]:
 
 
 def rope(c: Any, kind: str = "", pairing: Any = "halves", partial: bool = True, **more: Any) -> Rope:
-    """How heads turn. partial: whether the family takes partial_rotary_factor; where it does not, all of a head turns."""
-    share = rope_parameters(c, kind).get("partial_rotary_factor") or getattr(c, "partial_rotary_factor", None) or 1.0
+    """How heads turn. partial: whether the family takes partial_rotary_factor without scaled positions, too."""
+    given = rope_parameters(c, kind)
+    share = given.get("partial_rotary_factor") or getattr(c, "partial_rotary_factor", None) or 1.0
+    partial = partial or given.get("rope_type", "default") != "default"
     return Rope(int(head_dim(c) * (share if partial else 1.0)), kind, pairing, **more)
 
 

@@ -1,0 +1,148 @@
+"""The rows of one pass of a model: which sequence each belongs to, where it stands there, and where its state is held.
+
+The first `steps` rows are one token of each of as many sequences; the rest are tokens of prompts (or drafts), those of a sequence
+side by side. A static cache has a place for each sequence (decoder); a paged one has blocks that a table names (server, and layers
+that only look back over a window).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from lowq_cli.engine.rope import Tables
+from lowq_kernels.decode import Ops
+from lowq_kernels.decode.kv import Cache, part
+from lowq_kernels.decode.reference import Heads, Packed
+from lowq_packers.arch.parts import Rope
+
+
+@dataclass(frozen=True)
+class KeyValues:
+    """Keys and values of one layer: k, v (B, HKV, S, D), or (blocks, HKV, BLOCK, D) with the `table` (R, most) int32 of rows.
+
+    v is None where values are the first values of the keys (latent attention).
+    """
+
+    k: Cache
+    v: Cache | None
+    table: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class States:
+    """What a recurrent layer holds: tensors (slots, ...) by name; slot 0 belongs to no sequence."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows first .. end of one sequence, whose state is in `slot`."""
+
+    first: int
+    end: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Tokens start .. start + T of the sequences of `some` places of a static cache, side by side.
+
+    lengths: tokens of each of those texts in all: rows past them fill up the rectangle, and their output is of no use.
+    nowhere: the row of tables that belongs to no text.
+    """
+
+    some: slice
+    start: int
+    T: int
+    lengths: Sequence[int]
+    nowhere: int
+
+    def runs(self) -> list[Run]:
+        """The rows of each sequence that are its tokens."""
+        ends = (min(self.T, max(0, n - self.start)) for n in self.lengths)
+        return [Run(i * self.T, i * self.T + n, self.some.start + i + 1) for i, n in enumerate(ends)]
+
+    def packed(self, tile: int, device: torch.device) -> Packed:
+        """The same rows as a paged cache takes them, in tiles of up to `tile`; its table is that of each layer."""
+        runs = self.runs()
+        place = torch.arange(self.start, self.start + self.T, dtype=torch.int32).repeat(len(runs))
+        rows = torch.full((len(runs) * self.T,), self.nowhere, dtype=torch.int32)
+        tiles = []
+        for i, run in enumerate(runs):
+            rows[run.first : run.end] = self.some.start + i
+            tiles += [(t, min(t + tile, run.end)) for t in range(run.first, run.end, tile)]
+        there = torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).to(device)
+        return Packed(rows.new_empty(0, 0), rows.to(device), place.to(device), there)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of a pass.
+
+    ids (M,): their tokens. steps: rows that are one token of a sequence each. pos (R,) int32: the position of the next token of each
+    row of state; a step writes there. angles: cos, sin of each kind of rotation. slots (R,) int64: where the recurrent state of a row
+    is. order (R,) int32: rows with the longest texts first, or None. rectangle or packed: the rows after the steps.
+    runs: those by sequence, for recurrent layers.
+    """
+
+    ops: Ops
+    ids: torch.Tensor
+    steps: int
+    pos: torch.Tensor
+    angles: Mapping[Rope, Tables]
+    slots: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    rectangle: Rectangle | None = None
+    given: Packed | None = None
+    given_runs: Sequence[Run] = ()
+    tile: int = 128
+    values: dict[str, torch.Tensor] = field(default_factory=dict)  # what one layer leaves for later ones
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there are rows after the steps."""
+        return self.rectangle is not None or self.given is not None
+
+    @cached_property
+    def packed(self) -> Packed:
+        """The rows after the steps."""
+        if self.given is not None:
+            return self.given
+        assert self.rectangle is not None
+        return self.rectangle.packed(self.tile, self.pos.device)
+
+    @cached_property
+    def runs(self) -> Sequence[Run]:
+        """The rows after the steps by sequence, counted from the first of them."""
+        return self.rectangle.runs() if self.rectangle is not None else self.given_runs
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """(M,) int32: the position of every row."""
+        own = self.pos[: self.steps]
+        if not self.mixed:
+            return own
+        return torch.cat([own, self.packed.pos]) if self.steps else self.packed.pos
+
+    def attend(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads) -> torch.Tensor:
+        """Attention of every row over its sequence: qkv (M, (HQ + 2 HKV) D) -> (M, HQ D)."""
+        b, parts = self.steps, []
+        assert held.v is not None
+        if b:
+            own, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
+            parts.append(self.ops.attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
+        if self.mixed:
+            parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _prompts(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads) -> torch.Tensor:
+        assert held.v is not None
+        if held.table is not None:
+            return self.ops.attend_packed(qkv, held.k, held.v, replace(self.packed, table=held.table), *turned, heads)
+        assert self.rectangle is not None
+        k, v = (part(cache, self.rectangle.some) for cache in (held.k, held.v))
+        split = qkv.reshape(k.shape[0], -1, qkv.shape[-1])
+        return self.ops.attend_prompt(split, k, v, self.rectangle.start, *turned, heads).flatten(0, 1)

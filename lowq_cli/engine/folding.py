@@ -1,0 +1,147 @@
+"""Neighbours in a plan that one product computes: norms, residual sums and gates are done by the products around them.
+
+Three rewrites of the list, where `fold.why_not` has nothing against a product for so many rows:
+    product, norm, product [, gate]   product_add, norm_product [norm_product_gate]
+    product, gate                     product_gate
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lowq_cli.engine import steps as s
+from lowq_kernels.decode import FoldedProducts, Ops
+
+if TYPE_CHECKING:
+    from lowq_cli.engine.plan import Plan
+
+SCALE, STREAM = "scale", "stream"
+
+
+@dataclass(frozen=True, eq=False)
+class ProductAdd(s.Step):
+    """x += layer(y), and what the next norm reads of it."""
+
+    layer: Any
+    role: str
+    norm: s.NormWeights
+    what = "product"
+
+    def width(self, before: int) -> int:
+        return int(self.layer.out_features)
+
+    def compiled_for(self) -> tuple[object, ...]:
+        return (self.role, *_facts(self.layer))
+
+    def run(self, f: s.Frame) -> None:
+        fold = f.ops.fold
+        assert fold is not None
+        assert self.norm.weight is not None
+        f.kept[STREAM] = fold.product_add(self.layer, f.y, f.x, self.norm.weight, self.norm.eps, f.kept[SCALE])
+
+
+@dataclass(frozen=True, eq=False)
+class NormProduct(s.Step):
+    """y = layer(norm(x)), or the gate of it, from what a `ProductAdd` left."""
+
+    layer: Any
+    role: str
+    act: str = ""
+    what = "product"
+
+    def width(self, before: int) -> int:
+        return int(self.layer.out_features) // (2 if self.act else 1)
+
+    def compiled_for(self) -> tuple[object, ...]:
+        return (self.role, *_facts(self.layer))
+
+    def run(self, f: s.Frame) -> None:
+        fold, stream = f.ops.fold, f.kept[STREAM]
+        assert fold is not None
+        if self.act:
+            f.y, f.kept[SCALE] = fold.norm_product_gate(self.layer, stream, self.act)
+        else:
+            f.y, f.kept[SCALE] = fold.norm_product(self.layer, stream)
+
+
+@dataclass(frozen=True, eq=False)
+class ProductGate(s.Step):
+    """y = act(gate) * up of layer(y)."""
+
+    layer: Any
+    role: str
+    act: str
+    what = "product"
+
+    def width(self, before: int) -> int:
+        return int(self.layer.out_features) // 2
+
+    def compiled_for(self) -> tuple[object, ...]:
+        return (self.role, *_facts(self.layer))
+
+    def run(self, f: s.Frame) -> None:
+        assert f.ops.fold is not None
+        f.y = f.ops.fold.product_gate(self.layer, f.y, self.act)
+
+
+def _facts(layer: Any) -> tuple[object, ...]:
+    return layer.out_features, layer.in_features, getattr(layer, "scheme", None), layer.bias is None
+
+
+def blank(plan: "Plan", step: s.Step, M: int) -> dict[str, Any]:
+    """What a folded step of M rows finds in its frame, zeros and ones."""
+    fold = plan.ops.fold
+    if fold is None or not isinstance(step, ProductAdd | NormProduct | ProductGate):
+        return {}
+    scale, K = torch.ones(M, dtype=torch.float32, device=plan.device), step.layer.in_features
+    squares = torch.ones(M, K // fold.SQUARES, dtype=torch.float32, device=plan.device)
+    x = torch.zeros(M, K, dtype=plan.dtype, device=plan.device)
+    return {SCALE: scale, STREAM: fold.Residual(x, squares, scale, 1e-6)}
+
+
+def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.Step]:
+    """The steps for M rows; the same list where nothing is folded."""
+    if ops.fold is None:
+        return steps
+    made, i = list[s.Step](), 0
+    entering = False  # whether the product at i reads what a ProductAdd left
+    while i < len(steps):
+        step, rest = steps[i], steps[i + 1 :][:3]
+        gate = rest[0] if rest and isinstance(rest[0], s.Gate) and _folds_gate(rest[0], ops.fold) else None
+        if entering:
+            assert isinstance(step, s.Product)
+            with_gate = gate is not None and not ops.fold.why_not(step.layer, M, dtype, ops.fold.NORMED | ops.fold.ACTS[gate.act])
+            made.append(NormProduct(step.layer, step.role, gate.act if gate and with_gate else ""))
+            i += 2 if with_gate else 1
+            entering = False
+        elif isinstance(step, s.Product) and _adds(step, rest, ops.fold, M, dtype):
+            assert isinstance(rest[0], s.AddNorm)
+            made.append(ProductAdd(step.layer, step.role, rest[0].norm))
+            i, entering = i + 2, True
+        elif isinstance(step, s.Product) and gate and not ops.fold.why_not(step.layer, M, dtype, ops.fold.ACTS[gate.act]):
+            made.append(ProductGate(step.layer, step.role, gate.act))
+            i += 2
+        else:
+            made.append(step)
+            i += 1
+    return made if len(made) < len(steps) else steps
+
+
+def _folds_gate(gate: s.Gate, fold: FoldedProducts) -> bool:
+    return gate.gated and gate.gate_scale == 1.0 and gate.act in fold.ACTS
+
+
+def _adds(step: s.Product, rest: Sequence[s.Step], fold: FoldedProducts, M: int, dtype: torch.dtype) -> bool:
+    """Whether a product, the norm behind it and the product behind that are a `ProductAdd` and a `NormProduct`."""
+    if len(rest) < 2 or not isinstance(rest[0], s.AddNorm) or not isinstance(rest[1], s.Product):
+        return False
+    norm = rest[0].norm
+    if rest[0].post is not None or norm.weight is None or norm.weight.dtype != dtype:
+        return False
+    how = fold.NORMED
+    gate = rest[2] if len(rest) > 2 and isinstance(rest[2], s.Gate) and _folds_gate(rest[2], fold) else None
+    if gate:
+        how |= fold.ACTS[gate.act]
+    return not fold.why_not(step.layer, M, dtype, fold.ADDED) and not fold.why_not(rest[1].layer, M, dtype, how)

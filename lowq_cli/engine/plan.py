@@ -1,0 +1,151 @@
+"""A model's description and its weights as a flat list of operations, which every pass runs: prompts, steps and drafts alike.
+
+`Plan` is what decoder and server have of a model: its steps, what its layers remember of a sequence, embedding and head. Folding,
+compiling ahead, `--explain` and the timeline are walks over the list.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lowq_cli.engine import folding, rope
+from lowq_cli.engine import steps as s
+from lowq_cli.engine.batch import Batch, KeyValues, States
+from lowq_cli.engine.compiling import Compiler
+from lowq_cli.engine.rope import Rotation, Tables
+from lowq_cli.engine import weights as of_model
+from lowq_kernels.decode import Ops, ops
+from lowq_kernels.decode.reference import tile_rows
+from lowq_kernels.modules import dense
+from lowq_packers.arch.parts import Linear, Model, Pages, Rope
+
+
+class Weights(Protocol):
+    """Where a plan gets its tensors from, by the names of a description."""
+
+    def linear(self, part: Linear) -> nn.Module:
+        """The parts side by side as one layer."""
+        ...
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A parameter by its whole name below the text model: "layers.0.input_layernorm.weight"."""
+        ...
+
+    def experts(self, part: Any) -> Any:
+        """The module that computes a layer's experts: called with x (M, H), ids and weights (M, top_k)."""
+        ...
+
+    @property
+    def embed(self) -> nn.Module: ...
+
+    @property
+    def head(self) -> nn.Module: ...
+
+
+class Plan:
+    """The operations of a model.
+
+    Attributes:
+        steps: from the embedded tokens x to the normed hidden states y. states: what each stateful step remembers of a sequence.
+        linears: the layers that multiply, under short names ("layers.0.qkv"), for `--explain`.
+    """
+
+    def __init__(self, model: Model, config: Any, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
+        self.model, self.config, self.device, self.dtype = model, config, device, dtype
+        self.ops: Ops = ops(device.type)
+        self.embedding, self.head = weights.embed, weights.head
+        compiled = Compiler(model, weights, dtype)
+        self.steps, self.states = compiled.steps, compiled.states
+        named = nn.ModuleList(nn.ModuleDict(products) for products in compiled.products)
+        self.linears = nn.ModuleDict({"layers": named, "head": self.head})
+        self.rotations = _rotations(model, compiled.ropes, config)
+        self.vocabulary = int(self.head.out_features)
+        widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
+        self.tile = tile_rows(widest)
+        self._folded: dict[int, list[s.Step]] = {}
+        self._ones: dict[int, torch.Tensor] = {}  # fp32, of so many rows: recorded steps hold them
+
+    @property
+    def grouped_by_host(self) -> bool:
+        """Whether some layer's experts are grouped by the host where tokens are many: such a pass cannot be recorded."""
+        routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
+        return not all(experts.grouped(self.dtype) for experts in routed)
+
+    def program(self, M: int) -> Sequence[s.Step]:
+        """The steps for M rows, those done by products folded into them."""
+        if M not in self._folded:
+            self._folded[M] = folding.fold(self.steps, self.ops, M, self.dtype)
+        return self._folded[M]
+
+    def folds(self, M: int) -> bool:
+        """Whether products of M rows do some of what lies between them."""
+        return self.program(M) is not self.steps
+
+    def about(self, batch: int) -> str:
+        """What a step of `batch` sequences does other than its kernels' names tell, for `--explain`; "" for nothing."""
+        fold = self.ops.fold
+        gates = [step for step in self.program(batch) if isinstance(step, folding.NormProduct) and step.act]
+        if fold is None or not gates:
+            return ""
+        config = fold.config_of(gates[0].layer, batch, self.dtype, fold.NORMED | fold.ACTS[gates[0].act])
+        values = ",".join(map(str, config.values()))
+        return f"norms, residual sums and activations are done by the products, which takes config {values} for gate_up"
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings (..., H) of token ids (...)."""
+        return self.embedding(ids)
+
+    def hidden(self, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]) -> torch.Tensor:
+        """Embeddings x (M, H) through every layer and the last norm, (M, H). State is read and written."""
+        frame, steps = s.Frame(x.contiguous(), batch, state), self.program(x.shape[0])
+        if steps is not self.steps:
+            frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
+        for step in steps:
+            step.run(frame)
+        return frame.y
+
+    def _row_of_ones(self, M: int) -> torch.Tensor:
+        if M not in self._ones:
+            self._ones[M] = torch.ones(M, dtype=torch.float32, device=self.device)
+        return self._ones[M]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits (M, V) of normed hidden states (M, H), before a soft cap: `capped`."""
+        return dense.linear(self.head, x)
+
+    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits with the model's factor and soft cap."""
+        if self.model.logit_scale != 1.0:
+            logits = logits * self.model.logit_scale
+        if cap := self.model.softcap:
+            logits = cap * torch.tanh(logits.float() / cap)
+        return logits
+
+    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope, Tables]:
+        """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length."""
+        return {kind: r.tables(slots, device, self.dtype, length) for kind, r in self.rotations.items()}
+
+
+def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:
+    kinds, limit = rope.by_kind(config.rope_parameters), config.max_position_embeddings
+    return {r: Rotation(kinds[r.kind], r.dims, r.of, limit) for r in ropes}
+
+
+KEPT = "_lowq_plan"
+
+
+def plan_of(model: Any) -> Plan:
+    """The plan of a model that `why_not` has nothing against: its own, or made of a transformers model and kept with it."""
+    plan = getattr(model, "plan", None) or getattr(model, KEPT, None)
+    if plan is None or (plan.device, plan.dtype) != (model.device, model.dtype):
+        described, _ = of_model.describe(model.config)
+        plan = Plan(described, model.config.get_text_config(), of_model.ModelWeights(model, described), model.device, model.dtype)
+        object.__setattr__(model, KEPT, plan)  # not a submodule of the model
+    return plan
+
+
+def why_not(model: Any) -> str | None:
+    """The reason this model has no plan, or None."""
+    return None if isinstance(getattr(model, "plan", None), Plan) else of_model.why_not(model)

@@ -1,0 +1,81 @@
+"""What a model remembers of its texts, by what each layer says it needs (`arch.parts`): keys and values, a window of them, states."""
+
+from collections.abc import Sequence
+
+import torch
+
+from lowq_cli.engine.batch import KeyValues, States
+from lowq_cli.engine.plan import Plan
+from lowq_kernels.decode.kv import Cache, slot_bytes, zeros
+from lowq_packers.arch.parts import Pages, Recurrent
+
+BLOCK = 64  # slots of a paged cache's blocks: what attention reads at once
+PIECE = 1024  # prompt tokens of a text between two of which the keys behind a window are forgotten
+
+
+def static_state(plan: Plan, batch: int, slots: int, kind: str) -> list[KeyValues | States]:
+    """The state of `batch` texts of up to `slots` tokens, keys and values held as `kind` says (`decode.kv.KINDS`).
+
+    Each text has a place of its own. A layer with a window has a ring of blocks where that is smaller: block j of a text lies where
+    block j - n lay. Recurrent states lie from slot 1 on.
+    """
+    tables: dict[int, torch.Tensor] = {}
+    return [state_of_layer(plan, i, batch, slots, kind, tables) for i in range(len(plan.states))]
+
+
+def state_of_layer(
+    plan: Plan, index: int, batch: int, slots: int, kind: str, tables: dict[int, torch.Tensor] | None = None
+) -> KeyValues | States:
+    """One of `static_state`. tables: those of rings, by blocks, which layers share."""
+    spec, tables = plan.states[index], {} if tables is None else tables
+    if isinstance(spec, Recurrent):
+        return recurrent(spec, batch + 1, plan.dtype, plan.device)
+    n = ring(spec.window)
+    if not spec.window or n * BLOCK >= slots:
+        return _pair(spec, (batch, spec.heads, slots), kind, plan, None)
+    if n not in tables:
+        tables[n] = _ring_table(batch, n, -(-slots // BLOCK) + 1).to(plan.device)
+    return _pair(spec, (batch * n + 1, spec.heads, BLOCK), kind, plan, tables[n])
+
+
+def ring(window: int) -> int:
+    """Blocks that hold a window and a piece of a prompt behind it."""
+    return -(-(window + PIECE) // BLOCK) + 1
+
+
+def _ring_table(batch: int, n: int, width: int) -> torch.Tensor:
+    """Tables (batch + 1, width) int32 of rings of n blocks; the last row is that of rows that belong to no text, in block 0."""
+    rows = 1 + torch.arange(batch)[:, None] * n + torch.arange(width) % n
+    return torch.cat([rows, torch.zeros(1, width, dtype=torch.int64)]).int()
+
+
+def _pair(spec: Pages, shape: tuple[int, int, int], kind: str, plan: Plan, table: torch.Tensor | None) -> KeyValues:
+    k = zeros(kind, (*shape, spec.k_dim), plan.dtype, plan.device)
+    v: Cache | None = zeros(kind, (*shape, spec.v_dim), plan.dtype, plan.device) if spec.v_dim else None
+    return KeyValues(k, v, table)
+
+
+def recurrent(spec: Recurrent, slots: int, dtype: torch.dtype, device: torch.device) -> States:
+    """The states of `slots` texts, zeroed."""
+    return States(
+        {
+            name: torch.zeros(slots, *shape, dtype=torch.float32 if name in spec.fp32 else dtype, device=device)
+            for name, shape in spec.shapes
+        }
+    )
+
+
+def block_bytes(spec: Pages, kind: str, dtype: torch.dtype) -> int:
+    """Bytes of a block of one layer."""
+    return BLOCK * spec.heads * sum(slot_bytes(kind, d, dtype) for d in (spec.k_dim, spec.v_dim) if d)
+
+
+def state_bytes(spec: Recurrent, dtype: torch.dtype) -> int:
+    """Bytes of one text's state in one layer."""
+    sizes = ((torch.Size(shape).numel(), 4 if name in spec.fp32 else dtype.itemsize) for name, shape in spec.shapes)
+    return sum(n * size for n, size in sizes)
+
+
+def tensors_of(state: Sequence[KeyValues | States]) -> list[torch.Tensor]:
+    """The tensors of recurrent layers: what a pass that is run for trial would spoil."""
+    return [t for one in state if isinstance(one, States) for t in one.tensors.values()]

@@ -1,0 +1,93 @@
+"""The tensors of a transformers model by the names of its description, layers that are one product joined in place.
+
+Its modules become views into the joined weights, so nothing is held twice and the model keeps working. `native_loader` reads the
+same tensors straight from files.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowq_cli.engine import rope
+from lowq_cli.hf.embedding import embed_scale
+from lowq_cli.hf.experts import QuantExperts
+from lowq_kernels.modules.joined import dense, join
+from lowq_packers.arch import Family, families
+from lowq_packers.arch.common import NotDescribed
+from lowq_packers.arch.parts import Experts, Linear, Model, mixers
+
+
+class ModelWeights:
+    """The tensors of a transformers model. Raises AttributeError where it has no module of a name."""
+
+    def __init__(self, model: Any, described: Model) -> None:
+        self.model, self.described = model, described
+        self.text = model.get_submodule(described.prefix.rstrip("."))
+
+    def linear(self, part: Linear) -> nn.Module:
+        """As `plan.Weights` says."""
+        parents = {name.rpartition(".")[0] for name in part.parts}
+        assert len(parents) == 1, f"{part.parts} are of several modules"
+        parent, names = self.text.get_submodule(parents.pop()), tuple(name.rpartition(".")[2] for name in part.parts)
+        if len(names) > 1:
+            return join(parent, names)
+        only = getattr(parent, names[0])
+        return dense(only.weight.detach(), only.bias) if type(only) is nn.Linear else only
+
+    def vector(self, name: str) -> torch.Tensor:
+        """As `plan.Weights` says."""
+        module, _, leaf = name.rpartition(".")
+        return getattr(self.text.get_submodule(module), leaf).detach()
+
+    def experts(self, part: Experts) -> nn.Module:
+        """As `plan.Weights` says."""
+        return self.text.get_submodule(part.module)
+
+    @property
+    def embed(self) -> nn.Module:
+        """The token embedding."""
+        return self.text.get_submodule(self.described.embed)
+
+    @property
+    def head(self) -> nn.Module:
+        """The output layer."""
+        return self.model.get_submodule(self.described.head)
+
+
+def describe(config: Any) -> tuple[Model, Family]:
+    """The description of a config, and its family. Raises NotDescribed."""
+    kind = getattr(type(config), "model_type", "") or config.model_type  # Ministral's may be called mistral
+    if (family := families().get(kind)) is None:
+        raise NotDescribed(f"{kind} is not one of the families that are described ({', '.join(families())})")
+    text = config.get_text_config()
+    if reason := rope.why_not(getattr(text, "rope_parameters", None)):
+        raise NotDescribed(reason)
+    if getattr(text, "use_bidirectional_attention", False) is True or not getattr(text, "is_causal", True):
+        raise NotDescribed("attention that is not causal")
+    return family.describe(config), family
+
+
+def why_not(model: Any) -> str | None:
+    """The reason a transformers model cannot be run by its description, or None."""
+    try:
+        described, _ = describe(model.config)
+    except NotDescribed as e:
+        return str(e)
+    try:
+        weights = ModelWeights(model, described)
+        routed = [weights.experts(m) for _, m in mixers(described) if isinstance(m, Experts)]
+        scale = embed_scale(weights.embed) if isinstance(weights.embed, nn.Embedding) else 1.0
+        weights.vector(f"{described.norm.name}.weight")
+        assert weights.head is not None
+    except AttributeError:
+        return f"{type(model).__name__} is not built like the causal models of its family"
+    if scale is None:
+        return f"an embedding of a kind lowq does not know ({type(weights.embed).__name__})"
+    if len({p.device for p in model.parameters()}) > 1:
+        return "the model is spread over several devices"
+    if not all(isinstance(experts, QuantExperts) for experts in routed):
+        return "experts that are not packed"
+    if any(hasattr(m, "_hf_hook") for m in model.modules()):
+        return "hooks of accelerate sit on its modules"
+    return None
