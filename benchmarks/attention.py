@@ -32,7 +32,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowq_cli.engine import search, warm
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.cuda import nvrtc
@@ -208,7 +208,7 @@ def decode(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
 
     model, _ = e2e_decode.decoder_for("4h8", "8b", torch.float16, "cuda")
     for kind in kv.KINDS:
-        decoder = FusedDecoder(model, kv=kind)
+        decoder = NativeDecoder(model, kv=kind)
         launch_all(warm.launches(model, decoder, 1, DECODE_TOKENS[0], Sampling()), lambda n, of: None)
         least = 0.0
         for tokens in DECODE_TOKENS:

@@ -34,13 +34,13 @@ PROMPT, NEW, BATCH, STEPS = 512, 64, 8, 16  # STEPS of the batch
 LOWQ = """
 import json, resource, sys, time, torch
 from lowq_cli.engine import explain
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.ready import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.products.cpu import native
 model, _ = ready(sys.argv[1], "cpu")
 prompt, new, batch, steps, repeats = map(int, sys.argv[2:7])
-decoder, found = FusedDecoder(model), {}
+decoder, found = NativeDecoder(model), {}
 
 def clock(tokens, times, work, start=lambda: None):
     best = 0

@@ -134,7 +134,7 @@ def run(folder: Path, device: str) -> dict[str, Any]:
     first = sum(stages[name] for name in ("load_s", "join_s", "compile_s", "prompt_s"))
     found = {"load_to_first_token_s": round(first, 2), "tokens_per_s": round(g.decode_tps, 1), "decoder": g.decoder.name}
     found["then_s"] = {f"{B}x{T}": _ttft(model, tokenizer, B, T) for B, T in THEN} if device == "cuda" else {}
-    found["model"] = type(model).__name__  # LightModel where no transformers was needed
+    found["model"] = type(model).__name__  # NativeModel where no transformers was needed
     return stages | found | {"peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if device == "cuda" else None}
 
 
@@ -154,7 +154,7 @@ def _ttft(model: Any, tokenizer: Any, batch: int, length: int) -> tuple[float, f
 def imports() -> None:
     """What loading and decoding import."""
     import lowq_cli.engine.decoders
-    import lowq_cli.engine.light
+    import lowq_cli.engine.native_loader
     from lowq_kernels.dispatch import registry
 
     registry.load_kernels()

@@ -32,7 +32,7 @@ from pages.decode import widths
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowq_cli.engine import Generation, explain, search, stream, warm
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
@@ -186,10 +186,10 @@ def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str, layer
     if variant.startswith("transformers") or variant == "16":
         fill(model, device)
         if variant == "16":
-            return model, FusedDecoder(model)
+            return model, NativeDecoder(model)
         return model, UnfusedDecoder(model) if variant.endswith("static") else PlainDecoder(model)
     quantized_model(model, variant, dtype, device, shape in EXPERTS_ONLY)
-    return model, FusedDecoder(model)
+    return model, NativeDecoder(model)
 
 
 def generate_tps(model: Any, ids: torch.Tensor, new: int, **how: Any) -> tuple[float, float]:
@@ -266,7 +266,7 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
             new = args.new if batch == 1 else min(args.new, args.new_batched)
 
             def decode(n: int, ids: torch.Tensor = ids, batch: int = batch) -> tuple[Generation, float]:
-                if isinstance(decoder, FusedDecoder):
+                if isinstance(decoder, NativeDecoder):
                     decoder.held = []  # the prompt is read anew, as a stranger's is
                 g = stream(model, TOKENIZER, ids[0].tolist(), max_new_tokens=n, decoder=decoder, batch=batch)
                 pieces, first = g.pieces(), 0.0
@@ -275,7 +275,7 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
                 return g, (time.process_time() - first) / max(g.steps, 1)
 
             decode(8)  # compiles and records
-            if args.search and isinstance(decoder, FusedDecoder) and decoder.graphs:
+            if args.search and isinstance(decoder, NativeDecoder) and decoder.graphs:
                 row |= search_in_place(decoder, batch, dtype, torch.device(device))
             decode(min(new, 64))  # clocks up
             if device == "cuda":
@@ -285,7 +285,7 @@ def measure(variant: str, shape: str, batches: list[int], args: argparse.Namespa
             row |= {"decoder": decoder.name, "reason": decoder.reason, "ttft_s": round(g.ttft_s, 4)}
             kernels = explain.kernels_of(explain.called(model, decoder), batch, dtype)
             row["kernels"] = {k.layers: f"{k.scheme} {k.kernel}" for k in kernels}
-        if device == "cuda" and isinstance(decoder, FusedDecoder):
+        if device == "cuda" and isinstance(decoder, NativeDecoder):
             row |= memory(model, decoder)
             row["memory_as_promised"] = row["peak_gb"] <= 1.1 * (row["weights_gb"] + row["cache_gb"]) + 1
         row |= {"tokens_per_s": round(tps, 2), "ms_per_step": round(1e3 * batch / tps, 4)}

@@ -44,7 +44,7 @@ def row(family: str, device: str) -> dict[str, str | float]:
     decoder.start(IDS.tolist(), Sampling(), NEW)
     for _ in range(NEW - 1):
         decoder.step()
-    recorded = decoder.name == "fused" or bool(getattr(decoder, "run", None))
+    recorded = decoder.name == "native" or bool(getattr(decoder, "run", None))
     return {"family": family, "decoder": decoder.name, "recorded": recorded, "reason": decoder.reason}
 
 

@@ -1,9 +1,9 @@
 """A checkpoint as a model that decodes, straight from config.json and the tensors: no transformers is imported.
 
-Taken are safetensors folders of a known family whose tensors are exactly those that config.json asks for. Anything else
-(another family, another tool's format, tensors that are missing, extra or damaged) goes by way of transformers, which also
-says what is wrong with it: `NotPlain` gives the reason. A product's weight is read from its places in the files into one
-tensor, and moved into its device's layout once, several at a time.
+Taken are safetensors folders of a described family whose tensors are those that config.json asks for; a vision tower and heads that
+are not run may lie beside them, and are not read. Anything else (another family, another tool's format, tensors that are missing,
+extra or damaged) goes by way of transformers, which also says what is wrong with it: `NotPlain` gives the reason. A product's
+weight is read from its places in the files into one tensor, and moved into its device's layout once, several at a time.
 """
 
 import json
@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from lowq_cli.devices import say_widened
-from lowq_cli.engine.blocks import Blocks, why_not_config
+from lowq_cli.engine import rope
+from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.reading import Reader
-from lowq_cli.files import family_tensors, fp8_tensors
-from lowq_cli.files.family_config import ACTS, Config, NotPlain, read_config
-from lowq_cli.files.family_tensors import EMBED, HEAD, NORM, Matrix, Place
+from lowq_cli.files import fp8_tensors
+from lowq_cli.files.family_config import Config, NotPlain, read_config
+from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.fp8_tensors import InBlocks, in_blocks
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
@@ -33,8 +34,8 @@ from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide, dense
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
+from lowq_packers.arch.parts import Experts, Linear, Model, walk
 from lowq_packers.errors import DamagedError, DoesNotFitError, SchemeError, UnsupportedError
-from lowq_packers.families import Family
 from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import DISK, PackedWeight
 from lowq_packers.tables import joined
@@ -45,34 +46,30 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 @dataclass(frozen=True)
 class Contents:
-    """What is read: parent module and leaves -> the matrices side by side, and the vectors by name."""
+    """What is read: the matrices of each product side by side, those of experts by their stack, and the vectors by name."""
 
     config: Config
-    family: Family
+    model: Model
+    named: Named
     dtype: torch.dtype
     act: str
-    linears: dict[Place, list[Matrix]]
-    experts: dict[str, tuple[Matrix, dict[str, list[Matrix]]]]  # by the name of an MLP, as `family_tensors.experts`
-    vectors: dict[str, int]
+    linears: dict[Linear, list[Matrix]]
+    experts: dict[Experts, dict[str, list[Matrix]]]
+    vectors: dict[str, tuple[int, ...]]  # whole names
     embed: Matrix
     head: Matrix | None  # None: tied to the embedding
 
 
-class LightModel(nn.Module):
-    """What commands and decoders ask of a model: config, device, dtype, blocks, embeddings, logits of whole texts."""
+class NativeModel(nn.Module):
+    """What commands and decoders ask of a model: config, device, dtype, plan, embeddings, logits of whole texts."""
 
-    def __init__(self, contents: Contents, tensors: "_FileTensors", embed: nn.Module, head: nn.Module, stops: Any) -> None:
+    def __init__(self, contents: Contents, weights: "FileWeights", device: torch.device, stops: Any) -> None:
         super().__init__()
-        self.config, self.dtype = contents.config, contents.dtype
+        self.config, self.dtype, self.device = contents.config, contents.dtype, device
         self.generation_config = SimpleNamespace(eos_token_id=stops)
-        self.embed, self.vectors = embed, nn.ParameterList(tensors.vectors.values())
-        self.blocks = Blocks(contents.config, contents.family, tensors, embed, head)
-        self.linears = self.blocks.linears
-
-    @property
-    def device(self) -> torch.device:
-        """Where its weights are."""
-        return self.vectors[0].device
+        self.embed, self.vectors = weights.embed, nn.ParameterList(weights.vectors.values())
+        self.plan = Plan(contents.model, contents.config.get_text_config(), weights, device, contents.dtype)
+        self.linears = self.plan.linears
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -80,13 +77,13 @@ class LightModel(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         """The output head."""
-        return self.blocks.head
+        return self.plan.head
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> SimpleNamespace:
         """`logits` (B, T, V) of whole texts (B, T), as transformers' models give them."""
         from lowq_cli.engine.decoders import decoder_of
 
-        decoder: Any = decoder_of(self)  # the fused one: a model like this has no other
+        decoder: Any = decoder_of(self)  # the native one: a model like this has no other
         return SimpleNamespace(logits=decoder.logits(input_ids))
 
 
@@ -100,7 +97,7 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(ids) * torch.tensor(self.scalar_embed_scale, device=self.weight.device).to(self.weight.dtype)
 
 
-def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> LightModel:
+def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> NativeModel:
     """The model of an open source, its tensors read by `by`.
 
     Raises NotPlain where it has to go by way of transformers, DoesNotFitError where the device's memory ends.
@@ -120,13 +117,9 @@ def contents_of(source: Source, device: torch.device) -> Contents:
         raise NotPlain("not a folder of plain, fp8 or lowq's tensors")
     if in_fp8 and (why := fp8_tensors.why_not(source.config, source.headers)):
         raise NotPlain(why)
-    config, family = read_config(source.config, len(source.headers))
-    if family.stacked:
-        raise NotPlain(family.stacked)
-    if reason := why_not_config(config):
+    config, model, _ = read_config(source.config, len(source.headers))
+    if reason := rope.why_not(config.get_text_config().rope_parameters):
         raise NotPlain(reason)
-    if family.mixture:
-        _check_mixture(config, family)
     dtype = torch.bfloat16 if quantization is not None and device.type == "cpu" else _dtype(source.config)
     stems = {n.removesuffix(WEIGHT) for n in source.headers if n.endswith(WEIGHT)}
     schemes: Mapping[str, Stored | InBlocks] = {}
@@ -138,41 +131,33 @@ def contents_of(source: Source, device: torch.device) -> Contents:
             schemes = expand_stored(quantization, stems)
     except (DamagedError, UnsupportedError) as e:
         raise NotPlain(str(e)) from None
+    named = Named.of_files(model, source.headers)
 
-    def stored_as(m: Matrix) -> Matrix:
-        return replace(m, how=schemes.get(m.stem))
+    def stored(row: list[Matrix]) -> list[Matrix]:
+        return [replace(m, how=schemes.get(m.stem)) for m in row]
 
-    linears: dict[Place, list[Matrix]] = {}
-    experts = {}
-    vectors = {NORM: config.hidden_size}
-    for i in range(config.num_hidden_layers):
-        for place, row in family_tensors.linears(f"model.layers.{i}", config, family).items():
-            if not (family.mixture and place[0].endswith(".mlp")):
-                linears[place] = [stored_as(m) for m in row]
-        if family.mixture:
-            router, stacks = family_tensors.experts(f"model.layers.{i}", config, family)
-            experts[f"model.layers.{i}.mlp"] = router, {name: [stored_as(m) for m in row] for name, row in stacks.items()}
-        vectors |= family_tensors.vectors(f"model.layers.{i}", config, family)
-    table = stored_as(Matrix(EMBED, config.vocab_size, config.hidden_size))
-    head = None if config.tie_word_embeddings else stored_as(Matrix(HEAD, config.vocab_size, config.hidden_size))
+    linears = {part: stored(named.matrices(part)) for part in walk(model) if isinstance(part, Linear)}
+    routed = [part for part in walk(model.layers) if isinstance(part, Experts)]
+    for part in routed:
+        _check_mixture(part)
+    experts = {part: {name: stored(row) for name, row in named.experts(part).items()} for part in routed}
+    (table,) = stored([Matrix(named.place[0] + model.embed, model.vocab, model.hidden)])
+    head = None if model.tied else stored([Matrix(named.place[1], model.vocab, model.hidden, model.head_bias)])[0]
+    rows = [*linears.values(), *(row for stacks in experts.values() for row in stacks.values()), [table, *([head] if head else [])]]
+    matrices = {m.stem for row in rows for m in row}
+    vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
     act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")
-    contents = Contents(config, family, dtype, act, linears, experts, vectors, table, head)
+    contents = Contents(config, model, named, dtype, act, linears, experts, vectors, table, head)
     _check(contents, source.headers)
     return contents
 
 
-def _check_mixture(config: Config, family: Family) -> None:
-    """Raise NotPlain unless config.json says how experts are chosen, and that they gate as usual."""
-    assert family.mixture
-    fields = vars(config)
-    there, inside = fields.get("num_local_experts") or fields.get("num_experts"), fields.get(family.mixture.width)
-    chosen = fields.get("num_experts_per_tok")
-    if type(there) is not int or type(chosen) is not int or type(inside) is not int or not 1 <= chosen <= there or inside < 1:
+def _check_mixture(part: Experts) -> None:
+    """Raise NotPlain for experts that are held otherwise than gate, up and down of each, or gate otherwise than by silu."""
+    if not 1 <= part.router.top_k <= part.router.experts:
         raise NotPlain("config.json does not say how many experts there are")
-    if not family.mixture.normalises and type(fields.get("norm_topk_prob")) is not bool:
-        raise NotPlain("config.json has no norm_topk_prob")
-    if ACTS[str(fields.get("hidden_act"))] != "silu":
-        raise NotPlain("experts with another activation")
+    if part.stacked or part.bias or not part.gated or part.act != "silu":
+        raise NotPlain("experts of another kind than gate, up and down of each")
 
 
 def _dtype(config: Mapping[str, Any]) -> torch.dtype:
@@ -183,17 +168,13 @@ def _dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
-    """Raise NotPlain unless the headers are those of `contents`, no more and no fewer."""
-    wanted: Tensors = {n + WEIGHT: ((size,), FLOATS) for n, size in contents.vectors.items()}
-    singles = [
-        contents.embed,
-        *([contents.head] if contents.head else []),
-        *(router for router, _ in contents.experts.values()),
-    ]
-    stacks = [row for _, stacks in contents.experts.values() for row in stacks.values()]
+    """Raise NotPlain unless the headers are those of `contents`, and of parts that text does not need."""
+    wanted: Tensors = {n: (shape, FLOATS) for n, shape in contents.vectors.items()}
+    singles = [contents.embed, *([contents.head] if contents.head else [])]
+    stacks = [row for stacks in contents.experts.values() for row in stacks.values()]
     if any(len({m.how for m in row}) > 1 or not (row[0].how is None or _in_rows(row[0])) for row in stacks):
         raise NotPlain("experts of a layer that are not packed alike, in rows")
-    if any(all(row[0].how is None for row in stacks.values()) for _, stacks in contents.experts.values()):
+    if any(all(row[0].how is None for row in stacks.values()) for stacks in contents.experts.values()):
         raise NotPlain("experts that are not packed")
     for m in [*(m for row in (*contents.linears.values(), *stacks) for m in row), *singles]:
         if m.bias:
@@ -208,7 +189,7 @@ def _check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
             wanted |= {m.stem + suffix: fact for suffix, fact in own.items()}
         except SchemeError as e:
             raise NotPlain(str(e)) from None
-    if odd := wanted.keys() ^ headers.keys():
+    if odd := {n for n in wanted.keys() ^ headers.keys() if not contents.named.beside(n)}:
         raise NotPlain(f"{min(odd)} is missing or not asked for")
     for name, (shape, dtypes) in wanted.items():
         if tuple(headers[name].shape) != shape or headers[name].dtype not in dtypes:
@@ -220,45 +201,50 @@ def _in_rows(m: Matrix) -> bool:
     return isinstance(m.how, Stored) and m.how.layout == DISK
 
 
-class _FileTensors:
-    """The layers of some `Contents`, read."""
+class FileWeights:
+    """The tensors of some `Contents`, read: `plan.Weights`."""
 
     def __init__(
-        self, linears: dict[Place, nn.Module], routed: Mapping[str, tuple[str, QuantExperts]], vectors: dict[str, nn.Parameter]
+        self,
+        contents: Contents,
+        linears: Mapping[Linear, nn.Module],
+        routed: Mapping[Experts, QuantExperts],
+        vectors: dict[str, nn.Parameter],
+        embed: nn.Module,
+        head: nn.Module,
     ) -> None:
-        self.linears, self.routed, self.vectors = linears, routed, vectors
+        self.named, self.linears, self.routed, self.vectors = contents.named, linears, routed, vectors
+        self.embed, self.head = embed, head
 
-    def linear(self, parent: str, names: tuple[str, ...]) -> nn.Module:
-        return self.linears[parent, names]
+    def linear(self, part: Linear) -> nn.Module:
+        """As `plan.Weights` says."""
+        return self.linears[part]
 
-    def vector(self, name: str, leaf: str = "weight") -> torch.Tensor:
-        assert leaf == "weight", leaf  # families with others are `stacked`
-        return self.vectors[name].detach()
+    def vector(self, name: str) -> torch.Tensor:
+        """As `plan.Weights` says."""
+        return self.vectors[self.named.full(name)].detach()
 
-    def experts(self, parent: str) -> tuple[torch.Tensor, QuantExperts] | None:
-        if parent not in self.routed:
-            return None
-        router, experts = self.routed[parent]
-        return self.vector(router), experts
+    def experts(self, part: Experts) -> QuantExperts:
+        """As `plan.Weights` says."""
+        return self.routed[part]
 
 
-def _read(source: Source, contents: Contents, reader: Reader) -> LightModel:
+def _read(source: Source, contents: Contents, reader: Reader) -> NativeModel:
     """Read in threads: the files' bytes, then each weight into its layout."""
+    dtype = contents.dtype
     with reader, ThreadPoolExecutor(reader.threads, initializer=reader.enter_thread) as pool:
         embed = pool.submit(_embedding, contents, reader)
-        head = pool.submit(_linear, [contents.head], contents.dtype, reader) if contents.head else None
-        futures = {
-            key: pool.submit(_linear, row, contents.dtype, reader, contents.act) for key, row in contents.linears.items()
-        }
-        mixtures = {mlp: pool.submit(_experts, rows, contents, reader) for mlp, (_, rows) in contents.experts.items()}
-        names = [*contents.vectors, *(router.stem for router, _ in contents.experts.values())]
-        vectors = {n: nn.Parameter(reader.read(n + WEIGHT, contents.dtype), requires_grad=False) for n in names}
+        head = pool.submit(_linear, [contents.head], dtype, reader) if contents.head else None
+        futures = {key: pool.submit(_linear, row, dtype, reader, contents.act) for key, row in contents.linears.items()}
+        mixtures = {part: pool.submit(_experts, part, rows, contents, reader) for part, rows in contents.experts.items()}
+        vectors = {n: nn.Parameter(reader.read(n, dtype), requires_grad=False) for n in contents.vectors}
         table = embed.result()
         top = head.result() if head else _tied(table, contents)
         linears = {key: f.result() for key, f in futures.items()}
-        routed = {mlp: (contents.experts[mlp][0].stem, f.result()) for mlp, f in mixtures.items()}
+        routed = {part: f.result() for part, f in mixtures.items()}
         reader.check()
-    model = LightModel(contents, _FileTensors(linears, routed, vectors), table, top, _stops(source, contents.config)).eval()
+    weights = FileWeights(contents, linears, routed, vectors, table, top)
+    model = NativeModel(contents, weights, reader.device, _stops(source, contents.config)).eval()
     in_fp8 = [m for m in model.modules() if isinstance(m, Fp8Linear) and m.widened]
     say_widened(model.device, sum(m.weight.nbytes for m in in_fp8))
     return model
@@ -311,7 +297,7 @@ class _Gating(nn.Module):
     _apply_gate = _default_apply_gate
 
 
-def _experts(rows: Mapping[str, list[Matrix]], contents: Contents, reader: Reader) -> QuantExperts:
+def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents, reader: Reader) -> QuantExperts:
     """A layer's experts, in their device's layout."""
     E, dtype, stacks, packed = len(rows["down_proj"]), contents.dtype, {}, {}
     for name, row in rows.items():
@@ -326,7 +312,7 @@ def _experts(rows: Mapping[str, list[Matrix]], contents: Contents, reader: Reade
         packed[name] = Stack(words, scales, zeros, None, p.scheme, N, K, DISK, table)
         stacks[name] = torch.empty(E, N, K, device="meta")
     schemes = {name: s.scheme for name, s in packed.items() if s.scheme}
-    experts = QuantExperts(_Gating(stacks), schemes, dtype, top_k=contents.config.num_experts_per_tok)
+    experts = QuantExperts(_Gating(stacks), schemes, dtype, top_k=part.router.top_k)
     for name, stack in packed.items():
         experts._hold(name, stack)
     return experts.prepare(dtype)
@@ -335,11 +321,12 @@ def _experts(rows: Mapping[str, list[Matrix]], contents: Contents, reader: Reade
 def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedding:
     """The token embedding."""
     m = contents.embed
-    kind = ScaledEmbedding if contents.family.scaled_embedding else nn.Embedding
+    scale = contents.model.embed_scale
+    kind = nn.Embedding if scale == 1.0 else ScaledEmbedding
     rows = reader.join([m.stem + WEIGHT], contents.dtype) if m.how is None else torch.empty(m.N, m.K, device="meta")
     table = kind(m.N, m.K, _weight=rows).requires_grad_(False)
     if isinstance(table, ScaledEmbedding):
-        table.scalar_embed_scale = contents.config.hidden_size**0.5
+        table.scalar_embed_scale = scale
     if m.how is None:
         return table
     packed = _packed([m], contents.dtype, reader)
@@ -369,4 +356,4 @@ def _stops(source: Source, config: Config) -> Any:
         found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     except (OSError, ValueError, AttributeError, RecursionError):
         raise NotPlain("generation_config.json cannot be read") from None
-    return config.eos_token_id if found is None else found
+    return getattr(config.get_text_config(), "eos_token_id", None) if found is None else found

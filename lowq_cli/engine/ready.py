@@ -23,7 +23,7 @@ def ready(
     Raises what `lowq_cli.loading.load` raises.
     """
     from lowq_cli.devices import pick_device
-    from lowq_cli.engine import light
+    from lowq_cli.engine import native_loader
     from lowq_cli.files.source import open_source
     from lowq_cli.interop.importer import runnable
     from lowq_kernels.dispatch import tuning
@@ -42,7 +42,7 @@ def ready(
         try:
             if ranks.world() > 1:
                 raise NotPlain("several processes share it")
-            model: CausalModel = light.read(source, chosen)
+            model: CausalModel = native_loader.read(source, chosen)
         except NotPlain:
             from lowq_cli.hf.load import load_model
 

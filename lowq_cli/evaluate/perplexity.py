@@ -14,7 +14,7 @@ import torch
 
 from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.light import LightModel
+from lowq_cli.engine.native_loader import NativeModel
 from lowq_cli.engine.sampling import check_finite
 from lowq_cli.engine.warm import warm_texts
 from lowq_cli.models import CausalModel
@@ -183,7 +183,7 @@ def _vocabulary(model: CausalModel) -> int:
 
 def warm_reading(model: CausalModel, tokens: int, kv: str = PLAIN) -> None:
     """Compile what `logits_of` takes for so many tokens at a time, where that is known beforehand."""
-    if isinstance(model, LightModel):
+    if isinstance(model, NativeModel):
         decoder: Any = decoder_of(model, kv)  # the fused one: a model like this has no other
         warm_texts(model, decoder, tokens)
 

@@ -1,52 +1,73 @@
-"""A config.json of a known family as the attributes that transformers' config class would have, without transformers.
+"""A config.json of a described family as the attributes that transformers' config class would have, without transformers.
 
-Only what is spelled out is taken: a field of another type, or one that is missing and has no default in
-`lowq_packers.families`, is a reason to let transformers read it.
+Only what is spelled out is taken: a field of another type, or one that is missing and has no default in `lowq_packers.arch`, is a
+reason to let transformers read it.
 """
 
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from lowq_packers.families import Family, families
+from lowq_packers.arch import Family, families
+from lowq_packers.arch.common import FULL, SLIDING, NotDescribed
+from lowq_packers.arch.parts import Model
 
-SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    "max_position_embeddings",
-)
-ACTS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # as config.json spells them -> as lowq does
-ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # kinds of rotary angles
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # kinds of rotary angles
 STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
-BY_TYPE = ("full_attention", "sliding_attention")
+BY_TYPE = (FULL, SLIDING)
 
 
 class NotPlain(Exception):  # no error: the reason why a checkpoint goes by way of transformers
-    """Why a checkpoint is not one of a known family in its plain form."""
+    """Why a checkpoint is not one of a described family in its plain form."""
 
 
 class Config(SimpleNamespace):
     """The fields of a config.json, defaults filled in."""
 
     def get_text_config(self) -> "Config":
-        """Itself, as transformers' configs of text models."""
-        return self
+        """The part that describes the language model."""
+        return getattr(self, "text_config", self)
 
 
-def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Family]:
-    """The config and its family. Raises NotPlain."""
+def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Model, Family]:
+    """The config, what it describes, and its family. tensors: how many the files have. Raises NotPlain."""
     family = families().get(str(raw.get("model_type")))
     if family is None:
-        raise NotPlain(f"model_type {raw.get('model_type')!r} is not a family with fused layers")
+        raise NotPlain(f"model_type {raw.get('model_type')!r} is not a family that is described")
+    config = _wrapper(raw, family, tensors) if family.text else _text(raw, family, tensors)
+    try:
+        return config, family.describe(config), family
+    except NotDescribed as e:
+        raise NotPlain(str(e)) from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise NotPlain(f"config.json does not say all that its family asks for ({type(e).__name__}: {e})") from None
+
+
+def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
+    inside = raw.get("text_config")
+    if not isinstance(inside, Mapping):
+        raise NotPlain("config.json has no text_config")
+    text = families().get(str(inside.get("model_type", family.text)))
+    if text is None:
+        raise NotPlain(f"a text_config of model_type {inside.get('model_type')!r}")
+    config = _text({"model_type": text.model_type, **inside}, text, tensors)
+    tied = raw.get("tie_word_embeddings", config.tie_word_embeddings)
+    outer = {k: v for k, v in raw.items() if k != "quantization_config"}
+    return Config(**{**outer, "text_config": config, "tie_word_embeddings": tied, "is_encoder_decoder": False})
+
+
+def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
+    if family.defaults is None:
+        raise NotPlain(f"configs of {family.model_type} are read by transformers")
     fields = {**family.defaults, **{k: v for k, v in raw.items() if k != "quantization_config"}}
     for name in SIZES:
         if type(fields.get(name)) is not int or fields[name] < 1:
             raise NotPlain(f"config.json has no {name}")
     if fields["num_hidden_layers"] > tensors:
         raise NotPlain("config.json has more layers than the files have tensors")
-    if not isinstance(fields.get("rms_norm_eps"), float):
+    if not isinstance(fields.get("rms_norm_eps", 1e-6), float):
         raise NotPlain("config.json has no rms_norm_eps")
-    if (act := str(fields.get(family.activation))) not in ACTS:
-        raise NotPlain(f"activation {act}")
     heads = fields["num_attention_heads"]
     fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
     fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads
@@ -55,15 +76,16 @@ def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Family]:
         raise NotPlain("config.json has heads of an unusual kind")
     if not fields.get("use_sliding_window", True):
         fields["sliding_window"] = None
+    window = fields.get("sliding_window")
+    if window is not None and (type(window) is not int or window < 0):
+        raise NotPlain(f"config.json has sliding_window = {window}")
     if family.layer_types and fields.get("layer_types") is None:
         fields["layer_types"] = family.layer_types(fields)
-    if family.windows == "every layer" and "layer_types" in fields:  # mistral's have transformers take Ministral's class
-        raise NotPlain("config.json has layer_types, which its family has not")
     kinds = fields.get("layer_types") or []
     if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not set(kinds) <= set(BY_TYPE)):
         raise NotPlain("config.json has layers of an unusual kind")
-    rope = _by_type(fields, family) if family.rope_by_layer_type else _rope(fields, family)
-    return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False}), family
+    rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
+    return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})
 
 
 def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -93,7 +115,7 @@ def _by_type(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     found = {kind: _mapping(given.get(kind)) for kind in BY_TYPE}
     found["full_attention"].update(_mapping(fields.get("rope_scaling")))
     found["full_attention"].setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
-    found["sliding_attention"].setdefault("rope_theta", fields.get("rope_local_base_freq", 10000.0))
+    found["sliding_attention"].setdefault("rope_theta", fields.get("rope_local_base_freq", family.local_rope_theta))
     for rope in found.values():
         rope.setdefault("rope_type", rope.get("type", "default"))
         if rope["rope_type"] in (*STRETCHED, "dynamic"):

@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint of a known family has, from its config: names, shapes and what each is. No torch is imported.
+"""The tensors that a checkpoint of a described family has, from its config: names, shapes and what each is. No torch is imported.
 
 The plan of `quantize` takes them for what the files hold, and the decoder without transformers for what it reads. A checkpoint
 that holds anything else is asked of transformers (hf/structure.py), which also says what is wrong with it.
@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowq_cli.files.family_config import Config, NotPlain, read_config
+from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_cli.files.fp8_tensors import InBlocks
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Part, Role
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
-from lowq_packers.families import Family
+from lowq_packers.arch.names import Tensor, renamed, tensors
+from lowq_packers.arch.parts import Experts, Linear, Model, walk
 
-EMBED, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
-Place = tuple[str, tuple[str, ...]]  # a module and the names of its layers that are one product
 
 
 @dataclass(frozen=True)
@@ -30,98 +29,90 @@ class Matrix:
     how: Stored | InBlocks | None = None
 
 
-def linears(layer: str, config: Config, family: Family) -> dict[Place, list[Matrix]]:
-    """The linear layers of one decoder layer with an MLP."""
-    hidden, inter, D = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_attention_heads * D, config.num_key_value_heads * D
-    all_bias = bool(getattr(config, "attention_bias", False))
-    bias, mlp_bias = all_bias if family.qkv_bias is None else family.qkv_bias, bool(getattr(config, "mlp_bias", False))
-    rows = {1: [q + 2 * kv], 3: [q, kv, kv]}[len(family.qkv)]
-    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    each = 2 * inter // len(family.gate_up)
-    return {
-        (attention, family.qkv): [Matrix(f"{attention}.{n}", N, hidden, bias) for n, N in zip(family.qkv, rows, strict=True)],
-        (attention, ("o_proj",)): [Matrix(f"{attention}.o_proj", hidden, q, all_bias if family.qkv_bias is None else False)],
-        (mlp, family.gate_up): [Matrix(f"{mlp}.{n}", each, hidden, mlp_bias) for n in family.gate_up],
-        (mlp, ("down_proj",)): [Matrix(f"{mlp}.down_proj", hidden, inter, mlp_bias)],
-    }
+class Named:
+    """A model's tensors by the names that files have: those of `place`, a (prefix, head)."""
 
+    def __init__(self, model: Model, place: tuple[str, str]) -> None:
+        self.model, self.place = model, place
+        self.tensors: dict[str, Tensor] = tensors(model, "split", place)
 
-def experts(layer: str, config: Config, family: Family) -> tuple[Matrix, dict[str, list[Matrix]]]:
-    """The router of a layer, and by the model's parameter that holds them its experts' matrices: gate, up, gate, up, ..."""
-    mixture = family.mixture
-    assert mixture
-    parent, hidden, (gate, up, down) = f"{layer}.{mixture.parent}", config.hidden_size, mixture.leaves
-    E = int(getattr(config, "num_local_experts", 0) or getattr(config, "num_experts", 0))  # the older name last
-    inter, stems = int(getattr(config, mixture.width, 0)), [f"{parent}.experts.{e}" for e in range(E)]
-    return Matrix(f"{parent}.gate", E, hidden), {
-        "gate_up_proj": [Matrix(f"{stem}.{leaf}", inter, hidden) for stem in stems for leaf in (gate, up)],
-        "down_proj": [Matrix(f"{stem}.{down}", hidden, inter) for stem in stems],
-    }
+    @classmethod
+    def of_files(cls, model: Model, headers: Mapping[str, Any]) -> "Named":
+        """By the place whose embedding the files have."""
+        places = ((model.prefix, model.head), *model.files)
+        return cls(model, next((p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)), places[0]))
 
+    def full(self, name: str) -> str:
+        """A name of the description as that of files."""
+        return self.place[0] + renamed(self.model, name)
 
-def vectors(layer: str, config: Config, family: Family) -> dict[str, int]:
-    """The norms of one decoder layer, and their lengths."""
-    names = ["input_layernorm", "post_attention_layernorm"]
-    names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if family.post_norms else []
-    found = {f"{layer}.{n}": config.hidden_size for n in names}
-    of_heads = ("q_norm", "k_norm") if family.qk_norm else ()
-    return found | {f"{layer}.self_attn.{n}": config.head_dim for n in of_heads}
+    def matrices(self, part: Linear) -> list[Matrix]:
+        """A product's matrices, side by side."""
+        named = zip(part.parts, part.rows, strict=True)
+        return [Matrix(self.full(name), rows, part.columns, part.bias) for name, rows in named]
+
+    def experts(self, part: Experts) -> dict[str, list[Matrix]]:
+        """By the parameter that holds them: gate and up of each expert, one after the other; down of each."""
+        path, leaves = self.full(part.files), part.leaves
+        rows = [Matrix(f"{path}.{e}.{leaf}", part.inner, part.hidden) for e in range(part.router.experts) for leaf in leaves[:-1]]
+        down = [Matrix(f"{path}.{e}.{leaves[-1]}", part.hidden, part.inner) for e in range(part.router.experts)]
+        return {"gate_up_proj" if part.gated else "up_proj": rows, "down_proj": down}
+
+    def beside(self, name: str) -> bool:
+        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head that is kept and not run."""
+        return name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.model.extra))
 
 
 def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role] | None:
-    """What every tensor is, as `hf.structure.roles` would say; None unless they are a known family's, no more and no fewer."""
+    """What every tensor is, as `hf.structure.roles` would say; None unless they are a described family's, no more and no fewer."""
     try:
-        config, family = read_config(raw, len(headers))
+        _, model, _ = read_config(raw, len(headers))
     except NotPlain:
         return None
-    if family.stacked:
+    if any(part.stacked for part in walk(model.layers) if isinstance(part, Experts)):
         return None
-    found = dict(_roles(config, family))
-    fits = found.keys() == headers.keys() and all(
-        tuple(headers[n].shape) == shape and headers[n].dtype in FLOATS for n, (shape, _) in found.items()
+    named = Named.of_files(model, headers)
+    wanted = named.tensors
+    fits = wanted.keys() == headers.keys() and all(
+        tuple(headers[n].shape) == t.shape and headers[n].dtype in FLOATS for n, t in wanted.items()
     )
-    return {name: found[name][1] for name in headers} if fits else None
+    if not fits or any(t.kind in ("recurrent", "other") for t in wanted.values()):
+        return None
+    found = dict(_roles(named))
+    return {name: found[name] for name in headers}
 
 
 def linear_weights(raw: Mapping[str, Any], tensors: int) -> set[str]:
-    """Names of the weights of linear layers, experts left out, of a known family's config.json. Raises NotPlain for another.
+    """Names of the weights of linear layers, experts left out, of a described family's config.json. Raises NotPlain for another.
 
     tensors: how many there are in the files, as `read_config` takes it.
     """
-    config, family = read_config(raw, tensors)
-    if family.stacked:
-        raise NotPlain(family.stacked)
-    return {n for n, (_, role) in _roles(config, family) if role.parts and role.kind in ("attention", "mlp", "head")}
+    _, model, _ = read_config(raw, tensors)
+    if any(part.stacked for part in walk(model.layers) if isinstance(part, Experts)):
+        raise NotPlain("its files hold all experts of a layer in one tensor")
+    roles = _roles(Named(model, (model.prefix, model.head)))
+    return {n for n, role in roles if role.parts and role.kind in ("attention", "mlp", "head")}
 
 
-def _roles(config: Config, family: Family) -> Iterator[tuple[str, tuple[tuple[int, ...], Role]]]:
-    """Every tensor's name, shape and role."""
-    for stem, kind in ((EMBED, "embedding"), *(() if config.tie_word_embeddings else ((HEAD, "head"),))):
-        name = f"{stem}.weight"
-        yield name, ((config.vocab_size, config.hidden_size), Role(kind, (Part(stem, target=name),)))
-    norms = {NORM: config.hidden_size}
-    for i in range(config.num_hidden_layers):
-        layer = f"model.layers.{i}"
-        norms |= vectors(layer, config, family)
-        for (parent, _), row in linears(layer, config, family).items():
-            kind = "attention" if parent.endswith("attn") else "mlp"
-            if kind == "mlp" and family.mixture:
-                continue
-            for m in row:
-                yield f"{m.stem}.weight", ((m.N, m.K), Role(kind, (Part(m.stem, target=f"{m.stem}.weight"),)))
-                if m.bias:
-                    yield f"{m.stem}.bias", ((m.N,), Role(kind, reason="bias"))
-        if family.mixture:
-            yield from _experts(layer, config, family)
-    for stem, size in norms.items():
-        yield f"{stem}.weight", ((size,), Role("norm", reason="norm"))
-
-
-def _experts(layer: str, config: Config, family: Family) -> Iterator[tuple[str, tuple[tuple[int, ...], Role]]]:
-    """The router of a layer and its experts' gate, up and down, which the model holds in two parameters."""
-    router, stacks = experts(layer, config, family)
-    yield f"{router.stem}.weight", ((router.N, router.K), Role("router", reason="router"))
-    for joined, row in stacks.items():
-        for m in row:
-            yield f"{m.stem}.weight", ((m.N, m.K), Role("expert", (Part(m.stem, target=f"{layer}.mlp.experts.{joined}"),)))
+def _roles(named: Named) -> Iterator[tuple[str, Role]]:
+    """Every tensor's name and role."""
+    model = named.model
+    stacks = {
+        m.stem: f"{model.prefix}{part.module}.{stack}"
+        for part in walk(model.layers)
+        if isinstance(part, Experts)
+        for stack, row in named.experts(part).items()
+        for m in row
+    }
+    modules = {named.full(name): model.prefix + name for part in walk(model) if isinstance(part, Linear) for name in part.parts}
+    modules |= {named.place[0] + model.embed: model.prefix + model.embed, named.place[1]: model.head}
+    for name, tensor in named.tensors.items():
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "bias" and tensor.kind != "norm":
+            yield name, Role(tensor.kind, reason="bias")
+        elif stem in stacks:
+            yield name, Role("expert", (Part(stem, target=stacks[stem]),))
+        elif stem in modules and leaf == "weight":
+            yield name, Role(tensor.kind, (Part(stem, target=f"{modules[stem]}.weight"),))
+        else:
+            yield name, Role(tensor.kind, reason=tensor.kind if tensor.kind in ("norm", "router") else "not a linear weight")

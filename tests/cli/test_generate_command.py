@@ -49,7 +49,7 @@ def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
         explain.LayerKernel("head", 1, 64, 64, "bfloat16", "dense", "torch", {}, "", {}),
     ]
     monkeypatch.setattr(explain, "kernels_of", lambda *_: rows)
-    generation = SimpleNamespace(decoder=SimpleNamespace(name="fused", reason=""), prompts=["a"])
+    generation = SimpleNamespace(decoder=SimpleNamespace(name="native", reason=""), prompts=["a"])
     generate._show_kernels(SimpleNamespace(dtype=None), generation)
     told = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][1:]
     assert told == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
@@ -169,9 +169,9 @@ def test_profile_writes_a_timeline_and_says_what_took_longest(run, tmp_path):
 
 
 def test_ctrl_c_keeps_what_was_said(monkeypatch, run):
-    from lowq_cli.engine.fused import FusedDecoder
+    from lowq_cli.engine.native import NativeDecoder
 
-    step, calls = FusedDecoder.step, []
+    step, calls = NativeDecoder.step, []
 
     def interrupted(self):
         calls.append(1)
@@ -179,7 +179,7 @@ def test_ctrl_c_keeps_what_was_said(monkeypatch, run):
             raise KeyboardInterrupt
         return step(self)
 
-    monkeypatch.setattr(FusedDecoder, "step", interrupted)
+    monkeypatch.setattr(NativeDecoder, "step", interrupted)
     done = run(*SHORT, "--prompt", "Once upon a time")
     assert done.returncode == 130
     assert done.stdout.strip()

@@ -9,7 +9,7 @@ import torch
 
 from lowq_cli import demo
 from lowq_cli.engine import stream
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.expert_kinds import Kind
@@ -65,12 +65,12 @@ def agrees(model, prompt, tokens):
     return bool(((logits.max(-1).values - got < TIE) | tied).all())
 
 
-@pytest.mark.parametrize("kind", ["fused", "fused without graphs", "unfused"])
+@pytest.mark.parametrize("kind", ["native", "fused without graphs", "unfused"])
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_tokens_are_those_of_the_model(kind, batch):
     model, tokenizer = story(torch.float16)
     truth = story(torch.float32)[0]
-    decoder = UnfusedDecoder(model) if kind == "unfused" else FusedDecoder(model, graphs=kind == "fused")
+    decoder = UnfusedDecoder(model) if kind == "unfused" else NativeDecoder(model, graphs=kind == "native")
     for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[0]):
         g = stream(model, tokenizer, prompt, max_new_tokens=NEW, batch=batch, decoder=decoder)
         list(g)
@@ -81,7 +81,7 @@ def test_tokens_are_those_of_the_model(kind, batch):
 
 def test_recorded_and_launched_steps_give_the_same_tokens():
     model, tokenizer = story(torch.float16)
-    graphs, launched = FusedDecoder(model), FusedDecoder(model, graphs=False)
+    graphs, launched = NativeDecoder(model), NativeDecoder(model, graphs=False)
     for how in (
         {},
         {"temperature": 0.8, "seed": 3},
@@ -120,7 +120,7 @@ def test_packed_models(bits, monkeypatch):
             packed = QuantLinear.from_quantized(q, dtype=torch.float16)
             model.set_submodule(path, packed)
             truth.get_submodule(path).weight.data = q.dequantize()
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     assert decoder.folds(3)
     for folding in (True, False):
         decoder.ops = decoder.ops if folding else replace(decoder.ops, fold=None)
@@ -163,7 +163,7 @@ def test_packed_mixtures(kind, bits):
                 experts._hold(leaf, Stack(words, scales.half(), zeros.half(), None, scheme, ps[0].N, ps[0].K, "rowstream"))
             model.set_submodule(path, experts.prepare())
             assert experts.fused(torch.float16, 2) is not None
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
     for prompts in (
         [5, 6, 7],

@@ -11,7 +11,7 @@ from test_generate_fused import TOKENIZER, build, prompts, tokens
 from lowq_cli import main
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.evaluate import perplexity
 from lowq_cli.files.source import DEMO
@@ -28,7 +28,7 @@ def test_fused_and_plain_decoders_give_the_same_tokens(name, kind):
     model = build(name)
     plain = tokens(model, PlainDecoder(model, kv=kind), **LIVELY)
     assert plain != tokens(model, PlainDecoder(model), **LIVELY)
-    decoder = FusedDecoder(model, kv=kind)
+    decoder = NativeDecoder(model, kv=kind)
     assert tokens(model, decoder, **LIVELY) == plain
     assert tokens(model, decoder, **LIVELY) == plain  # what it still holds of the text is what it was
     assert tokens(model, None, kv=kind, **LIVELY) == plain
@@ -37,7 +37,7 @@ def test_fused_and_plain_decoders_give_the_same_tokens(name, kind):
 @pytest.mark.parametrize("kind", CODED)
 def test_logits_of_whole_texts_are_those_of_the_steps(kind):
     model, ids = build("llama"), torch.tensor([prompts()[0]])
-    fused, plain = FusedDecoder(model, kv=kind).logits(ids), PlainDecoder(model, kv=kind).logits(ids)
+    fused, plain = NativeDecoder(model, kv=kind).logits(ids), PlainDecoder(model, kv=kind).logits(ids)
     assert torch.allclose(fused, plain, atol=1e-3)
     exact = model(input_ids=ids, use_cache=False).logits
     assert not torch.allclose(fused, exact, atol=1e-2)

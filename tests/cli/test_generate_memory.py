@@ -9,7 +9,7 @@ import torch
 from lowq_cli import memory
 from lowq_cli.commands import generate
 from lowq_cli.engine import explain, graph, stream, warm
-from lowq_cli.engine.fused import FusedDecoder, passes
+from lowq_cli.engine.native import NativeDecoder, passes
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels import workspaces
@@ -29,7 +29,7 @@ def model(**facts):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **small | heads | facts)).float().eval()
 
 
-@pytest.mark.parametrize("kind", [FusedDecoder, PlainDecoder])
+@pytest.mark.parametrize("kind", [NativeDecoder, PlainDecoder])
 @pytest.mark.parametrize("most", [24, 11, 5], ids=["two prompts a pass", "one prompt", "parts of a prompt"])
 def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most, monkeypatch):
     net = model()
@@ -47,7 +47,7 @@ def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most, m
 
 
 def test_what_is_compiled_first_is_what_the_passes_take(monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.fused.CHUNK", 24)
+    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 24)
     assert [(s.stop - s.start, t.stop - t.start) for s, t in passes(5, 0, 11)] == [(2, 11), (2, 11), (1, 11)]
     assert [(s.start, t.start, t.stop) for s, t in passes(2, 3, 40)] == [(0, 3, 27), (0, 27, 40), (1, 3, 27), (1, 27, 40)]
     seen = set()
@@ -112,7 +112,7 @@ def test_measuring_the_roofline_is_not_the_models_peak(monkeypatch):
 def test_recording_again_holds_no_more():
     """A stream of its own for each recording, and so 32 MiB of cuBLAS's on an H100, used to stay behind."""
     net = model(hidden_size=256, intermediate_size=512).half().cuda()
-    decoder = FusedDecoder(net)
+    decoder = NativeDecoder(net)
 
     def held():
         decoder.captured.clear()

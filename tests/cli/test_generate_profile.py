@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lowq_cli.engine import explain, timeline
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.timeline import IDLE, Span, StepPart
 
 PRODUCTS = ["layers.*.qkv", "layers.*.o", "layers.*.gate_up", "layers.*.down", "head"]
@@ -70,7 +70,7 @@ def test_bytes_by_layer_are_those_of_a_step():
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("llama", **small, num_attention_heads=4, num_key_value_heads=2)
     ).half()
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     found = explain.bytes_by_layer(model, decoder)
     assert list(found) == PRODUCTS
     assert found["layers.*.gate_up"] == 3 * 2 * 96 * 64 * 2

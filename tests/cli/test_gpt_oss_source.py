@@ -48,7 +48,7 @@ def test_by_default_experts_stay_bit_for_bit_and_the_rest_gets_8_bits(published,
     assert set(rest.values()) == {"8-bit g64"}
     assert all(t["rel_error"] == 0 for t in report if t["name"] in experts)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
-    assert decoder_of(model).name == "fused"
+    assert decoder_of(model).name == "native"
 
 
 @pytest.mark.parametrize(

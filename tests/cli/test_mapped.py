@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowq_cli.engine import light
+from lowq_cli.engine import native_loader
 from lowq_cli.engine.reading import Reader
 from lowq_cli.files.source import open_source
 from lowq_cli.run.pipeline import quantize
@@ -68,7 +68,7 @@ def test_tensors_at_odd_places_are_read(folder, tmp_path):
 @pytest.mark.skipif(native.library() is None, reason="own CPU kernels are not built here")
 def test_a_model_holds_no_copy_of_what_is_mapped(folder):
     with open_source(folder) as source:
-        model = light.read(source, CPU)
+        model = native_loader.read(source, CPU)
         for layer in model.blocks.layers:
             for linear in (layer.o, layer.mlp.down):
                 assert linear.layout == "cpu"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowq_cli.engine import stream
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_kernels.decode import kv
 
 ON_GPU = torch.cuda.is_available()
@@ -72,7 +72,7 @@ def test_every_needle_is_found(length):
     text = HAYS[torch.randint(HAY, (length,))]
     text[torch.randperm(length)[: 2 * LINKS]] = torch.cat([NEEDLES, DECOYS])
     for kind in kv.KINDS:
-        decoder = FusedDecoder(model, kv=kind)
+        decoder = NativeDecoder(model, kv=kind)
         g = stream(model, TOKENIZER, [*text.tolist(), int(SEEKS[0])], max_new_tokens=LINKS, decoder=decoder)
         list(g.pieces())
         assert g.tokens[0] == SEEKS[1:].tolist(), kind

@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_generate_fused import SMALL, TOKENIZER, prompts
 
-from lowq_cli.engine import blocks, rope, stream
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine import plan, rope, stream
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_kernels.decode import kv
@@ -74,7 +74,7 @@ def build(name, seed=7):
 def test_angles_are_those_of_transformers_at_every_length(name):
     ours, theirs, known, _ = configs(name)
     model = build(name)
-    assert blocks.why_not(model) is None
+    assert plan.why_not(model) is None
     for config in (ours, theirs):
         turning = rope.Rotation(config.rope_parameters, 16, config.max_position_embeddings, known.partial_rope)
         for dtype in (torch.float32, torch.bfloat16):
@@ -104,7 +104,7 @@ def tokens(decoder, given, n):
 
 def fused(name, **how):
     model = build(name)
-    decoder = FusedDecoder(model, **how)
+    decoder = NativeDecoder(model, **how)
     decoder.model = model
     return decoder
 
@@ -117,7 +117,7 @@ def test_texts_that_grow_past_the_switch_are_those_of_transformers(name, monkeyp
     decoder = fused(name)
     assert tokens(decoder, given, 16) == wanted
     assert tokens(decoder, given, 16) == wanted  # nothing that is held of long texts misleads
-    monkeypatch.setattr("lowq_cli.engine.fused.CHUNK", 4)
+    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 4)
     assert tokens(decoder, given, 16) == wanted
     short = [p[:7] for p in given]
     assert tokens(decoder, short, 5) == [transformers_tokens(name, p, 5) for p in short]
@@ -145,7 +145,7 @@ def test_what_was_turned_long_is_not_taken_for_short():
 def test_logits_of_whole_texts_are_those_of_transformers(name):
     for n in (WAS, WAS + 1, 39):
         ids = torch.randint(2, 320, (2, n), generator=torch.Generator().manual_seed(1))
-        wanted, found = build(name)(input_ids=ids, use_cache=False).logits, FusedDecoder(build(name)).logits(ids)
+        wanted, found = build(name)(input_ids=ids, use_cache=False).logits, NativeDecoder(build(name)).logits(ids)
         assert ((found - wanted).norm() / wanted.norm()).item() < 1e-5
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowq_cli import quantizers
-from lowq_cli.engine import light
+from lowq_cli.engine import native_loader
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.source import open_source
@@ -65,7 +65,7 @@ def logits(folder, transformers=True):
     with open_source(str(folder)) as source, torch.inference_mode():
         if transformers:
             return load_model(source, "cpu", torch.float32)(IDS).logits
-        return light.read(source, torch.device("cpu"))(IDS).logits.float()
+        return native_loader.read(source, torch.device("cpu"))(IDS).logits.float()
 
 
 @pytest.mark.parametrize("form", TABLE_FORMATS)
@@ -275,7 +275,7 @@ def test_hostile_tensors_are_refused_in_a_line(folder, case):
         assert "\n" not in str(e.value)
         assert Q in str(e.value)
     with open_source(str(folder)) as source, pytest.raises((LowqError, NotPlain)):
-        light.read(source, torch.device("cpu"))
+        native_loader.read(source, torch.device("cpu"))
 
 
 def test_a_stray_table_and_an_older_version_are_refused(folder, made, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowq_cli.engine import warm
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.quantizers import rtn
 from lowq_kernels.dispatch.precompile import launch_all
@@ -32,7 +32,7 @@ def decoder():
             if type(child) is torch.nn.Linear and name != "lm_head":
                 packed = pack(rtn.quantize(child.weight.detach(), Scheme(4, 32)), "rowstream")
                 setattr(parent, name, QuantLinear.from_packed(packed))
-    return FusedDecoder(model)
+    return NativeDecoder(model)
 
 
 def test_each_product_of_prompt_and_step_is_launched_once(decoder, monkeypatch):

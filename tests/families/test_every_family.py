@@ -67,7 +67,7 @@ def test_gpt_oss_decodes_in_the_fused_decoder_as_dequantized(tmp_path, kept):
             if name in values:
                 p.copy_(as_stored(values[name], dense.get_submodule(name.rpartition(".")[0]), name))
         decoder = decoder_of(packed)
-        assert decoder.name == "fused"
+        assert decoder.name == "native"
         ids = torch.randint(3, 150, (2, 40), generator=torch.Generator().manual_seed(2))
         assert off(decoder.logits(ids), dense(input_ids=ids, use_cache=False).logits) < SAME
         tokens = [decoder.start(ids.tolist(), Sampling(), 6).clone(), *(decoder.step().clone() for _ in range(5))]

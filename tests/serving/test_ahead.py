@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowq_cli.engine import light
+from lowq_cli.engine import native_loader
 from lowq_cli.engine.reading import Blank
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run.prepare import prepare
@@ -22,7 +22,7 @@ def planned(folder, **recipe):
     """The model that kernels are compiled with for the demo's plan, and the plan."""
     with prepare("demo", make_recipe(None, **recipe), folder, "cpu") as prepared:
         source = ahead.stand_in(prepared.source, prepared.plan, folder)
-        return light.read(source, CPU, Blank), prepared.plan
+        return native_loader.read(source, CPU, Blank), prepared.plan
 
 
 def test_one_layer_of_each_kind(tmp_path):

@@ -248,7 +248,7 @@ def test_a_text_that_is_cancelled_before_its_first_token_leaves_nothing_to_go_on
 
 
 def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, engine, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.fused.CHUNK", 16)
+    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 16)
     decoder, read = demo[0]._lowq_decoder, []
     embed = decoder.blocks.embed
 

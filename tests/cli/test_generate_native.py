@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowq_cli.engine import blocks, explain, stream
+from lowq_cli.engine import explain, plan, stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.unfused import UnfusedDecoder
 from lowq_cli.hf.experts import QuantExperts
@@ -88,10 +88,10 @@ def test_families_give_the_tokens_of_transformers(name, monkeypatch):
     lively = {"repetition_penalty": 1.5}  # random models repeat themselves, which would test little
     wanted = transformers_tokens(model, **lively)
     assert len({t for row in wanted for t in row}) > 8
-    assert blocks.why_not(model) is None
-    decoder = FusedDecoder(model)
+    assert plan.why_not(model) is None
+    decoder = NativeDecoder(model)
     assert tokens(model, decoder, **lively) == wanted
-    monkeypatch.setattr("lowq_cli.engine.fused.CHUNK", 4)
+    monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 4)
     assert tokens(model, decoder, **lively) == wanted
     assert transformers_tokens(model, **lively) == wanted  # the model still works through its views
 
@@ -134,7 +134,7 @@ def test_folding_changes_no_token(name):
     """Where residual, norm and activation are done by the products; Gemma's norm of what is added cannot be."""
     model = build(name)
     lively = {"repetition_penalty": 1.5}
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     wanted = tokens(model, decoder, **lively)
     decoder.ops = replace(decoder.ops, fold=Fold)
     assert decoder.folds(2) == (name != "gemma3_text")
@@ -155,7 +155,7 @@ def test_packed_models_give_the_tokens_of_the_dequantized_model(name, mixed):
             dense.get_submodule(path).weight.data = q.dequantize()
     wanted = transformers_tokens(dense)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     assert tokens(model, decoder) == wanted
     after = model.state_dict()
     assert before.keys() == after.keys()
@@ -210,14 +210,14 @@ def pack_experts(model):
 def test_mixtures_give_the_tokens_of_the_dequantized_model(name, monkeypatch):
     monkeypatch.setitem(FAMILIES, name, MIXTURES[name])
     model = build(name)
-    assert "not packed" in blocks.why_not(model)
+    assert "not packed" in plan.why_not(model)
     dense = pack_experts(model)
     lively = {"repetition_penalty": 1.5}
     wanted = transformers_tokens(dense, **lively)
     assert len({t for row in wanted for t in row}) > 8
-    assert blocks.why_not(model) is None
+    assert plan.why_not(model) is None
     alone = explain.bytes_per_token(model, None)
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     assert tokens(model, decoder, **lively) == wanted
     assert explain.bytes_per_token(model, decoder) == alone
     rows = {k.layers: k.count for k in explain.kernels_of(explain.called(model, decoder), 1, torch.float32)}
@@ -226,13 +226,13 @@ def test_mixtures_give_the_tokens_of_the_dequantized_model(name, monkeypatch):
 
 def test_bytes_are_the_same_joined_or_not():
     plain, fused = build("llama"), build("llama")
-    joined = FusedDecoder(fused)
+    joined = NativeDecoder(fused)
     assert explain.bytes_per_token(plain, None) == explain.bytes_per_token(fused, joined)
 
 
 def test_sampling_with_a_seed_repeats_and_the_cache_is_kept():
     model = build("llama")
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     how = {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "repetition_penalty": 1.2}
     first = tokens(model, decoder, seed=1, **how)
     cache = decoder.caches[0][0]
@@ -246,13 +246,13 @@ def test_repetition_penalty_is_that_of_the_plain_decoder():
     model = build("llama")
     plain = tokens(model, PlainDecoder(model), repetition_penalty=1.5)
     assert plain != tokens(model, PlainDecoder(model))
-    assert tokens(model, FusedDecoder(model), repetition_penalty=1.5) == plain
+    assert tokens(model, NativeDecoder(model), repetition_penalty=1.5) == plain
 
 
 def test_a_longer_text_gets_a_larger_cache(monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.graph.SMALLEST_BUCKET", 16)
     model = build("llama")
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     assert tokens(model, decoder, n=3) == transformers_tokens(model, n=3)
     assert decoder.slots == 16
     assert tokens(model, decoder, n=30) == transformers_tokens(model, n=30)
@@ -263,7 +263,7 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = build("llama")
-    assert isinstance(decoder_of(model), FusedDecoder)
+    assert isinstance(decoder_of(model), NativeDecoder)
     assert decoder_of(model) is decoder_of(model)
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2))
     decoder = decoder_of(gpt2)
@@ -271,7 +271,7 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
     assert "gpt2" in decoder.reason
     other = build("llama")
     other.config.rope_parameters = {"rope_type": "proportional"}
-    assert "rotary angles of the kind proportional" in blocks.why_not(other)
+    assert "rotary angles of the kind proportional" in plan.why_not(other)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
@@ -290,7 +290,7 @@ def test_the_unfused_decoder_gives_the_same_tokens(family, chunk, monkeypatch):
 
 def test_a_text_that_goes_on_is_not_read_again():
     model = build("llama")
-    decoder = FusedDecoder(model)
+    decoder = NativeDecoder(model)
     first = stream(model, TOKENIZER, prompts()[0], max_new_tokens=9, decoder=decoder)
     list(first)
     decoder.held = [first.prompts[0] + first.tokens[0][:-1]]
@@ -301,7 +301,7 @@ def test_a_text_that_goes_on_is_not_read_again():
     again = stream(model, TOKENIZER, longer, max_new_tokens=9, decoder=decoder)
     list(again)
     assert read[0] == (1, 4)  # the last token of the answer and three new ones
-    fresh = stream(model, TOKENIZER, longer, max_new_tokens=9, decoder=FusedDecoder(model))
+    fresh = stream(model, TOKENIZER, longer, max_new_tokens=9, decoder=NativeDecoder(model))
     list(fresh)
     assert again.tokens == fresh.tokens
 
@@ -312,7 +312,7 @@ def test_a_model_that_has_generated_still_saves_and_loads(tmp_path):
     lowq.quantize("demo", out=str(tmp_path / "packed"), bits=4, group=64, device="cpu")
     model, tokenizer = lowq.load(str(tmp_path / "packed"), device="cpu")
     first = lowq.stream(model, tokenizer, "Once upon a time", max_new_tokens=6)
-    assert first.decoder.name == "fused"
+    assert first.decoder.name == "native"
     text = "".join(first)
     model.save_pretrained(tmp_path / "again")
     tokenizer.save_pretrained(tmp_path / "again")

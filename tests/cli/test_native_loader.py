@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from lowq_cli.engine import blocks, light, rope, stream
+from lowq_cli.engine import native_loader, plan, rope, stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.fused import FusedDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.ready import ready, tokenizer
 from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
 from lowq_cli.files.family_config import NotPlain, read_config
@@ -27,16 +27,16 @@ from lowq_cli.run import pipeline
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide
 from lowq_packers.errors import DamagedError, LowqError
-from lowq_packers.families import families
+from lowq_packers.arch import families
 from lowq_packers.scheme import Scheme
 
 from .conftest import FAMILIES, MIXTURES, needs_mixtures, write_dense, write_packed
 
 CPU = torch.device("cpu")
-PLAIN = [name for name, (kind, _) in FAMILIES.items() if kind in families() and not families()[kind].mixture]
+PLAIN = [name for name, (kind, _) in FAMILIES.items() if kind in families() and families()[kind].defaults is not None and name not in MIXTURES]
 SAME = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(4, 16, "int"), "head": Scheme(8, 64, "none")}
 PROMPTS = [list(range(3, 20)), list(range(40, 45))]
-DEMO = Path(light.__file__).parents[1] / "demo"
+DEMO = Path(native_loader.__file__).parents[1] / "demo"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
     "none": {},
@@ -52,7 +52,7 @@ ROPES = {
 
 
 def tokens(model, n=12):
-    g = stream(model, Letters(), PROMPTS, max_new_tokens=n, decoder=FusedDecoder(model), temperature=1.5, seed=5)
+    g = stream(model, Letters(), PROMPTS, max_new_tokens=n, decoder=NativeDecoder(model), temperature=1.5, seed=5)
     list(g.pieces())
     return g.tokens
 
@@ -73,13 +73,13 @@ def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
     if kind == "packed":
         folder = write_packed(folder, tmp_path / "made", SAME).packed
     with open_source(folder) as source:
-        model, heavy = light.read(source, CPU), load_model(source, CPU)
+        model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
     assert (model.dtype, model.device) == (heavy.dtype, heavy.device)
     assert model.generation_config.eos_token_id == heavy.generation_config.eos_token_id
     wanted = tokens(heavy)
     assert len({t for row in wanted for t in row}) > 8
     assert tokens(model) == wanted
-    theirs = dict(FusedDecoder(heavy).linears.named_modules())
+    theirs = dict(NativeDecoder(heavy).linears.named_modules())
     for name, m in model.linears.named_modules():  # each is held as it would be, joined and in the device's layout
         assert isinstance(m, type(theirs[name]))
         assert getattr(m, "layout", None) == getattr(theirs[name], "layout", None)
@@ -94,13 +94,13 @@ def test_mixtures_give_the_logits_and_tokens_by_way_of_transformers(tmp_path, fa
     with open_source(folder) as source:
         if experts is None:
             with pytest.raises(NotPlain, match="experts that are not packed"):
-                light.read(source, CPU)
+                native_loader.read(source, CPU)
             return
-        model, heavy = light.read(source, CPU), load_model(source, CPU)
+        model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
     ids = torch.randint(3, 150, (2, 50), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(model(input_ids=ids).logits, FusedDecoder(heavy).logits(ids))
+    assert torch.equal(model(input_ids=ids).logits, NativeDecoder(heavy).logits(ids))
     assert tokens(model) == tokens(heavy)
-    assert model.linears.state_dict().keys() == FusedDecoder(heavy).linears.state_dict().keys()
+    assert model.linears.state_dict().keys() == NativeDecoder(heavy).linears.state_dict().keys()
 
 
 @pytest.mark.parametrize("field", ["num_experts_per_tok", "norm_topk_prob", "num_local_experts"])
@@ -109,16 +109,16 @@ def test_a_mixture_whose_config_leaves_out_how_it_routes_goes_by_way_of_transfor
     schemes = SAME | {"expert": SAME["mlp"]}
     folder = write_packed(write_dense(tmp_path / "dense", "qwen3-moe", "bfloat16"), tmp_path / "made", schemes).packed
     with open_source(folder) as source:
-        light.contents_of(source, CPU)
+        native_loader.contents_of(source, CPU)
         del source.config[field]
         with pytest.raises(NotPlain):
-            light.contents_of(source, CPU)
+            native_loader.contents_of(source, CPU)
 
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_logits_of_whole_texts_are_those_of_transformers(tmp_path, family):
     with open_source(write_dense(tmp_path / "m", family)) as source:
-        model, heavy = light.read(source, CPU), load_model(source, CPU)
+        model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
     ids = torch.randint(3, 150, (2, 50), generator=torch.Generator().manual_seed(1))
     wanted = heavy(input_ids=ids, use_cache=False).logits
     assert ((model(input_ids=ids).logits - wanted).norm() / wanted.norm()).item() < 1e-5
@@ -134,11 +134,11 @@ def test_a_field_of_another_family_changes_nothing(tmp_path, other):
     with open_source(folder) as source:
         model = load_model(source, CPU)
         wanted = model(input_ids=ids).logits
-        for fused in (light.read(source, CPU), model):
+        for fused in (native_loader.read(source, CPU), model):
             assert ((decoder_of(fused).logits(ids) - wanted).norm() / wanted.norm()).item() < 1e-5
 
 
-READ = [name for name, family in families().items() if not family.stacked]  # by lowq itself
+READ = [name for name, family in families().items() if family.defaults is not None]  # by lowq itself
 
 
 @pytest.mark.parametrize("family", READ)
@@ -211,7 +211,7 @@ def test_what_is_not_whole_goes_by_way_of_transformers(tmp_path, change, why):
     folder = write_dense(tmp_path / "m", "llama")
     _rewritten(folder, change)
     with open_source(folder) as source, pytest.raises(NotPlain, match=why):
-        light.contents_of(source, CPU)
+        native_loader.contents_of(source, CPU)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +228,9 @@ def test_attention_of_another_kind_is_the_one_of_transformers(tmp_path, family, 
     (folder / "config.json").write_text(json.dumps(config))
     with open_source(folder) as source:
         with pytest.raises(NotPlain):
-            light.contents_of(source, CPU)
+            native_loader.contents_of(source, CPU)
         model = load_model(source, CPU)
-    assert why in str(blocks.why_not(model))
+    assert why in str(plan.why_not(model))
     assert type(model) is type(AutoModelForCausalLM.from_pretrained(folder))
 
 
@@ -248,7 +248,7 @@ def test_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
     name = "model.layers.1.mlp.up_proj.weight_scale"
     _rewritten(folder, lambda t: t[name].view(-1)[3:4].fill_(value))
     with open_source(folder) as source, pytest.raises(NotPlain, match="not finite"):
-        light.read(source, CPU)
+        native_loader.read(source, CPU)
     with pytest.raises(DamagedError, match=r"layers.1.mlp.up_proj.weight_scale holds scales that are not finite"):
         ready(str(folder), "cpu", print)
 
@@ -256,7 +256,7 @@ def test_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
 @pytest.mark.parametrize("family", ["mixtral", "gpt2"])
 def test_other_families_go_by_way_of_transformers(tmp_path, family):
     with open_source(write_dense(tmp_path / "m", family)) as source, pytest.raises(NotPlain):
-        light.contents_of(source, CPU)
+        native_loader.contents_of(source, CPU)
 
 
 @pytest.mark.parametrize("kind", ["dense", "fp8"])
@@ -293,11 +293,11 @@ def test_fp8_gives_the_tokens_by_way_of_transformers(tmp_path, family, more, cap
     with open_source(folder) as source:
         assert importer._runs_in_fp8(source)
         capfd.readouterr()
-        model, heavy = light.read(source, CPU), load_model(source, CPU)
+        model, heavy = native_loader.read(source, CPU), load_model(source, CPU)
     said = [line for line in capfd.readouterr().err.splitlines() if "weights widened" in line]
     assert len(said) == 2  # both say it, and of as many bytes
     assert len(set(said)) == 1
-    theirs = dict(FusedDecoder(heavy).linears.named_modules())
+    theirs = dict(NativeDecoder(heavy).linears.named_modules())
     held = dict(model.linears.named_modules())
     assert all(isinstance(m, type(theirs[name])) for name, m in held.items())
     assert any(isinstance(m, Fp8Linear) for m in held.values())
@@ -309,8 +309,8 @@ def test_fp8_gives_the_tokens_by_way_of_transformers(tmp_path, family, more, cap
 def test_blocks_that_would_begin_inside_a_matrix_are_not_joined(tmp_path):
     dense = write_dense(tmp_path / "dense", "llama", "bfloat16")  # 64 and 32 rows: less than a block of 128 each
     with open_source(in_fp8(dense, tmp_path / "fp8")) as source:
-        model = light.read(source, CPU)
-    assert {type(model.blocks.layers[0].qkv), type(model.blocks.layers[0].mlp.gate_up)} == {SideBySide}
+        model = native_loader.read(source, CPU)
+    assert {type(model.linears["layers"][0][role]) for role in ("qkv", "gate_up")} == {SideBySide}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -319,7 +319,7 @@ def test_fp8_scales_that_are_not_finite_are_told_by_name(tmp_path, value):
     name = "model.layers.1.mlp.up_proj.weight_scale_inv"
     _rewritten(folder, lambda t: t[name].view(-1)[3:4].fill_(value))
     with open_source(folder) as source, pytest.raises(NotPlain, match="not finite"):
-        light.read(source, CPU)
+        native_loader.read(source, CPU)
     with pytest.raises(DamagedError, match=r"layers.1.mlp.up_proj.weight_scale_inv holds values that are not finite"):
         ready(str(folder), "cpu", print)
 
@@ -342,7 +342,7 @@ def test_what_is_not_whole_in_fp8(tmp_path, change, light_says, says):
     folder = in_fp8(DEMO, tmp_path / "fp8")
     _rewritten(folder, lambda t: change(t, "model.layers.1.mlp.up_proj.weight_scale_inv"))
     with open_source(folder) as source, pytest.raises(NotPlain, match=light_says):
-        light.contents_of(source, CPU)
+        native_loader.contents_of(source, CPU)
     with pytest.raises(LowqError, match=says) if says else nullcontext():
         ready(str(folder), "cpu", print)
 
@@ -350,13 +350,13 @@ def test_what_is_not_whole_in_fp8(tmp_path, change, light_says, says):
 def test_other_blocks_and_families_in_fp8_are_asked_of_transformers(tmp_path):
     dense = write_dense(tmp_path / "gpt", "mixtral", "bfloat16")
     with open_source(in_fp8(dense, tmp_path / "mixtral")) as source, pytest.raises(NotPlain):
-        light.contents_of(source, CPU)
+        native_loader.contents_of(source, CPU)
     folder = in_fp8(DEMO, tmp_path / "fp8", block="256x256")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [64, 64]
     (folder / "config.json").write_text(json.dumps(config))
     with open_source(folder) as source, pytest.raises(NotPlain, match="blocks of"):
-        light.contents_of(source, CPU)
+        native_loader.contents_of(source, CPU)
 
 
 # ---- tokenizers
