@@ -1,25 +1,35 @@
-"""What most families' layers have in common, for the functions that describe them. `c` is a config, `p` a layer's path."""
+"""What most families' layers have in common, for the functions that describe them. `c` is a config, `p` a module's path."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from lowq_packers.arch.parts import Act, Attention, Linear, Mixer, Mlp, Model, Norm, Rope, Update
+from lowq_packers.arch.parts import (
+    Act, Attention, Conv, Experts, Linear, Mamba2, Mixer, Mlp, Model, Norm, Rope, Router, Update,
+)  # fmt: skip
 
-FULL, SLIDING = "full_attention", "sliding_attention"  # of a config's layer_types
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # of a config's layer_types
 ACTS: dict[str, Act] = {  # as config.json spells them
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
 }  # fmt: skip
+GATED = ("gate_proj", "up_proj", "down_proj")  # an expert's matrices, as most files name them
+STACKS = ("gate_up_proj", "down_proj")  # and those of all experts, where files hold them in two tensors
 
 
 class NotDescribed(ValueError):
     """Why a config of a known family is not described: the reason, for people."""
 
 
+def unless(wrong: Any, reason: str) -> None:
+    """Raise NotDescribed where something is `wrong`."""
+    if wrong:
+        raise NotDescribed(reason)
+
+
 def act(name: str) -> Act:
     """An activation by config.json's name. Raises NotDescribed."""
-    if name not in ACTS:
-        raise NotDescribed(f"activation {name}")
+    unless(name not in ACTS, f"activation {name}")
     return ACTS[name]
 
 
@@ -28,16 +38,22 @@ def head_dim(c: Any) -> int:
     return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
 
+def kv_heads(c: Any) -> int:
+    """Heads of keys and values."""
+    return getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+
+
 def rope_parameters(c: Any, kind: str = "") -> dict[str, Any]:
     """The rope_parameters of a kind of layer, or of all."""
     given = c.rope_parameters or {}
     return given[kind] if kind else given
 
 
-def rope(c: Any, kind: str = "", pairing: Any = "halves", partial: bool = True, **more: Any) -> Rope:
-    """How heads turn. partial: whether the family takes partial_rotary_factor; where it does not, all of a head turns."""
-    share = rope_parameters(c, kind).get("partial_rotary_factor") or getattr(c, "partial_rotary_factor", None) or 1.0
-    return Rope(int(head_dim(c) * (share if partial else 1.0)), kind, pairing, **more)
+def rope(c: Any, kind: str = "", pairing: Any = "halves", share: float | None = None, **more: Any) -> Rope:
+    """How heads turn: all of a head, unless the family takes partial_rotary_factor. share: what that is where a config has none."""
+    if share is not None:
+        share = rope_parameters(c, kind).get("partial_rotary_factor") or getattr(c, "partial_rotary_factor", None) or share
+    return Rope(int(head_dim(c) * (share or 1.0)), kind, pairing, **more)
 
 
 def window(c: Any, i: int) -> int:
@@ -67,41 +83,112 @@ def attention(
     turned: Rope | None | str = "own",
     **more: Any,
 ) -> Attention:
-    """Llama's attention, its projections by name: three, or one that holds q, k, v. What else `Attention` has is given by name."""
-    D = more.pop("dim", head_dim(c))
-    q, kv = c.num_attention_heads * D, c.num_key_value_heads * D
-    rows = (q, kv, kv) if len(names) == 3 else (q + 2 * kv,)
+    """Llama's attention, its projections by name: q, k and v, or one that holds them. What else `Attention` has is given by name."""
+    D, kv = more.pop("dim", head_dim(c)), more.pop("kv_heads", kv_heads(c))
+    parts = (c.num_attention_heads * D * (2 if more.get("gated") else 1), kv * D, kv * D)
+    rows = (sum(parts),) if len(names) == 1 and "shares" not in more else parts[: len(names)]
     turned = rope(c) if isinstance(turned, str) else turned
     return Attention(
         linear(c, tuple(f"{p}.{module}.{n}" for n in names), rows, bias=bias, cut="rows"),
-        linear(c, f"{p}.{module}.{o}", c.hidden_size, q, bias=o_bias, cut="columns"),
-        c.num_attention_heads, c.num_key_value_heads, D, more.pop("scale", D**-0.5), turned, **more,
+        linear(c, f"{p}.{module}.{o}", c.hidden_size, c.num_attention_heads * D, bias=o_bias, cut="columns"),
+        c.num_attention_heads, kv, D, more.pop("scale", D**-0.5), turned, **more,
     )  # fmt: skip
 
 
-def head_norms(c: Any, p: str, module: str = "self_attn", **more: Any) -> dict[str, Norm]:
-    """q_norm and k_norm over each head."""
-    return {n: rms(c, f"{p}.{module}.{n}", head_dim(c), **more) for n in ("q_norm", "k_norm")}
+def head_norms(c: Any, p: str, names: tuple[str, str] = ("q_norm", "k_norm"), **more: Any) -> dict[str, Norm]:
+    """Attention's norms of each head of q and of k."""
+    q, k = (rms(c, f"{p}.self_attn.{n}", head_dim(c), **more) for n in names)
+    return {"q_norm": q, "k_norm": k}
 
 
-def mlp(c: Any, p: str, inner: int = 0, joined: str = "", bias: bool = False, activation: str = "", **more: Any) -> Mlp:
-    """Llama's gated MLP at path `p`; joined: the name of one projection that holds gate and up."""
+def norms_of_all(c: Any, p: str) -> dict[str, Any]:
+    """Attention's norms over all heads of q, and of k, at once."""
+    sizes = {"q_norm": c.num_attention_heads * head_dim(c), "k_norm": kv_heads(c) * head_dim(c)}
+    return {n: rms(c, f"{p}.self_attn.{n}", size) for n, size in sizes.items()} | {"norm_over": "all"}
+
+
+def mlp(
+    c: Any,
+    p: str,
+    inner: int = 0,
+    names: tuple[str, ...] = ("gate_proj", "up_proj"),
+    down: str = "down_proj",
+    bias: bool = False,
+    activation: str = "",
+    gated: bool = True,
+    **more: Any,
+) -> Mlp:
+    """Llama's gated MLP at path `p`. names: gate and up, one projection that holds both, or up where it is not gated."""
     inner = inner or c.intermediate_size
-    names, rows = ((f"{p}.{joined}",), (2 * inner,)) if joined else ((f"{p}.gate_proj", f"{p}.up_proj"), (inner, inner))
+    rows = (2 * inner if gated and len(names) == 1 else inner,) * len(names)
     return Mlp(
-        linear(c, names, rows, bias=bias, cut="rows"),
-        linear(c, f"{p}.down_proj", c.hidden_size, inner, bias=bias, cut="columns"),
-        act(activation or c.hidden_act), **more,
+        linear(c, tuple(f"{p}.{n}" for n in names), rows, bias=bias, cut="rows"),
+        linear(c, f"{p}.{down}", c.hidden_size, inner, bias=bias, cut="columns"),
+        act(activation or c.hidden_act), gated, **more,
     )  # fmt: skip
 
 
-def pre_norm(c: Any, p: str, first: Mixer, second: Mixer, **more: Any) -> tuple[Update, ...]:
+def router(c: Any, name: str, experts: int, **more: Any) -> Router:
+    """A router of the residual stream; top_k is the config's unless given."""
+    return Router(name, experts, c.hidden_size, more.pop("top_k", None) or c.num_experts_per_tok, **more)
+
+
+def experts(c: Any, p: str, of: Router, inner: int, leaves: tuple[str, ...] = GATED, **more: Any) -> Experts:
+    """A mixture whose experts are below path `p`, and so in files unless said otherwise."""
+    files, activation = more.pop("files", f"{p}.experts"), more.pop("activation", "") or c.hidden_act
+    return Experts(of, f"{p}.experts", files, leaves, inner, more.pop("hidden", c.hidden_size), act(activation), **more)
+
+
+def mamba2(c: Any, p: str, heads: int, dim: int, groups: int, N: int, width: int, eps: float, **more: Any) -> Mamba2:
+    """Mamba-2 as most families build it. biases: of (in, out, conv); limit: of dt; normed: whether it has a norm."""
+    in_bias, out_bias, conv_bias = more.pop("biases")
+    least, most = more.pop("limit", None) or (0.0, float("inf"))
+    inner, channels = heads * dim, heads * dim + 2 * groups * N
+    norm = Norm(f"{p}.norm", inner, float(eps), groups=groups) if more.pop("normed", True) else None
+    vectors = (f"{p}.{n}" for n in ("A_log", "dt_bias", "D"))
+    return Mamba2(
+        linear(c, f"{p}.in_proj", inner + channels + heads, bias=bool(in_bias)),
+        Conv(f"{p}.conv1d", channels, width, bool(conv_bias)),
+        linear(c, f"{p}.out_proj", c.hidden_size, inner, bias=bool(out_bias)),
+        *vectors, heads, dim, groups, N, norm, dt=(float(least), float(most)), **more,
+    )  # fmt: skip
+
+
+def pre_norm(
+    c: Any, p: str, first: Mixer, second: Mixer, norm: Callable[[Any, str], Norm] = rms, **more: Any
+) -> tuple[Update, ...]:
     """Llama's layer: a norm before each of two mixers."""
-    before = rms(c, f"{p}.input_layernorm"), rms(c, f"{p}.post_attention_layernorm")
+    before = norm(c, f"{p}.input_layernorm"), norm(c, f"{p}.post_attention_layernorm")
     return Update((first,), before[0], **more), Update((second,), before[1], **more)
 
 
 def model(c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | None = None, **more: Any) -> Model:
     """Layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given."""
     made = tuple(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers))
-    return Model(made, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(c.tie_word_embeddings), **more)
+    return Model(
+        made, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(getattr(c, "tie_word_embeddings", False)), **more
+    )
+
+
+def mtp_layers(c: Any) -> tuple[str, ...]:
+    """Prefixes of the layers beyond the last, in which DeepSeek's kin publish their heads that predict further tokens."""
+    n = getattr(c, "num_mtp_layers", None)  # transformers' name since 5.20
+    n = getattr(c, "num_nextn_predict_layers", 0) if n is None else n
+    return tuple(f"model.layers.{c.num_hidden_layers + i}." for i in range(n or 0))
+
+
+def wrapper(
+    text: Callable[[Any], Model],
+    *beside: str,
+    prefix: str = "model.language_model.",
+    files: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head"),),
+) -> Callable[[Any], Model]:
+    """A model with a text part: that part, which the wrapper's config has as text_config, under a prefix."""
+
+    def described(c: Any) -> Model:
+        inside = text(c.text_config)
+        extra = tuple(prefix + e.removeprefix("model.") if e.startswith("model.") else e for e in inside.extra)
+        tied = bool(c.tie_word_embeddings)
+        return replace(inside, prefix=prefix, beside=beside, tied=tied, files=files, extra=extra)
+
+    return described

@@ -3,13 +3,13 @@
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, mlp, model, pre_norm, rope
-from lowq_packers.arch.parts import Model
+from lowq_packers.arch.common import attention, mlp, model, pre_norm
+from lowq_packers.arch.parts import Model, Update
 
 
 def llama(c: Any) -> Model:
-    def layer(i: int, p: str) -> Any:
-        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, turned=rope(c, partial=False))
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias)
         return pre_norm(c, p, a, mlp(c, f"{p}.mlp", bias=c.mlp_bias))
 
     return model(c, layer)

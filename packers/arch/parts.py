@@ -7,7 +7,7 @@ the definitions of the mixers are torch functions in `lowq_kernels.decode`, whos
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 Act = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
@@ -34,6 +34,7 @@ class Norm:
 
     name: of the module; "" for a norm without weight. add_one: the factor is 1 + weight. bias: added in the end.
     groups: the mean is taken over each of so many equal parts of the values apart.
+    shape: of the weight in files, where that is not (size,); its values in their order are the factors all the same.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Norm:
     add_one: bool = False
     bias: bool = False
     groups: int = 1
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -264,7 +266,8 @@ class Router:
     bias: name of a vector (experts,) that is added to the scores for the choice alone. groups: experts are in so many groups,
     of which a token visits experts of so many; the best are those with the largest sum of two scores, or score ("max").
     normalise: the weights are divided by their sum (+ sum_eps). factor: then multiplied by it. rounded: then rounded to x's dtype.
-    softmax "chosen": scores are a softmax over the chosen experts' logits alone.
+    A softmax over the chosen experts' logits alone is a softmax over all, normalised.
+    bias_shape: of `bias` in files, where that is not (experts,).
     norm, scale: x is normed, and multiplied by a vector and hidden^-0.5 first (Gemma 4). each: vector of a factor of each expert.
     """
 
@@ -275,6 +278,7 @@ class Router:
     score: Literal["softmax", "sigmoid"] = "softmax"
     logits_bias: bool = False
     bias: str = ""
+    bias_shape: tuple[int, ...] = ()
     groups: tuple[int, int] = (1, 1)
     group_score: Literal["top2", "max"] = "top2"
     normalise: bool = True
@@ -292,7 +296,9 @@ class Experts:
 
     module: path of the module that holds them in transformers, as two stacks. files: path before an expert's number in files.
     leaves: names of gate, up and down of an expert there (up and down where it is not gated). bias: they have biases.
-    stacked: files hold all experts of a layer in one tensor. weigh_inputs: weights multiply what experts are given (Llama 4).
+    stacked: files hold all experts of a layer in two tensors, and `leaves` are their whole names below `files`.
+    transposed: where stacks are (experts, columns, rows): in "files", in files and modules ("both"), or nowhere ("").
+    interleaved: rows of gate and up alternate in the stacks. weigh_inputs: weights multiply what experts are given (Llama 4).
     shared_gate: name of a linear (1, hidden) whose sigmoid multiplies the shared MLP's output. latent: (down, up) around them.
     """
 
@@ -306,6 +312,8 @@ class Experts:
     gated: bool = True
     bias: bool = False
     stacked: bool = False
+    transposed: Literal["", "files", "both"] = ""
+    interleaved: bool = False
     weigh_inputs: bool = False
     shared: Mlp | None = None
     shared_gate: str = ""
@@ -377,7 +385,9 @@ class Model:
     prefix: of the names in transformers' module tree. embed: name below the prefix. head: name of the module, whole.
     tied: the head is the embedding. beside: prefixes of modules that text does not need (a vision tower).
     files: further prefixes that published files have in place of (prefix, head).
-    extra: prefixes, below the text model's, of tensors that are kept but not run here (MTP heads).
+    renamed: (part of a name in modules, what stands in its place in files), for tensors below the prefix; experts say theirs.
+    extra: prefixes of whole names of tensors that are kept but not run here (MTP heads), written with `prefix` where they are
+    below the text model.
     """
 
     layers: tuple[tuple[Update, ...], ...]
@@ -396,7 +406,8 @@ class Model:
     prefix: str = "model."
     beside: tuple[str, ...] = ()
     files: tuple[tuple[str, str], ...] = ()
-    extra: tuple[str, ...] = field(default=())
+    renamed: tuple[tuple[str, str], ...] = ()
+    extra: tuple[str, ...] = ()
 
 
 def walk(part: Any) -> Iterator[Any]:

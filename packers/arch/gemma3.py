@@ -1,0 +1,45 @@
+"""Gemma 3: Gemma 2 with norms of q and k in place of soft caps, windows in five layers of six, two kinds of rotation."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import FULL, SLIDING, attention, head_norms, mlp, model, rope, window, wrapper
+from lowq_packers.arch.gemma import causal, one, sandwich
+from lowq_packers.arch.parts import Model, Update
+
+
+def gemma3_text(c: Any) -> Model:
+    causal(c)
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        own = head_norms(c, p, add_one=True) | {"scale": c.query_pre_attn_scalar**-0.5, "window": window(c, i)}
+        turned = rope(c, c.layer_types[i])
+        a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, turned=turned, **own)
+        return sandwich(c, p, a, mlp(c, f"{p}.mlp", activation=c.hidden_activation))
+
+    cap = float(c.final_logit_softcapping or 0.0)
+    return model(c, layer, one(c, "norm"), embed_scale=c.hidden_size**0.5, softcap=cap)
+
+
+def gemma3(c: Any) -> Model:
+    towers = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+    return replace(wrapper(gemma3_text, *towers)(c), softcap=0.0)  # which the wrapper leaves out
+
+
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer, for a config.json that has a pattern or nothing."""
+    pattern = config.get("sliding_window_pattern", 6)
+    return [SLIDING if (i + 1) % pattern else FULL for i in range(config["num_hidden_layers"])]
+
+
+DEFAULTS = {
+    "eos_token_id": 1, "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
+    "final_logit_softcapping": None, "attn_logit_softcapping": None, "use_bidirectional_attention": False,
+}  # fmt: skip
+FAMILIES = (
+    Family("gemma3_text", gemma3_text, DEFAULTS, 1000000.0, layer_types=layer_types),
+    Family("gemma3", gemma3, text="gemma3_text"),
+)

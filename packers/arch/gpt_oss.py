@@ -1,0 +1,27 @@
+"""gpt-oss: a sink for each head, windows in every second layer, biases everywhere, a mixture whose gate is clamped."""
+
+from dataclasses import replace
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import STACKS, attention, experts, model, pre_norm, router, unless, window
+from lowq_packers.arch.parts import Experts, Model, Update
+
+
+def mixture(c: Any, p: str) -> Experts:
+    swiglu = getattr(c, "swiglu_alpha", 1.702), getattr(c, "swiglu_limit", 7.0)
+    unless(swiglu != (1.702, 7.0), "a gate with other constants than gpt-oss's")
+    of = router(c, f"{p}.router", c.num_local_experts, logits_bias=True, rounded=True)
+    stacks = {"bias": True, "stacked": True, "transposed": "both", "interleaved": True}
+    return replace(experts(c, p, of, c.intermediate_size, STACKS, activation="silu", **stacks), act="clamped_swiglu")
+
+
+def gpt_oss(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        own = {"window": window(c, i), "sinks": f"{p}.self_attn.sinks"}
+        return pre_norm(c, p, attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, **own), mixture(c, f"{p}.mlp"))
+
+    return model(c, layer)
+
+
+FAMILIES = (Family("gpt_oss", gpt_oss, rope_theta=150000.0),)

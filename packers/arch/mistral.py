@@ -1,0 +1,57 @@
+"""Mistral: Llama with a sliding window in every layer; Ministral: in some; Ministral 3: queries grow with their position."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import FULL, SLIDING, attention, mlp, model, pre_norm, rope_parameters, window, wrapper
+from lowq_packers.arch.parts import Model, PositionScale, Update
+
+
+def mistral(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        return pre_norm(c, p, attention(c, p, window=c.sliding_window or 0), mlp(c, f"{p}.mlp"))
+
+    return model(c, layer)
+
+
+def ministral(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        return pre_norm(c, p, attention(c, p, window=window(c, i)), mlp(c, f"{p}.mlp"))
+
+    return model(c, layer)
+
+
+def position_scale(c: Any) -> PositionScale | None:
+    """By llama_4_scaling_beta of rope_parameters."""
+    r = rope_parameters(c)
+    beta, period = r.get("llama_4_scaling_beta"), r.get("original_max_position_embeddings")
+    return PositionScale(float(beta), float(period)) if beta and period else None
+
+
+def ministral3(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        a = attention(c, p, window=c.sliding_window or 0, position_scale=position_scale(c))
+        return pre_norm(c, p, a, mlp(c, f"{p}.mlp"))
+
+    return model(c, layer)
+
+
+def text(c: Any) -> Model:
+    return (ministral3 if c.model_type == "ministral3" else mistral)(c)
+
+
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer of a Ministral, for a config.json that names none."""
+    return [SLIDING if config.get("sliding_window") is not None else FULL] * config["num_hidden_layers"]
+
+
+DEFAULTS = {"eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_heads": 8, "hidden_act": "silu"}
+WINDOW = DEFAULTS | {"head_dim": None, "sliding_window": 4096}
+TOWERS = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+FAMILIES = (
+    Family("mistral", mistral, WINDOW, gguf="llama", mlx=True),
+    Family("ministral", ministral, WINDOW | {"layer_types": None}, layer_types=layer_types),
+    Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None}),
+    Family("mistral3", wrapper(text, *TOWERS), text="mistral"),
+)

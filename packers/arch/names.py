@@ -1,0 +1,136 @@
+"""The tensors that a described model has: name, shape and kind, as transformers' modules hold them and as files do.
+
+Three forms. "modules": names in transformers' module tree, experts of a layer in stacks. "files": as published, experts one by
+one unless the publisher stacks them. "split": as "files", but every expert one by one; so lowq writes checkpoints.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lowq_packers.arch.common import GATED
+from lowq_packers.arch.parts import (
+    Attention, Branch, Conv, Experts, GatedDelta, LatentAttention, Linear, Mamba2, Mlp, Model, Norm, PerLayer, Router,
+    ShortConv, TokenTable, Update,
+)  # fmt: skip
+
+Form = Literal["modules", "files", "split"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """kind: attention, mlp, expert, router, norm, embedding, head, recurrent (states' own vectors and convolutions) or other."""
+
+    shape: tuple[int, ...]
+    kind: str
+
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+def tensors(model: Model, form: Form, place: tuple[str, str] | None = None) -> dict[str, Tensor]:
+    """Every tensor by its whole name.
+
+    place: (prefix, head) that the names have, where not transformers': one of `model.files`.
+    """
+    prefix, head = place or (model.prefix, model.head)
+    inside = dict(_part(model.layers, form, "other"))
+    inside |= {f"{model.embed}.weight": Tensor((model.vocab, model.hidden), "embedding")}
+    inside |= dict(_part((model.norm, model.embed_norm, model.tokens), form, "other"))
+    if form != "modules":
+        inside = {_renamed(model, name): t for name, t in inside.items()}
+    found = {prefix + name: t for name, t in inside.items()}
+    if not model.tied:
+        found[f"{head}.weight"] = Tensor((model.vocab, model.hidden), "head")
+    if model.head_bias:
+        found[f"{head}.bias"] = Tensor((model.vocab,), "head")
+    return found
+
+
+def _renamed(model: Model, name: str) -> str:
+    """A name of modules as files have it; experts' are files' already."""
+    pair = next((pair for pair in model.renamed if pair[0] in name), None)
+    return name.replace(*pair) if pair else name
+
+
+def _part(part: Any, form: Form, kind: str) -> Named:
+    """The tensors of one part and of what is inside. kind: of the linear layers."""
+    match part:
+        case tuple():
+            for one in part:
+                yield from _part(one, form, kind)
+        case Linear():
+            for name, rows in zip(part.parts, part.rows, strict=True):
+                yield f"{name}.weight", Tensor((rows, part.columns), kind)
+                if part.bias:
+                    yield f"{name}.bias", Tensor((rows,), kind)
+        case Norm() if part.name:
+            for leaf in ("weight", "bias")[: 1 + part.bias]:
+                yield f"{part.name}.{leaf}", Tensor(part.shape or (part.size,), "norm")
+        case Conv():
+            yield f"{part.name}.weight", Tensor((part.channels, 1, part.width), "recurrent")
+            if part.bias:
+                yield f"{part.name}.bias", Tensor((part.channels,), "recurrent")
+        case Update():
+            yield from _part((part.norm, part.post, part.mixers), form, kind)
+            yield from _vectors("other", (part.after, 1))
+        case Branch():
+            yield from _part((part.norm, part.post, part.mixer), form, kind)
+        case Attention():
+            yield from _part((part.qkv, part.o, part.q_norm, part.k_norm, part.v_norm), form, "attention")
+            yield from _vectors("attention", (part.sinks, part.heads))
+        case LatentAttention():
+            yield from _part((part.q, part.kv_down, part.kv_norm, part.kv_up, part.o), form, "attention")
+        case GatedDelta():
+            yield from _part((part.inputs, part.conv, part.out, part.norm), form, "attention")
+            yield from _vectors("recurrent", (part.a_log, part.v_heads), (part.dt_bias, part.v_heads))
+        case Mamba2():
+            yield from _part((part.inputs, part.conv, part.out, part.norm), form, "attention")
+            yield from _vectors("recurrent", *((name, part.heads) for name in (part.a_log, part.dt_bias, part.d)))
+        case ShortConv():
+            yield from _part((part.inputs, part.conv, part.out), form, "attention")
+        case Mlp():
+            yield from _part((part.up, part.down), form, "mlp")
+        case PerLayer():
+            yield from _part((part.gate, part.up), form, "mlp")
+        case Experts():
+            yield from _part((part.router, part.shared, part.latent), form, "mlp")
+            yield from _vectors("router", (part.shared_gate and f"{part.shared_gate}.weight", 1, part.router.hidden))
+            yield from _experts(part, form)
+        case Router():
+            yield f"{part.name}.weight", Tensor((part.experts, part.hidden), "router")
+            bias = (part.bias, *(part.bias_shape or (part.experts,)))
+            own = (f"{part.name}.bias" if part.logits_bias else "", part.experts)
+            yield from _vectors("router", own, bias, (part.scale, part.hidden), (part.each, part.experts))
+        case TokenTable():
+            yield f"{part.embed}.weight", Tensor((part.vocab, part.layers * part.dims), "embedding")
+            yield from _part((part.project, part.norm), form, "other")
+
+
+def _vectors(kind: str, *given: tuple[Any, ...]) -> Named:
+    """Parameters by (name, *shape), those without a name left out."""
+    for name, *shape in given:
+        if name:
+            yield name, Tensor(tuple(shape), kind)
+
+
+def _experts(part: Experts, form: Form) -> Named:
+    """The matrices of experts: two stacks, or each expert's own."""
+    E, N, K, stacks = part.router.experts, part.inner, part.hidden, ("gate_up_proj" if part.gated else "up_proj", "down_proj")
+    if form == "modules" or (form == "files" and part.stacked):
+        turned = part.transposed == "both" or (form == "files" and part.transposed == "files")
+        names = stacks if form == "modules" else part.leaves
+        sizes = ((2 * N if part.gated else N, K), (K, N))
+        for name, (rows, columns) in zip(names, sizes, strict=True):
+            path = f"{part.module if form == 'modules' else part.files}.{name}"
+            yield path, Tensor((E, columns, rows) if turned else (E, rows, columns), "expert")
+            if part.bias:
+                yield f"{path}_bias", Tensor((E, rows), "expert")
+        return
+    path, leaves = (part.module, GATED if part.gated else GATED[1:]) if part.stacked else (part.files, part.leaves)
+    for e in range(E):
+        for leaf in leaves:
+            rows, columns = (K, N) if leaf == leaves[-1] else (N, K)
+            yield f"{path}.{e}.{leaf}.weight", Tensor((rows, columns), "expert")
+            if part.bias:
+                yield f"{path}.{e}.{leaf}.bias", Tensor((rows,), "expert")
