@@ -158,7 +158,9 @@ def mamba2(c: Any, p: str, heads: int, dim: int, groups: int, N: int, width: int
     )  # fmt: skip
 
 
-def pre_norm(c: Any, p: str, first: Mixer, second: Mixer, norm: Callable[[Any, str], Norm] = rms, **more: Any) -> tuple[Update, ...]:
+def pre_norm(
+    c: Any, p: str, first: Mixer, second: Mixer, norm: Callable[[Any, str], Norm] = rms, **more: Any
+) -> tuple[Update, ...]:
     """Llama's layer: a norm before each of two mixers."""
     before = norm(c, f"{p}.input_layernorm"), norm(c, f"{p}.post_attention_layernorm")
     return Update((first,), before[0], **more), Update((second,), before[1], **more)
@@ -167,7 +169,9 @@ def pre_norm(c: Any, p: str, first: Mixer, second: Mixer, norm: Callable[[Any, s
 def model(c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | None = None, **more: Any) -> Model:
     """Layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given."""
     made = tuple(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers))
-    return Model(made, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(getattr(c, "tie_word_embeddings", False)), **more)
+    return Model(
+        made, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(getattr(c, "tie_word_embeddings", False)), **more
+    )
 
 
 def mtp_layers(c: Any) -> tuple[str, ...]:
