@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from lowq_kernels.decode.activation import gated as gated
 from lowq_kernels.decode.kv import Cache, Coded
 
 # The uniform numbers behind Exp(1) have 24 bits: one in 2^24 is exactly 0, and of 128k tokens one in 130 draws would meet
@@ -75,18 +76,6 @@ def add_norm(
     if delta is not None:
         x += delta if post is None else rms_norm(delta, post, eps).to(x.dtype)
     return rms_norm(x, weight, eps).to(x.dtype)
-
-
-def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """act(gate) * up for (M, 2 I) = gate, up side by side -> (M, I). act: "silu", "gelu_tanh", or gpt-oss's "clamped_swiglu":
-    gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7."""
-    gate, up = gate_up.chunk(2, -1)
-    if act == "clamped_swiglu":
-        low, high = gate.float().clamp(max=7), up.float().clamp(-7, 7)
-        return (low * torch.sigmoid(1.702 * low) * (high + 1)).to(gate.dtype)
-    if act == "silu":
-        return (F.silu(gate.float()) * up.float()).to(gate.dtype)
-    return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
