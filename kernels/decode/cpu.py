@@ -84,7 +84,7 @@ def attend(
 ) -> torch.Tensor:
     """As `reference.attend`."""
     norms, dtype = (h.q_norm, h.k_norm), qkv.dtype
-    if isinstance(k_cache, Coded) or isinstance(v_cache, Coded):
+    if isinstance(k_cache, Coded) or isinstance(v_cache, Coded) or h.beyond:
         return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
     alike = all(t.dtype == dtype for t in (k_cache, v_cache, cos, sin)) and k_cache.stride() == v_cache.stride()
     closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()

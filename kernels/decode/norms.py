@@ -1,4 +1,4 @@
-"""Norms of any family, and the update of the residual stream, in torch: fp32 inside, rounded once to the dtype of the output."""
+"""Norms of any family, and the update of the residual stream, in torch: fp32 inside, rounded once to the output's dtype."""
 
 from typing import Literal, NamedTuple
 

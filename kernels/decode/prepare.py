@@ -29,7 +29,7 @@ class Prepared:
     """How the rows of qkv lie, and what is done to them. HQ, HKV, D as in `reference.Heads`.
 
     order "parts": q heads, k heads, v heads; "heads": q, k, v of head 0, then of head 1, ... (HKV = HQ).
-    gated: each head of q is followed by D values of a gate. v_is_k: there is no v, values are the keys before norm and rotation.
+    gated: each head of q is followed by D values of a gate. v_is_k: there is no v, values are keys before norm and rotation.
     writes: whether there are k and v; without them the layer attends to another layer's.
     q_norm, k_norm, v_norm: `over` each "head", or "all" heads at once; v_norm always over each. norm_last: q and k are normed
     after the rotation, else before it.
@@ -53,9 +53,9 @@ class Prepared:
     position_scale: PositionScale | None = None
 
 
-def unrotated(slots: int, like: torch.Tensor) -> torch.Tensor:
-    """The table (slots, 0) that stands for cos and for sin where nothing is turned."""
-    return like.new_empty(slots, 0)
+def unrotated(slots: int, D: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables cos, sin (slots, D) that turn nothing, in the dtype and on the device of `like`: every kernel takes them."""
+    return like.new_ones(slots, D), like.new_zeros(slots, D)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:

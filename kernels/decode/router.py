@@ -16,8 +16,8 @@ class RouterFacts:
 
     score: of the logits. A softmax over the chosen experts' logits alone is "softmax" with `normalise`.
     choice_bias (E,) or None: added to the scores for the choice alone.
-    groups (n, kept): experts are n groups side by side, of which a token visits experts of `kept`: those with the largest sum of
-    their two best scores ("top2"), or the largest score ("max").
+    groups (n, kept): experts are n groups side by side, of which a token visits experts of `kept`: those with the largest sum
+    of their two best scores ("top2"), or the largest score ("max").
     normalise: the weights are divided by their sum + sum_eps. They are multiplied by `factor`, then by each (E,), each expert's
     own factor; rounded: then rounded to x's dtype.
     norm, scale (H,): x is normed, then multiplied by scale and H^-0.5, before anything else (Gemma 4).

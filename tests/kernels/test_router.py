@@ -1,4 +1,4 @@
-"""Routers, norms and activations of any family: their definitions against transformers' modules and against plain arithmetic."""
+"""Routers, norms and activations of any family: their definitions against transformers' modules and plain arithmetic."""
 
 import dataclasses
 
@@ -128,7 +128,9 @@ def test_bias_of_logits_rounding_and_sum_eps():
     top = scores.topk(3)
     wanted = (top.values / (top.values.sum(-1, keepdim=True) + 0.5)).bfloat16().float()
     ids, weights = router.route_by(x, f)
-    assert torch.equal(ids, top.indices) and torch.equal(weights, wanted) and weights.dtype == torch.float32
+    assert torch.equal(ids, top.indices)
+    assert torch.equal(weights, wanted)
+    assert weights.dtype == torch.float32
     for fact, plain in {"logits_bias": None, "sum_eps": 0.0, "rounded": False}.items():
         assert not torch.equal(router.route_by(x, dataclasses.replace(f, **{fact: plain}))[1], wanted)
 
