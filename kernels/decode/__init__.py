@@ -4,8 +4,10 @@
     attend     q/k norm + RoPE + cache write + attention over the cache, one token per sequence
     attend_prompt   the same for many tokens of each sequence
     attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
-    gated      act(gate) * up
-    route      the experts of a token in a mixture, and their weights
+    gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate)
+    normed     any family's norm; add: the update of the residual stream
+    prepare    what families do to q, k, v before attention that `attend` does not: gates, other norms and rotations
+    route      the experts of a token in a mixture, and their weights; route_by: by any family's router
     choose     the next token from logits, and one position further
     choose_rows   the same for some of many texts, each with its own seed and temperature
 
@@ -17,13 +19,13 @@ CPU own C++ for what a step needs (`cpu`); for the rest, and elsewhere, the torc
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lowq_kernels.decode import reference
+from lowq_kernels.decode import activation, norms, prepare, reference, router
 from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.optional import optional
 
@@ -52,7 +54,8 @@ class FoldedProducts(Protocol):
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations, by whoever does them; the signatures are those of `reference`."""
+    """The operations, by whoever does them; the signatures are those of `reference`, of the rest of their definitions, which
+    are the defaults."""
 
     name: str
     add_norm: Callable[..., torch.Tensor]
@@ -63,10 +66,16 @@ class Ops:
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
     choose_rows: Callable[..., None]
+    route_by: Callable[..., tuple[torch.Tensor, torch.Tensor]] = router.route_by
+    activated: Callable[..., torch.Tensor] = activation.activated
+    opened: Callable[..., torch.Tensor] = activation.opened
+    normed: Callable[..., torch.Tensor] = norms.normed
+    add: Callable[..., None] = norms.add
+    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepare.prepare
     fold: FoldedProducts | None = None
 
 
-TORCH = Ops("torch", *(getattr(reference, f.name) for f in fields(Ops)[1:-1]))
+TORCH = Ops("torch", **{f.name: getattr(reference, f.name) for f in fields(Ops)[1:] if f.default is MISSING})
 
 
 @cache
@@ -82,9 +91,9 @@ def ops(device_type: str) -> Ops:
         return TORCH
     from lowq_kernels.decode import elementwise, prompt, sample
     from lowq_kernels.decode.attend import attend
-    from lowq_kernels.decode.route import route
+    from lowq_kernels.decode.route import route, route_by
 
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
-    return Ops("triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, folding)
+    return Ops("triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by, fold=folding)

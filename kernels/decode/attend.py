@@ -1,12 +1,13 @@
 """attend: which kernel computes one token's attention over its cache (op "attend"), and the definition as the last of them."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from lowq_kernels.decode import reference
 from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
+from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import LAST_RESORT, Op, capability, register, select
 
@@ -19,7 +20,7 @@ class AttendCall:
 
     block: slots of a block of a paged cache, 0 where each sequence has a cache of its own. kv: what it is held in (`kv.KINDS`).
     Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, order, config) -> y, as `reference.attend`; qkv,
-    caches, table and order contiguous, pos (M,) int32, cos and sin (S, R).
+    caches, table and order contiguous, pos (M,) int32, cos and sin (S, R). beyond: `Heads.beyond`, which a kernel has to know.
     """
 
     op: ClassVar[Op] = "attend"
@@ -35,12 +36,19 @@ class AttendCall:
     capability: tuple[int, int]
     block: int = 0
     kv: str = PLAIN
+    beyond: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, qkv: torch.Tensor, S: int, R: int, h: Heads, block: int = 0, kv: str = PLAIN) -> "AttendCall":
         """The call of qkv (M, (HQ + 2 HKV) D)."""
         norm = None if h.q_norm is None else h.q_norm.dtype
-        return cls(qkv.shape[0], S, R, h.HQ, h.HKV, h.D, norm, qkv.dtype, qkv.device.type, capability(qkv.device), block, kv)
+        on = qkv.device
+        return cls(qkv.shape[0], S, R, h.HQ, h.HKV, h.D, norm, qkv.dtype, on.type, capability(on), block, kv, h.beyond)
+
+
+def usual(call: AttendCall | PromptCall) -> str | None:
+    """The refusal of a kernel that knows nothing of `Heads.beyond`, or None."""
+    return f"takes no attention with {', '.join(call.beyond)}" if call.beyond else None
 
 
 def attend(
@@ -62,10 +70,14 @@ def attend(
     return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, order, config)
 
 
-register(
+@register(
     "torch/attend",
     op="attend",
     devices=("cpu", "cuda"),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     rank=LAST_RESORT,
-)(lambda *operands: reference.attend(*operands[:-1]))  # the last is the config
+)
+def by_definition(qkv: torch.Tensor, *operands: Any) -> torch.Tensor:
+    """As `AttendCall` says; on a GPU by operations that a graph can hold."""
+    definition = reference.attend_fixed if qkv.is_cuda else reference.attend
+    return definition(qkv, *operands[:-1])  # the last is the config

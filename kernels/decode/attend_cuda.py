@@ -18,7 +18,7 @@ from lowq_kernels.counters import counters
 from lowq_kernels.cuda.driver import MOST_BLOCKS, SYSTEM, Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.decode.attend import LONG, AttendCall
+from lowq_kernels.decode.attend import LONG, AttendCall, usual
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN, SHORTER, Cache, Coded, kind_of, slot_bytes
 from lowq_kernels.decode.kv_triton import NUMBERS, numbers
@@ -87,8 +87,10 @@ def at_once(cut: Shape, D: int, G: int, kv: str, on: gpu.Gpu) -> int:
 
 
 def _refuse(call: AttendCall) -> str | None:
+    if why := usual(call):
+        return why
     queries = call.HQ // call.HKV
-    if call.D not in (64, 128) or call.R % 64 or queries > 8:
+    if call.D not in (64, 128) or not call.R or call.R % 64 or queries > 8:
         return f"takes heads of 64 or 128 with up to 8 queries, not D={call.D}, R={call.R}, {queries} queries a key head"
     if call.norm not in (None, call.dtype, torch.float32):
         return f"takes norms of {call.dtype} or fp32"

@@ -26,9 +26,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowq_kernels.decode.attend import AttendCall, usual
 from lowq_kernels.decode.kv import Cache, Coded, part_of
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, facts, held, numbers, padded, place, raw, scales
 from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
@@ -258,13 +260,18 @@ def splits_for(heads: int) -> int:
     return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
 
 
+def refuse(call: AttendCall | PromptCall) -> str | None:
+    """Why Triton's kernels of attention do not take a call, or None."""
+    return usual(call) or (None if call.D <= 256 else f"takes heads of up to 256, not D={call.D}")
+
+
 @register(
     "triton/attend",
     op="attend",
     devices=("cuda",),
     dtypes=(torch.float16, torch.bfloat16, torch.float32),
     rank=50,
-    refuse=lambda call: None if call.D <= 256 else f"takes heads of up to 256, not D={call.D}",
+    refuse=refuse,
 )
 def attend(
     qkv: torch.Tensor,

@@ -8,12 +8,13 @@ import ctypes
 
 import torch
 
-from lowq_kernels.decode import reference
+from lowq_kernels.decode import activation, reference
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import DTYPES
 
+ACTS = ("silu", "gelu_tanh")  # that step.h knows
 LANES = 16  # head dims are whole registers of any instruction set
 
 
@@ -60,10 +61,10 @@ def add_norm(
     return y
 
 
-def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """As `reference.gated`."""
-    if not _taken(gate_up):
-        return reference.gated(gate_up, act)
+def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Tensor:
+    """As `activation.gated`."""
+    if act not in ACTS or gate_scale != 1.0 or not _taken(gate_up):
+        return activation.gated(gate_up, act, gate_scale)
     M, inner = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(M, inner, dtype=gate_up.dtype)
     _run(GATED, y.dtype, {"x": gate_up, "y": y}, M=M, I=inner, gelu=act == "gelu_tanh")
@@ -83,7 +84,7 @@ def attend(
 ) -> torch.Tensor:
     """As `reference.attend`."""
     norms, dtype = (h.q_norm, h.k_norm), qkv.dtype
-    if isinstance(k_cache, Coded) or isinstance(v_cache, Coded):
+    if isinstance(k_cache, Coded) or isinstance(v_cache, Coded) or h.beyond:
         return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
     alike = all(t.dtype == dtype for t in (k_cache, v_cache, cos, sin)) and k_cache.stride() == v_cache.stride()
     closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()

@@ -14,9 +14,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowq_kernels.decode import activation
 from lowq_kernels.decode.launch import pdl
 
 GATE_BLOCK = 1024
+ACTS = ("silu", "gelu_tanh", "clamped_swiglu")  # that the kernel knows
 
 
 @triton.jit
@@ -83,8 +85,10 @@ def _gated_kernel(gate_up_ptr, y_ptr, width, ACT: tl.constexpr, BLOCK: tl.conste
     tl.store(y_ptr + row * width + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """As `reference.gated`; gate_up (M, 2 I) contiguous."""
+def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Tensor:
+    """As `activation.gated`; gate_up (M, 2 I) contiguous."""
+    if act not in ACTS or gate_scale != 1.0:
+        return activation.gated(gate_up, act, gate_scale)
     M, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(M, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (M, triton.cdiv(width, GATE_BLOCK))

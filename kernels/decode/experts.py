@@ -127,7 +127,7 @@ def experts(
 ) -> torch.Tensor:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x).
 
-    act: one of ACTS (`reference.gated`). fp32 inside; h = act(gate) * up and y are rounded to x's dtype.
+    act: one of ACTS (`activation.gated`). fp32 inside; h = act(gate) * up and y are rounded to x's dtype.
     """
     M, top_k = ids.shape
     ids, weights, x = ids.contiguous(), weights.float().contiguous(), x.contiguous()

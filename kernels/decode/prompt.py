@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.decode import kv, reference
-from lowq_kernels.decode.attend_triton import LOG2E, _heads
+from lowq_kernels.decode.attend_triton import LOG2E, _heads, refuse
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, held, numbers, padded, place, raw, scales
 from lowq_kernels.decode.kv_triton import facts as facts_of
 from lowq_kernels.decode.prompt_call import PromptCall, Sizes
 from lowq_kernels.decode.reference import Heads, Packed
-from lowq_kernels.dispatch.registry import Config, capability, register, select
+from lowq_kernels.dispatch.registry import Choice, Config, capability, find, named, register
 
 CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 # for heads past 128 dims, whose tiles are twice as large
@@ -191,7 +191,7 @@ def attend_prompt(
     h: Heads,
 ) -> torch.Tensor:
     """As `reference.attend_prompt`; qkv (B, T, (HQ + 2 HKV) * D) and caches (B, HKV, S, D) contiguous -> (B, T, HQ * D)."""
-    if qkv.dtype == torch.float32 or h.D > 256:
+    if _chosen(qkv, qkv.shape[0] * qkv.shape[1], k_cache, 0, h) is None:
         return reference.attend_prompt(qkv, k_cache, v_cache, start, cos, sin, h)
     (B, T), S = qkv.shape[:2], k_cache.shape[2]
     return _launch(qkv.flatten(0, 1), k_cache, v_cache, None, cos, sin, h, (T, start, S, 0)).reshape(B, T, -1)
@@ -201,9 +201,18 @@ def attend_packed(
     qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
 ) -> torch.Tensor:
     """As `reference.attend_packed`; qkv (M, (HQ + 2 HKV) * D), caches and what is in `p` contiguous -> (M, HQ * D)."""
-    if qkv.dtype == torch.float32 or h.D > 256:
+    if _chosen(qkv, qkv.shape[0], k_cache, k_cache.shape[2], h) is None:
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
     return _launch(qkv, k_cache, v_cache, p, cos, sin, h, (1 << 30, 0, k_cache.shape[2], p.table.shape[1]))
+
+
+def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads) -> Choice | None:
+    """The kernel of M tokens, or None where no kernel takes them."""
+    call = PromptCall(M, h.D, page, kv.kind_of(k_cache), qkv.dtype, "cuda", capability(qkv.device), h.beyond)
+    if qkv.is_cuda:
+        return find(call)
+    own = named("triton/prompt")  # in Triton's interpreter
+    return None if own.why_not(call) else (own, {})
 
 
 def _launch(
@@ -229,14 +238,13 @@ def _launch(
         shape = {"HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "NORM": h.q_norm is not None, "PAGE": page}
         grid = (M, triton.cdiv(h.HQ + 2 * h.HKV, HEADS_AT_ONCE))
         _place_kernel[grid](*tensors, *sizes, h.eps, **shape, BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D), num_warps=4)
-    if not qkv.is_cuda:  # Triton's interpreter
-        return attend(y, k_cache, v_cache, p, h, sizes, {})
-    kind = (page, kv.kind_of(k_cache), qkv.dtype, qkv.device.type, capability(qkv.device))
-    spec, config = select(PromptCall(M, h.D, *kind))
+    chosen = _chosen(qkv, M, k_cache, page, h)
+    assert chosen
+    spec, config = chosen
     return spec.launch(y, k_cache, v_cache, p, h, sizes, config)
 
 
-@register("triton/prompt", op="prompt", rank=40)
+@register("triton/prompt", op="prompt", rank=40, refuse=refuse)
 def attend(
     y: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed | None, h: Heads, sizes: Sizes, config: Config
 ) -> torch.Tensor:

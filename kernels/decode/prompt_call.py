@@ -16,7 +16,8 @@ class PromptCall:
 
     page: slots of a block of a paged cache, 0 where each sequence has a cache of its own. kv: what it is held in (`kv.KINDS`).
     Its kernels are launch(y, k_cache, v_cache, packed, heads, sizes, config) -> y (M, HQ * D), which has the queries before:
-    normed, turned and, over codes, Hadamard's. packed None: T tokens of each sequence, from slot `start` on.
+    normed, turned and, over codes, Hadamard's. packed None: T tokens of each sequence, from slot `start` on. beyond: of
+    `Heads`, which a kernel has to know.
     """
 
     op: ClassVar[Op] = "prompt"
@@ -27,3 +28,4 @@ class PromptCall:
     dtype: torch.dtype
     device: str
     capability: tuple[int, int]
+    beyond: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ import torch
 from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel, TensorMap, tensor_map
 from lowq_kernels.cuda.operands import TYPES
+from lowq_kernels.decode.attend import usual
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.prompt_call import PromptCall, Sizes
@@ -26,7 +27,7 @@ STAGES = {64: 4, 128: 3}  # tiles on their way, by dims of a head
 
 
 def _refuse(call: PromptCall) -> str | None:
-    if why := gpu.no_wgmma(call.capability):
+    if why := usual(call) or gpu.no_wgmma(call.capability):
         return why
     if call.D not in STAGES or call.kv != PLAIN or call.page % PIECE:
         return f"takes heads of 64 or 128 over 16 bits in blocks of whole {PIECE} slots, not D={call.D}, {call.kv}, {call.page}"

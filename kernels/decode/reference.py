@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from lowq_kernels.decode.activation import gated as gated
 from lowq_kernels.decode.kv import Cache, Coded
 
 # The uniform numbers behind Exp(1) have 24 bits: one in 2^24 is exactly 0, and of 128k tokens one in 130 draws would meet
@@ -27,6 +28,8 @@ class Heads:
 
     q_norm, k_norm: (D,) RMSNorm weights over each head, or None; eps is theirs. sinks: (HQ,) fp32, a score of each head that
     takes its share of the softmax and has no value; or None.
+    softcap: scores s are softcap * tanh(s / softcap). chunk: a token sees its own chunk of so many positions alone.
+    writes: whether there are k and v; else qkv is q alone, (..., HQ * D), and the cache, another layer's, is only read.
     """
 
     HQ: int
@@ -38,6 +41,33 @@ class Heads:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+    chunk: int = 0
+    writes: bool = True
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """What a kernel has to know to take it, beyond GQA, a window, q's and k's norms and sinks: names of facts."""
+        facts = {"softcap": self.softcap != 0.0, "chunk": self.chunk != 0, "keys of another layer": not self.writes}
+        return tuple(name for name, there in facts.items() if there)
+
+    @property
+    def span(self) -> int:
+        """Slots that a token sees at most, 0 for all."""
+        return min(filter(None, (self.window, self.chunk)), default=0)
+
+    def first(self, place: int) -> int:
+        """The first slot that the token at `place` sees."""
+        return max(place + 1 - self.window if self.window else 0, place - place % self.chunk if self.chunk else 0)
+
+    def visible(self, seen: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Whether the token at slot `own` sees slot `seen`; broadcast."""
+        mask = seen <= own
+        if self.window:
+            mask &= seen > own - self.window
+        if self.chunk:
+            mask &= seen >= own - own % self.chunk
+        return mask
 
 
 TILE = 128  # tokens of a tile of `Packed` at most; half of it for heads past 128 dims
@@ -77,18 +107,6 @@ def add_norm(
     return rms_norm(x, weight, eps).to(x.dtype)
 
 
-def gated(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """act(gate) * up for (M, 2 I) = gate, up side by side -> (M, I). act: "silu", "gelu_tanh", or gpt-oss's "clamped_swiglu":
-    gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7."""
-    gate, up = gate_up.chunk(2, -1)
-    if act == "clamped_swiglu":
-        low, high = gate.float().clamp(max=7), up.float().clamp(-7, 7)
-        return (low * torch.sigmoid(1.702 * low) * (high + 1)).to(gate.dtype)
-    if act == "silu":
-        return (F.silu(gate.float()) * up.float()).to(gate.dtype)
-    return (F.gelu(gate.float(), approximate="tanh") * up.float()).to(gate.dtype)
-
-
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE on the first R of D dims, halves paired: x (..., D) fp32, cos and sin broadcastable (..., R)."""
     R = cos.shape[-1]
@@ -100,10 +118,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def split_heads(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, h: Heads
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """qkv (..., (HQ + 2 HKV) * D) -> q (..., HQ, D), k, v (..., HKV, D), normed and rotated; cos, sin (..., R)."""
-    parts = qkv.reshape(*qkv.shape[:-1], h.HQ + 2 * h.HKV, h.D)
-    qk, v = parts[..., : h.HQ + h.HKV, :].float(), parts[..., h.HQ + h.HKV :, :]
-    if h.q_norm is not None and h.k_norm is not None:
+    """qkv (..., (HQ + 2 HKV) * D) -> q (..., HQ, D), k, v (..., HKV, D), normed and rotated; cos, sin (..., R).
+
+    Of a layer without k and v of its own these have no heads.
+    """
+    HKV = h.HKV if h.writes else 0
+    parts = qkv.reshape(*qkv.shape[:-1], h.HQ + 2 * HKV, h.D)
+    qk, v = parts[..., : h.HQ + HKV, :].float(), parts[..., h.HQ + HKV :, :]
+    if h.q_norm is not None and not h.writes:
+        qk = rms_norm(qk, h.q_norm, h.eps)
+    elif h.q_norm is not None and h.k_norm is not None:
         q, k = rms_norm(qk[..., : h.HQ, :], h.q_norm, h.eps), rms_norm(qk[..., h.HQ :, :], h.k_norm, h.eps)
         qk = torch.cat((q, k), -2)
     qk = rotate(qk, cos.unsqueeze(-2), sin.unsqueeze(-2)).to(qkv.dtype)
@@ -130,23 +154,73 @@ def attend(
     at = pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
     if table is not None:
-        _write(k_cache, v_cache, k, v, table, torch.arange(B, device=pos.device), at)
+        if h.writes:
+            _write(k_cache, v_cache, k, v, table, torch.arange(B, device=pos.device), at)
         one = ((row, place, q[row, :, None]) for row, place in enumerate(at.tolist()))
         return torch.cat([_causal(*each, k_cache, v_cache, table, h) for each in one])
     places = at.tolist()
-    for b, p in enumerate(places):
+    for b, p in enumerate(places if h.writes else ()):
         k_cache[b, :, p], v_cache[b, :, p] = k[b], v[b]
     n = max(places) + 1
-    seen = torch.arange(n, device=pos.device)
-    mask = seen <= at[:, None]
-    if h.window:
-        mask &= seen > at[:, None] - h.window
+    mask = h.visible(torch.arange(n, device=pos.device), at[:, None])
     q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D)  # the queries of one key head side by side: one product for all of them
-    plain = min(places) == n - 1 and not (h.window and n > h.window)
+    plain = min(places) == n - 1 and not h.first(n - 1)
     bias = None if plain else mask[:, None, None]
     k_all, v_all = k_cache[:, :, :n], v_cache[:, :, :n]
     y = _softmax_product(q.to(k_all.dtype), k_all, v_all, bias, h)
     return y.reshape(B, h.HQ * h.D).to(qkv.dtype)
+
+
+def attend_fixed(
+    qkv: torch.Tensor,
+    k_cache: Cache,
+    v_cache: Cache,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    h: Heads,
+    table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `attend`, by operations whose shapes do not depend on `pos`, so that a CUDA graph can hold them: all slots of a cache,
+    or of a table's width, are read, of a window as many as it has. What slots hold that no token sees is of no effect."""
+    B, at = qkv.shape[0], pos.long()
+    q, k, v = split_heads(qkv, cos[at], sin[at], h)
+    rows = torch.arange(B, device=pos.device)
+    if h.writes and table is None:
+        k_cache[rows, :, at], v_cache[rows, :, at] = k, v
+    elif h.writes and table is not None:
+        _write(k_cache, v_cache, k, v, table, rows, at)
+    k_all, v_all, seen = _gathered((k_cache, v_cache), at, h, table)
+    mask = h.visible(seen, at[:, None])
+    k_all, v_all = (torch.where(mask[:, None, :, None], t, 0) for t in (k_all, v_all))
+    q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D).to(k_all.dtype)
+    y = _softmax_product(q, k_all, v_all, mask[:, None, None], h)
+    return y.reshape(B, h.HQ * h.D).to(qkv.dtype)
+
+
+def _gathered(
+    caches: tuple[Cache, Cache], at: torch.Tensor, h: Heads, table: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values (B, HKV, n, D) that tokens at slots `at` (B,) may see, and those slots (B, n), some past the last."""
+    S, B = caches[0].shape[2], at.shape[0]
+    last = S - 1 if table is None else table.shape[1] * S - 1
+    first = at.new_zeros(B)
+    if h.window:
+        first = (at + 1 - h.window).clamp(min=0)
+    if h.chunk:
+        first = torch.maximum(first, at - at % h.chunk)
+    if table is None:
+        n = min(h.span or S, S)
+        seen = first[:, None] + torch.arange(n, device=at.device)
+        rows = torch.arange(B, device=at.device)[:, None]
+        k, v = (c[:B] if n == S else c[rows, :, seen.clamp(max=last)].transpose(1, 2) for c in caches)
+        return k, v, torch.arange(S, device=at.device).expand(B, S) if n == S else seen
+    n = min(-(-h.span // S) + 1 if h.span else table.shape[1], table.shape[1])
+    blocks = (first // S)[:, None] + torch.arange(n, device=at.device)
+    held = table[:B].long().gather(1, blocks.clamp(max=table.shape[1] - 1))
+    k, v = (c[held].transpose(1, 2).flatten(2, 3) for c in caches)
+    return k, v, (blocks[..., None] * S + torch.arange(S, device=at.device)).flatten(1)
 
 
 def attend_prompt(
@@ -162,16 +236,14 @@ def attend_prompt(
     B, T = qkv.shape[:2]
     end = start + T
     q, k, v = split_heads(qkv, cos[start:end], sin[start:end], h)
-    k_cache[:, :, start:end], v_cache[:, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
+    if h.writes:
+        k_cache[:, :, start:end], v_cache[:, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
     k_all, v_all = (c[:, :, :end].repeat_interleave(h.HQ // h.HKV, 1) for c in (k_cache, v_cache))
     q = q.to(k_all.dtype)
-    if start == 0 and h.sinks is None and not (h.window and end > h.window):
+    if start == 0 and h.sinks is None and not h.softcap and not (h.span and end > h.span):
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, is_causal=True, scale=h.scale)
     else:
-        seen, own = torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None]
-        mask = seen <= own
-        if h.window:
-            mask &= seen > own - h.window
+        mask = h.visible(torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None])
         y = _softmax_product(q.transpose(1, 2), k_all, v_all, mask, h)
     return y.transpose(1, 2).reshape(B, T, h.HQ * h.D).to(qkv.dtype)
 
@@ -182,7 +254,8 @@ def attend_packed(
     """The tokens of `p`: write their k, v into paged caches, attend causally. qkv (M, ...) -> (M, HQ * D)."""
     at = p.pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
-    _write(k_cache, v_cache, k, v, p.table, p.rows.long(), at)
+    if h.writes:
+        _write(k_cache, v_cache, k, v, p.table, p.rows.long(), at)
     y = torch.zeros(q.shape[0], h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     for first, end in p.tiles.tolist():
         if first < end:
@@ -212,16 +285,14 @@ def _causal(
     """Attention of q (HQ, T, D), slots place .. place + T of a row, over what the row holds so far -> (T, HQ * D)."""
     T, BLOCK = q.shape[1], k_cache.shape[2]
     end = place + T
-    begin = max(0, place + 1 - h.window) // BLOCK if h.window else 0
+    begin = h.first(place) // BLOCK
     blocks = table[row, begin : -(-end // BLOCK)].long()
     k, v = (_slots(c, blocks)[:, : end - begin * BLOCK] for c in (k_cache, v_cache))
     dtype, q = q.dtype, q.to(k.dtype)
     seen, own = torch.arange(begin * BLOCK, end, device=q.device), torch.arange(place, end, device=q.device)[:, None]
-    mask = seen <= own
-    if h.window:
-        mask &= seen > own - h.window
+    mask = h.visible(seen, own)
     if T == 1:  # the queries of one key head side by side: one product for all of them
-        q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.window else None
+        q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.span else None
         return _softmax_product(q, k[None], v[None], bias, h).reshape(1, h.HQ * h.D).to(dtype)
     k, v = (c.repeat_interleave(h.HQ // h.HKV, 0)[None] for c in (k, v))
     y = _softmax_product(q[None], k, v, mask, h)[0]
@@ -230,6 +301,8 @@ def _causal(
 
 def _softmax_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, h: Heads) -> torch.Tensor:
     """Attention of q (B, rows, columns, D), HQ heads one after another, where `mask` is true; sinks as one slot more."""
+    if h.softcap:
+        return _capped(q, k, v, mask, h)
     if h.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=h.scale)
     bias = torch.zeros(*q.shape[:3], k.shape[2] + 1, dtype=q.dtype, device=q.device)
@@ -238,6 +311,17 @@ def _softmax_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
     bias[..., -1] = h.sinks.reshape(q.shape[1], -1).to(q.dtype)
     k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return F.scaled_dot_product_attention(q, k, v, bias, scale=h.scale)
+
+
+def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, h: Heads) -> torch.Tensor:
+    """As `_softmax_product`, of scores that are held within the soft cap."""
+    scores = h.softcap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * (h.scale / h.softcap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    if h.sinks is not None:
+        sinks = h.sinks.float().reshape(1, q.shape[1], -1, 1).expand(*q.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
 
 
 def _slots(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:

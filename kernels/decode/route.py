@@ -5,13 +5,17 @@ from typing import ClassVar
 
 import torch
 
-from lowq_kernels.decode import reference
+from lowq_kernels.decode import reference, router
+from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Config, Op, capability, register, select
 
 
 @dataclass(frozen=True)
 class RouteCall:
-    """M tokens of H features, top_k of E experts each. Its kernels are launch(routing, config) -> ids, see `Routing`."""
+    """M tokens of H features, top_k of E experts each. beyond: facts of `RouterFacts` that a kernel has to know to take it.
+
+    Its kernels are launch(routing, config) -> ids, see `Routing`.
+    """
 
     op: ClassVar[Op] = "route"
     M: int
@@ -21,6 +25,12 @@ class RouteCall:
     dtype: torch.dtype
     device: str
     capability: tuple[int, int]
+    beyond: tuple[str, ...] = ()
+
+
+def softmax_alone(call: RouteCall) -> str | None:
+    """The refusal of a kernel that knows no facts beyond a softmax, or None."""
+    return f"takes no router with {', '.join(call.beyond)}" if call.beyond else None
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,7 @@ class Routing:
     """Operands of a router, and the tensors that its kernels fill with what `reference.route` gives.
 
     x (M, H), router (E, H) and bias (E,) or None: contiguous, of one dtype. ids (M, top_k) int64, weights (M, top_k) fp32.
+    facts: of a router with facts beyond a softmax, else None.
     """
 
     x: torch.Tensor
@@ -37,14 +48,23 @@ class Routing:
     bias: torch.Tensor | None
     ids: torch.Tensor
     weights: torch.Tensor
+    facts: RouterFacts | None = None
 
     @classmethod
     def of(
-        cls, x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool, bias: torch.Tensor | None = None
+        cls,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        top_k: int,
+        normalise: bool,
+        rounded: bool,
+        bias: torch.Tensor | None = None,
+        facts: RouterFacts | None = None,
     ) -> "Routing":
         """What `reference.route` takes, with tensors to be filled."""
         ids = torch.empty(x.shape[0], top_k, dtype=torch.int64, device=x.device)
-        return cls(x, router, normalise, rounded, bias, ids, torch.empty(ids.shape, dtype=torch.float32, device=x.device))
+        weights = torch.empty(ids.shape, dtype=torch.float32, device=x.device)
+        return cls(x, router, normalise, rounded, bias, ids, weights, facts)
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -56,14 +76,25 @@ def route(
     x: torch.Tensor, router: torch.Tensor, top_k: int, normalise: bool, rounded: bool, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference.route`, by the kernel that dispatch chooses."""
-    r = Routing.of(x, router, top_k, normalise, rounded, bias)
-    spec, config = select(RouteCall(*r.sizes, x.dtype, x.device.type, capability(x.device)))
+    return _routed(Routing.of(x, router, top_k, normalise, rounded, bias))
+
+
+def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `router.route_by`, by the kernel that dispatch chooses."""
+    facts = f if f.beyond else None
+    return _routed(Routing.of(x, f.weight, f.top_k, f.normalise, f.rounded, f.logits_bias, facts))
+
+
+def _routed(r: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    beyond = r.facts.beyond if r.facts else ()
+    spec, config = select(RouteCall(*r.sizes, r.x.dtype, r.x.device.type, capability(r.x.device), beyond))
     return spec.launch(r, config), r.weights
 
 
 @register("torch/route", op="route", devices=("cpu", "cuda"), dtypes=(*FLOATS, torch.float32), rank=LAST_RESORT)
 def by_definition(r: Routing, config: Config) -> torch.Tensor:
     """As `RouteCall` says."""
-    ids, weights = reference.route(r.x, r.router, r.ids.shape[1], r.normalise, r.rounded, r.bias)
+    given = (r.x, r.router, r.ids.shape[1], r.normalise, r.rounded, r.bias)
+    ids, weights = router.route_by(r.x, r.facts) if r.facts else reference.route(*given)
     r.weights.copy_(weights)
     return r.ids.copy_(ids)

@@ -13,7 +13,7 @@ from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.decode.route import RouteCall, Routing
+from lowq_kernels.decode.route import RouteCall, Routing, softmax_alone
 from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 5, *(ctypes.c_int32,) * 6)
@@ -31,6 +31,8 @@ def _shape(E: int, H: int) -> tuple[int, int, int]:
 
 
 def _refuse(call: RouteCall) -> str | None:
+    if why := softmax_alone(call):
+        return why
     tiles, _, steps = _shape(call.E, call.H)
     if call.H % 8 or call.top_k > 32:
         return f"takes features in eights and up to 32 experts a token, not {call.H} and {call.top_k}"

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.route import Routing
+from lowq_kernels.decode.route import Routing, softmax_alone
 from lowq_kernels.dispatch.registry import Config, register
 
 FEW = 64  # tokens; for more a matrix product is the faster way
@@ -84,7 +84,7 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
     return torch.empty(rows * width, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
 
 
-@register("triton/route", op="route", m_range=(1, FEW), rank=40)
+@register("triton/route", op="route", m_range=(1, FEW), rank=40, refuse=softmax_alone)
 def route(r: Routing, config: Config) -> torch.Tensor:
     """As `RouteCall` says."""
     M, E, H, top_k = r.sizes

@@ -1,0 +1,39 @@
+"""Activations of MLPs in torch, gated or not: fp32 inside, rounded once to the dtype of the output."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+
+CLAMPED = "clamped_swiglu"  # gpt-oss's, of gate and up together
+LIMIT, STEEPNESS = 7.0, 1.702  # its constants
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def activated(x: torch.Tensor, act: str) -> torch.Tensor:
+    """act(x), for an MLP without a gate. act: one of ACTIVATIONS."""
+    return ACTIVATIONS[act](x.float()).to(x.dtype)
+
+
+def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Tensor:
+    """act(gate_scale * gate) * up for (M, 2 I) = gate, up side by side -> (M, I). act: one of ACTIVATIONS, or gpt-oss's
+    "clamped_swiglu": gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7."""
+    gate, up = gate_up.float().chunk(2, -1)
+    if gate_scale != 1.0:
+        gate = gate * gate_scale
+    if act == CLAMPED:
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (gate * torch.sigmoid(STEEPNESS * gate) * (up + 1)).to(gate_up.dtype)
+    return (ACTIVATIONS[act](gate) * up).to(gate_up.dtype)
+
+
+def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """y * sigmoid(gate), both (M, N), or gate (M, 1): the output of gated attention, or of a shared expert with a gate."""
+    return (y.float() * torch.sigmoid(gate.float())).to(y.dtype)

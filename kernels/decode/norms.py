@@ -1,0 +1,64 @@
+"""Norms of any family, and the update of the residual stream, in torch: fp32 inside, rounded once to the output's dtype."""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+Kind = Literal["rms", "layer"]
+
+
+class Norm(NamedTuple):
+    """What `normed` takes after x, so that a norm is passed as one value: normed(x, *norm).
+
+    weight: factors, of a shape that broadcasts to x, 1 added already where the family adds it; or None. bias: added in the end.
+    kind "layer" subtracts the mean first. groups: mean and squares are taken over so many equal parts of the last dim apart.
+    """
+
+    weight: torch.Tensor | None
+    eps: float
+    kind: Kind = "rms"
+    bias: torch.Tensor | None = None
+    groups: int = 1
+
+
+def in_fp32(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: Kind = "rms",
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+) -> torch.Tensor:
+    """`normed`, not rounded."""
+    y = x.float().unflatten(-1, (groups, -1))
+    if kind == "layer":
+        y = y - y.mean(-1, keepdim=True)
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    if weight is not None:
+        y = y * weight.float()
+    return y if bias is None else y + bias.float()
+
+
+def normed(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: Kind = "rms",
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+) -> torch.Tensor:
+    """The norm of x (..., K) over its last dim, in x's dtype; the operands are those of `Norm`."""
+    return in_fp32(x, weight, eps, kind, bias, groups).to(x.dtype)
+
+
+def add(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+) -> None:
+    """x <- (x + scale * post(delta)) * after in place, rounded once. x, delta (M, H); after: a tensor of one value."""
+    added = delta.float() if post is None else in_fp32(delta, *post)
+    y = torch.add(x.float(), added, alpha=scale)
+    x.copy_(y if after is None else y * after.float())

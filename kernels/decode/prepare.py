@@ -1,0 +1,122 @@
+"""What comes between the products of q, k, v and attention, for layers that fused kernels do not take as they are, in torch.
+
+`prepare` makes of a layer's rows what `reference.attend`, `attend_prompt` and `attend_packed` read without norms and with the
+rotation `unrotated`: q, k, v of one head dim side by side. fp32 inside, rounded once.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lowq_kernels.decode import norms
+from lowq_kernels.decode.norms import Norm
+
+Pairing = Literal["halves", "neighbours"]
+
+
+@dataclass(frozen=True)
+class PositionScale:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor((p + offset) / period))."""
+
+    beta: float
+    period: float
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """How the rows of qkv lie, and what is done to them. HQ, HKV, D as in `reference.Heads`.
+
+    order "parts": q heads, k heads, v heads; "heads": q, k, v of head 0, then of head 1, ... (HKV = HQ).
+    gated: each head of q is followed by D values of a gate. v_is_k: there is no v, values are keys before norm and rotation.
+    writes: whether there are k and v; without them the layer attends to another layer's.
+    q_norm, k_norm, v_norm: `over` each "head", or "all" heads at once; v_norm always over each. norm_last: q and k are normed
+    after the rotation, else before it.
+    pairing: dim i of the R rotated ones turns with i + R / 2 ("halves") or 2 i with 2 i + 1 ("neighbours").
+    """
+
+    HQ: int
+    HKV: int
+    D: int
+    order: Literal["parts", "heads"] = "parts"
+    gated: bool = False
+    v_is_k: bool = False
+    writes: bool = True
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    v_norm: Norm | None = None
+    over: Literal["head", "all"] = "head"
+    norm_last: bool = False
+    pairing: Pairing = "halves"
+    key_scale: float = 1.0
+    position_scale: PositionScale | None = None
+
+
+def unrotated(slots: int, D: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables cos, sin (slots, D) that turn nothing, in the dtype and on the device of `like`: every kernel takes them."""
+    return like.new_ones(slots, D), like.new_zeros(slots, D)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairing: Pairing) -> torch.Tensor:
+    """x (M, heads, D) fp32, its first R dims turned. cos, sin (M, R): as for halves, each angle of the first half twice."""
+    R = cos.shape[-1]
+    c, s = (t[:, None, : R // 2].float() for t in (cos, sin))
+    if pairing == "halves":
+        one, two = x[..., : R // 2], x[..., R // 2 : R]
+        parts = [one * c - two * s, two * c + one * s]
+    else:
+        one, two = x[..., 0:R:2], x[..., 1:R:2]
+        parts = [torch.stack((one * c - two * s, two * c + one * s), -1).flatten(-2)]
+    return torch.cat((*parts, x[..., R:]), -1)
+
+
+def position_factors(pos: torch.Tensor, p: PositionScale) -> torch.Tensor:
+    """(M, 1, 1) fp32 for positions (M,)."""
+    return (1 + p.beta * torch.log1p(torch.floor((pos.float() + p.offset) / p.period)))[:, None, None]
+
+
+def prepare(
+    qkv: torch.Tensor, p: Prepared, pos: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """qkv (M, N) of tokens at positions pos (M,) -> (M, (HQ + 2 HKV) * D) = q, k, v heads side by side ((M, HQ * D) without
+    k and v), and the gate (M, HQ * D) or None. cos, sin (S, R): a row a position, or None where nothing is turned."""
+    q, k, v, gate = _parted(qkv, p)
+    at = pos.long()
+    q, k = q.float(), None if k is None else k.float()
+    if k is not None:
+        v = k if p.v_is_k else v
+        k = k if p.key_scale == 1.0 else k * p.key_scale
+        v = v if p.v_norm is None else norms.in_fp32(v, *p.v_norm)
+    for step in ("turn", "norm") if p.norm_last else ("norm", "turn"):
+        if step == "norm":
+            q, k = _normed(q, p.q_norm, p), _normed(k, p.k_norm, p)
+        elif cos is not None and sin is not None:
+            tables = cos[at], sin[at]
+            q, k = turned(q, *tables, p.pairing), None if k is None else turned(k, *tables, p.pairing)
+    if p.position_scale is not None:
+        q = q * position_factors(pos, p.position_scale)
+    heads = [t.to(qkv.dtype).flatten(1) for t in (q, k, v) if t is not None]
+    return torch.cat(heads, 1), gate
+
+
+def _parted(qkv: torch.Tensor, p: Prepared) -> tuple[torch.Tensor, ...]:
+    """q (M, HQ, D), k and v (M, HKV, D) or None, the gate (M, HQ * D) or None."""
+    k = v = gate = None
+    if p.order == "heads":
+        q, k, v = qkv.reshape(qkv.shape[0], p.HQ, 3, p.D).unbind(2)
+        return q, k, v, gate
+    wide = p.HQ * p.D * (2 if p.gated else 1)
+    q, rest = qkv[:, :wide].unflatten(1, (p.HQ, -1)), qkv[:, wide:]
+    if p.gated:
+        q, gate = q[..., : p.D], q[..., p.D :].flatten(1)
+    if p.writes:
+        rest = rest.reshape(qkv.shape[0], -1, p.D)
+        k, v = rest[:, : p.HKV], None if p.v_is_k else rest[:, p.HKV :]
+    return q, k, v, gate
+
+
+def _normed(x: torch.Tensor | None, norm: Norm | None, p: Prepared) -> torch.Tensor | None:
+    if x is None or norm is None:
+        return x
+    return norms.in_fp32(x, *norm) if p.over == "head" else norms.in_fp32(x.flatten(1), *norm).view_as(x)
