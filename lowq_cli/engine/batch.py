@@ -83,7 +83,7 @@ class Batch:
     """Rows of a pass.
 
     ids (M,): their tokens. steps: rows that are one token of a sequence each. pos (R,) int32: the position of the next token of each
-    row of state; a step writes there. angles: cos, sin of each kind of rotation. slots (R,) int64: where the recurrent state of a row
+    row of state; a step writes there. angles: cos, sin of each kind of rotation; of None, tables that turn nothing. slots (R,) int64: where the recurrent state of a row
     is. order (R,) int32: rows with the longest texts first, or None. rectangle or packed: the rows after the steps.
     runs: those by sequence, for recurrent layers.
     """
@@ -92,7 +92,7 @@ class Batch:
     ids: torch.Tensor
     steps: int
     pos: torch.Tensor
-    angles: Mapping[Rope, Tables]
+    angles: Mapping[Rope | None, Tables]
     slots: torch.Tensor | None = None
     order: torch.Tensor | None = None
     rectangle: Rectangle | None = None

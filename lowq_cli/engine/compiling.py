@@ -1,5 +1,6 @@
 """A description of a model as steps: each part of the vocabulary says here which operations it is."""
 
+from dataclasses import astuple, dataclass, replace
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING, Any
 
@@ -7,11 +8,31 @@ import torch
 from torch import nn
 
 from lowq_cli.engine import steps as s
+from lowq_kernels.decode.norms import Norm, normed
+from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.router import RouterFacts
 from lowq_packers.arch import parts as p
 
 if TYPE_CHECKING:
     from lowq_cli.engine.plan import Weights
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A `parts.TokenTable` and its weights: (M, layers, dims) of ids (M,) and their embeddings x (M, H)."""
+
+    part: p.TokenTable
+    rows: torch.Tensor
+    project: nn.Module
+    norm: Norm
+
+    def __call__(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        shape = (-1, self.part.layers, self.part.dims)
+        scale = torch.tensor(self.part.scale, dtype=x.dtype, device=x.device)
+        own = (self.rows[ids].to(x.dtype) * scale).reshape(shape)
+        projected = normed((self.project(x) * self.part.by).reshape(shape), *self.norm)
+        return (projected + own) * 2**-0.5
 
 
 class Compiler:
@@ -45,13 +66,18 @@ class Compiler:
         self.products[-1][role if role not in self.products[-1] else f"{role}_{len(self.products[-1])}"] = layer
         self._emit(s.Product(layer, role))
 
-    def norm(self, part: p.Norm) -> s.NormWeights:
+    def norm(self, part: p.Norm) -> Norm:
         """A norm's tensors."""
         weight = self.weights.vector(f"{part.name}.weight") if part.name else None
         if weight is not None and part.add_one:
             weight = 1.0 + weight.float()  # fp32: 1 + w is what it computes, bf16 would round it
         bias = self.weights.vector(f"{part.name}.bias") if part.bias else None
-        return s.NormWeights(weight, part.eps, part.kind, bias, part.groups)
+        return Norm(weight, part.eps, part.kind, bias, part.groups)
+
+    def token_table(self, part: p.TokenTable) -> "Tokens":
+        """What a model keeps of each token for its layers."""
+        rows, norm = self.weights.vector(f"{part.embed}.weight"), self.norm(part.norm)
+        return Tokens(part, rows, self.weights.linear(part.project), norm)
 
     def _update(self, update: p.Update) -> None:
         self._add_norm(update.norm)
@@ -73,8 +99,8 @@ class Compiler:
         own = None if norm is None else self.norm(norm)
         post = self.norm(last.post) if last and last.post else None
         simple = last is None or (last.scale == 1.0 and not last.after)
-        alike = post is None or (post.plain and own is not None and post.eps == own.eps)
-        if own is not None and own.plain and simple and alike:
+        alike = post is None or (s.is_plain(post) and own is not None and post.eps == own.eps)
+        if own is not None and s.is_plain(own) and simple and alike:
             self._emit(s.AddNorm(own, post.weight if post else None, first=last is None))
             return
         if last is not None:
@@ -87,19 +113,39 @@ class Compiler:
         raise NotImplementedError(type(part).__name__)
 
     @_mixer.register
+    def _(self, part: p.Branch) -> None:
+        if part.norm is not None or part.into != 1.0:
+            self._emit(s.Normed(self.norm(part.norm) if part.norm else None, "in", part.into))
+        self._mixer(part.mixer)
+        if part.post is not None or part.out != 1.0:
+            self._emit(s.Normed(self.norm(part.post) if part.post else None, "y", part.out))
+
+    @_mixer.register
     def _(self, part: p.Attention) -> None:
-        self._product(part.qkv, "qkv")
-        assert part.state
-        self.layer_state[self.number] = self._state(part.state)
-        assert part.rope
-        self.ropes.add(part.rope)
-        q, k = (None if n is None else self.norm(n) for n in (part.q_norm, part.k_norm))
+        self._product(part.qkv, "qkv" if part.shares is None else "q")
+        if part.state is not None:
+            self.layer_state[self.number] = self._state(part.state)
+        index = self.layer_state[self.number if part.shares is None else part.shares]
+        q, k, v = (None if n is None else self.norm(n) for n in (part.q_norm, part.k_norm, part.v_norm))
+        if part.rope is not None:
+            self.ropes.add(part.rope)
+        sinks = self.weights.vector(part.sinks).float() if part.sinks else None
         heads = Heads(
-            part.heads, part.kv_heads, part.dim, part.scale, part.window,
-            q.eps if q else 0.0, q.weight if q else None, k.weight if k else None,
-            self.weights.vector(part.sinks).float() if part.sinks else None,
+            part.heads, part.kv_heads, part.dim, part.scale, part.window, sinks=sinks, softcap=part.softcap, chunk=part.chunk,
+            writes=part.shares is None,
         )  # fmt: skip
-        self._emit(s.Attend(self.layer_state[self.number], heads, part.rope))
+        if _direct(part) and part.rope is not None:
+            norms = {"q_norm": q.weight, "k_norm": k.weight, "eps": q.eps} if q and k else {}
+            self._emit(s.Attend(index, replace(heads, **norms), part.rope))
+        else:
+            scale = part.position_scale and PositionScale(*astuple(part.position_scale))
+            facts = Prepared(
+                part.heads, part.kv_heads, part.dim, part.order, part.gated, part.v_is_k, part.shares is None, q, k, v,
+                part.norm_over, part.norm_last, part.rope.pairing if part.rope else "halves", part.key_scale, scale,
+            )  # fmt: skip
+            self._emit(s.Prepare(facts, part.rope), s.Attend(index, heads, None))
+            if part.gated:
+                self._emit(s.Open("gate"))
         self._product(part.o, "o")
 
     @_mixer.register
@@ -109,14 +155,57 @@ class Compiler:
         self._product(part.down, "down")
 
     @_mixer.register
+    def _(self, part: p.PerLayer) -> None:
+        self._product(part.gate, "per_layer_gate")
+        self._emit(s.Gate(part.act, False), s.TimesToken(part.layer))
+        self._product(part.up, "per_layer_up")
+
+    @_mixer.register
     def _(self, part: p.Experts) -> None:
-        r = part.router
-        weight = self.weights.vector(f"{r.name}.weight")
-        bias = self.weights.vector(f"{r.name}.bias") if r.logits_bias else None
-        experts = self.weights.experts(part)
-        self.products[-1]["experts"] = experts
-        self._emit(s.Experts(experts, (weight, r.top_k, r.normalise, r.rounded, bias)))
+        experts = self.products[-1]["experts"] = self.weights.experts(part)
+        facts = self._router(part.router)
+        around = part.shared is not None or part.latent is not None
+        if around:
+            self._emit(s.Keep("tokens"))
+        self._emit(s.Route(facts, "x" if facts.norm is not None else "y"))
+        if part.latent is not None:
+            self._product(part.latent[0], "latent_down")
+        self._emit(s.Experts(experts, part.weigh_inputs))
+        if part.latent is not None:
+            self._product(part.latent[1], "latent_up")
+        if part.shared is not None:
+            self._emit(s.Keep("routed"), s.Take("tokens"))
+            self._mixer(part.shared)
+            if part.shared_gate:
+                weight = self.weights.vector(f"{part.shared_gate}.weight")
+                self._emit(s.OpenBy(weight, "tokens"))
+            self._emit(s.Keep("routed", add=True), s.Take("routed", last=True))
+        if around:
+            self._emit(s.Drop("tokens"))
+
+    def _router(self, r: p.Router) -> RouterFacts:
+        def vector(name: str) -> torch.Tensor | None:
+            return self.weights.vector(name).flatten() if name else None
+
+        weight, bias = self.weights.vector(f"{r.name}.weight"), f"{r.name}.bias" if r.logits_bias else ""
+        return RouterFacts(
+            weight, r.top_k, r.score, vector(bias), vector(r.bias), r.groups, r.group_score, r.normalise, r.sum_eps, r.factor,
+            r.rounded, self.norm(r.norm) if r.norm else None, vector(r.scale), vector(r.each),
+        )  # fmt: skip
 
     def _state(self, spec: p.Pages | p.Recurrent) -> int:
         self.states.append(spec)
         return len(self.states) - 1
+
+
+def _direct(part: p.Attention) -> bool:
+    """Whether the operation `attend` does all that lies between the products of q, k, v and of o."""
+    q, k = part.q_norm, part.k_norm
+    norms = (q is None and k is None) or (q is not None and k is not None and _of_heads(q) and _of_heads(k) and q.eps == k.eps)
+    turns = part.rope is not None and part.rope.pairing == "halves"
+    odd = part.gated or part.v_is_k or part.norm_last or part.v_norm or part.shares is not None or part.position_scale
+    return norms and turns and not odd and part.order == "parts" and part.norm_over == "head" and part.key_scale == 1.0
+
+
+def _of_heads(n: p.Norm) -> bool:
+    return n.kind == "rms" and bool(n.name) and not n.bias and n.groups == 1

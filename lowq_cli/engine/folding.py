@@ -13,6 +13,7 @@ import torch
 
 from lowq_cli.engine import steps as s
 from lowq_kernels.decode import FoldedProducts, Ops
+from lowq_kernels.decode.norms import Norm
 
 if TYPE_CHECKING:
     from lowq_cli.engine.plan import Plan
@@ -26,7 +27,7 @@ class ProductAdd(s.Step):
 
     layer: Any
     role: str
-    norm: s.NormWeights
+    norm: Norm
     what = "product"
 
     def width(self, before: int) -> int:

@@ -16,6 +16,7 @@ from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.compiling import Compiler
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.engine import weights as of_model
+from lowq_cli.hf.embedding import embed_scale
 from lowq_kernels.decode import Ops, ops
 from lowq_kernels.decode.reference import tile_rows
 from lowq_kernels.modules import dense
@@ -56,8 +57,12 @@ class Plan:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
         self.ops: Ops = ops(device.type)
         self.embedding, self.head = weights.embed, weights.head
+        own = embed_scale(self.embedding) if isinstance(self.embedding, nn.Embedding) else getattr(self.embedding, "scale", None)
+        self.scale = 1.0 if own not in (None, 1.0) else model.embed_scale  # some embeddings multiply by it themselves
         compiled = Compiler(model, weights, dtype)
         self.steps, self.states = compiled.steps, compiled.states
+        self.tokens = compiled.token_table(model.tokens) if model.tokens else None
+        self.embed_norm = compiled.norm(model.embed_norm) if model.embed_norm else None
         named = nn.ModuleList(nn.ModuleDict(products) for products in compiled.products)
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
         self.rotations = _rotations(model, compiled.ropes, config)
@@ -94,12 +99,16 @@ class Plan:
         return f"norms, residual sums and activations are done by the products, which takes config {values} for gate_up"
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings (..., H) of token ids (...)."""
-        return self.embedding(ids)
+        """Embeddings (..., H) of token ids (...), as the first layer takes them."""
+        x = self.embedding(ids)
+        x = x if self.scale == 1.0 else x * self.scale
+        return x if self.embed_norm is None else self.ops.normed(x, *self.embed_norm)
 
     def hidden(self, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]) -> torch.Tensor:
         """Embeddings x (M, H) through every layer and the last norm, (M, H). State is read and written."""
         frame, steps = s.Frame(x.contiguous(), batch, state), self.program(x.shape[0])
+        if self.tokens is not None:
+            frame.kept["table"] = self.tokens(batch.ids, frame.x)
         if steps is not self.steps:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
         for step in steps:
@@ -123,9 +132,11 @@ class Plan:
             logits = cap * torch.tanh(logits.float() / cap)
         return logits
 
-    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope, Tables]:
-        """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length."""
-        return {kind: r.tables(slots, device, self.dtype, length) for kind, r in self.rotations.items()}
+    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | None, Tables]:
+        """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for None."""
+        nothing = torch.empty(slots, 0, dtype=self.dtype, device=device)
+        turned = {kind: r.tables(slots, device, self.dtype, length) for kind, r in self.rotations.items()}
+        return {None: (nothing, nothing), **turned}
 
 
 def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:

@@ -14,7 +14,10 @@ from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_kernels.decode import Ops
+from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.router import RouterFacts
 from lowq_packers.arch.parts import Rope
 
 
@@ -53,27 +56,16 @@ class Step(ABC):
         return ()
 
 
-@dataclass(frozen=True, eq=False)
-class NormWeights:
-    """A norm's tensors: weight (H,) with Gemma's 1 + w already added, or None; bias (H,) or None."""
-
-    weight: torch.Tensor | None
-    eps: float
-    kind: str = "rms"
-    bias: torch.Tensor | None = None
-    groups: int = 1
-
-    @property
-    def plain(self) -> bool:
-        """Whether it is an RMSNorm with a weight and nothing else, which `add_norm` takes."""
-        return self.kind == "rms" and self.weight is not None and self.bias is None and self.groups == 1
+def is_plain(norm: Norm) -> bool:
+    """Whether a norm is an RMSNorm with a weight and nothing else, which `add_norm` takes."""
+    return norm.kind == "rms" and norm.weight is not None and norm.bias is None and norm.groups == 1
 
 
 @dataclass(frozen=True, eq=False)
 class AddNorm(Step):
     """x += y (y normed by `post` first, where there is one), y = norm(x); with `first`, there is nothing to add yet."""
 
-    norm: NormWeights
+    norm: Norm
     post: torch.Tensor | None = None
     first: bool = False
     what = "norm"
@@ -90,32 +82,28 @@ class AddNorm(Step):
 class Add(Step):
     """x <- (x + scale * post(y)) * after."""
 
-    post: NormWeights | None = None
+    post: Norm | None = None
     scale: float = 1.0
     after: torch.Tensor | None = None
     what = "add"
 
     def run(self, f: Frame) -> None:
-        f.ops.add(f.x, f.y if self.post is None else _normed(f, self.post, f.y), self.scale, self.after)
+        f.ops.add(f.x, f.y, self.post, self.scale, self.after)
 
 
 @dataclass(frozen=True, eq=False)
 class Normed(Step):
     """y = norm(source), the source x, y or a kept value; without a norm y is the source."""
 
-    norm: NormWeights | None
+    norm: Norm | None
     source: str = "y"
     by: float = 1.0
     what = "norm"
 
     def run(self, f: Frame) -> None:
         x = f.x if self.source == "x" else f.y if self.source == "y" else f.kept[self.source]
-        x = x if self.norm is None else _normed(f, self.norm, x)
+        x = x if self.norm is None else f.ops.normed(x, *self.norm)
         f.y = x if self.by == 1.0 else x * self.by
-
-
-def _normed(f: Frame, n: NormWeights, x: torch.Tensor) -> torch.Tensor:
-    return f.ops.normed(x, n.weight, n.eps, n.kind, n.bias, n.groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,16 +170,79 @@ class Gate(Step):
 
 
 @dataclass(frozen=True, eq=False)
+class Prepare(Step):
+    """y = q, k, v as `Attend` takes them without norms and rotation, of layers that differ from Llama's; the gate is kept."""
+
+    facts: Prepared
+    rope: Rope | None
+    what = "attention"
+
+    def width(self, before: int) -> int:
+        return (self.facts.HQ + 2 * self.facts.HKV * self.facts.writes) * self.facts.D
+
+    def run(self, f: Frame) -> None:
+        tables = (None, None) if self.rope is None else f.batch.angles[self.rope]
+        f.y, gate = f.ops.prepare(f.y, self.facts, f.batch.positions, *tables)
+        if gate is not None:
+            f.kept["gate"] = gate
+
+
+@dataclass(frozen=True, eq=False)
+class Open(Step):
+    """y *= sigmoid(a kept value), which is let go."""
+
+    name: str
+    what = "activation"
+
+    def run(self, f: Frame) -> None:
+        f.y = f.ops.opened(f.y, f.kept.pop(self.name))
+
+
+@dataclass(frozen=True, eq=False)
+class OpenBy(Step):
+    """y *= sigmoid(x w^T) with w (1, H) and x a kept value."""
+
+    weight: torch.Tensor
+    name: str
+    what = "activation"
+
+    def run(self, f: Frame) -> None:
+        f.y = f.ops.opened(f.y, nn.functional.linear(f.kept[self.name], self.weight))
+
+
+@dataclass(frozen=True, eq=False)
+class Drop(Step):
+    """A kept value is let go."""
+
+    name: str
+    what = "add"
+
+    def run(self, f: Frame) -> None:
+        del f.kept[self.name]
+
+
+@dataclass(frozen=True, eq=False)
+class TimesToken(Step):
+    """y *= what the token's own table says for this layer."""
+
+    layer: int
+    what = "activation"
+
+    def run(self, f: Frame) -> None:
+        f.y = f.y * f.kept["table"][:, self.layer]
+
+
+@dataclass(frozen=True, eq=False)
 class Attend(Step):
-    """Attention of y = q, k, v; the layer's keys and values are state number `index`."""
+    """Attention of y = q, k, v; the layer's keys and values are state number `index`. rope None: nothing is turned here."""
 
     index: int
     heads: Heads
-    rope: Rope
+    rope: Rope | None
     what = "attention"
 
     @property
-    def state(self) -> Sequence[int]:
+    def state(self) -> Sequence[int]:  # type: ignore[override]
         return (self.index,)
 
     def width(self, before: int) -> int:
@@ -199,7 +250,7 @@ class Attend(Step):
 
     def compiled_for(self) -> tuple[object, ...]:
         h = self.heads
-        return h.HQ, h.HKV, h.D, h.window > 0, h.q_norm is None, h.sinks is None, self.rope.dims
+        return h.HQ, h.HKV, h.D, h.window > 0, h.q_norm is None, h.sinks is None, h.beyond, self.rope and self.rope.dims
 
     def run(self, f: Frame) -> None:
         held = f.state[self.index]
@@ -208,12 +259,30 @@ class Attend(Step):
 
 
 @dataclass(frozen=True, eq=False)
+class Route(Step):
+    """Which experts a token visits, and their weights, kept for `Experts`. source: y, or x where the router norms for itself."""
+
+    facts: RouterFacts
+    source: str = "y"
+    what = "router"
+
+    def compiled_for(self) -> tuple[object, ...]:
+        return self.facts.top_k, self.facts.weight.shape, self.facts.beyond
+
+    def run(self, f: Frame) -> None:
+        f.kept["ids"], f.kept["weights"] = f.ops.route_by(f.x if self.source == "x" else f.y, self.facts)
+
+
+@dataclass(frozen=True, eq=False)
 class Experts(Step):
-    """y = the weighted sum of a token's experts. route: what `ops.route` takes after x."""
+    """y = the weighted sum of a token's experts. weigh_inputs: the weights multiply what the one expert of a token is given."""
 
     experts: Any
-    route: tuple[Any, ...]
+    weigh_inputs: bool = False
     what = "experts"
 
     def run(self, f: Frame) -> None:
-        f.y = self.experts(f.y, *f.ops.route(f.y, *self.route))
+        ids, weights, x = f.kept.pop("ids"), f.kept.pop("weights"), f.y
+        if self.weigh_inputs:
+            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
+        f.y = self.experts(x, ids, weights)
