@@ -24,6 +24,7 @@ from lowq_cli.engine.rope import Tables
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.state import BLOCK, PIECE, ring, static_state, tensors_of
 from lowq_cli.engine.stream import nothing
+from lowq_kernels.decode import Ops
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.arch.parts import Rope
@@ -50,7 +51,6 @@ class NativeDecoder:
         self.ahead = self.device.type == "cuda"
         self.graphs = graphs and self.ahead
         self.reason = "" if self.graphs or not self.ahead else "without CUDA graphs, as asked"
-        self.ops = self.plan.ops
         self.slots = self.batch = 0
         self.captured: dict[Sampling, Captured] = {}
         self.run: Captured | None = None
@@ -59,6 +59,11 @@ class NativeDecoder:
         self.written = 0  # tokens of the longest text that the cache was given
         self.snapshot: list[torch.Tensor] = []  # the recurrent states after the last prompts
         self.chunk = sys.maxsize  # prompt tokens of a text in one pass
+
+    @property
+    def ops(self) -> Ops:
+        """The operations of its device."""
+        return self.plan.ops
 
     @property
     def linears(self) -> nn.Module:

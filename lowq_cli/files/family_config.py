@@ -14,6 +14,7 @@ from lowq_packers.arch.parts import Model
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # kinds of rotary angles
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # one field by the names that versions gave it
 STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
 BY_TYPE = (FULL, SLIDING)
 
@@ -60,7 +61,9 @@ def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
 def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if family.defaults is None:
         raise NotPlain(f"configs of {family.model_type} are read by transformers")
-    fields = {**family.defaults, **{k: v for k, v in raw.items() if k != "quantization_config"}}
+    given = {k: v for k, v in raw.items() if k != "quantization_config"}
+    experts = next((given[name] for name in EXPERTS if name in given), None)
+    fields = {**family.defaults, **({} if experts is None else dict.fromkeys(EXPERTS, experts)), **given}
     for name in SIZES:
         if type(fields.get(name)) is not int or fields[name] < 1:
             raise NotPlain(f"config.json has no {name}")
@@ -68,6 +71,8 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         raise NotPlain("config.json has more layers than the files have tensors")
     if not isinstance(fields.get("rms_norm_eps", 1e-6), float):
         raise NotPlain("config.json has no rms_norm_eps")
+    if fields.get("is_causal") is False or fields.get("use_bidirectional_attention") is True:
+        raise NotPlain("attention that is not causal")
     heads = fields["num_attention_heads"]
     fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
     fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads

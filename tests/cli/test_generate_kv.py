@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_generate_fused import TOKENIZER, build, prompts, tokens
+from test_generate_native import TOKENIZER, build, prompts, tokens
 
 from lowq_cli import main
 from lowq_cli.engine import stream

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_generate_fused import SMALL, TOKENIZER, prompts
+from test_generate_native import SMALL, TOKENIZER, prompts
 
 from lowq_cli.engine import plan, rope, stream
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_kernels.decode import kv
+from lowq_packers.arch.parts import Rope, walk
 from lowq_packers.errors import DamagedError, UsageError
 
 CPU = torch.device("cpu")
@@ -54,8 +55,9 @@ def configs(name):
 
     family, more, reached = KINDS[name]
     raw = SMALL | {"max_position_embeddings": LIMIT, "rms_norm_eps": 1e-6, "model_type": family} | copy.deepcopy(more)
-    ours, known = read_config(copy.deepcopy(raw), 100)
-    return ours, CONFIG_MAPPING[family].from_dict(raw), known, reached
+    ours, described, _ = read_config(copy.deepcopy(raw), 100)
+    (turned,) = {part for part in walk(described) if isinstance(part, Rope)}
+    return ours, CONFIG_MAPPING[family].from_dict(raw), turned, reached
 
 
 def build(name, seed=7):
@@ -72,11 +74,11 @@ def build(name, seed=7):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_angles_are_those_of_transformers_at_every_length(name):
-    ours, theirs, known, _ = configs(name)
+    ours, theirs, turned, _ = configs(name)
     model = build(name)
     assert plan.why_not(model) is None
     for config in (ours, theirs):
-        turning = rope.Rotation(config.rope_parameters, 16, config.max_position_embeddings, known.partial_rope)
+        turning = rope.Rotation(config.rope_parameters, turned.dims, turned.of, config.max_position_embeddings)
         for dtype in (torch.float32, torch.bfloat16):
             x, steps = torch.empty(0, dtype=dtype), turning.tables(LIMIT, CPU, dtype)
             for n in (1, WAS - 1, WAS, WAS + 1, WAS + 2, 39, LIMIT):
@@ -188,7 +190,7 @@ def test_angles_that_are_none_are_an_error(scaling):
     """torch's attention made zeros of queries that are NaN, so a text came out; a factor too few was an internal error."""
     given = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": WAS} | scaling
     with pytest.raises(DamagedError, match=r"rope_parameters in config\.json give"):
-        rope.Rotation(given, 16, LIMIT, False).tables(99, CPU, torch.float32, 99)
+        rope.Rotation(given, 16, 0, LIMIT).tables(99, CPU, torch.float32, 99)
 
 
 @pytest.mark.parametrize("given", ["x", [1], {"full_attention": {"rope_theta": 1e4}}], ids=str)
