@@ -201,7 +201,7 @@ def test_a_layer_without_rotation_and_with_a_scale_of_positions():
 @torch.no_grad()
 def test_queries_alone_attend_to_the_keys_of_another_layer():
     """Gemma 4's small models: layers that share."""
-    own, p, _, qkv_of, more = gemma4(attention_k_eq_v=False, num_kv_shared_layers=2)
+    own, p, _, _, more = gemma4(attention_k_eq_v=False, num_kv_shared_layers=2)
     p = dataclasses.replace(p, v_is_k=False)
     config = own.config
     sharing = redrawn(Gemma4TextAttention(config, 3))
@@ -214,7 +214,7 @@ def test_queries_alone_attend_to_the_keys_of_another_layer():
     pos = torch.arange(START, START + T)
     caches = [torch.zeros(1, HKV, S, D) for _ in range(2)]
     nothing = prepare.unrotated(S, D, x)
-    rows = prepare.prepare(qkv_of_three(own, x[0, 0]), p, pos, a.cos(), a.sin())[0]
+    rows = prepare.prepare(qkv_of(own, x[0, 0]), p, pos, a.cos(), a.sin())[0]
     reference.attend_prompt(rows[None], *caches, 0, *nothing, reference.Heads(HQ, HKV, D, 1.0))
     before = [c.clone() for c in caches]
     alone = Prepared(HQ, HKV, D, writes=False, q_norm=Norm(sharing.q_norm.weight, EPS))
@@ -224,10 +224,6 @@ def test_queries_alone_attend_to_the_keys_of_another_layer():
     y = reference.attend_prompt(q[None], *caches, 0, *nothing, h)[0]
     assert error(sharing.o_proj(y), wanted) < 1e-6
     assert all(map(torch.equal, caches, before))
-
-
-def qkv_of_three(m, x):
-    return torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], -1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
