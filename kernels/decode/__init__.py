@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lowq_kernels.decode import activation, norms, prepare, reference, router
+from lowq_kernels.decode.recurrent import Mixer, delta, dispatched, mamba2, short_conv
 from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.optional import optional
 
@@ -72,6 +73,9 @@ class Ops:
     normed: Callable[..., torch.Tensor] = norms.normed
     add: Callable[..., None] = norms.add
     prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepare.prepare
+    delta: Mixer = delta.DEFINITION
+    mamba2: Mixer = mamba2.DEFINITION
+    short_conv: Mixer = short_conv.DEFINITION
     fold: FoldedProducts | None = None
 
 
@@ -96,4 +100,6 @@ def ops(device_type: str) -> Ops:
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
-    return Ops("triton", elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by, fold=folding)
+    mixers = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
+    plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
+    return Ops("triton", *plain, fold=folding, **mixers)

@@ -155,7 +155,7 @@ def attend(
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
     if table is not None:
         if h.writes:
-            _write(k_cache, v_cache, k, v, table, torch.arange(B, device=pos.device), at)
+            write(k_cache, v_cache, k, v, table, torch.arange(B, device=pos.device), at)
         one = ((row, place, q[row, :, None]) for row, place in enumerate(at.tolist()))
         return torch.cat([_causal(*each, k_cache, v_cache, table, h) for each in one])
     places = at.tolist()
@@ -167,7 +167,7 @@ def attend(
     plain = min(places) == n - 1 and not h.first(n - 1)
     bias = None if plain else mask[:, None, None]
     k_all, v_all = k_cache[:, :, :n], v_cache[:, :, :n]
-    y = _softmax_product(q.to(k_all.dtype), k_all, v_all, bias, h)
+    y = softmax_product(q.to(k_all.dtype), k_all, v_all, bias, h)
     return y.reshape(B, h.HQ * h.D).to(qkv.dtype)
 
 
@@ -190,16 +190,16 @@ def attend_fixed(
     if h.writes and table is None:
         k_cache[rows, :, at], v_cache[rows, :, at] = k, v
     elif h.writes and table is not None:
-        _write(k_cache, v_cache, k, v, table, rows, at)
-    k_all, v_all, seen = _gathered((k_cache, v_cache), at, h, table)
+        write(k_cache, v_cache, k, v, table, rows, at)
+    k_all, v_all, seen = gathered((k_cache, v_cache), at, h, table)
     mask = h.visible(seen, at[:, None])
     k_all, v_all = (torch.where(mask[:, None, :, None], t, 0) for t in (k_all, v_all))
     q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D).to(k_all.dtype)
-    y = _softmax_product(q, k_all, v_all, mask[:, None, None], h)
+    y = softmax_product(q, k_all, v_all, mask[:, None, None], h)
     return y.reshape(B, h.HQ * h.D).to(qkv.dtype)
 
 
-def _gathered(
+def gathered(
     caches: tuple[Cache, Cache], at: torch.Tensor, h: Heads, table: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values (B, HKV, n, D) that tokens at slots `at` (B,) may see, and those slots (B, n), some past the last."""
@@ -244,7 +244,7 @@ def attend_prompt(
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k_all, v_all, is_causal=True, scale=h.scale)
     else:
         mask = h.visible(torch.arange(end, device=qkv.device), torch.arange(start, end, device=qkv.device)[:, None])
-        y = _softmax_product(q.transpose(1, 2), k_all, v_all, mask, h)
+        y = softmax_product(q.transpose(1, 2), k_all, v_all, mask, h)
     return y.transpose(1, 2).reshape(B, T, h.HQ * h.D).to(qkv.dtype)
 
 
@@ -255,7 +255,7 @@ def attend_packed(
     at = p.pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
     if h.writes:
-        _write(k_cache, v_cache, k, v, p.table, p.rows.long(), at)
+        write(k_cache, v_cache, k, v, p.table, p.rows.long(), at)
     y = torch.zeros(q.shape[0], h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     for first, end in p.tiles.tolist():
         if first < end:
@@ -264,7 +264,7 @@ def attend_packed(
     return y
 
 
-def _write(
+def write(
     k_cache: Cache,
     v_cache: Cache,
     k: torch.Tensor,
@@ -287,19 +287,19 @@ def _causal(
     end = place + T
     begin = h.first(place) // BLOCK
     blocks = table[row, begin : -(-end // BLOCK)].long()
-    k, v = (_slots(c, blocks)[:, : end - begin * BLOCK] for c in (k_cache, v_cache))
+    k, v = (slots_of(c, blocks)[:, : end - begin * BLOCK] for c in (k_cache, v_cache))
     dtype, q = q.dtype, q.to(k.dtype)
     seen, own = torch.arange(begin * BLOCK, end, device=q.device), torch.arange(place, end, device=q.device)[:, None]
     mask = h.visible(seen, own)
     if T == 1:  # the queries of one key head side by side: one product for all of them
         q, bias = q.reshape(1, h.HKV, h.HQ // h.HKV, h.D), mask if h.span else None
-        return _softmax_product(q, k[None], v[None], bias, h).reshape(1, h.HQ * h.D).to(dtype)
+        return softmax_product(q, k[None], v[None], bias, h).reshape(1, h.HQ * h.D).to(dtype)
     k, v = (c.repeat_interleave(h.HQ // h.HKV, 0)[None] for c in (k, v))
-    y = _softmax_product(q[None], k, v, mask, h)[0]
+    y = softmax_product(q[None], k, v, mask, h)[0]
     return y.transpose(0, 1).reshape(T, h.HQ * h.D).to(dtype)
 
 
-def _softmax_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, h: Heads) -> torch.Tensor:
+def softmax_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, h: Heads) -> torch.Tensor:
     """Attention of q (B, rows, columns, D), HQ heads one after another, where `mask` is true; sinks as one slot more."""
     if h.softcap:
         return _capped(q, k, v, mask, h)
@@ -314,7 +314,7 @@ def _softmax_product(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: to
 
 
 def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, h: Heads) -> torch.Tensor:
-    """As `_softmax_product`, of scores that are held within the soft cap."""
+    """As `softmax_product`, of scores that are held within the soft cap."""
     scores = h.softcap * torch.tanh(q.float() @ k.float().transpose(-1, -2) * (h.scale / h.softcap))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
@@ -324,7 +324,7 @@ def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
     return (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
 
 
-def _slots(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
+def slots_of(cache: Cache, blocks: torch.Tensor) -> torch.Tensor:
     """The slots of these blocks one after another, (HKV, n * BLOCK, D): a view of blocks that lie side by side in memory."""
     if isinstance(cache, Coded):
         return cache[blocks].transpose(0, 1).flatten(1, 2)

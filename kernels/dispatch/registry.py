@@ -26,7 +26,10 @@ from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme, ZeroKind
 from lowq_packers.scheme import TABLES as TABLE_KINDS
 
 Config = dict[str, int]
-Op = Literal["product", "fp8_product", "attend", "prompt", "route", "experts", "folded", "dense"]
+Op = Literal[
+    "product", "fp8_product", "dense", "folded", "attend", "prompt", "latent", "delta", "mamba2", "short_conv", "route",
+    "experts",
+]  # fmt: skip
 Launch = Callable[..., torch.Tensor]  # the operands of its operation, then the config
 ANY_M = (1, 1 << 62)
 ANY_TABLE = ("", *TABLE_KINDS)

@@ -259,7 +259,7 @@ def test_a_sink_takes_its_share_of_the_softmax():
         randn(1, 1, 5, 8, dtype=torch.float32),
     )
     sinks = torch.tensor([1.5, -0.5], device=DEVICE)
-    y = reference._softmax_product(q.transpose(1, 2), k, v, None, reference.Heads(2, 1, 8, 0.3, sinks=sinks))
+    y = reference.softmax_product(q.transpose(1, 2), k, v, None, reference.Heads(2, 1, 8, 0.3, sinks=sinks))
     for head in range(2):
         p = (q[0, head, 0] @ k[0, 0].T * 0.3).exp()
         assert error(y[0, 0, head], p @ v[0, 0] / (p.sum() + sinks[head].exp())) < 1e-5

@@ -1,0 +1,70 @@
+"""Mixers that remember tensors of a fixed size of a sequence: gated delta, Mamba2, short convolutions. Definitions, in torch.
+
+Each has a record of facts and weights, and two forms of one operation, in place on the states, which are tensors (slots, ...)
+by name, as `parts.Recurrent` names them; zeros are a new sequence's:
+
+    step  x (B, N), slots (B,) int64: one token of each of B sequences, by operations that a CUDA graph can hold
+    run   x (T, N), slot int: the next T tokens of one sequence; with any cut of a text into runs the same, up to rounding
+
+x is what the mixer's input product gives, y (B or T, features) what its output product reads: norm and gate are included. All
+is in fp32, and rounded once to x's dtype; what is remembered of a convolution is rounded to the dtype that it is held in.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lowq_kernels.dispatch.registry import AnyCall, select
+
+States = Mapping[str, torch.Tensor]
+CHUNK = 64  # tokens whose effects on one another are matrix products
+SEGMENT = 1024  # tokens at once: what stands between products of a longer run does not fit
+
+
+class Facts(Protocol):
+    """What a record of a mixer says of a call."""
+
+    def call(self, x: torch.Tensor, run: bool) -> AnyCall: ...
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Both forms of one mixer."""
+
+    step: Callable[..., torch.Tensor]
+    run: Callable[..., torch.Tensor]
+
+    def either(self, x: torch.Tensor, f: Any, states: States, slots: torch.Tensor | int, *config: Any) -> torch.Tensor:
+        """The form that `slots` asks for, as a kernel of the registry."""
+        return (self.run if isinstance(slots, int) else self.step)(x, f, states, slots)
+
+
+def dispatched(x: torch.Tensor, f: Facts, states: States, slots: torch.Tensor | int) -> torch.Tensor:
+    """Either form, by the kernel that dispatch chooses: launch(x, facts, states, slots, config) -> y."""
+    spec, config = select(f.call(x, isinstance(slots, int)))
+    return spec.launch(x, f, states, slots, config)
+
+
+def chunked(x: torch.Tensor, size: int) -> torch.Tensor:
+    """(T, heads, ...) -> (heads, chunks, size, ...), zeros after the last token."""
+    pad = -x.shape[0] % size
+    if pad:
+        x = torch.cat((x, x.new_zeros(pad, *x.shape[1:])))
+    return x.unflatten(0, (-1, size)).movedim(2, 0)
+
+
+def unchunked(y: torch.Tensor, T: int) -> torch.Tensor:
+    """(heads, chunks, size, dim) -> (T, heads, dim)."""
+    return y.flatten(1, 2)[:, :T].transpose(0, 1)
+
+
+def decays(log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of tokens' decays of the state in log space, (heads, chunks, size): those from a chunk's begin to its tokens, from its
+    tokens to its end, and from token j to token i (heads, chunks, size, size), 0 for j > i. The sums are in fp64: what is used
+    are differences of large ones."""
+    total = log.double().cumsum(-1)
+    between = (total[..., :, None] - total[..., None, :]).tril()
+    after = torch.ones(between.shape[-2:], dtype=torch.bool, device=log.device).triu(1)
+    return total.float().exp(), (total[..., -1:] - total).float().exp(), between.float().exp().masked_fill(after, 0)

@@ -1,0 +1,390 @@
+"""Gated delta, Mamba2 and short convolutions: steps and runs against a loop in fp64 and against transformers' modules."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import FalconH1Config, GraniteMoeHybridConfig, Lfm2Config, NemotronHConfig, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Mixer, compute_mup_vector
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from emulation import error
+from lowq_kernels.decode import ops, recurrent
+from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.recurrent import delta, mamba2, short_conv
+from lowq_kernels.decode.recurrent.delta import Delta
+from lowq_kernels.decode.recurrent.mamba2 import Mamba2
+from lowq_kernels.decode.recurrent.short_conv import ShortConv
+from lowq_kernels.dispatch.registry import select
+
+EPS, SLOTS = 1e-5, 5
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(17)
+
+
+def a_delta(k_heads=2, v_heads=4, k_dim=16, v_dim=24, width=4, grouped=False, bias=False):
+    C = 2 * k_heads * k_dim + v_heads * v_dim
+    a_log = torch.rand(v_heads).mul(16).add(0.01).log()
+    return Delta(
+        k_heads, v_heads, k_dim, v_dim, grouped, torch.randn(C, width) / 2, torch.randn(C) if bias else None, a_log,
+        torch.randn(v_heads) - 3, Norm(torch.randn(v_dim), EPS),
+    )  # fmt: skip
+
+
+def a_mamba2(heads=4, dim=8, groups=2, N=12, width=4, bias=True, norm=True, **more):
+    C = heads * dim + 2 * groups * N
+    weight = Norm(torch.randn(heads * dim), EPS, groups=groups) if norm else None
+    return Mamba2(
+        heads, dim, groups, N, torch.randn(C, width) / 2, torch.randn(C) if bias else None, torch.rand(heads).mul(9).log(),
+        torch.randn(heads), torch.randn(heads), weight, **more,
+    )  # fmt: skip
+
+
+CASES = {
+    "delta": a_delta,
+    "delta, grouped": lambda: a_delta(grouped=True),
+    "delta, odd sizes": lambda: a_delta(3, 9, 5, 7, 3, True, True),
+    "delta, a key head each": lambda: a_delta(4, 4, 8, 8, 2),
+    "mamba2": a_mamba2,
+    "mamba2, gate last": lambda: a_mamba2(gate_last=True),
+    "mamba2, no norm": lambda: a_mamba2(norm=False, bias=False),
+    "mamba2, constants": lambda: a_mamba2(6, 5, 3, 7, 3, scales=(0.5, 1.7, 0.6, 1.3, 0.8)),
+    "mamba2, limits of dt": lambda: a_mamba2(dt=(0.4, 0.9)),
+    "short_conv": lambda: ShortConv(torch.randn(20, 3), torch.randn(20)),
+    "short_conv, wide": lambda: ShortConv(torch.randn(9, 5), None),
+    "short_conv of one token": lambda: ShortConv(torch.randn(9, 1), None),
+}
+
+
+def kind(f):
+    return {Delta: delta, Mamba2: mamba2, ShortConv: short_conv}[type(f)]
+
+
+def features(f):
+    if isinstance(f, Delta):
+        return 2 * f.k_heads * f.k_dim + 2 * f.v_heads * f.v_dim + 2 * f.v_heads
+    return f.heads * f.dim + f.weight.shape[0] + f.heads if isinstance(f, Mamba2) else 3 * f.weight.shape[0]
+
+
+def states(f, slots=SLOTS):
+    """Of new sequences."""
+    shapes = {"conv": (f.weight.shape[0], f.weight.shape[1] - 1)}
+    if not isinstance(f, ShortConv):
+        shapes["S"] = (f.v_heads, f.k_dim, f.v_dim) if isinstance(f, Delta) else (f.heads, f.dim, f.N)
+    return {name: torch.zeros(slots, *shape) for name, shape in shapes.items()}
+
+
+def convolved(x, f, t):
+    """Of inputs x (T, C) fp64 the convolution at token t."""
+    y = torch.zeros(x.shape[1], dtype=torch.float64)
+    for i in range(f.weight.shape[1]):
+        at = t - (f.weight.shape[1] - 1) + i
+        y += f.weight[:, i].double() * (x[at] if at >= 0 else 0)
+    return y if f.bias is None else y + f.bias.double()
+
+
+def rms(y, norm):
+    parts = y.reshape(norm.groups, -1)
+    return (parts / (parts.square().mean(-1, keepdim=True) + norm.eps).sqrt()).reshape(-1) * norm.weight.double()
+
+
+def truth_delta(x, f):
+    """A loop over tokens and heads in fp64."""
+    per, C = f.v_heads // f.k_heads, f.weight.shape[0]
+    if f.grouped:
+        each = 2 * f.k_dim + 2 * per * f.v_dim
+        by_head = [
+            x[:, h * each : (h + 1) * each].split((f.k_dim, f.k_dim, per * f.v_dim, per * f.v_dim), 1) for h in range(f.k_heads)
+        ]
+        q, k, v, z = (torch.cat([head[i] for head in by_head], 1) for i in range(4))
+        ba = [x[:, f.k_heads * each + 2 * per * h :][:, : 2 * per] for h in range(f.k_heads)]
+        b, a = torch.cat([t[:, :per] for t in ba], 1), torch.cat([t[:, per:] for t in ba], 1)
+        mixed = torch.cat((q, k, v), 1)
+    else:
+        mixed, z, b, a = x.split((C, f.v_heads * f.v_dim, f.v_heads, f.v_heads), 1)
+    S, ys = [torch.zeros(f.k_dim, f.v_dim, dtype=torch.float64) for _ in range(f.v_heads)], []
+    for t in range(x.shape[0]):
+        c, y = F.silu(convolved(mixed, f, t)), []
+        for h in range(f.v_heads):
+            q, k = (c[s:][h // per * f.k_dim :][: f.k_dim] for s in (0, f.k_heads * f.k_dim))
+            q, k = (u / (u.square().sum() + 1e-6).sqrt() for u in (q, k))
+            v = c[2 * f.k_heads * f.k_dim + h * f.v_dim :][: f.v_dim]
+            S[h] = S[h] * torch.exp(-f.a_log[h].double().exp() * F.softplus(a[t, h] + f.dt_bias[h].double()))
+            S[h] = S[h] + torch.outer(k, torch.sigmoid(b[t, h]) * (v - S[h].T @ k))
+            y.append(rms(S[h].T @ q / f.k_dim**0.5, f.norm) * F.silu(z[t, h * f.v_dim :][: f.v_dim]))
+        ys.append(torch.cat(y))
+    return torch.stack(ys)
+
+
+def truth_mamba2(x, f):
+    inner, BC = f.heads * f.dim, f.groups * f.N
+    z, u, B, C, dt = (t * s for t, s in zip(x.split((inner, inner, BC, BC, f.heads), 1), f.scales, strict=True))
+    mixed, S, ys = torch.cat((u, B, C), 1), torch.zeros(f.heads, f.dim, f.N, dtype=torch.float64), []
+    for t in range(x.shape[0]):
+        c, y = F.silu(convolved(mixed, f, t)), []
+        for h in range(f.heads):
+            u, g = c[h * f.dim :][: f.dim], h // (f.heads // f.groups)
+            B, C = (c[start + g * f.N :][: f.N] for start in (inner, inner + BC))
+            step = F.softplus(dt[t, h] + f.dt_bias[h].double()).clamp(*f.dt)
+            S[h] = S[h] * torch.exp(-step * f.a_log[h].double().exp()) + torch.outer(step * u, B)
+            y.append(S[h] @ C + f.d[h].double() * u)
+        y, gate = torch.cat(y), F.silu(z[t])
+        ys.append(y * gate if f.norm is None else rms(y, f.norm) * gate if f.gate_last else rms(y * gate, f.norm))
+    return torch.stack(ys)
+
+
+def truth(x, f):
+    x = x.double()
+    if isinstance(f, ShortConv):
+        B, C, u = x.chunk(3, 1)
+        return torch.stack([C[t] * convolved(B * u, f, t) for t in range(x.shape[0])])
+    return truth_delta(x, f) if isinstance(f, Delta) else truth_mamba2(x, f)
+
+
+def pieces(x, f, cuts, slot=3):
+    """y of runs of x, cut at these places, of a sequence in one slot among others that hold NaN."""
+    held = states(f)
+    for t in held.values():
+        t[torch.arange(SLOTS) != slot] = float("nan")
+    places = [0, *cuts, x.shape[0]]
+    y = torch.cat([kind(f).run(x[a:b], f, held, slot) for a, b in zip(places, places[1:], strict=False)])
+    assert all(t[torch.arange(SLOTS) != slot].isnan().all() for t in held.values())
+    return y, {name: t[slot] for name, t in held.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_and_runs(name):
+    f = CASES[name]()
+    T = 70
+    x = torch.randn(2, T, features(f))
+    wanted = torch.stack([truth(one, f) for one in x])
+    held, slots = states(f), torch.tensor([4, 1])
+    for t in held.values():
+        t[[0, 2, 3]] = float("nan")
+    y = torch.stack([kind(f).step(x[:, t], f, held, slots) for t in range(T)], 1)
+    assert error(y, wanted) < 1e-5
+    assert all(t[[0, 2, 3]].isnan().all() for t in held.values())
+    for cuts in ((), (1,), (2, 3, 4), (64,), (63, 65), (1, 2, 30, 69)):
+        for b, slot in enumerate(slots.tolist()):
+            run, after = pieces(x[b], f, cuts)
+            assert error(run, wanted[b]) < 1e-5, cuts
+            assert all(error(t, held[n][slot]) < 1e-5 or not t.numel() for n, t in after.items()), cuts
+
+
+@pytest.mark.parametrize("name", ["delta, grouped", "mamba2", "short_conv"])
+def test_runs_of_several_segments_cut_at_random(name):
+    f = CASES[name]()
+    T = recurrent.SEGMENT + 133
+    x = torch.randn(T, features(f))
+    whole, after = pieces(x, f, ())
+    for _ in range(3):
+        y, other = pieces(x, f, sorted(torch.randint(1, T, (4,)).tolist()))
+        assert error(y, whole) < 1e-5
+        assert all(error(other[n], after[n]) < 1e-5 for n in after)
+    held, slots = states(f), torch.tensor([2])
+    y = torch.cat([kind(f).step(x[t : t + 1], f, held, slots) for t in range(T)])
+    assert error(whole, y) < 1e-5
+    forgetful, _ = pieces(x[700:], f, ())
+    assert not error(forgetful[:5], whole[700:705]) < 1e-3  # the state matters
+
+
+def test_decays_that_forget_at_once_and_those_that_never_do():
+    f = dataclasses.replace(
+        a_delta(), a_log=torch.tensor([-20.0, 4.0, 5.0, 0.0]), dt_bias=torch.tensor([0.0, 8.0, -9.0, -30.0])
+    )
+    x = torch.randn(200, features(f)) * 2
+    assert error(pieces(x, f, ())[0], truth(x, f)) < 1e-5
+    m = dataclasses.replace(
+        a_mamba2(), a_log=torch.tensor([-20.0, 4.0, 5.0, 0.0]), dt_bias=torch.tensor([0.0, 8.0, -9.0, -30.0])
+    )
+    x = torch.randn(200, features(m)) * 2
+    assert error(pieces(x, m, ())[0], truth(x, m)) < 1e-5
+
+
+def changed(f):
+    """Facts taken out, one at a time."""
+    if isinstance(f, Delta):
+        facts = {"grouped": not f.grouped, "dt_bias": f.dt_bias * 0, "a_log": f.a_log * 0, "norm": f.norm._replace(eps=0.5)}
+    elif isinstance(f, Mamba2):
+        facts = {
+            "gate_last": not f.gate_last,
+            "dt": (0.0, 0.2),
+            "d": f.d * 0,
+            "a_log": f.a_log * 0,
+            "norm": None,
+            "dt_bias": f.dt_bias * 0,
+        }
+        facts |= {f"scales{i}": tuple(2.0 if i == j else s for j, s in enumerate(f.scales)) for i in range(5)}
+        facts["norm groups"] = f.norm._replace(groups=1) if f.norm else None
+    else:
+        facts = {}
+    facts["bias"] = torch.ones(f.weight.shape[0])
+    return [(name, dataclasses.replace(f, **{name.split()[0].rstrip("01234"): value})) for name, value in facts.items()]
+
+
+@pytest.mark.parametrize("name", ["delta", "delta, grouped", "mamba2", "mamba2, gate last", "short_conv"])
+def test_each_fact_matters(name):
+    f = CASES[name]()
+    x = torch.randn(20, features(f))
+    wanted = truth(x, f)
+    for fact, other in changed(f):
+        assert error(pieces(x, other, (7,))[0], wanted) > 1e-3, fact
+        slot = torch.tensor([0])
+        held = states(f)
+        y = torch.cat([kind(f).step(x[t : t + 1], other, held, slot) for t in range(20)])
+        assert error(y, wanted) > 1e-3, fact
+
+
+def test_rounded_once():
+    for name in ("delta", "mamba2", "short_conv"):
+        f = CASES[name]()
+        x = torch.randn(9, features(f)).bfloat16()
+        held = states(f)
+        held["conv"] = held["conv"].bfloat16()
+        y = kind(f).run(x, f, held, 0)
+        assert y.dtype == torch.bfloat16
+        if name != "short_conv":  # whose products are remembered rounded
+            assert torch.equal(y, kind(f).run(x.float(), f, states(f), 0).bfloat16())
+        parts = states(f)
+        parts["conv"] = parts["conv"].bfloat16()
+        again = torch.cat([kind(f).run(x[:4], f, parts, 0), kind(f).run(x[4:], f, parts, 0)])
+        assert error(again, y) < 4e-3
+        assert torch.equal(parts["conv"], held["conv"])
+
+
+def redrawn(module):
+    for name, t in module.named_parameters():
+        t.data = torch.randn(t.shape) * (0.5 if "conv" in name else t.shape[-1] ** -0.5 if t.dim() > 1 else 1)
+    return module.eval()
+
+
+def delta_of(m, grouped):
+    conv = m.conv1d.weight[:, 0]
+    sizes = (m.num_k_heads, m.num_v_heads, m.head_k_dim, m.head_v_dim)
+    return Delta(*sizes, grouped, conv, m.conv1d.bias, m.A_log, m.dt_bias, Norm(m.norm.weight, m.layer_norm_epsilon))
+
+
+LINEAR = {
+    "hidden_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": EPS,
+}  # fmt: skip
+
+
+def qwen3_next():
+    m = redrawn(Qwen3NextGatedDeltaNet(Qwen3NextConfig(**LINEAR), 0))
+    return m, delta_of(m, True), lambda x: torch.cat((m.in_proj_qkvz(x), m.in_proj_ba(x)), -1), m.out_proj
+
+
+def qwen3_5():
+    m = redrawn(Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(**LINEAR), 0))
+    return (
+        m,
+        delta_of(m, False),
+        lambda x: torch.cat([p(x) for p in (m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a)], -1),
+        m.out_proj,
+    )
+
+
+def mamba2_of(m, **more):
+    c = m.conv1d
+    norm = more.pop("norm", None) or Norm(m.norm.weight, m.norm.variance_epsilon, groups=m.n_groups)
+    sizes = (m.num_heads, m.head_dim, m.n_groups, m.ssm_state_size)
+    return Mamba2(*sizes, c.weight[:, 0], c.bias, m.A_log, m.dt_bias, m.D, None if more.pop("bare", 0) else norm, **more)
+
+
+def falcon_h1(**facts):
+    scales = [1.3, 0.7, 0.6, 1.2, 0.9]
+    given = {
+        "hidden_size": 32, "mamba_d_ssm": 48, "mamba_n_heads": 6, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 10,
+        "mamba_d_conv": 4, "rms_norm_eps": EPS, "ssm_multipliers": scales, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "ssm_in_multiplier": 1.0, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "num_hidden_layers": 2,
+    } | facts  # fmt: skip
+    config = FalconH1Config(**given)
+    m = redrawn(FalconH1Mixer(config, 0))
+    m.register_buffer("mup_vector", compute_mup_vector(config))
+    bare = not config.mamba_rms_norm
+    f = mamba2_of(
+        m, scales=tuple(scales), gate_last=config.mamba_norm_before_gate, bare=bare, norm=Norm(None, EPS) if bare else None
+    )
+    return m, f, m.in_proj, m.out_proj
+
+
+def granite():
+    given = {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 10,
+        "mamba_expand": 2,
+        "rms_norm_eps": EPS,
+    }
+    m = redrawn(GraniteMoeHybridMambaLayer(GraniteMoeHybridConfig(hidden_size=32, num_attention_heads=4, **given), 0))
+    return m, mamba2_of(m, norm=Norm(m.norm.weight, EPS)), m.in_proj, m.out_proj
+
+
+def nemotron_h():
+    given = {
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 8,
+        "n_groups": 2,
+        "ssm_state_size": 10,
+        "conv_kernel": 4,
+        "time_step_min": 0.3,
+    }
+    m = redrawn(NemotronHMamba2Mixer(NemotronHConfig(hidden_size=32, **given, layer_norm_epsilon=EPS), 0))
+    return m, mamba2_of(m, dt=m.time_step_limit), m.in_proj, m.out_proj
+
+
+def lfm2():
+    m = redrawn(Lfm2ShortConv(Lfm2Config(hidden_size=32, conv_L_cache=3, conv_bias=True, num_attention_heads=4), 0))
+    return m, ShortConv(m.conv.weight[:, 0], m.conv.bias), m.in_proj, m.out_proj
+
+
+MODULES = {
+    "qwen3_next": qwen3_next, "qwen3_5": qwen3_5, "granitemoehybrid": granite, "nemotron_h": nemotron_h, "lfm2": lfm2,
+    "falcon_h1": falcon_h1, "falcon_h1, gate last": lambda: falcon_h1(mamba_norm_before_gate=True),
+    "falcon_h1, no norm": lambda: falcon_h1(mamba_rms_norm=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+@torch.no_grad()
+def test_mixers_are_those_of_transformers(name):
+    m, f, given, out = MODULES[name]()
+    x = torch.randn(1, 77, 32)
+    wanted = m(x)[0]
+    rows = given(x[0])
+    assert rows.shape[1] == features(f)
+    assert error(out(pieces(rows, f, (11, 12))[0]), wanted) < 2e-6
+    assert error(out(pieces(rows, f, ())[0]), wanted) < 2e-6
+    mixer = getattr(ops("cpu"), kind(f).__name__.rsplit(".", 1)[1])
+    held = states(f)
+    y = torch.cat([mixer.step(rows[t : t + 1], f, held, torch.tensor([0])) for t in range(77)])
+    assert error(out(y), wanted) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["delta", "mamba2", "short_conv"])
+def test_by_dispatch(name):
+    f = CASES[name]()
+    x = torch.randn(6, features(f))
+    slots = torch.tensor([2, 0, 3, 1, 4, 2])[:5]
+    for given, where in ((x, 2), (x[:5], slots)):
+        assert select(f.call(given, isinstance(where, int)))[0].name == f"torch/{name}"
+        ours, theirs = states(f), states(f)
+        y = recurrent.dispatched(given, f, ours, where)
+        form = kind(f).run if isinstance(where, int) else kind(f).step
+        assert torch.equal(y, form(given, f, theirs, where))
+        assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+        assert any(t.any() for t in ours.values())
+    assert f.call(x, True) != f.call(x, False)
+    assert SimpleNamespace(**dataclasses.asdict(f.call(x, True))).M == 6
