@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from lowq_cli.engine.rope import Tables
-from lowq_kernels.decode import Ops
+from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
 from lowq_kernels.decode.reference import Heads, Packed
 from lowq_packers.arch.parts import Rope
@@ -136,6 +136,21 @@ class Batch:
             parts.append(self.ops.attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
         if self.mixed:
             parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def recur(self, x: torch.Tensor, facts: recurrent.Facts, held: States, width: int) -> torch.Tensor:
+        """A mixer with a state of fixed size over the rows of each sequence in order: x (M, N) -> (M, width)."""
+        b, parts = self.steps, []
+        if b:
+            assert self.slots is not None
+            parts.append(recurrent.dispatched(x[:b] if self.mixed else x, facts, held.tensors, self.slots[:b]))
+        if self.mixed:
+            rest = x[b:]
+            y = x.new_zeros(rest.shape[0], width)
+            for run in self.runs:
+                if run.first < run.end:
+                    y[run.first : run.end] = recurrent.dispatched(rest[run.first : run.end], facts, held.tensors, run.slot)
+            parts.append(y)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prompts(self, qkv: torch.Tensor, held: KeyValues, turned: Tables, heads: Heads) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from lowq_cli.engine import steps as s
 from lowq_kernels.decode.norms import Norm, normed
 from lowq_kernels.decode.prepare import PositionScale, Prepared
+from lowq_kernels.decode.recurrent import delta, mamba2, short_conv
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.decode.router import RouterFacts
 from lowq_packers.arch import parts as p
@@ -149,6 +150,39 @@ class Compiler:
         self._product(part.o, "o")
 
     @_mixer.register
+    def _(self, part: p.GatedDelta) -> None:
+        facts = delta.Delta(
+            part.k_heads, part.v_heads, part.k_dim, part.v_dim, part.grouped, *self._conv(part.conv), self._vector(part.a_log),
+            self._vector(part.dt_bias), self.norm(part.norm),
+        )  # fmt: skip
+        self._recurrent(part, facts)
+
+    @_mixer.register
+    def _(self, part: p.Mamba2) -> None:
+        facts = mamba2.Mamba2(
+            part.heads, part.dim, part.groups, part.N, *self._conv(part.conv), self._vector(part.a_log),
+            self._vector(part.dt_bias), self._vector(part.d), self.norm(part.norm) if part.norm else None, part.scales,
+            part.gate_last, part.dt,
+        )  # fmt: skip
+        self._recurrent(part, facts)
+
+    @_mixer.register
+    def _(self, part: p.ShortConv) -> None:
+        self._recurrent(part, short_conv.ShortConv(*self._conv(part.conv)))
+
+    def _recurrent(self, part: p.GatedDelta | p.Mamba2 | p.ShortConv, facts: Any) -> None:
+        self._product(part.inputs, "inputs")
+        self._emit(s.Recur(self._state(part.state), facts, part.out.columns))
+        self._product(part.out, "out")
+
+    def _conv(self, part: p.Conv) -> tuple[torch.Tensor, torch.Tensor | None]:
+        weight = self.weights.vector(f"{part.name}.weight")
+        return weight.reshape(part.channels, part.width), self.weights.vector(f"{part.name}.bias") if part.bias else None
+
+    def _vector(self, name: str) -> torch.Tensor:
+        return self.weights.vector(name).flatten()
+
+    @_mixer.register
     def _(self, part: p.Mlp) -> None:
         self._product(part.up, "gate_up" if part.gated else "up")
         self._emit(s.Gate(part.act, part.gated, part.gate_scale))
@@ -185,7 +219,7 @@ class Compiler:
 
     def _router(self, r: p.Router) -> RouterFacts:
         def vector(name: str) -> torch.Tensor | None:
-            return self.weights.vector(name).flatten() if name else None
+            return self._vector(name) if name else None
 
         weight, bias = self.weights.vector(f"{r.name}.weight"), f"{r.name}.bias" if r.logits_bias else ""
         return RouterFacts(

@@ -259,6 +259,28 @@ class Attend(Step):
 
 
 @dataclass(frozen=True, eq=False)
+class Recur(Step):
+    """y of a mixer that remembers tensors of fixed size (`kernels.decode.recurrent`), which are state number `index`."""
+
+    index: int
+    facts: Any
+    out: int
+    what = "recurrent"
+
+    @property
+    def state(self) -> Sequence[int]:  # type: ignore[override]
+        return (self.index,)
+
+    def width(self, before: int) -> int:
+        return self.out
+
+    def run(self, f: Frame) -> None:
+        held = f.state[self.index]
+        assert isinstance(held, States)
+        f.y = f.batch.recur(f.y, self.facts, held, self.out)
+
+
+@dataclass(frozen=True, eq=False)
 class Route(Step):
     """Which experts a token visits, and their weights, kept for `Experts`. source: y, or x where the router norms for itself."""
 

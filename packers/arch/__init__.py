@@ -1,7 +1,7 @@
-"""Families of models as descriptions: a file each, whose FAMILIES say how a config becomes a `parts.Model`. The folder is the list.
+"""Families of models as descriptions: a file each, whose FAMILIES say how a config becomes a `parts.Model`.
 
-Whoever asks what a family is, asks here: the decoder, the names and shapes of tensors, rotation, GGUF, MLX. A new family is one
-file with a function config -> Model of 6 to 20 lines. No torch is imported.
+The folder is the list. Whoever asks what a family is, asks here: the decoder, the names and shapes of tensors, rotation,
+GGUF, MLX. A new family is one file with a function config -> Model of 6 to 20 lines. No torch is imported.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from lowq_packers.arch.parts import Model
 class Family:
     """One model_type.
 
-    describe: config (transformers' object, or its fields with `defaults` filled in) -> Model. A wrapper's is given the whole config.
+    describe: config (transformers' object, or its fields with `defaults` filled in) -> Model; of a wrapper the whole config.
     defaults: fields that config.json may leave out, as transformers' config class fills them (a test compares); None where its
     config is read by way of transformers. text: model_type of a wrapper's text_config, where that names none.
     rope_theta, local_rope_theta: bases of the rotation where config.json has none; the second for layers with a window, in families

@@ -5,8 +5,20 @@ from dataclasses import replace
 from typing import Any
 
 from lowq_packers.arch.parts import (
-    Act, Attention, Conv, Experts, Linear, Mamba2, Mixer, Mlp, Model, Norm, Rope, Router, Update,
-)  # fmt: skip
+    Act,
+    Attention,
+    Conv,
+    Experts,
+    Linear,
+    Mamba2,
+    Mixer,
+    Mlp,
+    Model,
+    Norm,
+    Rope,
+    Router,
+    Update,
+)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"  # of a config's layer_types
 ACTS: dict[str, Act] = {  # as config.json spells them
@@ -84,11 +96,11 @@ def attention(
     names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
     o: str = "o_proj",
     module: str = "self_attn",
-    turned: Rope | None | str = "own",
+    turned: Rope | str | None = "own",
     **more: Any,
 ) -> Attention:
-    """Llama's attention, its projections by name: q, k and v, or one that holds them. What else `Attention` has is given by name."""
-    D, kv = more.pop("dim", head_dim(c)), more.pop("kv_heads", kv_heads(c))
+    """Llama's attention, its projections by name: q, k and v, or one that holds them. more: what else `Attention` has."""
+    D, kv = more.pop("dim", 0) or head_dim(c), more.pop("kv_heads", 0) or kv_heads(c)
     parts = (c.num_attention_heads * D * (2 if more.get("gated") else 1), kv * D, kv * D)
     rows = (sum(parts),) if len(names) == 1 and "shares" not in more else parts[: len(names)]
     turned = rope(c) if isinstance(turned, str) else turned

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with a mixture of experts in every layer. MiniMax M2: norms over all heads, scores by sigmoid, a bias for the choice."""
+"""Mixtral: Mistral with a mixture of experts in every layer. MiniMax M2: norms over all heads, scores by sigmoid."""
 
 from typing import Any
 

@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lowq_packers.arch import parts
 from lowq_packers.arch.common import GATED
-from lowq_packers.arch.parts import (
-    Attention, Branch, Conv, Experts, GatedDelta, LatentAttention, Linear, Mamba2, Mlp, Model, Norm, PerLayer, Router,
-    ShortConv, TokenTable, Update,
-)  # fmt: skip
+from lowq_packers.arch.parts import Linear, Model, Norm
 
 Form = Literal["modules", "files", "split"]
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """kind: attention, mlp, expert, router, norm, embedding, head, recurrent (states' own vectors and convolutions) or other."""
+    """kind: attention, mlp, expert, router, norm, embedding, head, recurrent (a state's vectors and convolutions) or other."""
 
     shape: tuple[int, ...]
     kind: str
@@ -67,42 +65,42 @@ def _part(part: Any, form: Form, kind: str) -> Named:
         case Norm() if part.name:
             for leaf in ("weight", "bias")[: 1 + part.bias]:
                 yield f"{part.name}.{leaf}", Tensor(part.shape or (part.size,), "norm")
-        case Conv():
+        case parts.Conv():
             yield f"{part.name}.weight", Tensor((part.channels, 1, part.width), "recurrent")
             if part.bias:
                 yield f"{part.name}.bias", Tensor((part.channels,), "recurrent")
-        case Update():
+        case parts.Update():
             yield from _part((part.norm, part.post, part.mixers), form, kind)
             yield from _vectors("other", (part.after, 1))
-        case Branch():
+        case parts.Branch():
             yield from _part((part.norm, part.post, part.mixer), form, kind)
-        case Attention():
+        case parts.Attention():
             yield from _part((part.qkv, part.o, part.q_norm, part.k_norm, part.v_norm), form, "attention")
             yield from _vectors("attention", (part.sinks, part.heads))
-        case LatentAttention():
+        case parts.LatentAttention():
             yield from _part((part.q, part.kv_down, part.kv_norm, part.kv_up, part.o), form, "attention")
-        case GatedDelta():
+        case parts.GatedDelta():
             yield from _part((part.inputs, part.conv, part.out, part.norm), form, "attention")
             yield from _vectors("recurrent", (part.a_log, part.v_heads), (part.dt_bias, part.v_heads))
-        case Mamba2():
+        case parts.Mamba2():
             yield from _part((part.inputs, part.conv, part.out, part.norm), form, "attention")
             yield from _vectors("recurrent", *((name, part.heads) for name in (part.a_log, part.dt_bias, part.d)))
-        case ShortConv():
+        case parts.ShortConv():
             yield from _part((part.inputs, part.conv, part.out), form, "attention")
-        case Mlp():
+        case parts.Mlp():
             yield from _part((part.up, part.down), form, "mlp")
-        case PerLayer():
+        case parts.PerLayer():
             yield from _part((part.gate, part.up), form, "mlp")
-        case Experts():
+        case parts.Experts():
             yield from _part((part.router, part.shared, part.latent), form, "mlp")
             yield from _vectors("router", (part.shared_gate and f"{part.shared_gate}.weight", 1, part.router.hidden))
             yield from _experts(part, form)
-        case Router():
+        case parts.Router():
             yield f"{part.name}.weight", Tensor((part.experts, part.hidden), "router")
             bias = (part.bias, *(part.bias_shape or (part.experts,)))
             own = (f"{part.name}.bias" if part.logits_bias else "", part.experts)
             yield from _vectors("router", own, bias, (part.scale, part.hidden), (part.each, part.experts))
-        case TokenTable():
+        case parts.TokenTable():
             yield f"{part.embed}.weight", Tensor((part.vocab, part.layers * part.dims), "embedding")
             yield from _part((part.project, part.norm), form, "other")
 
@@ -114,7 +112,7 @@ def _vectors(kind: str, *given: tuple[Any, ...]) -> Named:
             yield name, Tensor(tuple(shape), kind)
 
 
-def _experts(part: Experts, form: Form) -> Named:
+def _experts(part: parts.Experts, form: Form) -> Named:
     """The matrices of experts: two stacks, or each expert's own."""
     E, N, K, stacks = part.router.experts, part.inner, part.hidden, ("gate_up_proj" if part.gated else "up_proj", "down_proj")
     if form == "modules" or (form == "files" and part.stacked):

@@ -1,4 +1,4 @@
-"""What a decoder-only model is made of, as data: a model is layers, a layer is updates of the residual stream, an update is mixers.
+"""What a decoder-only model is made of, as data: layers are updates of the residual stream, and updates are mixers.
 
 Names are those of transformers' modules below the text model: "layers.3.self_attn.q_proj" stands for
 "model.layers.3.self_attn.q_proj.weight" in a plain checkpoint and for "model.language_model.layers..." in one with a vision
@@ -144,7 +144,7 @@ class LatentAttention:
     """DeepSeek's MLA: of a token one latent of `rank` values and one rotated key of `rotated` values are remembered.
 
     q: (Linear,) or (down, Norm, up), rows of a head being its nope values, then its rotated ones. kv_down: rows are the latent,
-    then the rotated key. kv_up: rows of a head are its nope keys, then its v_dim values. Source: DeepSeek-V2 (arXiv:2405.04434).
+    then the rotated key. kv_up: rows of a head are its nope keys, then its v_dim values. Source: arXiv:2405.04434.
     """
 
     q: tuple[Any, ...]
@@ -265,10 +265,10 @@ class Router:
     name: of the module with weight (experts, hidden). logits_bias: it has a bias, added to the logits. score: of the logits.
     bias: name of a vector (experts,) that is added to the scores for the choice alone. groups: experts are in so many groups,
     of which a token visits experts of so many; the best are those with the largest sum of two scores, or score ("max").
-    normalise: the weights are divided by their sum (+ sum_eps). factor: then multiplied by it. rounded: then rounded to x's dtype.
+    normalise: weights are divided by their sum (+ sum_eps). factor: then multiplied by it. rounded: then rounded to x's dtype.
     A softmax over the chosen experts' logits alone is a softmax over all, normalised.
     bias_shape: of `bias` in files, where that is not (experts,).
-    norm, scale: x is normed, and multiplied by a vector and hidden^-0.5 first (Gemma 4). each: vector of a factor of each expert.
+    norm, scale: x is normed, and multiplied by a vector and hidden^-0.5 first (Gemma 4). each: vector of factors of experts.
     """
 
     name: str
@@ -365,7 +365,7 @@ class Update:
 class TokenTable:
     """For each token and layer `dims` values: (embed[id] * scale + norm(project(x0) * by)) / sqrt(2) (Gemma's small models).
 
-    x0: the embedding of the token (scaled). embed: name of a table (vocab, layers * dims); project: Linear (layers * dims, hidden).
+    x0: the embedding of the token (scaled). embed: name of a table (vocab, layers * dims); project: of (layers * dims, hidden).
     """
 
     embed: str

@@ -1,12 +1,21 @@
-"""Qwen 2 and 2.5: biases of q, k and v; a window in the later layers, where it is switched on; a mixture with a shared expert."""
+"""Qwen 2 and 2.5: biases of q, k and v; a window in the later layers, where it is switched on; mixtures; with a tower."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lowq_packers.arch import Family
 from lowq_packers.arch.common import (
-    FULL, SLIDING, attention, experts, mlp, model, pre_norm, router, window, wrapper,
-)  # fmt: skip
+    FULL,
+    SLIDING,
+    attention,
+    experts,
+    mlp,
+    model,
+    pre_norm,
+    router,
+    window,
+    wrapper,
+)
 from lowq_packers.arch.parts import Experts, Mlp, Model, Update
 
 

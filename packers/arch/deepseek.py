@@ -1,0 +1,121 @@
+"""DeepSeek V2 and V3: latent attention, dense first layers, experts chosen by groups beside shared ones.
+
+Kimi K2 is V3 by another name. Mistral 4 is V3 whose experts are chosen by a softmax and whose queries grow with their position.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import (
+    STACKS,
+    experts,
+    linear,
+    mlp,
+    model,
+    mtp_layers,
+    pre_norm,
+    rope_parameters,
+    router,
+    unless,
+    wrapper,
+)
+from lowq_packers.arch.mistral import position_scale
+from lowq_packers.arch.parts import Experts, LatentAttention, Linear, Mixer, Model, Norm, Rope, Update
+
+
+def latent(c: Any, p: str, pairing: Any = "neighbours", **more: Any) -> LatentAttention:
+    """DeepSeek's attention at path `p`; its inner norms have an eps of 1e-6 whatever the config says."""
+    H, q_dim, bias = c.num_attention_heads, c.qk_nope_head_dim + c.qk_rope_head_dim, bool(c.attention_bias)
+    q: tuple[Linear | Norm, ...] = (linear(c, f"{p}.q_proj", H * q_dim, cut="rows"),)
+    if rank := c.q_lora_rank:
+        down, up = linear(c, f"{p}.q_a_proj", rank, bias=bias), linear(c, f"{p}.q_b_proj", H * q_dim, rank, cut="rows")
+        q = (down, Norm(f"{p}.q_a_layernorm", rank, 1e-6), up)
+    return LatentAttention(
+        q,
+        linear(c, f"{p}.kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim, bias=bias),
+        Norm(f"{p}.kv_a_layernorm", c.kv_lora_rank, 1e-6),
+        linear(c, f"{p}.kv_b_proj", H * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank, cut="rows"),
+        linear(c, f"{p}.o_proj", c.hidden_size, H * c.v_head_dim, bias=bias, cut="columns"),
+        H, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim, c.kv_lora_rank, _scale(c, q_dim),
+        Rope(c.qk_rope_head_dim, pairing=pairing), **more,
+    )  # fmt: skip
+
+
+def _scale(c: Any, q_dim: int) -> float:
+    """Of attention: YaRN's mscale_all_dim sharpens it."""
+    r = rope_parameters(c)
+    factor, all_dim = float(r.get("factor") or 1.0), r.get("mscale_all_dim") or 0
+    stretched = r.get("rope_type", "default") != "default" and all_dim and factor > 1
+    return q_dim**-0.5 * ((0.1 * all_dim * math.log(factor) + 1.0) ** 2 if stretched else 1.0)
+
+
+def mixture(c: Any, p: str, of: dict[str, Any], **more: Any) -> Experts:
+    """Experts at path `p` beside shared ones. of: what else its Router has."""
+    gate = router(c, f"{p}.gate", c.n_routed_experts, factor=float(c.routed_scaling_factor), **of)
+    shared = mlp(c, f"{p}.shared_experts", c.moe_intermediate_size * c.n_shared_experts)
+    return experts(c, p, gate, c.moe_intermediate_size, shared=shared, **more)
+
+
+def by_sigmoid(c: Any, p: str) -> dict[str, Any]:
+    """V3's choice of experts."""
+    groups, bias = (c.n_group or 1, c.topk_group or 1), f"{p}.gate.e_score_correction_bias"
+    return {"score": "sigmoid", "bias": bias, "groups": groups, "normalise": bool(c.norm_topk_prob), "sum_eps": 1e-20}
+
+
+def decoder(c: Any, attend: Callable[[str], Mixer], mix: Callable[[str], Experts], **more: Any) -> Model:
+    """Dense layers first, then mixtures; attend, mix: of a layer's path."""
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        kinds = getattr(c, "mlp_layer_types", None)
+        dense = kinds[i] == "dense" if kinds else i < c.first_k_dense_replace
+        return pre_norm(c, p, attend(f"{p}.self_attn"), mlp(c, f"{p}.mlp") if dense else mix(f"{p}.mlp"))
+
+    return model(c, layer, extra=mtp_layers(c), **more)
+
+
+def deepseek_v2(c: Any) -> Model:
+    unless(c.topk_method not in ("greedy", "group_limited_greedy"), f"experts chosen by {c.topk_method}")
+    grouped = c.topk_method == "group_limited_greedy"
+    groups = (c.n_group, c.topk_group) if grouped else (1, 1)
+    of = {"groups": groups, "group_score": "max", "normalise": False}
+    return decoder(c, lambda p: latent(c, p), lambda p: mixture(c, p, of))
+
+
+def deepseek_v3(c: Any) -> Model:
+    pairing = "neighbours" if c.rope_interleave else "halves"
+    return decoder(c, lambda p: latent(c, p, pairing), lambda p: mixture(c, p, by_sigmoid(c, p)))
+
+
+def mistral4(c: Any) -> Model:
+    pairing, groups = "neighbours" if c.rope_interleave else "halves", (c.n_group or 1, c.topk_group or 1)
+    of = {"groups": groups, "normalise": bool(c.norm_topk_prob), "sum_eps": 1e-20, "rounded": True}
+
+    def attend(p: str) -> LatentAttention:
+        return latent(c, p, pairing, position_scale=position_scale(c))
+
+    return decoder(c, attend, lambda p: mixture(c, p, of, stacked=True, leaves=STACKS))
+
+
+SHARED = {"eos_token_id": 2, "tie_word_embeddings": False, "hidden_act": "silu", "attention_bias": False}
+V2 = SHARED | {
+    "num_key_value_heads": None, "first_k_dense_replace": 0, "kv_lora_rank": 512, "q_lora_rank": 1536, "n_group": None,
+    "n_routed_experts": 64, "n_shared_experts": 2, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "routed_scaling_factor": 1.0, "topk_group": None, "topk_method": "greedy", "num_experts_per_tok": None,
+    "moe_intermediate_size": 1407,
+}  # fmt: skip
+V3 = SHARED | {
+    "eos_token_id": 1, "num_key_value_heads": 128, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "routed_scaling_factor": 2.5, "topk_group": 4, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "moe_intermediate_size": 2048, "rope_interleave": True,
+}  # fmt: skip
+TOWERS = ("model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector.")
+FAMILIES = (
+    Family("deepseek_v2", deepseek_v2, V2),
+    Family("deepseek_v3", deepseek_v3, V3),
+    Family("kimi_k2", deepseek_v3, V3),
+    Family("kimi_k25", wrapper(deepseek_v3, *TOWERS), text="deepseek_v3"),
+    Family("mistral4", mistral4),
+)

@@ -1,0 +1,91 @@
+"""Gemma 4: two sizes of heads, keys for values, shared keys, experts beside an MLP, embeddings for each layer."""
+
+from dataclasses import replace
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import (
+    FULL,
+    STACKS,
+    attention,
+    experts,
+    linear,
+    mlp,
+    model,
+    rms,
+    rope_parameters,
+    router,
+    window,
+    wrapper,
+)
+from lowq_packers.arch.gemma import causal, sandwich
+from lowq_packers.arch.parts import Attention, Branch, Model, PerLayer, Rope, TokenTable, Update
+
+
+def shares(c: Any, i: int) -> int | None:
+    """The layer whose keys and values layer i attends to: the last of its kind before the num_kv_shared_layers last ones."""
+    own = c.num_hidden_layers - c.num_kv_shared_layers
+    return None if i < own else max(j for j in range(own) if c.layer_types[j] == c.layer_types[i])
+
+
+def heads(c: Any, i: int) -> tuple[int, int]:
+    """Values of a head of layer i, and its heads of keys."""
+    if getattr(c, "per_layer_config", None):
+        return c.per_layer_config[i].head_dim, c.per_layer_config[i].num_key_value_heads
+    far = c.layer_types[i] == FULL
+    fewer = c.num_global_key_value_heads if far and c.attention_k_eq_v else None
+    return c.global_head_dim if far else c.head_dim, fewer or c.num_key_value_heads
+
+
+def attend(c: Any, i: int, p: str) -> Attention:
+    kind, (D, kv), of, s = c.layer_types[i], heads(c, i), shares(c, i), f"{p}.self_attn"
+    alike = c.attention_k_eq_v and kind == FULL
+    r = rope_parameters(c, kind)
+    dims = int(D * (r.get("partial_rotary_factor") or 1.0)) if r["rope_type"] == "proportional" else D
+    own = {} if of is not None else {"k_norm": rms(c, f"{s}.k_norm", D), "v_norm": rms(c, "", D)}
+    names = ("q_proj",) if of is not None else ("q_proj", "k_proj") if alike else ("q_proj", "k_proj", "v_proj")
+    more = {"dim": D, "kv_heads": kv, "scale": 1.0, "window": window(c, i), "q_norm": rms(c, f"{s}.q_norm", D), **own}
+    turned = Rope(dims, kind, of=D if dims < D else 0)
+    bias = bool(c.attention_bias)
+    return attention(c, p, bias, bias, names, turned=turned, v_is_k=bool(alike and of is None), shares=of, **more)
+
+
+def mixed(c: Any, p: str, second: Update) -> Update:
+    """The MLP's update with experts beside it, which read the same stream by norms of their own."""
+    of = router(
+        c, f"{p}.router.proj", c.num_experts, top_k=c.top_k_experts, norm=rms(c, ""), scale=f"{p}.router.scale",
+        each=f"{p}.router.per_expert_scale",
+    )  # fmt: skip
+    e = experts(c, p, of, c.moe_intermediate_size, STACKS, activation=c.hidden_activation, stacked=True)
+    after = (rms(c, f"{p}.post_feedforward_layernorm_{n}") for n in (1, 2))
+    dense = Branch(second.mixers[0], second.norm, next(after))
+    return Update((dense, Branch(e, rms(c, f"{p}.pre_feedforward_layernorm_2"), next(after))), post=second.post)
+
+
+def gemma4_text(c: Any) -> Model:
+    causal(c)
+    d = c.hidden_size_per_layer_input
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        wide = 2 if c.use_double_wide_mlp and shares(c, i) is not None else 1
+        m = mlp(c, f"{p}.mlp", wide * c.intermediate_size, activation=c.hidden_activation)
+        first, second = sandwich(c, p, attend(c, i, p), m, rms)
+        rows = [first, mixed(c, p, second) if c.enable_moe_block else second]
+        if d:
+            gate, up = linear(c, f"{p}.per_layer_input_gate", d), linear(c, f"{p}.per_layer_projection", c.hidden_size, d)
+            rows.append(Update((PerLayer(gate, up, m.act, i),), post=rms(c, f"{p}.post_per_layer_input_norm")))
+        return (*rows[:-1], replace(rows[-1], after=f"{p}.layer_scalar"))
+
+    n, table = c.num_hidden_layers, None
+    if d:
+        project, norm = linear(c, "per_layer_model_projection", n * d), rms(c, "per_layer_projection_norm", d)
+        sizes = (c.vocab_size_per_layer_input, n, d, d**0.5)
+        table = TokenTable("embed_tokens_per_layer", *sizes, project, c.hidden_size**-0.5, norm)
+    return model(c, layer, embed_scale=c.hidden_size**0.5, softcap=float(c.final_logit_softcapping or 0.0), tokens=table)
+
+
+TOWERS = tuple(f"model.{n}." for n in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"))
+FAMILIES = (
+    Family("gemma4_text", gemma4_text, rope_theta=1000000.0),
+    Family("gemma4", wrapper(gemma4_text, *TOWERS, files=()), text="gemma4_text"),
+)

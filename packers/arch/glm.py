@@ -1,0 +1,47 @@
+"""GLM-4: norms around each half, neighbours turn. GLM-4.5: DeepSeek V3's mixtures. GLM-4.7-Flash: its attention, too."""
+
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import attention, head_norms, mlp, model, rms, rope
+from lowq_packers.arch.deepseek import by_sigmoid, decoder, latent, mixture
+from lowq_packers.arch.parts import Attention, Model, Update
+
+
+def glm4(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        a = attention(c, p, bias=c.attention_bias, turned=rope(c, pairing="neighbours", share=0.5))
+        m = mlp(c, f"{p}.mlp", names=("gate_up_proj",))
+        names = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+        before, after, then, last = (rms(c, f"{p}.{n}") for n in names)
+        return Update((a,), before, after), Update((m,), then, last)
+
+    return model(c, layer)
+
+
+def glm4_moe(c: Any) -> Model:
+    def attend(module: str) -> Attention:
+        p = module.removesuffix(".self_attn")
+        own = head_norms(c, p) if c.use_qk_norm else {}
+        return attention(c, p, bias=c.attention_bias, turned=rope(c, share=0.5), **own)
+
+    return decoder(c, attend, lambda p: mixture(c, p, by_sigmoid(c, p)))
+
+
+def glm4_moe_lite(c: Any) -> Model:
+    pairing = "neighbours" if c.rope_interleave else "halves"
+    return decoder(c, lambda p: latent(c, p, pairing), lambda p: mixture(c, p, by_sigmoid(c, p)))
+
+
+DEFAULTS = {"tie_word_embeddings": False, "hidden_act": "silu"}
+GLM4 = DEFAULTS | {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True}
+MOE = DEFAULTS | {
+    "eos_token_id": None, "num_key_value_heads": 8, "attention_bias": False, "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False,
+}  # fmt: skip
+FAMILIES = (
+    Family("glm4", glm4, GLM4),
+    Family("glm4_moe", glm4_moe, MOE),
+    Family("glm4_moe_lite", glm4_moe_lite),
+)

@@ -1,0 +1,31 @@
+"""GPT-NeoX (Pythia): attention and MLP side by side, each behind a norm of its own; q, k, v of a head together."""
+
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import attention, mlp, model, rope
+from lowq_packers.arch.parts import Branch, Model, Norm, Update
+
+
+def gpt_neox(c: Any) -> Model:
+    def norm(name: str) -> Norm:
+        return Norm(name, c.hidden_size, float(c.layer_norm_eps), "layer", bias=True)
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        own = {"order": "heads", "turned": rope(c, share=getattr(c, "rotary_pct", 0.25))}
+        a = attention(c, p, c.attention_bias, c.attention_bias, ("query_key_value",), "dense", "attention", **own)
+        m = mlp(c, f"{p}.mlp", 0, ("dense_h_to_4h",), "dense_4h_to_h", True, gated=False)
+        first, second = norm(f"{p}.input_layernorm"), norm(f"{p}.post_attention_layernorm")
+        if c.use_parallel_residual:
+            return (Update((Branch(a, first), Branch(m, second))),)
+        return Update((a,), first), Update((m,), second)
+
+    files = (("gpt_neox.", "embed_out"),)
+    return model(c, layer, norm("final_layer_norm"), embed="embed_in", prefix="gpt_neox.", files=files)
+
+
+DEFAULTS = {
+    "eos_token_id": 2, "tie_word_embeddings": False, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+    "use_parallel_residual": True, "attention_bias": True,
+}  # fmt: skip
+FAMILIES = (Family("gpt_neox", gpt_neox, DEFAULTS),)

@@ -1,0 +1,51 @@
+"""LFM2: gated short convolutions in most layers, attention in the others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import FULL, attention, head_dim, linear, mlp, model
+from lowq_packers.arch.parts import Conv, Mixer, Model, Norm, ShortConv, Update
+
+
+def width(c: Any) -> int:
+    """Inner values of the MLP, which the config gives before two thirds of them are taken and rounded up."""
+    inner = getattr(c, "block_ff_dim", None) or c.intermediate_size
+    if not c.block_auto_adjust_ff_dim:
+        return int(inner)
+    inner, to = int(2 * inner / 3), c.block_multiple_of
+    return inner if c.block_ffn_dim_multiplier is None else -(-int(c.block_ffn_dim_multiplier * inner) // to) * to
+
+
+def lfm2(c: Any) -> Model:
+    H, bias = c.hidden_size, bool(c.conv_bias)
+
+    def norm(name: str, size: int = 0) -> Norm:
+        return Norm(name, size or H, float(c.norm_eps))
+
+    def mixer(i: int, p: str) -> Mixer:
+        if c.layer_types[i] == FULL:
+            own = {f"{n}_norm": norm(f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk"}
+            return attention(c, p, o="out_proj", **own)
+        into, out = linear(c, f"{p}.conv.in_proj", 3 * H, bias=bias), linear(c, f"{p}.conv.out_proj", H, bias=bias)
+        return ShortConv(into, Conv(f"{p}.conv.conv", H, c.conv_L_cache, bias), out)
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        m = mlp(c, f"{p}.feed_forward", width(c), ("w1", "w3"), "w2", activation="silu")
+        return Update((mixer(i, p),), norm(f"{p}.operator_norm")), Update((m,), norm(f"{p}.ffn_norm"))
+
+    return model(c, layer, norm("embedding_norm"))
+
+
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer, for a config.json that lists those of attention, or nothing."""
+    n, full = config["num_hidden_layers"], config.get("full_attn_idxs")
+    return [FULL if full is None or i in full else "conv" for i in range(n)]
+
+
+DEFAULTS = {
+    "eos_token_id": 2, "tie_word_embeddings": True, "num_key_value_heads": 8, "norm_eps": 1e-5, "conv_bias": False,
+    "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+    "layer_types": None,
+}  # fmt: skip
+FAMILIES = (Family("lfm2", lfm2, DEFAULTS, 1000000.0, layer_types=layer_types),)

@@ -1,0 +1,60 @@
+"""Llama 4: chunks of positions in most layers, none in the others; weights of experts multiply what they are given."""
+
+from dataclasses import replace
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import (
+    STACKS,
+    attention,
+    experts,
+    head_dim,
+    mlp,
+    model,
+    pre_norm,
+    rms,
+    rope,
+    router,
+    wrapper,
+)
+from lowq_packers.arch.parts import Attention, Experts, Mlp, Model, PositionScale, Update
+
+CHUNKED = "chunked_attention"
+
+
+def attend(c: Any, i: int, p: str) -> Attention:
+    unit = rms(c, "", head_dim(c))
+    turned = c.no_rope_layers[i]  # which says 1 where there is one
+    norms = {"q_norm": unit, "k_norm": unit, "norm_last": True} if c.use_qk_norm and turned else {}
+    if c.attn_temperature_tuning and not turned:
+        norms = {"position_scale": PositionScale(float(c.attn_scale), float(c.floor_scale), 1)}
+    chunk = (c.attention_chunk_size or 0) if c.layer_types[i] == CHUNKED else 0
+    rotation = rope(c, pairing="neighbours") if turned else None
+    return attention(c, p, c.attention_bias, c.attention_bias, turned=rotation, chunk=chunk, **norms)
+
+
+def llama4_text(c: Any) -> Model:
+    routed = range(c.interleave_moe_layer_step - 1, c.num_hidden_layers, c.interleave_moe_layer_step)
+
+    def second(i: int, p: str) -> Mlp | Experts:
+        if i not in (routed if getattr(c, "moe_layers", None) is None else c.moe_layers):
+            return mlp(c, p, c.intermediate_size_mlp)
+        of = router(c, f"{p}.router", c.num_local_experts, score="sigmoid", normalise=False, rounded=True)
+        more = {"stacked": True, "transposed": "both", "weigh_inputs": True, "shared": mlp(c, f"{p}.shared_expert")}
+        return experts(c, p, of, c.intermediate_size, STACKS, **more)
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        return pre_norm(c, p, attend(c, i, p), second(i, f"{p}.feed_forward"))
+
+    return model(c, layer)
+
+
+def llama4(c: Any) -> Model:
+    whole = wrapper(llama4_text, "vision_model.", "multi_modal_projector.", prefix="language_model.model.", files=())(c)
+    return replace(whole, head="language_model.lm_head", tied=bool(c.text_config.tie_word_embeddings))
+
+
+FAMILIES = (
+    Family("llama4_text", llama4_text, rope_theta=500000.0),
+    Family("llama4", llama4, text="llama4_text"),
+)

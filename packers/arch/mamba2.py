@@ -1,0 +1,22 @@
+"""Mamba-2 as a model of its own (Codestral Mamba): a layer is one norm and one mixer."""
+
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import mamba2 as mixer
+from lowq_packers.arch.common import model, unless
+from lowq_packers.arch.parts import Model, Norm, Update
+
+
+def mamba2(c: Any) -> Model:
+    unless(c.hidden_act not in ("silu", "swish"), f"a convolution with activation {c.hidden_act}")
+    sizes, eps = (c.num_heads, c.head_dim, c.n_groups, c.state_size, c.conv_kernel), float(c.layer_norm_epsilon)
+    own = {"biases": (c.use_bias, c.use_bias, c.use_conv_bias), "limit": c.time_step_limit}
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        return (Update((mixer(c, f"{p}.mixer", *sizes, eps, **own),), Norm(f"{p}.norm", c.hidden_size, eps)),)
+
+    return model(c, layer, Norm("norm_f", c.hidden_size, eps), embed="embeddings", prefix="backbone.")
+
+
+FAMILIES = (Family("mamba2", mamba2),)

@@ -1,0 +1,68 @@
+"""OLMo 2: norms after each half alone, and over all heads at once. OLMo 3: windows, too. EXAONE 4: norms of each head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowq_packers.arch import Family
+from lowq_packers.arch.common import (
+    FULL,
+    SLIDING,
+    attention,
+    head_norms,
+    mlp,
+    model,
+    norms_of_all,
+    rms,
+    rope,
+    window,
+)
+from lowq_packers.arch.parts import Attention, Model, Update
+
+
+def after(c: Any, p: str, a: Attention) -> tuple[Update, ...]:
+    """OLMo 2's layer: what is added is normed, what is read is not."""
+    first, second = (rms(c, f"{p}.post_{n}_layernorm") for n in ("attention", "feedforward"))
+    return Update((a,), post=first), Update((mlp(c, f"{p}.mlp"),), post=second)
+
+
+def olmo2(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        return after(c, p, attention(c, p, c.attention_bias, c.attention_bias, **norms_of_all(c, p)))
+
+    return model(c, layer)
+
+
+def olmo3(c: Any) -> Model:
+    by_kind = FULL in c.rope_parameters  # older transformers have one rotation for all
+
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        own = norms_of_all(c, p) | {"window": window(c, i), "turned": rope(c, c.layer_types[i] if by_kind else "")}
+        return after(c, p, attention(c, p, c.attention_bias, c.attention_bias, **own))
+
+    return model(c, layer)
+
+
+def exaone4(c: Any) -> Model:
+    def layer(i: int, p: str) -> tuple[Update, ...]:
+        near = c.sliding_window is None or c.layer_types[i] == SLIDING
+        own = head_norms(c, p) | {"window": window(c, i), "turned": rope(c) if near else None}
+        return after(c, p, attention(c, p, **own))
+
+    return model(c, layer)
+
+
+def every_fourth(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer, for a config.json that names none."""
+    return [SLIDING if (i + 1) % 4 else FULL for i in range(config["num_hidden_layers"])]
+
+
+DEFAULTS = {
+    "eos_token_id": 50279, "tie_word_embeddings": False, "num_key_value_heads": None, "hidden_act": "silu",
+    "attention_bias": False,
+}  # fmt: skip
+OLMO3 = DEFAULTS | {"sliding_window": 4096, "layer_types": None}
+FAMILIES = (
+    Family("olmo2", olmo2, DEFAULTS),
+    Family("olmo3", olmo3, OLMO3, 500000.0, layer_types=every_fourth),
+    Family("exaone4", exaone4),
+)
