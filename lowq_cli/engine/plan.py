@@ -140,7 +140,7 @@ class Plan:
 
 
 def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:
-    kinds, limit = rope.by_kind(config.rope_parameters), config.max_position_embeddings
+    kinds, limit = rope.by_kind(getattr(config, "rope_parameters", None)), getattr(config, "max_position_embeddings", None)
     return {r: Rotation(kinds[r.kind], r.dims, r.of, limit) for r in ropes}
 
 

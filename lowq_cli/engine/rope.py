@@ -57,7 +57,7 @@ class Rotation:
     rope: Mapping[str, Any]
     dims: int
     of: int
-    limit: int
+    limit: int | None
 
     @property
     def steady(self) -> float:

@@ -297,7 +297,7 @@ class Route(Step):
 
 @dataclass(frozen=True, eq=False)
 class Experts(Step):
-    """y = the weighted sum of a token's experts. weigh_inputs: the weights multiply what the one expert of a token is given."""
+    """y = the weighted sum of a token's experts. weigh_inputs: the weights multiply what each expert is given."""
 
     experts: Any
     weigh_inputs: bool = False
@@ -305,6 +305,9 @@ class Experts(Step):
 
     def run(self, f: Frame) -> None:
         ids, weights, x = f.kept.pop("ids"), f.kept.pop("weights"), f.y
-        if self.weigh_inputs:
-            x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-        f.y = self.experts(x, ids, weights)
+        if not self.weigh_inputs:
+            f.y = self.experts(x, ids, weights)
+            return
+        given = (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)
+        y = self.experts(given, ids.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1))
+        f.y = y.reshape(*ids.shape, -1).sum(1)
