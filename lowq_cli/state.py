@@ -11,8 +11,9 @@ from typing import Any
 
 from lowq_cli import console
 from lowq_packers.atomic import alone, write_whole
-from lowq_packers.errors import NotFoundError
+from lowq_packers.errors import LowqError, NotFoundError
 from lowq_packers.home import cache_dir, state_dir
+from lowq_packers.regular import MAX_CONFIG, read_text
 
 LAST = "last.json"
 EXPORTS = "exports.json"
@@ -52,12 +53,12 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
     """
     path = state_dir() / LAST
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        if not path.exists():
+            return []
+        table = json.loads(read_text(path, MAX_CONFIG))
         rows = table.get("known") or [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
         found = [Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0))) for r in rows]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
     return [k for k in found if k.checkpoint.is_dir()]
@@ -116,8 +117,8 @@ def remember_export(out: Path, run: str, made: Path) -> None:
 
 def _exports() -> dict[str, Any]:
     try:
-        found = json.loads((state_dir() / EXPORTS).read_text())
-    except (OSError, ValueError, NotFoundError):
+        found = json.loads(read_text(state_dir() / EXPORTS, MAX_CONFIG))
+    except (LowqError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -16,7 +16,7 @@ FOLDERS = {"lowq_cli": "lowq_cli", "lowq_kernels": "kernels", "lowq_packers": "p
 MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli": {"lowq_packers", "lowq_kernels"}}
 FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
     "lowq_packers": (
-        *("atomic", "errors", "home", "lazy"),
+        *("atomic", "errors", "home", "lazy", "regular"),
         *("scheme", "families", "bitstream", "tables", "qtensor", "fp8", "layouts", "formats"),
     ),
     "lowq_kernels": (
@@ -31,7 +31,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 47_657
+BUDGET = 48_500
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.growth import check_growth
-from lowq_packers.errors import no_panic
+from lowq_packers.errors import LowqError, no_panic
+from lowq_packers.regular import MAX_CONFIG, read_text
 
 AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 ALWAYS_AS_IT_IS, ALWAYS_QWEN = ("phi3",), ("qwen2",)  # model types whose tokenizer_class transformers does not believe
@@ -81,7 +82,7 @@ def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
     if not file.is_file() or (folder / "tekken.json").exists() or (folder / "additional_chat_templates").exists():
         raise NotPlain("tokenizer files of another kind")
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file)
         with no_panic(str(file)):
             tokens = Tokenizer.from_str(text)
     except Exception as e:  # the library raises Exception itself
@@ -96,7 +97,7 @@ def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
     tokens.no_padding()
     template = facts.get("chat_template")
     if (own := folder / "chat_template.jinja").is_file():
-        template = own.read_text(encoding="utf-8")
+        template = read_text(own, MAX_CONFIG)
     if template is not None and not isinstance(template, str):
         raise NotPlain("several chat templates")
     return FileTokenizer(tokens, {n: _spelled(facts[n]) for n in NAMED if facts.get(n) is not None}, template)
@@ -104,8 +105,8 @@ def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
+        found = json.loads(read_text(path, MAX_CONFIG))
+    except (LowqError, ValueError, RecursionError) as e:
         raise NotPlain(f"{path.name}: {e}") from None
     if not isinstance(found, dict):
         raise NotPlain(f"{path.name} is no table")

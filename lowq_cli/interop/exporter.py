@@ -19,7 +19,6 @@ from typing import Any
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
 from lowq_cli.files.folder import new_folder, sweep
-from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
@@ -36,6 +35,7 @@ from lowq_packers.formats import EXPORTED, Config, Format, Tensors
 from lowq_packers.layouts import DISK, PackedWeight, unpack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.regular import read_regular
 from lowq_packers.tables import rows_of
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}

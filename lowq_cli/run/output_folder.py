@@ -21,12 +21,12 @@ from typing import Any
 
 from lowq_cli.files.atomic import reserve, write_at, writing
 from lowq_cli.files.folder import held, staged
-from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import read_bytes, read_header, read_json
 from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_packers.atomic import replacing
 from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.regular import read_regular
 
 CHUNK = 1 << 24
 
