@@ -22,7 +22,7 @@ from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
-from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
+from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.memory import available_memory
@@ -283,8 +283,7 @@ def encoded(fmt: Format, name: str, p: PackedWeight, config: Mapping[str, Any]) 
         zeros, table = None if p.zeros is None else p.zeros[first:last], rows_of(p.table, p.N, first, last)
         part = replace(p, words=p.words[first:last], scales=p.scales[first:last], zeros=zeros, N=last - first, table=table)
         for n, t in _encoded(fmt, name, unpack(part), config).items():
-            whole = tensors[n][-len(t) :] if first else tensors[n][: len(t)]
-            if t.dim() == 2 and (t.dtype != whole.dtype or not torch.equal(t, whole)):  # a vector is weight_shape, another's
+            if t.dim() == 2 and not same_bytes(t, tensors[n][-len(t) :] if first else tensors[n][: len(t)]):  # else the shape
                 raise AssertionError(f"{n} ({p.scheme}) is not what its codes are encoded as")
     return tensors
 
