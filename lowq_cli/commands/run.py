@@ -92,4 +92,4 @@ def _has_template(model: str) -> bool:
 
     config = state.user_path(model) / "tokenizer_config.json"
     said = read_regular(config, MAX_CONFIG) if config.exists() else b""
-    return config.with_name("chat_template.jinja").is_file() or b'"chat_template"' in said
+    return any(config.parent.glob("chat_template.*")) or b'"chat_template"' in said

@@ -17,7 +17,7 @@ from lowq_cli.engine import blocks, light, rope, stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.ready import ready, tokenizer
-from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
+from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
@@ -369,7 +369,7 @@ def _bpe(folder, model_type="llama", cls="PreTrainedTokenizerFast", qwen=False, 
     """A byte-level tokenizer of 500 tokens with two special ones."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-    from lowq_cli.engine.tokenizer import QWEN_PATTERN
+    from lowq_cli.engine.tokenizer_file import QWEN_PATTERN
 
     folder.mkdir()
     t = Tokenizer(models.BPE())
@@ -452,7 +452,7 @@ def test_a_folder_without_tokenizer_json_is_left_to_transformers(tmp_path):
     folder = tmp_path / "m"
     shutil.copytree(DEMO, folder)
     with open_source(folder) as source:
-        assert isinstance(tokenizer(source), FileTokenizer)
+        assert tokenizer(source).source == "tokenizer.json"
     (folder / "tokenizer_config.json").unlink()
     with open_source(folder) as source:
-        assert not isinstance(tokenizer(source), FileTokenizer)
+        assert tokenizer(source).source == f"the tokenizer of {folder}"
