@@ -90,21 +90,6 @@ def text(tmp_path):
     return str(path)
 
 
-def needs_mixtures() -> None:
-    """Skip where transformers cannot stack the scales of packed experts."""
-    import transformers
-
-    version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
-    if version < (5, 23):
-        pytest.skip(f"packed experts need transformers 5.23; this is {transformers.__version__}")
-
-
-@pytest.fixture
-def mixtures() -> None:
-    """`needs_mixtures`, for tests of their own models."""
-    needs_mixtures()
-
-
 @dataclass(frozen=True)
 class Checkpoints:
     """Three folders of one model: dense, packed, and dense with the values that the packed weights stand for."""
@@ -209,8 +194,6 @@ def family_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     made: dict[tuple[str, ...], Checkpoints] = {}
 
     def make(family: str, dtype: str = "float32", schemes: dict[str, Scheme] = SCHEMES) -> Checkpoints:
-        if "expert" in schemes and family in MIXTURES:
-            needs_mixtures()
         key = (family, dtype, str(schemes))
         if key not in made:
             root = tmp_path_factory.mktemp(family)

@@ -30,7 +30,7 @@ from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.families import families
 from lowq_packers.scheme import Scheme
 
-from .conftest import FAMILIES, MIXTURES, needs_mixtures, write_dense, write_packed
+from .conftest import FAMILIES, MIXTURES, write_dense, write_packed
 
 CPU = torch.device("cpu")
 PLAIN = [name for name, (kind, _) in FAMILIES.items() if kind in families() and not families()[kind].mixture]
@@ -88,7 +88,6 @@ def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("experts", [Scheme(4, 16, "float"), SAME["mlp"], None], ids=["float", "int", "dense"])
 def test_mixtures_give_the_logits_and_tokens_by_way_of_transformers(tmp_path, family, experts):
-    needs_mixtures()
     schemes = SAME | {"expert": experts} if experts else SAME
     folder = write_packed(write_dense(tmp_path / "dense", family, "bfloat16"), tmp_path / "made", schemes).packed
     with open_source(folder) as source:
@@ -105,7 +104,6 @@ def test_mixtures_give_the_logits_and_tokens_by_way_of_transformers(tmp_path, fa
 
 @pytest.mark.parametrize("field", ["num_experts_per_tok", "norm_topk_prob", "num_local_experts"])
 def test_a_mixture_whose_config_leaves_out_how_it_routes_goes_by_way_of_transformers(tmp_path, field):
-    needs_mixtures()
     schemes = SAME | {"expert": SAME["mlp"]}
     folder = write_packed(write_dense(tmp_path / "dense", "qwen3-moe", "bfloat16"), tmp_path / "made", schemes).packed
     with open_source(folder) as source:
