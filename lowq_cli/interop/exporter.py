@@ -18,7 +18,7 @@ from typing import Any
 
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
-from lowq_cli.files.folder import new_folder, sweep
+from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
@@ -84,6 +84,7 @@ def export(
 
                 return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
             target, run = Path(out or f"{name}-{to}"), run_name(found, to, rounding)
+            check_apart(target, found.folder)
             if done := was_exported(target, run):
                 sweep(target)
                 config, written = _as_read(target)
