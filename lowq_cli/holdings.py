@@ -1,31 +1,52 @@
-"""What lowq has written on this disk and knows of: checkpoints of `quantize`, and what is in the cache."""
+"""What lowq has written on this disk and knows of: checkpoints, what a run left unfinished, what is in the cache."""
 
+import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowq_cli import state
+from lowq_cli.files.folder import BusyError, discard, held, left
+from lowq_cli.files.source import CONFIG
+from lowq_cli.run import output_folder
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 
 CACHED = {"runs": "*", "imports": "*", "refined": "*", "exports": "*/*"}  # folder of the cache -> where its checkpoints are
+UNFINISHED = "unfinished"
+PARTIAL = re.compile(r"(.+)\.[0-9a-f]{12}\.partial")  # the name of a folder that is not whole yet: of what it will be
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A folder that lowq wrote. kind: checkpoint or, in the cache, one of CACHED. time: of its last change, in s since 1970."""
+    """A folder that lowq wrote. kind: checkpoint, unfinished or, in the cache, one of CACHED. time: of its last change, in s
+    since 1970. target: what an unfinished one will be.
+    """
 
     path: Path
     kind: str
     nbytes: int
     time: float
+    target: str = ""
+
+    @property
+    def cached(self) -> bool:
+        """Whether it lies in the cache."""
+        return state.is_cached(self.path)
+
+    @property
+    def will_be(self) -> Path:
+        """What it is, or will be where it is unfinished, with no link on the way."""
+        path = self.path.resolve()
+        return path.with_name(self.target) if self.target else path
 
     @property
     def short(self) -> str:
         """What `named` takes for it: its path from the working folder if it is below that, of the cache's the last part."""
         here = self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path
-        return str(here) if self.kind == "checkpoint" else self.path.name
+        return self.path.name if self.cached else str(here)
 
     @property
     def age_s(self) -> float:
@@ -35,16 +56,42 @@ class Holding:
 
 def holdings() -> list[Holding]:
     """Everything, the newest first."""
-    found = [_holding(k.checkpoint, "checkpoint") for k in state.known()]
+    return sorted((*_remembered(), *_cached()), key=lambda h: -h.time)
+
+
+def _remembered() -> Iterator[Holding]:
+    """What was written outside of the cache and still carries the mark that lowq wrote: the run in its report or journal."""
+    folders = {k.checkpoint: k.run for k in state.known()}
+    for folder, run in folders.items():
+        mark = "" if folder.is_symlink() else output_folder.run_in(folder)
+        if mark and run in ("", mark):
+            yield _holding(folder, "checkpoint" if (folder / CONFIG).is_file() else UNFINISHED)
+    for target in state.begun():
+        if target not in folders and target.is_dir() and not target.is_symlink() and output_folder.run_in(target):
+            yield _holding(target, "checkpoint" if (target / CONFIG).is_file() else UNFINISHED)
+        if target.parent.is_dir():
+            for folder, _ in left(target):
+                yield _holding(folder, UNFINISHED, target.name)
+
+
+def _cached() -> Iterator[Holding]:
+    """What is in the cache; a link there is nobody's that lowq knows."""
+    cache = home.cache_dir()
     for kind, pattern in CACHED.items():
-        folders = (home.cache_dir() / kind).glob(pattern)
-        found += [_holding(p, kind.rstrip("s")) for p in folders if p.is_dir()]
-    return sorted(found, key=lambda h: -h.time)
+        for path in (cache / kind).glob(pattern):
+            parts = path.relative_to(cache).parts
+            if any((cache / Path(*parts[: n + 1])).is_symlink() for n in range(len(parts))):
+                continue
+            if named := PARTIAL.fullmatch(path.name):
+                yield _holding(path, UNFINISHED, named[1])
+            else:
+                yield _holding(path, kind.rstrip("s"))
 
 
-def _holding(path: Path, kind: str) -> Holding:
-    files = [p.stat() for p in path.rglob("*") if p.is_file()]
-    return Holding(path, kind, sum(f.st_size for f in files), max((f.st_mtime for f in files), default=path.stat().st_mtime))
+def _holding(path: Path, kind: str, target: str = "") -> Holding:
+    files = [p.lstat() for p in [path, *path.rglob("*")] if not p.is_dir() or p.is_symlink()]
+    changed = max((f.st_mtime for f in files), default=path.stat().st_mtime)
+    return Holding(path, kind, sum(f.st_size for f in files), changed, target)
 
 
 def named(names: list[str], cached: bool) -> list[Holding]:
@@ -53,24 +100,39 @@ def named(names: list[str], cached: bool) -> list[Holding]:
     Raises NotFoundError for one that is none of lowq's, UsageError for one that may be several.
     """
     every = holdings()
-    found = [h for h in every if cached and h.kind != "checkpoint"]
+    found = [h for h in every if cached and h.cached]
     for name in names:
         given = state.user_path(name).absolute()
         path = given.resolve()
         if given.is_symlink():
             raise UsageError(f"{name} is a link to {path}; name that")
-        mine = [h for h in every if h.path.resolve() == path] or [h for h in every if h.path.name == name.rstrip("/")]
+        mine = [h for h in every if path in (h.path.resolve(), h.will_be)]
+        mine = mine or [h for h in every if name.rstrip("/") in (h.path.name, h.will_be.name)]
         if not mine:
             raise NotFoundError(f"{name} is nothing that lowq wrote and remembers (lowq ls lists that); remove it yourself")
-        if len(mine) > 1:
+        if len({h.will_be for h in mine}) > 1:
             raise UsageError(f"{name} may be {' or '.join(str(h.path) for h in mine)}; give the whole path")
         found += [h for h in mine if h not in found]
     return found
 
 
-def remove(holding: Holding) -> None:
-    """Delete the folder. Raises UsageError where that is not allowed."""
+def remove(holding: Holding) -> list[str]:
+    """Delete what lowq wrote of it. Returns the names of what others have put there, which stays, in its folder.
+
+    Raises UsageError where that is not allowed, or another process writes it.
+    """
     try:
-        shutil.rmtree(holding.path)
+        if PARTIAL.fullmatch(holding.path.name):
+            with held(holding.path):
+                discard(holding.path)
+        elif not holding.cached:
+            return output_folder.remove(holding.path)
+        elif holding.path.is_dir():
+            shutil.rmtree(holding.path)
+        else:
+            holding.path.unlink()
+    except BusyError:
+        raise UsageError(f"another lowq is writing to {holding.path}; wait for it") from None
     except OSError as e:
-        raise UsageError(f"{holding.path} cannot be removed: {e.strerror}") from None
+        raise UsageError(f"{holding.path} cannot be removed: {e.strerror or e}") from None
+    return []

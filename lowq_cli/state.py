@@ -11,8 +11,9 @@ from typing import Any
 
 from lowq_cli import console
 from lowq_packers.atomic import alone, write_whole
-from lowq_packers.errors import NotFoundError
+from lowq_packers.errors import LowqError, NotFoundError
 from lowq_packers.home import cache_dir, state_dir
+from lowq_packers.regular import MAX_CONFIG, read_text
 
 LAST = "last.json"
 EXPORTS = "exports.json"
@@ -38,11 +39,14 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 
 @dataclass(frozen=True)
 class Known:
-    """A checkpoint that `quantize` wrote: its folder, the working folder it was written from ("" if unknown), and when."""
+    """A checkpoint that `quantize` wrote: its folder, the working folder it was written from ("" if unknown), when, and by
+    which run ("" of an older lowq), which its report repeats.
+    """
 
     checkpoint: Path
     where: str = ""
     time: float = 0.0
+    run: str = ""
 
 
 def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
@@ -52,34 +56,56 @@ def known(said: Callable[[str], object] = lambda line: None) -> list[Known]:
     """
     path = state_dir() / LAST
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        rows = table.get("known") or [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
-        found = [Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0))) for r in rows]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        if not path.exists():
+            return []
+        table = json.loads(read_text(path, MAX_CONFIG))
+        rows = table["known"] if "known" in table else [{"checkpoint": table["checkpoint"]}]  # the latter: an older lowq's
+        found = [
+            Known(Path(r["checkpoint"]), str(r.get("where", "")), float(r.get("time", 0)), str(r.get("run", ""))) for r in rows
+        ]
+    except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         said(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
     return [k for k in found if k.checkpoint.is_dir()]
 
 
-def remember(checkpoint: Path) -> None:
-    """Note `checkpoint` as the last one written; a home that is read-only or not there is no error."""
+def remember(checkpoint: Path, run: str = "") -> None:
+    """Note `checkpoint`, written by `run`, as the last one; a home that is read-only or not there is no error."""
     folder = checkpoint.resolve()
     try:
         state_dir().mkdir(parents=True, exist_ok=True)
         with alone(state_dir()):
             others = [k for k in known(console.say) if k.checkpoint != folder][1 - REMEMBERED :]
-            remember_only([*others, Known(folder, str(Path.cwd()), time.time())])
+            _write([*others, Known(folder, str(Path.cwd()), time.time(), run)], [b for b in begun() if b != folder])
     except (OSError, NotFoundError) as e:
         why = e.strerror if isinstance(e, OSError) else e
         console.say(f"note: could not remember this checkpoint for later commands ({why})")
 
 
-def remember_only(rows: list[Known]) -> None:
-    """Set down the known checkpoints."""
-    plain = [{"checkpoint": str(k.checkpoint), "where": k.where, "time": k.time} for k in rows]
-    write_whole(state_dir() / LAST, json.dumps({"known": plain}).encode())
+def begin(target: Path) -> None:
+    """Note that `target` is begun, so that `lowq ls` finds what an interrupted run leaves; without a home it will not."""
+    folder = target.parent.resolve() / target.name
+    if is_cached(folder):  # where `ls` looks anyway
+        return
+    with suppress(OSError, LowqError):
+        state_dir().mkdir(parents=True, exist_ok=True)
+        with alone(state_dir()):
+            _write(known(), [*(b for b in begun() if b != folder), folder][-REMEMBERED:])
+
+
+def begun() -> list[Path]:
+    """What runs of this user have begun to write and not finished, the newest last; some are gone since."""
+    try:
+        found = json.loads(read_text(state_dir() / LAST, MAX_CONFIG)).get("begun", [])
+        return [Path(p) for p in found if isinstance(p, str)]
+    except (LowqError, ValueError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _write(rows: list[Known], begun: list[Path]) -> None:
+    """Set down the known checkpoints, and what is begun."""
+    plain = [{"checkpoint": str(k.checkpoint), "where": k.where, "time": k.time, "run": k.run} for k in rows]
+    write_whole(state_dir() / LAST, json.dumps({"known": plain, "begun": [*map(str, begun)]}).encode())
 
 
 def checkpoint_or_last(given: str | None) -> str:
@@ -116,8 +142,8 @@ def remember_export(out: Path, run: str, made: Path) -> None:
 
 def _exports() -> dict[str, Any]:
     try:
-        found = json.loads((state_dir() / EXPORTS).read_text())
-    except (OSError, ValueError, NotFoundError):
+        found = json.loads(read_text(state_dir() / EXPORTS, MAX_CONFIG))
+    except (LowqError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,23 +1,45 @@
-"""lowq's folders in the user's home: what can be made again, and what it remembers."""
+"""lowq's folders in the user's home: what can be made again, and what it remembers. They are the user's and nobody else's."""
 
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
-from lowq_packers.errors import NotFoundError
+from lowq_packers.errors import NotFoundError, UnsupportedError
 
 
 def state_dir() -> Path:
-    """The user's state folder (XDG_STATE_HOME, else ~/.local/state), not created here. Raises NotFoundError: no home."""
+    """The user's state folder (XDG_STATE_HOME, else ~/.local/state). Raises as `_folder`."""
     return _folder("XDG_STATE_HOME", ".local/state")
 
 
 def cache_dir() -> Path:
-    """The user's cache folder (XDG_CACHE_HOME, else ~/.cache), not created here. Raises NotFoundError: no home."""
+    """The user's cache folder (XDG_CACHE_HOME, else ~/.cache). Raises as `_folder`."""
     return _folder("XDG_CACHE_HOME", ".cache")
 
 
 def _folder(variable: str, below_home: str) -> Path:
+    """lowq's folder there, made if it can be, closed to other users: programs are run from it, and it names what `rm` removes.
+
+    Raises NotFoundError: this user has no home, or the folder is another user's.
+    """
     try:
-        return Path(os.environ.get(variable) or Path.home() / below_home) / "lowq"
+        path = Path(os.environ.get(variable) or Path.home() / below_home) / "lowq"
     except RuntimeError:
         raise NotFoundError(f"this user has no home folder; name another: {variable}=DIR") from None
+    with suppress(OSError):  # a home that is read-only, or not there: whoever writes there is told
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(0o700, exist_ok=True)
+        found = path.stat()
+        if found.st_uid != os.getuid():
+            raise NotFoundError(f"{path} belongs to another user; name a folder of your own: {variable}=DIR")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            path.chmod(0o700)
+    return path
+
+
+def check_own(path: Path, fd: int) -> None:
+    """Raise UnsupportedError unless the open file `fd` is this user's and no other user may write into it."""
+    found = os.fstat(fd)
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise UnsupportedError(f"{path} may be written by other users, so nothing of it is run")

@@ -16,7 +16,7 @@ FOLDERS = {"lowq_cli": "lowq_cli", "lowq_kernels": "kernels", "lowq_packers": "p
 MAY_IMPORT = {"lowq_packers": set(), "lowq_kernels": {"lowq_packers"}, "lowq_cli": {"lowq_packers", "lowq_kernels"}}
 FLOORS = {  # of each package, the ground first: a folder or file imports from those before it, and from itself
     "lowq_packers": (
-        *("atomic", "errors", "home", "lazy"),
+        *("atomic", "errors", "home", "lazy", "regular"),
         *("scheme", "families", "arch", "bitstream", "tables", "qtensor", "fp8", "layouts", "formats"),
     ),
     "lowq_kernels": (
@@ -24,14 +24,14 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("dispatch", "cuda", "products", "papers", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
-        *("ranks", "console", "devices", "workers", "memory", "drawing", "state", "holdings", "demo", "recipes", "models"),
+        *("ranks", "console", "devices", "workers", "memory", "drawing", "state", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
-        *("loading", "engine", "evaluate", "run", "tuning", "serving"),
+        *("loading", "engine", "evaluate", "run", "holdings", "tuning", "serving"),
         *("checkup", "vllm_plugin", "telling", "typing_in", "completion", "commands", "main"),
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 47_657
+BUDGET = 48_500
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -24,8 +24,9 @@ from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
 from lowq_kernels.cuda.wgmma_headers import wgmma_headers
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import NotFoundError, UnsupportedError
+from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError
 from lowq_packers.home import cache_dir
+from lowq_packers.regular import read_regular
 
 KERNELS = Path(__file__).parents[1]
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
@@ -101,13 +102,13 @@ def _key(file: str, expression: str, arch: str) -> str:
 def _read(path: Path) -> Cubin | None:
     """A cached cubin, or None where there is none or its checksum is off."""
     try:
-        digest, blob = path.read_bytes().split(b"\n", 1)
+        digest, blob = read_regular(path).split(b"\n", 1)
         if hashlib.sha256(blob).hexdigest().encode() != digest:
             return None
         symbol, size, rest = blob.split(b"\n", 2)
         log, image = rest[: int(size)], rest[int(size) :]
         return Cubin(image, symbol.decode(), log.decode())
-    except (OSError, ValueError):
+    except (LowqError, ValueError):
         return None
 
 

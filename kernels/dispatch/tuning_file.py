@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowq_packers.atomic import alone, write_whole
-from lowq_packers.errors import DamagedError
+from lowq_packers.errors import DamagedError, LowqError
+from lowq_packers.regular import MAX_CONFIG, read_text
 from lowq_packers.scheme import Act
 
 if TYPE_CHECKING:
@@ -95,13 +96,15 @@ def _version(name: str) -> str:
 def read_file(path: Path) -> list[dict[str, Any]]:
     """The machines of a tuning file. Raises DamagedError where it is not one."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(read_text(path, MAX_CONFIG))
         machines = data["machines"]
         if data["format"] != FORMAT or not isinstance(machines, list):
             raise ValueError(f"it has format {data['format']}, of another lowq")
         for m in machines:
             entries_of(m), Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+    except LowqError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise DamagedError(f"{path} is not a tuning file of format {FORMAT} ({e}); run lowq tune again") from None
     return machines
 

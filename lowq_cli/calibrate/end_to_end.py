@@ -26,6 +26,7 @@ from lowq_cli.files.atomic import writing
 from lowq_cli.hf.layers import DecoderLayers
 from lowq_cli.plan.plan import Item
 from lowq_packers.atomic import write_whole
+from lowq_packers.regular import opened
 
 PASSES = 4
 STATE = "end-to-end.safetensors"
@@ -174,7 +175,7 @@ class EndToEnd:
         """Passes done before, and the loss before them; leaves and averages are put back."""
         if not path.is_file():
             return 0, 0.0
-        found = load_file(path)
+        found = load_own(path)
         done, before = (float(x) for x in found["facts"])
         for key, optimizer, t in self._leaves():
             t.data.copy_(found[f"{key}.value"])
@@ -202,7 +203,13 @@ class EndToEnd:
                 learnt[self.files[next(iter(layer.grids))]][f"{name}.values"] = t.detach().to(self.kept[name]).cpu()
         for path, tensors in learnt.items():
             with writing(path):
-                write_whole(polished(path), save(load_file(path) | tensors, {"notes": json.dumps(load_notes(path))}))
+                write_whole(polished(path), save(load_own(path) | tensors, {"notes": json.dumps(load_notes(path))}))
+
+
+def load_own(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file that this run wrote."""
+    with opened(path) as name:
+        return load_file(name)
 
 
 def _is_norm(module: torch.nn.Module, path: str) -> bool:

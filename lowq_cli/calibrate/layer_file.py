@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from lowq_cli.plan.plan import Item
 from lowq_packers.errors import DamagedError
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.regular import opened
 
 
 def save_item(q: QuantizedTensor, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -47,7 +48,7 @@ def load_notes(path: Path) -> tuple[dict[str, str], tuple[str, ...]]:
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as saved:
+        with opened(path) as name, safe_open(name, framework="pt") as saved:
             yield saved
     except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
         raise DamagedError(f"{path} is damaged ({e}); delete it and run the same command again") from None

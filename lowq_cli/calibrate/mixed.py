@@ -29,9 +29,10 @@ from lowq_cli.plan.recipe import BUDGETS, Recipe
 from lowq_cli.plan.values import Override
 from lowq_packers.atomic import write_whole
 from lowq_packers.bitstream import words_per_row
-from lowq_packers.errors import NotFoundError, UnsupportedError, UsageError
+from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError, UsageError
 from lowq_packers.formats import FUSED
 from lowq_packers.home import cache_dir
+from lowq_packers.regular import read_text
 from lowq_packers.scheme import Scheme, fit_group
 
 GROUPS = (32, 64, 128)
@@ -282,8 +283,8 @@ def _measured(
     ]
     facts += [[n, list(map(_spell, s))] for n, s in schemes.items()]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    with suppress(OSError, ValueError, KeyError, TypeError, NotFoundError):  # not there, spoilt, or no home
-        kept = json.loads(_cached(key).read_bytes())
+    with suppress(LowqError, ValueError, KeyError, TypeError):  # not there, spoilt, or no home
+        kept = json.loads(read_text(_cached(key)))
         named = {n: {_spell(s): s for s in some} for n, some in schemes.items()}
         read = {n: {named[n][k]: float(e) for k, e in row.items()} for n, row in kept["errors"].items()}
         return read, str(kept["why_not_nats"])

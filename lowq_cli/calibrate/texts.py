@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from lowq_cli.models import CausalModel, Tokenizer
 from lowq_cli.state import user_path
 from lowq_packers.errors import NotFoundError, UsageError
 from lowq_packers.lazy import torch
+from lowq_packers.regular import read_given
 
 WINDOW = 512
 BATCH = 8  # windows at a time
@@ -122,14 +122,9 @@ def check_ids(ids: Iterable[int], rows: int) -> None:
 def read_utf8(file: Path, what: str) -> str:
     """A text file's contents. Raises UsageError for other bytes, NotFoundError, both naming `what` it is."""
     try:
-        facts = file.stat()
-        if stat.S_ISCHR(facts.st_mode) or facts.st_size > MAX_TEXT:  # a pipe, as of <(a command), is no device
-            raise UsageError(f"the {what} {file} is a device, or of more than {MAX_TEXT >> 30} GiB; give less of it")
-        return file.read_text(encoding="utf-8-sig")
+        return read_given(file, what, MAX_TEXT).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:
         raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None
-    except OSError as e:
-        raise NotFoundError(f"cannot read the {what} {file}: {e.strerror}") from None
 
 
 def window_of(model: CausalModel) -> int:

@@ -23,4 +23,5 @@ def ls(as_json: AsJson = False) -> None:
         return
     cells = [(h.short, h.kind, console.size(h.nbytes), console.age(h.age_s)) for h in found]
     console.table("", ("folder", "kind", ">size", ">age"), cells, on_stdout=True)
-    console.say(f"{console.size(total)} in {len(found)} folders; lowq rm FOLDER removes one, lowq rm --cached all of the cache")
+    folders = "1 folder" if len(found) == 1 else f"{len(found)} folders"
+    console.say(f"{console.size(total)} in {folders}; lowq rm FOLDER removes one, lowq rm --cached all of the cache")

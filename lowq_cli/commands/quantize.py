@@ -197,11 +197,13 @@ def quantize(
             console.say(f"dry run: nothing was {'' if prepared.mixed else 'read but headers, nothing was '}written")
         if dry_run:
             return
+        from lowq_cli.run.output_folder import run_in
         from lowq_cli.run.pipeline import execute
 
         with compiling(prepared):
+            state.begin(prepared.out)
             result = follow(execute(prepared, fresh), prepared.plan)
-    state.remember(prepared.out)
+    state.remember(prepared.out, run_in(prepared.out))
     if not as_json:
         _show_result(result, prepared.plan.recipe, engine, to)
     exported = export.write(result.out, to) if to else None

@@ -1,4 +1,4 @@
-"""lowq rm: remove checkpoints that lowq wrote, or its cache; nothing else."""
+"""lowq rm: remove what lowq wrote, by the mark that it left there, or its cache; nothing else."""
 
 import sys
 from typing import Annotated
@@ -30,11 +30,15 @@ def rm(
     found = holdings.named(names or [], cached)
     if not yes:
         _ask([f"{h.path} ({h.kind}, {console.size(h.nbytes)})" for h in found], as_json)
+    removed = []
     for h in found:
-        holdings.remove(h)
-        console.say(f"removed {h.path}")
+        if left := holdings.remove(h):
+            console.warn(f"{h.path} stays: it holds {len(left)} files that lowq did not write, such as {left[0]}")
+        else:
+            removed.append(h)
+            console.say(f"removed {h.path}")
     if as_json:
-        console.out_json({"removed": [str(h.path) for h in found], "bytes": sum(h.nbytes for h in found)})
+        console.out_json({"removed": [str(h.path) for h in removed], "bytes": sum(h.nbytes for h in removed)})
 
 
 def _ask(what: list[str], as_json: bool) -> None:

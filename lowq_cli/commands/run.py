@@ -88,7 +88,8 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
 def _has_template(model: str) -> bool:
     """Whether a checkpoint's tokenizer says how a question is put to it."""
     from lowq_cli import state
+    from lowq_packers.regular import MAX_CONFIG, read_regular
 
     config = state.user_path(model) / "tokenizer_config.json"
-    said = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    return config.with_name("chat_template.jinja").is_file() or '"chat_template"' in said
+    said = read_regular(config, MAX_CONFIG) if config.exists() else b""
+    return any(config.parent.glob("chat_template.*")) or b'"chat_template"' in said

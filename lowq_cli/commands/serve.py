@@ -16,6 +16,7 @@ from lowq_packers.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     import socket
 
+    from lowq_cli.engine.tokenizer import LoadedTokenizer
     from lowq_cli.serving.apart import Made
     from lowq_cli.serving.http.app import Served
     from lowq_cli.serving.http.metrics import Roofline
@@ -134,7 +135,7 @@ def _serve(
 class _Loaded:
     """What the engine's process tells of a model."""
 
-    tokenizer: Any
+    tokenizer: "LoadedTokenizer"
     stop_ids: frozenset[int]
     roofline: "Roofline"
     device: str
@@ -217,7 +218,7 @@ def _plan(served: "Served", loaded: _Loaded, url: str, kv: str) -> dict[str, Any
         "kv": kv,
         "url": url,
         "local": bool(served.hosts),
-        "chat_template": bool(getattr(served.tokenizer, "chat_template", None)),
+        "chat_template": bool(served.tokenizer.chat_template),
     }
 
 

@@ -9,8 +9,9 @@ import torch
 
 from lowq_kernels.dispatch import timing
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import NotFoundError
+from lowq_packers.errors import LowqError, NotFoundError
 from lowq_packers.home import cache_dir
+from lowq_packers.regular import MAX_CONFIG, read_text
 
 FILE = "bandwidth.json"
 
@@ -42,8 +43,8 @@ def _name(device: torch.device) -> str:
 
 def _read() -> dict[str, Any]:
     try:
-        found = json.loads((cache_dir() / FILE).read_text())
-    except (OSError, ValueError, NotFoundError):
+        found = json.loads(read_text(cache_dir() / FILE, MAX_CONFIG))
+    except (LowqError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

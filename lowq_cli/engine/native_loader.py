@@ -35,9 +35,10 @@ from lowq_kernels.modules.joined import SideBySide, dense
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
-from lowq_packers.errors import DamagedError, DoesNotFitError, SchemeError, UnsupportedError
+from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, SchemeError, UnsupportedError
 from lowq_packers.fp8 import Fp8Matrix
 from lowq_packers.layouts import DISK, PackedWeight
+from lowq_packers.regular import MAX_CONFIG, read_text
 from lowq_packers.tables import joined
 
 BIAS = ".bias"
@@ -353,7 +354,7 @@ def _stops(source: Source, config: Config) -> Any:
     assert source.folder is not None
     path = source.folder / "generation_config.json"
     try:
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    except (OSError, ValueError, AttributeError, RecursionError):
+        found = json.loads(read_text(path, MAX_CONFIG)).get("eos_token_id") if path.is_file() else None
+    except (LowqError, ValueError, AttributeError, RecursionError):
         raise NotPlain("generation_config.json cannot be read") from None
     return getattr(config.get_text_config(), "eos_token_id", None) if found is None else found

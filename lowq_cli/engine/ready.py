@@ -7,17 +7,18 @@ from pathlib import Path
 import torch
 
 from lowq_cli import console, ranks
-from lowq_cli.engine.tokenizer import read_tokenizer
+from lowq_cli.engine.tokenizer import FastTokenizer, LoadedTokenizer, WrappedTokenizer
+from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.source import Source
-from lowq_cli.models import CausalModel, Tokenizer
+from lowq_cli.models import CausalModel
 
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def ready(
     folder: str | os.PathLike[str], device: str = "auto", notice: Callable[[str], None] = console.warn
-) -> tuple[CausalModel, Tokenizer]:
+) -> tuple[CausalModel, LoadedTokenizer]:
     """(model, tokenizer) of a folder, hub id or "demo": `light.read`'s where that takes it, else transformers'.
 
     Raises what `lowq_cli.loading.load` raises.
@@ -50,16 +51,20 @@ def ready(
         return model, tokenizer(source)
 
 
-def tokenizer(source: Source) -> Tokenizer:
+def tokenizer(source: Source) -> LoadedTokenizer:
     """The tokenizer beside a model. Raises what `hf.tokenizer.load_tokenizer` raises."""
     try:
         if source.folder is None:
             raise NotPlain("no folder")
         return read_tokenizer(source.folder, str(source.config.get("model_type")))
     except NotPlain:
-        from lowq_cli.hf.tokenizer import load_tokenizer
+        from lowq_cli.hf.tokenizer import is_its_backend, load_tokenizer
 
-        return load_tokenizer(source)
+        found = load_tokenizer(source)
+        if not is_its_backend(found):
+            return WrappedTokenizer(found)
+        where = f"the tokenizer of {source.name}"
+        return FastTokenizer(found.backend_tokenizer, found.special_tokens_map, found.chat_template, where)
 
 
 def threads() -> int:

@@ -1,61 +1,63 @@
-"""A folder's tokenizer.json through the tokenizers library, with the ids that transformers' AutoTokenizer gives.
+"""What lowq asks of a model's tokenizer, in one form whoever read its files: lowq (tokenizer_file.py) or transformers.
 
-Taken are folders for which transformers uses the file as it is, and Qwen 2's, of which it keeps vocabulary and merges and
-builds the rest, where the file says the same. Others raise NotPlain. transformers is imported only to render a chat template:
-those are programs from strangers, and its sandbox is the one that is kept safe.
+Nearly every tokenizer is one of the tokenizers library, whose object alone is kept: it goes to another process as it is, and
+there transformers is imported only to render a chat template (those are programs from strangers, and its sandbox is the one
+that is kept safe). A class of transformers that does more than that object is kept whole.
 """
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from lowq_cli.files.family_config import NotPlain
-from lowq_cli.files.growth import check_growth
-from lowq_packers.errors import no_panic
-
-AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-ALWAYS_AS_IT_IS, ALWAYS_QWEN = ("phi3",), ("qwen2",)  # model types whose tokenizer_class transformers does not believe
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-QWEN_PATTERN = (  # as transformers' Qwen2Tokenizer has it
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN_PRE = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-    ],
-}
+from lowq_packers.errors import UnsupportedError, no_panic
 
 
-class FileTokenizer:
-    """What lowq asks of a tokenizer: ids of a text, the text of ids, a conversation's ids."""
+class LoadedTokenizer(ABC):
+    """Ids of a text, the text of ids, a conversation's ids, the bytes of a token.
 
-    def __init__(self, tokens: Any, named: Mapping[str, str], chat_template: str | None) -> None:
-        self.tokens, self.named, self.chat_template = tokens, dict(named), chat_template
-        self.bos_token_id, self.eos_token_id = (self._id(name) for name in ("bos_token", "eos_token"))
+    Attributes:
+        named: the special tokens that a chat template may write, such as bos_token.
+        chat_template: the template; or several by name, of which "tool_use" is for conversations with tools; or None.
+        bos_token_id, eos_token_id: or None.
+    """
 
-    def _id(self, name: str) -> int | None:
-        return self.tokens.token_to_id(self.named[name]) if name in self.named else None
+    named: dict[str, str]
+    chat_template: str | dict[str, str] | None
+    bos_token_id: int | None
+    eos_token_id: int | None
 
+    @abstractmethod
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        # as a batch, for which the library lets other threads run: a megabyte takes a second
-        with no_panic("tokenizer.json"):  # a regular expression that its engine gives up
-            return {"input_ids": self.tokens.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids}
+        """A table with input_ids: the text's."""
 
-    def __len__(self) -> int:
-        return self.tokens.get_vocab_size()
-
+    @abstractmethod
     def get_vocab(self) -> dict[str, int]:
         """The spelling of every token, and its id."""
-        return self.tokens.get_vocab()
 
+    @abstractmethod
     def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of these tokens."""
-        with no_panic("tokenizer.json"):
-            return self.tokens.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens)
+        """The text of these tokens, its spaces as the decoder leaves them."""
+
+    @abstractmethod
+    def spelling(self, token: int) -> str | None:
+        """A token as the vocabulary has it; None where there is no such token."""
+
+    @abstractmethod
+    def definition(self) -> str | None:
+        """The tokenizer as a tokenizer.json, None where it is not one of the tokenizers library."""
+
+    def template(self, with_tools: bool = False) -> str:
+        """The chat template of conversations with or without tools, "" if there is none, chosen as transformers does.
+
+        Raises UnsupportedError where there are several and none is the default.
+        """
+        found = self.chat_template or ""
+        if isinstance(found, str):
+            return found
+        name = "tool_use" if with_tools and "tool_use" in found else "default"
+        if name not in found:
+            raise UnsupportedError(f"the model's chat templates are {', '.join(sorted(found))}, and none is the default")
+        return found[name]
 
     def apply_chat_template(
         self,
@@ -68,99 +70,89 @@ class FileTokenizer:
         """Token ids of a conversation, as the model's template writes it; `named` is what else the template may read."""
         from lowq_cli.hf.chat_template import render
 
-        assert self.chat_template is not None  # `encode` and Conversation have asked
-        text = render(self.chat_template, messages, add_generation_prompt, {**self.named, **named})
+        template = self.template(with_tools=named.get("tools") is not None)
+        assert template  # `encode` and Conversation have asked
+        text = render(template, messages, add_generation_prompt, {**self.named, **named})
         return self(text, add_special_tokens=False)["input_ids"]
 
-
-def read_tokenizer(folder: Path, model_type: str) -> FileTokenizer:
-    """The tokenizer of a folder. Raises NotPlain where transformers may make something else of it, and as `check_growth`."""
-    from tokenizers import Tokenizer
-
-    file, facts = folder / "tokenizer.json", _json(folder / "tokenizer_config.json")
-    if not file.is_file() or (folder / "tekken.json").exists() or (folder / "additional_chat_templates").exists():
-        raise NotPlain("tokenizer files of another kind")
-    try:
-        text = file.read_text(encoding="utf-8")
-        with no_panic(str(file)):
-            tokens = Tokenizer.from_str(text)
-    except Exception as e:  # the library raises Exception itself
-        raise NotPlain(f"tokenizer.json: {e}") from None
-    check_growth(tokens, file)
-    head = _without_vocabulary(text)
-    _check_class(facts, model_type, head)
-    _check_special(folder, facts, head)
-    if model_type in ("mistral", "mixtral") and tokens.get_vocab_size() > 100_000:
-        raise NotPlain("a pattern that transformers mends")
-    tokens.no_truncation()
-    tokens.no_padding()
-    template = facts.get("chat_template")
-    if (own := folder / "chat_template.jinja").is_file():
-        template = own.read_text(encoding="utf-8")
-    if template is not None and not isinstance(template, str):
-        raise NotPlain("several chat templates")
-    return FileTokenizer(tokens, {n: _spelled(facts[n]) for n in NAMED if facts.get(n) is not None}, template)
+    def token_bytes(self, token: int) -> list[int] | None:
+        """The bytes of a token that is part of a character; None where its spelling does not say them."""
+        spelled = self.spelling(token)
+        if spelled is None:
+            return None
+        if spelled.startswith("<0x") and len(spelled) == 6:
+            return [int(spelled[3:5], 16)]
+        found = [BYTE_OF.get(c) for c in spelled]
+        return None if None in found else found  # type: ignore[return-value]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise NotPlain(f"{path.name}: {e}") from None
-    if not isinstance(found, dict):
-        raise NotPlain(f"{path.name} is no table")
-    return found
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes bytes with: printable ones stand for themselves, the others from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-def _without_vocabulary(text: str) -> dict[str, Any]:
-    """tokenizer.json but for its vocabulary and merges, which need not be Python objects."""
-    head, found, model = text.partition('"model"')
-    if not found or '"vocab"' in head:
-        return json.loads(text)
-    try:
-        parsed: dict[str, Any] = json.loads(head.rstrip().rstrip(",") + "}")
-        facts = model.partition('"vocab"')[0].strip().lstrip(":").rstrip().rstrip(",")
-        return parsed | {"model": json.loads(facts + "}")}
-    except ValueError:  # sections in another order
-        return json.loads(text)
+BYTE_OF = _byte_alphabet()
 
 
-def _check_class(facts: Mapping[str, Any], model_type: str, head: Mapping[str, Any]) -> None:
-    """Raise NotPlain unless transformers makes of the file what the file says."""
-    named = facts.get("tokenizer_class")
-    if facts.get("auto_map") or not isinstance(named, str):
-        raise NotPlain("a tokenizer of no known class")
-    if model_type in ALWAYS_AS_IT_IS or (named in AS_IT_IS and model_type not in ALWAYS_QWEN):
-        return
-    if named.removesuffix("Fast") != "Qwen2Tokenizer" and model_type not in ALWAYS_QWEN:
-        raise NotPlain(f"{named} builds its own")
-    model = head.get("model", {})
-    plain = all(not model.get(k) for k in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
-    plain = plain and not any(model.get(k) for k in ("fuse_unk", "byte_fallback", "ignore_merges"))
-    decoder = (head.get("decoder") or {}).get("type")
-    plain = plain and head.get("normalizer") == {"type": "NFC"} and head.get("pre_tokenizer") == QWEN_PRE
-    if not plain or decoder != "ByteLevel":
-        raise NotPlain(f"{named} builds another one")
+class FastTokenizer(LoadedTokenizer):
+    """One of the tokenizers library: `tokens` is its Tokenizer."""
+
+    def __init__(
+        self, tokens: Any, named: Mapping[str, str], chat_template: str | dict[str, str] | None, source: str = "tokenizer.json"
+    ) -> None:
+        self.tokens, self.named, self.chat_template, self.source = tokens, dict(named), chat_template, source
+        tokens.no_truncation()
+        tokens.no_padding()
+        self.bos_token_id, self.eos_token_id = (self._id(name) for name in ("bos_token", "eos_token"))
+        self.splits_special = tokens.encode_special_tokens
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tokens.encode_special_tokens = self.splits_special  # which pickling leaves out
+
+    def _id(self, name: str) -> int | None:
+        return self.tokens.token_to_id(self.named[name]) if name in self.named else None
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        # as a batch, for which the library lets other threads run: a megabyte takes a second
+        with no_panic(self.source):  # a regular expression that its engine gives up
+            return {"input_ids": self.tokens.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.tokens.get_vocab()
+
+    def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        with no_panic(self.source):
+            return self.tokens.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens)
+
+    def spelling(self, token: int) -> str | None:
+        return self.tokens.id_to_token(token)
+
+    def definition(self) -> str | None:
+        return self.tokens.to_str()
 
 
-def _check_special(folder: Path, facts: Mapping[str, Any], head: Mapping[str, Any]) -> None:
-    """Raise NotPlain unless every special token that is named anywhere is in the file already, with the same flags."""
-    added = {t["id"]: {k: t.get(k, False) for k in FLAGS} for t in head.get("added_tokens", ())}
-    special = {t["content"] for t in added.values() if t["special"]}
-    decoder = facts.get("added_tokens_decoder")
-    if decoder is None and any((folder / f).exists() for f in ("special_tokens_map.json", "added_tokens.json")):
-        raise NotPlain("special tokens in files of their own")
-    if decoder is not None and {int(i): {k: t.get(k, False) for k in FLAGS} for i, t in decoder.items()} != added:
-        raise NotPlain("added tokens that tokenizer.json does not have")
-    extra = facts.get("extra_special_tokens") or facts.get("additional_special_tokens") or []
-    names = [v for k, v in facts.items() if k.endswith("_token") and v is not None and not isinstance(v, bool)]
-    known = isinstance(extra, list) and {_spelled(t) for t in [*extra, *names]} <= special
-    if not known or facts.get("split_special_tokens"):
-        raise NotPlain("special tokens that tokenizer.json does not have")
-    if any(k.endswith("_token") and k not in NAMED and isinstance(v, str) for k, v in facts.items()):
-        raise NotPlain("special tokens of the model's own")
+class WrappedTokenizer(LoadedTokenizer):
+    """One of transformers' whose class does more than its tokenizers.Tokenizer, or is written in Python."""
 
+    def __init__(self, found: Any) -> None:
+        self.found, self.named, self.chat_template = found, found.special_tokens_map, found.chat_template
+        self.bos_token_id, self.eos_token_id = found.bos_token_id, found.eos_token_id
 
-def _spelled(token: Any) -> str:
-    """A token's text, which configs write as it is or with its flags."""
-    return str(token.get("content")) if isinstance(token, dict) else str(token)
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(self.found(text, add_special_tokens=add_special_tokens)["input_ids"])}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.found.get_vocab()
+
+    def decode(self, ids: Sequence[int] | Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        how = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return self.found.decode([*map(int, ids)], **how)
+
+    def spelling(self, token: int) -> str | None:
+        return self.found.convert_ids_to_tokens(token)
+
+    def definition(self) -> str | None:
+        return self.found.backend_tokenizer.to_str() if self.found.is_fast else None

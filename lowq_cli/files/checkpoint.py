@@ -17,7 +17,6 @@ from typing import Any
 
 from lowq_cli.files import packed_tensors
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
-from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import DTYPES, FLOATS, TensorHeader, check_file_name, read_json, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
@@ -26,6 +25,7 @@ from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeEr
 from lowq_packers.layouts import DISK, PackedWeight, stored, unpack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
+from lowq_packers.regular import read_regular
 from lowq_packers.scheme import Scheme
 
 COMPANIONS = ("weight_scale", "weight_zero", "weight_table")

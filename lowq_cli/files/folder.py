@@ -18,7 +18,7 @@ from pathlib import Path
 
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.source import STAGED
-from lowq_cli.state import OWNER
+from lowq_cli.state import OWNER, begin
 from lowq_packers.errors import DoesNotFitError, UsageError
 
 PATIENCE = 100  # times 10 ms
@@ -75,6 +75,8 @@ def unfinished(target: Path, run: str | None = None) -> Iterator[Path]:
     is full.
     """
     check_free(target)
+    if run is not None:
+        begin(target)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial, fd = _claim(target, run)
@@ -87,7 +89,7 @@ def unfinished(target: Path, run: str | None = None) -> Iterator[Path]:
         raise
     finally:
         if not keep:
-            _discard(partial)  # gone already where it was renamed
+            discard(partial)  # gone already where it was renamed
         os.close(fd)
 
 
@@ -103,14 +105,20 @@ def check_free(target: Path) -> None:
         raise UsageError(f"{target} is there already; use another --out, or remove it")
 
 
+def check_apart(target: Path, source: Path | None) -> None:
+    """Raise UsageError if `target` would lie in the folder that a model is read from."""
+    if source is not None and (inside := target.resolve()).is_relative_to(source.resolve()) and inside != source.resolve():
+        raise UsageError(f"{target} lies in {source}, the folder of the model itself; use --out with a folder beside it")
+
+
 def sweep(target: Path) -> None:
     """Remove what a process that was killed around giving `target` its name left, in it and beside it."""
     with writing(target):
         if target.is_dir() and _owner(target / OWNER).get("target") == target.name:
             (target / OWNER).unlink(missing_ok=True)
-        for path, _ in _left(target):
+        for path, _ in left(target):
             with suppress(BusyError, OSError), held(path):
-                _discard(path)
+                discard(path)
 
 
 def _claim(target: Path, run: str | None) -> tuple[Path, int]:
@@ -125,7 +133,7 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
             if _lock(parent) is not False:
                 break
             time.sleep(0.01)
-        for path, owner in _left(target):
+        for path, owner in left(target):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             locked, mine = _lock(fd), run is not None and owner.get("run") == run
             if run is not None and locked is False:
@@ -135,7 +143,7 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
                 continue
             try:
                 if locked or (locked is None and time.time() - path.stat().st_mtime > LEFT):
-                    _discard(path)
+                    discard(path)
             finally:
                 os.close(fd)
         return found or _make(target, run)
@@ -148,7 +156,7 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
 
 
 def _make(target: Path, run: str | None) -> tuple[Path, int]:
-    """A new unfinished folder: killed in the midst, an empty one under a name that `_left` knows."""
+    """A new unfinished folder: killed in the midst, an empty one under a name that `left` knows."""
     name = uuid.uuid4().hex[:12]
     partial = target.with_name(f"{target.name}.{name}.partial")
     partial.mkdir()
@@ -160,7 +168,7 @@ def _make(target: Path, run: str | None) -> tuple[Path, int]:
     return partial, fd
 
 
-def _left(target: Path) -> list[tuple[Path, dict[str, str]]]:
+def left(target: Path) -> list[tuple[Path, dict[str, str]]]:
     """The unfinished folders of `target` that lowq made, and what they say: those of an id, which OWNER repeats, or empty."""
     found = []
     for path in target.parent.iterdir():
@@ -173,7 +181,7 @@ def _left(target: Path) -> list[tuple[Path, dict[str, str]]]:
     return found
 
 
-def _discard(folder: Path) -> None:
+def discard(folder: Path) -> None:
     """Remove an unfinished folder, its OWNER last: killed in between, it is still known for lowq's."""
     with suppress(OSError):
         for path in sorted(folder.iterdir(), key=lambda p: p.name == OWNER):

@@ -7,6 +7,7 @@ from typing import Any
 
 from lowq_cli.files.safetensors_io import read_json
 from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.regular import MAX_CONFIG, MAX_TEXT, open_bounded
 
 REDIRECTS = {  # field of config.json -> what transformers would do with it
     "transformers_weights": "names other weights",
@@ -14,6 +15,7 @@ REDIRECTS = {  # field of config.json -> what transformers would do with it
 }
 COMPUTED_BY = ("attn_implementation", "experts_implementation")  # fields that may name a hub's code: "org/kernel:function"
 TOKENIZER = "tokenizer_config.json"
+LARGE = ("tokenizer.", "vocab.", "merges.", ".model", ".tiktoken")  # beginnings and suffixes of companions with a vocabulary
 
 
 def check_config(config: Mapping[str, Any], where: object) -> None:
@@ -51,14 +53,13 @@ def is_own(path: Path) -> bool:
     return snapshot or target.name == path.name or target.is_relative_to(folder)
 
 
-def opened(fd: int, path: Path) -> str:
-    """A name of the open file `fd` of `path` for others in this process; its own path where the system has no such names."""
-    return f"/proc/{os.getpid()}/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else str(path.resolve())
-
-
 def check_companions(found: list[Path]) -> list[Path]:
-    """The companions of a model. Raises DamagedError for one that is a link to a file of another name somewhere else."""
+    """The companions of a model: other libraries open them as they are.
+
+    Raises DamagedError for one that is no regular file, is too large, or is a link to a file of another name somewhere else.
+    """
     for path in found:
+        os.close(open_bounded(path, MAX_TEXT if path.name.startswith(LARGE) or path.suffix in LARGE else MAX_CONFIG))
         if not is_own(path):
             raise DamagedError(f"{path} is a link to {path.resolve()}, outside the model's folder; copy it there if it belongs")
     return found

@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowq_cli.files.regular import open_regular, read_regular
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+from lowq_packers.regular import MAX_TEXT, open_regular, read_regular
 
 if TYPE_CHECKING:  # a dry run and `lowq --help` read headers without importing torch
     import torch
@@ -166,9 +166,9 @@ def parse_json(raw: bytes, where: str, once: bool = False) -> dict:
     return value
 
 
-def read_json(path: Path) -> dict:
-    """The JSON object in a file. Raises NotFoundError or DamagedError."""
-    return parse_json(read_regular(path), str(path))
+def read_json(path: Path, most: int = MAX_TEXT) -> dict:
+    """The JSON object in a file of at most `most` bytes. Raises NotFoundError or DamagedError."""
+    return parse_json(read_regular(path, most), str(path))
 
 
 def build_header(tensors: Iterable[tuple[str, TensorHeader]], kind: str = "pt") -> tuple[bytes, dict[str, TensorHeader]]:

@@ -16,8 +16,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.files.regular import open_regular
-from lowq_cli.files.resolution import check_companions, check_config, opened
+from lowq_cli.files.resolution import check_companions, check_config
 from lowq_cli.files.safetensors_io import (
     ITEMSIZE,
     FileHeader,
@@ -31,6 +30,7 @@ from lowq_cli.files.safetensors_io import (
 )
 from lowq_cli.state import known, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError
+from lowq_packers.regular import name_of_open, open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,10 +133,10 @@ class Source:
         return 0
 
     def companions(self) -> list[Path]:
-        """Tokenizer and generation files to copy, sorted by name. Raises DamagedError for links to somewhere else."""
+        """Tokenizer and generation files to copy, sorted by name. Raises as `check_companions`."""
         if self.folder is None:
             return []
-        found = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.is_file()}
+        found = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.exists() and not p.is_dir()}
         return check_companions(sorted(found, key=lambda p: p.name))
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> "torch.Tensor":
@@ -191,7 +191,7 @@ class Source:
 
     def opened(self, file: str) -> str:
         """A path of one of the open files: what is read there is what is read here."""
-        return opened(self._fd(file), self.files[file].path)
+        return name_of_open(self._fd(file), self.files[file].path)
 
     def close(self) -> None:
         """Close the files."""

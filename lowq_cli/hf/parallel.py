@@ -12,7 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -30,6 +33,8 @@ ROW = ("rowwise", "rowwise_rep", "rowwise_split_input")
 UNCUT = (None, "mla_kv_a_proj", "replicate")
 EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}
 TENSORS = ("weight", "weight_scale", "weight_zero")
+# these sum what the processes' experts give only while their parameters are DTensors, which `settle` ends
+SUMS_DTENSORS_ONLY = Version(transformers.__version__) < Version("5.23")
 
 
 def ranks(model: PreTrainedModel) -> int:
@@ -170,6 +175,9 @@ def _split_experts(module: QuantExperts, path: str, pattern: str, plan: dict[str
 
 
 def _settle_experts(module: QuantExperts) -> None:
+    if SUMS_DTENSORS_ONLY and isinstance(down := getattr(module, module.kind.stacks[-1]), DTensor):
+        group = down.device_mesh.get_group()
+        module.register_forward_hook(lambda _module, _args, y: funcol.all_reduce(y, "sum", group))
     for stack in module.kind.stacks:
         if not isinstance(words := getattr(module, stack), DTensor):
             continue

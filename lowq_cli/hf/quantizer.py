@@ -3,7 +3,7 @@
 transformers imports this while it imports itself, so the rest of it (models, loading) is only imported inside calls.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -51,23 +51,20 @@ class Frozen(HfQuantizer):
 class LowqQuantizer(Frozen):
     """Puts QuantLinear, QuantExperts and QuantEmbedding where the checkpoint holds packed weights."""
 
-    # a converter that merges `experts.*.w1.weight` into `experts.gate_up_proj` gets copies for the companions
-    serialized_names: ClassVar[dict[str, list[str]]] = {  # type: ignore[misc]
-        "weight": ["weight", "weight_scale", "weight_zero", "weight_table"]
-    }
-
     def __init__(self, quantization_config: LowqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
             raise UnsupportedError("from_pretrained does not quantize; run `lowq quantize MODEL` and load the folder it writes")
+        self._model: Any = None  # the model being loaded
+        self._dtypes: dict[str, torch.dtype] = {}
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """transformers' rules, and ours for experts that it keeps stacked in files; each for the companions, too."""
+        from lowq_cli.hf.conversions import with_companions
         from lowq_cli.hf.skeleton import Skeleton
 
-        if model is None:  # transformers before 5.23, where `swap` refuses packed experts
-            return super().update_weight_conversions(weight_conversions)  # type: ignore[call-arg]
-        return super().update_weight_conversions(weight_conversions + Skeleton(model).own, model)
+        model = self._model if model is None else model  # transformers before 5.21 hands over none
+        return with_companions(weight_conversions + Skeleton(model).own, model)
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse to keep packed weights on disk: nothing would repack them."""
@@ -78,15 +75,20 @@ class LowqQuantizer(Frozen):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         """Check the checkpoint against config and model, then swap the modules (all on the meta device)."""
+        from lowq_cli.hf.conversions import dtypes
         from lowq_cli.hf.swap import swap
 
         swap(model, self.quantization_config.to_dict(), checkpoint_files)
+        self._model, self._dtypes = model, dtypes(model)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Check scales and zeros, freeze, and repack for the devices the weights arrived on."""
         from lowq_cli.hf.activations import set_activations
+        from lowq_cli.hf.conversions import cast
         from lowq_cli.hf.swap import finish
 
+        cast(model, self._dtypes)
+        self._model, self._dtypes = None, {}
         return set_activations(finish(model), getattr(self.quantization_config, "activations", "none"))
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:

@@ -192,9 +192,10 @@ class Skeleton:
         shape = torch.Size(self.shape(param))
         rows = shape[-2]
         numbers = torch.arange(shape[:-1].numel(), device="cpu").reshape(*shape[:-1], 1)
+        numbers = numbers.expand(*shape[:-1], 2)  # transformers before 5.23 would drop a dimension of size 1
         found = {}
         for name, piece in self._revert({param: numbers}).items():
-            ids = piece.flatten()
+            ids = piece[..., 0].flatten()
             first, last = int(ids[0]), int(ids[-1])
             if piece.dim() != 2 or last - first != len(ids) - 1 or first // rows != last // rows:
                 return {}

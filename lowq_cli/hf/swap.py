@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import HfQuantizer
 
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, rows, tensors
 from lowq_cli.files.quant_config import Stored, compact, expand_stored
@@ -88,10 +87,6 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             some = sorted(f"{how.scheme}{'' if how.layout == DISK else f' in {how.layout}'}" for how in agreed)
             raise UnsupportedError(
                 f"{param} is made of tensors with different schemes ({some[0]} and {some[1]}); they must agree"
-            )
-        if len(members) > 1 and not hasattr(HfQuantizer, "serialized_names"):
-            raise UnsupportedError(
-                f"{param} is merged from {len(members)} packed tensors; that needs transformers 5.23 or newer"
             )
         module, _, leaf = param.rpartition(".")
         by_module[module][leaf] = how = agreed.pop()

@@ -1,12 +1,12 @@
 """The tokenizer of a model folder by transformers, without its modeling code (3.7 s on a core)."""
 
-from collections.abc import Callable
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowq_cli.files.growth import check_growth
 from lowq_cli.files.source import Source
+from lowq_cli.files.templates import old_template
 from lowq_cli.files.view import only_its_files
 from lowq_cli.hf.chat_template import render
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, no_panic, one_line
@@ -38,39 +38,49 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         found.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     if found.is_fast:
         check_growth(found.backend_tokenizer, f"the tokenizer of {source.name}")
-    _within_means(found)
+    if found.chat_template is None and source.folder is not None:
+        found.chat_template = old_template(source.folder)
+    found.apply_chat_template = _WithinMeans(found)  # type: ignore[method-assign]
     for name in ("_encode_plus", "_decode"):
-        setattr(found, name, _in_a_line(getattr(found, name)))
+        setattr(found, name, _InALine(found, name))
     return found
 
 
-def _in_a_line(call: Callable[..., Any]) -> Callable[..., Any]:
-    """What a tokenizer is asked for, whatever its library raises."""
+def is_its_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether its class adds nothing to what the tokenizers.Tokenizer in it makes of texts and ids."""
+    calls = ("__call__", "_encode_plus", "decode", "_decode")
+    return all(getattr(type(tokenizer), c) is getattr(PreTrainedTokenizerFast, c, None) for c in calls)
 
-    def asked(*args: Any, **how: Any) -> Any:
+
+class _InALine:
+    """A method of a tokenizer's class, whatever its library raises; it is copied and pickled with the tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, method: str) -> None:
+        self.tokenizer, self.method = tokenizer, method
+
+    def __call__(self, *args: Any, **how: Any) -> Any:
         with no_panic("the tokenizer"):
-            return call(*args, **how)
-
-    return asked
+            return getattr(type(self.tokenizer), self.method)(self.tokenizer, *args, **how)
 
 
-def _within_means(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have the calls of lowq render the chat template where it can take neither all time nor all memory."""
-    own = tokenizer.apply_chat_template
+class _WithinMeans:
+    """apply_chat_template, where the calls of lowq have the template take neither all time nor all memory."""
 
-    def apply(conversation: Any, *args: Any, **how: Any) -> Any:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, conversation: Any, *args: Any, **how: Any) -> Any:
+        tokenizer = self.tokenizer
         if (
             args
             or how.keys() != {"add_generation_prompt", "tokenize", "return_dict"}
             or not how["tokenize"]
             or how["return_dict"]
         ):
-            return own(conversation, *args, **how)
+            return type(tokenizer).apply_chat_template(tokenizer, conversation, *args, **how)
         facts = tokenizer.special_tokens_map
         text = render(tokenizer.get_chat_template(), conversation, how["add_generation_prompt"], facts)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    tokenizer.apply_chat_template = apply  # type: ignore[method-assign]
 
 
 def _has_tokenizer(source: Source) -> bool:

@@ -44,6 +44,13 @@ def check_same(back: QuantizedTensor | torch.Tensor, q: QuantizedTensor, name: s
             raise AssertionError(f"{name} ({q.scheme}) does not read back as it was written")
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes, of any dtype: torch compares no 8-bit floats."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
 def _same_parts(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     """Whether codes, scales, zeros and table are the same, and so the weights."""
     pairs = [(a.W_q, b.W_q), (a.scales, b.scales)]

@@ -18,12 +18,11 @@ from typing import Any
 
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
-from lowq_cli.files.folder import new_folder, sweep
-from lowq_cli.files.regular import read_regular
+from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
-from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
+from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
 from lowq_cli.memory import available_memory
@@ -36,6 +35,7 @@ from lowq_packers.formats import EXPORTED, Config, Format, Tensors
 from lowq_packers.layouts import DISK, PackedWeight, unpack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.regular import read_regular
 from lowq_packers.tables import rows_of
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
@@ -84,6 +84,7 @@ def export(
 
                 return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
             target, run = Path(out or f"{name}-{to}"), run_name(found, to, rounding)
+            check_apart(target, found.folder)
             if done := was_exported(target, run):
                 sweep(target)
                 config, written = _as_read(target)
@@ -283,8 +284,7 @@ def encoded(fmt: Format, name: str, p: PackedWeight, config: Mapping[str, Any]) 
         zeros, table = None if p.zeros is None else p.zeros[first:last], rows_of(p.table, p.N, first, last)
         part = replace(p, words=p.words[first:last], scales=p.scales[first:last], zeros=zeros, N=last - first, table=table)
         for n, t in _encoded(fmt, name, unpack(part), config).items():
-            whole = tensors[n][-len(t) :] if first else tensors[n][: len(t)]
-            if t.dim() == 2 and (t.dtype != whole.dtype or not torch.equal(t, whole)):  # a vector is weight_shape, another's
+            if t.dim() == 2 and not same_bytes(t, tensors[n][-len(t) :] if first else tensors[n][: len(t)]):  # else the shape
                 raise AssertionError(f"{n} ({p.scheme}) is not what its codes are encoded as")
     return tensors
 

@@ -13,7 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.files.regular import open_regular
 from lowq_cli.files.resolution import check_config
 from lowq_cli.files.safetensors_io import FileHeader, TensorHeader, read_bytes, read_json
 from lowq_cli.files.shapes import whole
@@ -24,6 +23,7 @@ from lowq_cli.interop.gguf_tokenizer import tokenizer_folder
 from lowq_packers import home
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats.gguf import PLAIN, QUANTIZED, TYPES, decoders
+from lowq_packers.regular import open_regular
 
 if TYPE_CHECKING:
     import torch

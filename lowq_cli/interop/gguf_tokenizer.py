@@ -13,6 +13,7 @@ from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.interop.gguf_file import INT32, STRING, Value, array, flag, text, u32
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+from lowq_packers.regular import MAX_CONFIG, read_text
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name of it
@@ -62,7 +63,7 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
     if isinstance(template, str):
         values.append(("tokenizer.chat_template", text(template)))
     elif (folder / "chat_template.jinja").is_file():
-        values.append(("tokenizer.chat_template", text((folder / "chat_template.jinja").read_text(encoding="utf-8"))))
+        values.append(("tokenizer.chat_template", text(read_text(folder / "chat_template.jinja", MAX_CONFIG))))
     return values
 
 

@@ -17,6 +17,8 @@ from lowq_cli.files.folder import unfinished
 from lowq_cli.interop.gguf_file import GgufTensor, padded
 from lowq_cli.state import remember_export
 from lowq_packers.atomic import write_whole
+from lowq_packers.errors import LowqError
+from lowq_packers.regular import read_text
 
 
 @contextmanager
@@ -54,9 +56,9 @@ class GgufWriter:
     def _left(self, head: bytes) -> tuple[int, int]:
         """(tensors, bytes) that an earlier run left; (0, 0) where there is nothing that fits."""
         try:
-            note = json.loads(self.note.read_bytes())
+            note = json.loads(read_text(self.note))
             finished, at = int(note["tensors"]), int(note["bytes"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (LowqError, ValueError, KeyError, TypeError):
             return 0, 0
         whole = len(head) <= at <= os.fstat(self.file.fileno()).st_size
         return (finished, at) if whole and self.file.read(len(head)) == head else (0, 0)

@@ -21,7 +21,6 @@ from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.family_tensors import linear_weights
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact
-from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
@@ -32,6 +31,7 @@ from lowq_packers.formats import Fetch, Matrix
 from lowq_packers.layouts import pack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
+from lowq_packers.regular import read_regular
 
 # quantization steps: 4-bit zeros are rounded by 0.03 at most, which adds 0.1% to a group's error; 8-bit ones by 0.5, 27%
 NOTE_ZERO_ERROR = 0.1

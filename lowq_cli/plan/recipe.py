@@ -26,6 +26,7 @@ from lowq_cli.plan import values
 from lowq_cli.plan.table_formats import TABLE_FORMATS, TableFormat
 from lowq_cli.plan.values import Group, Keep, Override, spelled
 from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.regular import MAX_CONFIG, read_given
 from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, ZERO_KINDS, Act, Scheme, ZeroKind
 
 DEFAULT_GROUP: dict[int, int] = dict.fromkeys(BITS, 64)
@@ -305,12 +306,10 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The table in a TOML file. Raises NotFoundError or UsageError."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         known = ", ".join(recipes.names())
-        raise NotFoundError(f"recipe {path} does not exist; give a TOML file, or one of {known}") from None
-    except OSError as e:
-        raise NotFoundError(f"cannot read recipe {path}: {e.strerror}") from None
+        raise NotFoundError(f"recipe {path} does not exist; give a TOML file, or one of {known}")
+    try:
+        return tomllib.loads(read_given(path, "recipe", MAX_CONFIG).decode("utf-8").replace("\r\n", "\n"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
         raise UsageError(f"recipe {path} is not valid TOML: {e}") from None

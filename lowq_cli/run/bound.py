@@ -30,8 +30,9 @@ from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import Recipe
 from lowq_cli.run.own_text import Make
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import QualityError, UsageError
+from lowq_packers.errors import LowqError, QualityError, UsageError
 from lowq_packers.home import cache_dir
+from lowq_packers.regular import read_text
 
 ROUNDS = 8
 NEAR, AIM = 0.9, 0.96  # parts of the bound: what is near enough, and what is aimed at
@@ -120,8 +121,8 @@ class Search:
         facts += [device.split(":")[0], *(["timed"] if asked.tokens_per_s else [])]
         self.folder = cache_dir() / "bounds" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         self.known: dict[str, dict[str, float]] = {}
-        with suppress(OSError, ValueError):
-            self.known = json.loads((self.folder / "measured.json").read_bytes())
+        with suppress(LowqError, ValueError):
+            self.known = json.loads(read_text(self.folder / "measured.json"))
         self.trials: dict[int, Trial] = {}  # bytes of the groups -> what was measured
         self.best: Path | None = None
         self.most = self._most()

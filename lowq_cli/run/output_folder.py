@@ -21,12 +21,12 @@ from typing import Any
 
 from lowq_cli.files.atomic import reserve, write_at, writing
 from lowq_cli.files.folder import held, staged
-from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_io import read_bytes, read_header, read_json
 from lowq_cli.files.source import CONFIG, INDEX, JOURNAL, LOG, PARTIAL, REPORT
 from lowq_cli.plan.plan import Item, Plan, Shard
 from lowq_packers.atomic import replacing
 from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.regular import read_regular
 
 CHUNK = 1 << 24
 
@@ -77,32 +77,18 @@ class OutputFolder:
         if foreign and not ours:
             raise UsageError(f"{self.path} holds files that lowq did not write, such as {foreign[0]}; use another --out")
         if self.fresh:
-            self._remove({*header.get("files", ()), *report.get("files", ())})
+            _remove_files(self.path, {*header.get("files", ()), *report.get("files", ())})
         elif report.get("run") == self.run and (self.path / CONFIG).is_file():
             self.already_done = True
             for name in (JOURNAL, *(n + PARTIAL for n in (JOURNAL, CONFIG))):
                 (self.path / name).unlink(missing_ok=True)
-            self._remove_staged()
+            _remove_staged(self.path)
             return
         elif header.get("run") == self.run:
             self.finished = {r["item"]: r for r in records}
         elif ours:
             raise UsageError(f"{self.path} holds another lowq run; use --fresh or another --out")
         self._rewrite_journal()
-
-    def _remove(self, names: set[str]) -> None:
-        """Delete lowq's own files; config.json first, so that what remains never looks whole."""
-        own = {p.name for p in self.path.glob("lowq_*.json")}  # the report, and what other commands keep beside it
-        for name in (CONFIG, *sorted({*names, *own} - {CONFIG}), JOURNAL, LOG):
-            for leaf in (name, name + PARTIAL):
-                if Path(leaf).name == leaf:  # a tampered list must not reach outside
-                    (self.path / leaf).unlink(missing_ok=True)
-        self._remove_staged()
-
-    def _remove_staged(self) -> None:
-        """Delete the layers that a calibration set down."""
-        for layers in staged(self.path):
-            shutil.rmtree(layers)
 
     def _rewrite_journal(self) -> None:
         """Put the journal on disk with the records that count, dropping a torn tail."""
@@ -260,6 +246,41 @@ def _read_report(path: Path) -> Record:
     except LowqError:
         return {}
     return report if isinstance(report.get("run"), str) and _names(report) else {}
+
+
+def run_in(folder: Path) -> str:
+    """The run that wrote a folder, or has begun to: what its report or journal says; "" where neither is lowq's."""
+    return str(_read_report(folder / REPORT).get("run") or read_journal(folder / JOURNAL)[0].get("run") or "")
+
+
+def remove(folder: Path) -> list[str]:
+    """Delete what lowq wrote into a folder, and the folder if nothing else is in it. Returns the names of what is left.
+
+    Raises BusyError where another process writes it, OSError.
+    """
+    with held(folder):
+        report, (header, _) = _read_report(folder / REPORT), read_journal(folder / JOURNAL)
+        _remove_files(folder, {*header.get("files", ()), *report.get("files", ())})
+        if left := sorted(p.name for p in folder.iterdir()):
+            return left
+        folder.rmdir()
+        return []
+
+
+def _remove_files(folder: Path, names: set[str]) -> None:
+    """Delete lowq's own files; config.json first, so that what remains never looks whole."""
+    own = {p.name for p in folder.glob("lowq_*.json")}  # the report, and what other commands keep beside it
+    for name in (CONFIG, *sorted({*names, *own} - {CONFIG}), JOURNAL, LOG):
+        for leaf in (name, name + PARTIAL):
+            if Path(leaf).name == leaf and not (folder / leaf).is_dir():  # a tampered list must not reach outside
+                (folder / leaf).unlink(missing_ok=True)
+    _remove_staged(folder)
+
+
+def _remove_staged(folder: Path) -> None:
+    """Delete the layers that a calibration set down."""
+    for layers in staged(folder):
+        shutil.rmtree(layers)
 
 
 def _names(table: Record) -> bool:

@@ -41,8 +41,9 @@ from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.quantizers import FEW_TOKENS
 from lowq_cli.run.events import TextStep
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import DoesNotFitError, NotFoundError, UnsupportedError
+from lowq_packers.errors import DoesNotFitError, LowqError, NotFoundError, UnsupportedError
 from lowq_packers.home import cache_dir
+from lowq_packers.regular import opened, read_text
 
 SIDE = {"cpu": 32, "cuda": 128}  # texts side by side
 PLAIN, CHAT = "text", "chat"
@@ -299,7 +300,11 @@ def _kept_rounds(folder: Path, kind: str) -> Iterator[torch.Tensor]:
 
 def _kept(path: Path) -> torch.Tensor | None:
     """The tokens of one file; None if it is not there or no longer what was written."""
-    with suppress(SafetensorError, OSError, KeyError, TypeError), safe_open(path, framework="pt") as file:
+    with (
+        suppress(LowqError, SafetensorError, OSError, KeyError, TypeError),
+        opened(path) as name,
+        safe_open(name, framework="pt") as file,
+    ):
         ids = file.get_tensor("ids")
         return ids if texts.Text("", ids=ids).digest == file.metadata()["digest"] else None
     return None
@@ -312,8 +317,8 @@ def _keep(path: Path, ids: torch.Tensor) -> None:
 
 def _rate(folder: Path, source: Source, side: int, device: torch.device) -> float:
     """Tokens a second: what this model had here the last time, else by one product and one sum that are timed now."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return float(json.loads((folder / "rate.json").read_bytes())["tokens_per_s"])
+    with suppress(LowqError, ValueError, KeyError, TypeError):
+        return float(json.loads(read_text(folder / "rate.json"))["tokens_per_s"])
     n = 2048 if device.type == "cpu" else 8192
     dtype = torch.float32 if source.nbytes >= 4 * source.params else torch.bfloat16
     W, x = torch.zeros(n, n, dtype=dtype, device=device), torch.zeros(side, n, dtype=dtype, device=device)

@@ -25,7 +25,6 @@ import torch
 from lowq_cli import quantizers
 from lowq_cli.calibrate.need import identity
 from lowq_cli.calibrate.texts import BUNDLED, Text
-from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_writer import to_json
 from lowq_cli.files.source import CONFIG, INDEX, REPORT, Source
 from lowq_cli.plan.plan import Item, Plan, Shard, index_json, output_config
@@ -38,6 +37,7 @@ from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.report import known_result, make_report, result_of
 from lowq_cli.workers import in_order, on_free_device
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
+from lowq_packers.regular import read_regular
 
 if TYPE_CHECKING:
     from lowq_cli.calibrate.calibration import Calibration

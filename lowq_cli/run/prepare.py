@@ -12,6 +12,7 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate.need import is_calibrated, tokens_for
 from lowq_cli.calibrate.texts import SELF, Text
 from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
+from lowq_cli.files.folder import check_apart
 from lowq_cli.files.source import Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.plan import Plan, default_out
@@ -83,6 +84,7 @@ def prepare(
 
             source = rotated(raw)
         folder = default_out(source, recipe) if out is None else Path(out)
+        check_apart(folder, source.folder if Path(model).is_dir() else None)
         together = recipe.method != "auto" and quantizers.needs_distilling(recipe.method)
         if together and recipe.calib_tokens is None and not budgeted and devices[0].type == "cuda":
             recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, recipe, shard_size)))

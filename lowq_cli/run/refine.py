@@ -18,7 +18,6 @@ from lowq_cli.calibrate.layer_file import load_item
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_free, new_folder
-from lowq_cli.files.regular import read_regular
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop import exporter
@@ -36,6 +35,7 @@ from lowq_packers.formats import Format
 from lowq_packers.home import cache_dir
 from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
+from lowq_packers.regular import read_regular
 
 SAME = 2.0**-6  # relative difference of a norm's weights that another dtype explains
 

@@ -17,7 +17,8 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, GROUP_STEP, Scheme, ZeroKind
 
 FLOATS = ("F32", "F16", "BF16")
-NAMES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF16"}
+TORCH = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name of a dtype -> torch's
+NAMES = {f"torch.{theirs}": name for name, theirs in TORCH.items()}
 EXCLUDED = "-:"  # in a rule's settings: it names what is not quantized
 GATHERED = re.compile(r"(^|\.)(embed_tokens|wte|shared)$")  # tables that are looked up, not multiplied by
 
@@ -109,6 +110,13 @@ def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[
         check_fields(values, used, harmless, f"dynamic {pattern!r}: ")
         rules.append((pattern.removeprefix("+:"), values))
     return Rules(rules)
+
+
+def model_dtype(config: Mapping[str, Any], default: str) -> str:
+    """The safetensors name of the float dtype that config.json gives the model; `default` where it gives none."""
+    tables = (config, section(config, "text_config"))
+    said = next((str(t[k]) for t in tables for k in ("dtype", "torch_dtype") if t.get(k)), "")
+    return NAMES.get(f"torch.{said.removeprefix('torch.')}", default)
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Fetch, Header, Headers, Matrix, Tensors, _fp4, fp8_block
+from lowq_packers.formats import Config, Fetch, Header, Headers, Matrix, Tensors, _fp4, fp8_block
 from lowq_packers.formats import _common as c
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
@@ -36,7 +36,7 @@ def form(s: Scheme) -> str:
     return next(name for name, scheme in FP4.items() if scheme == s)
 
 
-def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
+def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matrix:
     """A module of one of FP4, whose config group says `w`. Raises UnsupportedError, DamagedError."""
     scheme = FP4[form]
     said = c.number(w, "num_bits"), w.get("type"), c.number(w, "group_size", default=scheme.group_size)
@@ -58,7 +58,7 @@ def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
         factor = 1 / fetch(parts[2]) if factored else None
         return _fp4.decoded(scheme, fetch(parts[0]), fetch(parts[1]), p, factor)
 
-    return Matrix(p, shape, tuple(parts), read, _fp4.stored_as(scheme), 4, scheme, "BF16")
+    return Matrix(p, shape, tuple(parts), read, _fp4.stored_as(scheme), 4, scheme, _fp4.dtype_of(scheme, config))
 
 
 def fp4_weights(s: Scheme) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def groups_of(name: str, companion: Header, N: int) -> int:
     return shape[1]
 
 
-def fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
+def fp8(p: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matrix:
     """float-quantized: fp8 times a scale for all, for a row, or for a block of `block_structure`."""
     N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
     if w.get("type", "float") != "float" or c.number(w, "num_bits", default=8) != 8:
@@ -107,11 +107,10 @@ def fp8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
             f"{p}: float-quantized with {G} scales a row is not one that lowq reads; it reads one, or blocks"
         )
 
-    dtype = "BF16" if scale.dtype == "F32" else scale.dtype
+    dtype = c.model_dtype(config, "F32") if scale.dtype == "F32" else scale.dtype
 
     def read(fetch: Fetch) -> torch.Tensor:
-        kind = torch.bfloat16 if dtype == "BF16" else torch.float16
-        return fp8_block.dequantize(fetch(f"{p}.weight"), fetch(f"{p}.weight_scale"), block, kind)
+        return fp8_block.dequantize(fetch(f"{p}.weight"), fetch(f"{p}.weight_scale"), block, dtype)
 
     parts = [n for leaf in ("weight", "weight_scale", "input_scale") if (n := f"{p}.{leaf}") in headers]
     kind = f"fp8 {block[0]}x{block[1]} blocks" if block else "fp8"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowq_packers.errors import DamagedError, SchemeError
-from lowq_packers.formats import Headers, Matrix
+from lowq_packers.formats import Config, Headers, Matrix
 from lowq_packers.formats import _common as c
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
@@ -72,6 +72,11 @@ def why_not(s: Scheme, title: str, *held: Scheme) -> str | None:
         return None
     wanted = " or ".join(f"--format {NAMES[h]}" for h in held)
     return f"{title} holds {' and '.join(stored_as(h) for h in held)}, not {s}; nearest: {wanted}"
+
+
+def dtype_of(scheme: Scheme, config: Config) -> str:
+    """The dtype of the dense matrix: the model's; MXFP4's powers of two are exact in bf16, and beyond fp16."""
+    return "BF16" if scheme == MXFP4 else c.model_dtype(config, "BF16")
 
 
 def is_fp4(m: Matrix) -> bool:

@@ -1,6 +1,7 @@
 """bitsandbytes' 4 bits: codes of NF4 or FP4 in blocks of consecutive weights, and a scale (absmax) of each block.
 
-    weight (N * K / 2, 1) uint8, the first code in a byte's high half · weight.absmax (blocks) fp32 · weight.quant_map (16)
+    weight (N * K / 2, 1) uint8, the first code in a byte's high half, or the same bytes filed under bnb_4bit_quant_storage
+    weight.absmax (blocks) fp32 · weight.quant_map (16)
     weight.quant_state.bitsandbytes__nf4: JSON in bytes: shape, blocksize, dtype, quant_type
 
 Double quantization: absmax is uint8, an index into weight.nested_quant_map (256), times weight.nested_absmax of every 256
@@ -32,8 +33,9 @@ TABLES = {  # bitsandbytes' own, whatever quant_map says: its kernels look nothi
 }
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED = 256  # blocks that share a nested_absmax
-DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+DTYPES = {theirs: name for name, theirs in c.TORCH.items()}
 FIELDS = ("shape", "blocksize", "dtype", "quant_type", "nested_blocksize", "nested_dtype", "nested_offset")
+STORAGE = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # dtypes that the bytes may be filed under, and bytes of each
 MAX_STATE = 4096  # bytes of JSON; usual ones have 200
 USED = ("quant_method", "bnb_4bit_quant_type", "load_in_8bit", "_load_in_8bit")
 HARMLESS = (
@@ -104,9 +106,11 @@ def _state(name: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> S
 def _matrix(p: str, state: str, q: Mapping[str, Any], headers: Headers, fetch: Fetch) -> Matrix:
     s, w = _state(state, q, headers, fetch), f"{p}.weight"
     N, K = s.shape
-    if tuple(c.need(headers, w, dtypes=("U8",)).shape) not in ((-(-N * K // 2), 1), (1, -(-N * K // 2))):
+    stored = c.need(headers, w, dtypes=STORAGE)
+    count = -(-N * K // 2) / STORAGE[stored.dtype]  # elements that the codes fill
+    if tuple(stored.shape) not in ((count, 1), (1, count)):
         raise DamagedError(
-            f"{w} has the shape {tuple(headers[w].shape)}; {N} x {K} codes of 4 bits fill {-(-N * K // 2)} bytes"
+            f"{w} is {tuple(stored.shape)} {stored.dtype}; {N} x {K} codes of 4 bits fill {-(-N * K // 2)} bytes"
         )
     parts = [w, f"{w}.absmax", f"{w}.quant_map", state]
     c.need(headers, parts[1], (s.blocks,), ("U8",) if s.offset is not None else ("F32",))
@@ -126,19 +130,16 @@ def _matrix(p: str, state: str, q: Mapping[str, Any], headers: Headers, fetch: F
             scales = fetch(parts[5])[scales.long()] * shared + torch.tensor(s.offset, dtype=torch.float32)
         if not bool(torch.isfinite(scales).all()):
             raise DamagedError(f"{p} holds NaN or infinite scales; fetch the model again")
-        stored = fetch(w).flatten()
+        stored = fetch(w).contiguous().view(torch.uint8).flatten()
         codes = torch.stack((stored >> 4, stored & 15), -1).flatten()[: N * K]
         if s.scheme is None:
             wide = scales.repeat_interleave(s.block)[: N * K]
-            return (table[0][codes.long()] * wide).reshape(N, K).to(getattr(torch, _TORCH[s.dtype]))
+            return (table[0][codes.long()] * wide).reshape(N, K).to(getattr(torch, c.TORCH[s.dtype]))
         own = table if s.scheme.table_width else None
         return QuantizedTensor.of(s.scheme, codes.reshape(N, K), scales.reshape(N, -1), None, own)
 
-    stored = f"{s.kind} g{s.block}" + (" double" if s.offset is not None else "")
-    return Matrix(p, (N, K), tuple(parts), read, stored, 4, s.scheme, s.dtype)
-
-
-_TORCH = {short: name for name, short in DTYPES.items()}
+    facts = f"{s.kind} g{s.block}" + (" double" if s.offset is not None else "")
+    return Matrix(p, (N, K), tuple(parts), read, facts, 4, s.scheme, s.dtype)
 
 
 def _why_not(s: Scheme, N: int, K: int) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, _fp4, method, register
+from lowq_packers.formats import Config, Export, Fetch, Format, Header, Headers, Matrix, Tensors, _fp4, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.formats import _compressed_floats as floats
 from lowq_packers.formats._rules import Rules
@@ -110,13 +110,13 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
         p, _, leaf = name.rpartition(".")
         if leaf == "weight_packed" and headers[name].dtype == "U8":
             form = floats.form_of(p, headers)
-            found.append(floats.fp4(p, form, groups.weights(p, form, q), headers))
+            found.append(floats.fp4(p, form, groups.weights(p, form, q), headers, config))
         elif leaf == "weight_packed":
             found.append(_packed(p, groups.weights(p, "pack-quantized", q), headers, fetch))
         elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype == "I8":
             found.append(_int8(p, groups.weights(p, "int-quantized", q), headers))
         elif leaf == "weight" and f"{p}.weight_scale" in headers and headers[name].dtype in floats.FLOATS8:
-            found.append(floats.fp8(p, groups.weights(p, "float-quantized", q), headers))
+            found.append(floats.fp8(p, groups.weights(p, "float-quantized", q), headers, config))
     return found
 
 
@@ -126,9 +126,7 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
         raise UnsupportedError(f"{p}: pack-quantized with {bits}-bit {w.get('type')} codes is not one that lowq reads")
     N, words = c.matrix(headers, f"{p}.weight_packed", INTS)
     scale = c.need(headers, f"{p}.weight_scale")
-    G = scale.shape[-1] if scale.shape else 0
-    if tuple(scale.shape) != (N, G):
-        raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; {N} rows were expected")
+    G = _groups_of(p, w, scale, N)
     grouped = w.get("strategy") == "group" or (w.get("strategy") is None and bool(w.get("group_size")))
     if not grouped and (G != 1 or (w.get("group_size") or -1) != -1):
         raise DamagedError(
@@ -168,7 +166,7 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
         stored = fetch(f"{p}.weight_packed")
         empty_bits = _is_padded(stored, bits, K) if padded is None else padded
         codes = _unpack(stored, bits, K, empty_bits)
-        scales = fetch(f"{p}.weight_scale")
+        scales = fetch(f"{p}.weight_scale").reshape(-1, G).expand(N, G).contiguous()
         if not sym or stored_zeros:
             whole = _zeros(fetch(f"{p}.weight_zero_point"), p, bits, N, G, empty_bits)
             if sym and bool((whole != 1 << (bits - 1)).any()):
@@ -189,6 +187,15 @@ def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None)
         f"{bits}-bit g{g} {'sym' if sym else 'int zero'}" + (" padded" if padded else "") + (" act-order" if permuted else "")
     )
     return Matrix(p, (N, K), tuple(parts), read, stored, bits, scheme, scale.dtype)
+
+
+def _groups_of(p: str, w: Mapping[str, Any], scale: Header, N: int) -> int:
+    """Scales of a row, one where the whole matrix has one. Raises DamagedError where they are not what the config says."""
+    G = floats.groups_of(f"{p}.weight_scale", scale, N)
+    wanted = {"group": N * G, "tensor": 1}.get(str(w.get("strategy")))
+    if wanted not in (None, math.prod(scale.shape)):
+        raise DamagedError(f"{p}.weight_scale has the shape {tuple(scale.shape)}; quantization_config says {w['strategy']}")
+    return G
 
 
 def _is_padded(words: torch.Tensor, bits: int, K: int) -> bool:
@@ -213,10 +220,11 @@ def _unpack(words: torch.Tensor, bits: int, K: int, padded: bool) -> torch.Tenso
 
 def _zeros(stored: torch.Tensor, p: str, bits: int, N: int, G: int, padded: bool) -> torch.Tensor:
     """(N, G) zeros in code units, from words packed along N (`padded` as the weight's, unless N tells) or from plain int8."""
-    if stored.dtype == torch.int8:
-        if tuple(stored.shape) != (N, G):
+    one = stored.numel() == 1 and stored.dim() < 2  # of strategy tensor, which is not packed
+    if stored.dtype == torch.int8 or one:
+        if tuple(stored.shape) != (N, G) and not one:
             raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(N, G)}")
-        return (stored.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+        return (stored.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8).expand(N, G)
     rows = {bitstream.words_per_row(N, bits): False, -(-N // (32 // bits)): True}
     if stored.dim() != 2 or stored.shape[0] not in rows or stored.shape[1] != G:
         raise DamagedError(f"{p}.weight_zero_point has the shape {tuple(stored.shape)}, not {(min(rows), G)}")

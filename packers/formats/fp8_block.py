@@ -40,7 +40,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
         scale = next((f"{p}.{leaf}" for leaf in COMPANIONS if f"{p}.{leaf}" in headers), None)
         if scale is None:
             raise DamagedError(f"{p}.weight_scale_inv is missing; fetch the model again")
-        found.append(_matrix(p, scale, q, headers))
+        found.append(_matrix(p, scale, q, headers, c.model_dtype(config, "BF16")))
     return found
 
 
@@ -49,7 +49,7 @@ def _block(q: Mapping[str, Any]) -> tuple[int, int] | None:
     return None if size is None else c.pair(size, "quantization_config has weight_block_size")
 
 
-def _matrix(p: str, scale: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
+def _matrix(p: str, scale: str, q: Mapping[str, Any], headers: Headers, dtype: str) -> Matrix:
     N, K = headers[f"{p}.weight"].shape
     block = _block(q)
     if block is not None:
@@ -58,18 +58,16 @@ def _matrix(p: str, scale: str, q: Mapping[str, Any], headers: Headers) -> Matri
         raise DamagedError(f"{scale} has the shape {tuple(headers[scale].shape)}, and the config gives no weight_block_size")
 
     def read(fetch: Fetch) -> torch.Tensor:
-        return dequantize(fetch(f"{p}.weight"), fetch(scale), block)
+        return dequantize(fetch(f"{p}.weight"), fetch(scale), block, dtype)
 
     parts = (f"{p}.weight", scale, *(n for leaf in ("activation_scale", "input_scale") if (n := f"{p}.{leaf}") in headers))
     stored = f"fp8 {block[0]}x{block[1]} blocks" if block else "fp8"
-    return Matrix(p, (N, K), parts, read, stored, 8, None, "BF16")
+    return Matrix(p, (N, K), parts, read, stored, 8, None, dtype)
 
 
-def dequantize(
-    W: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """(N, K) fp8 times its scales, in fp32, rounded once to bf16 or `dtype`. Scales in uint8: 2**(byte - 127)."""
-    (N, K), dtype = W.shape, dtype or torch.bfloat16
+def dequantize(W: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, name: str) -> torch.Tensor:
+    """(N, K) fp8 times its scales, in fp32, rounded once to safetensors' dtype `name`. Scales in uint8: 2**(byte - 127)."""
+    (N, K), dtype = W.shape, getattr(torch, c.TORCH[name])
     s = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if block is None:
         return (W.float() * s.reshape(-1, 1)).to(dtype)
@@ -89,7 +87,7 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     block = _block(c.section(config, "quantization_config"))
-    return ["lowq" if block in ((128, 128), (256, 256)) else "lowq (as bf16)", "transformers", "vLLM", "SGLang"]
+    return ["lowq" if block in ((128, 128), (256, 256)) else "lowq (dense)", "transformers", "vLLM", "SGLang"]
 
 
 def _notes(config: Config, headers: Headers) -> list[str]:

@@ -57,7 +57,7 @@ SCHEMES = {  # types that lowq holds code for code
 QUANTIZED = tuple(SCHEMES)
 Decoder = Callable[["torch.Tensor", tuple[int, ...], str], "torch.Tensor"]  # bytes, shape, name of the tensor -> fp16 weights
 decoders: dict[str, Decoder] = {}  # for the other types; the reader of files fills it
-PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+PLAIN = c.TORCH  # GGUF names float dtypes as safetensors does
 
 
 def type_for(s: Scheme) -> str | None:

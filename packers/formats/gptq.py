@@ -3,8 +3,10 @@
 w[k, n] = scales[g_idx[k], n] * (q - z). Version 1 (`checkpoint_format` "gptq", or none) stores z - 1, version 2 ("gptq_v2")
 stores z. qweight is the transpose of lowq's words, 3 bits included: a dense bit stream, 32 codes in 3 words.
 
-Traps: z = 0 cannot be stored by version 1 (it wraps to 2**bits - 1; read back here as 0, elsewhere sometimes as 2**bits);
-`desc_act` checkpoints have a g_idx that is no run of equal groups, and are read as dense matrices.
+Traps: version 1's writers subtract 1 from every zero of a word at once, as one number of 32 bits: a zero of 0 borrows from the
+next field, and only adding to the whole word gives both back (3 bits, whose fields straddle words: each field alone).
+`desc_act` checkpoints have a g_idx that is no run of equal groups; those and a last group that is shorter are read as dense
+matrices. Symmetric files are found with the zeros of either version, whatever their config says: 2**(bits-1) is meant.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 WIDTHS = (8, 4, 3, 2)
+SHORT = ", short last group"
 PER_MODULE = ("bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act")
 USED = ("quant_method", "checkpoint_format", "format", "pack_dtype", "dynamic", "rotation", "adapter", "is_marlin_format")
 HARMLESS = (  # how it was made, or how others run it
@@ -41,7 +44,7 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 def _version(q: Mapping[str, Any]) -> int:
     """1 or 2. Raises UnsupportedError for the layouts of other kernels."""
-    fmt = q.get("checkpoint_format", q.get("format", "gptq"))
+    fmt = q.get("checkpoint_format") or q.get("format") or "gptq"
     if fmt not in ("gptq", "gptq_v2"):
         raise UnsupportedError(f"GPTQ checkpoint_format {fmt!r} is laid out for one kernel; lowq reads gptq and gptq_v2")
     return 2 if fmt == "gptq_v2" else 1
@@ -57,6 +60,43 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     return [_matrix(p, c.overridden(q, rules, p), version, headers, fetch) for p in c.modules(headers, ".qweight")]
 
 
+def _groups(K: int, group_size: int, p: str) -> tuple[int, int]:
+    """`c.group_count`, for groups that do not divide K too: the last one is then shorter."""
+    if group_size < 1 or K % group_size == 0:
+        return c.group_count(K, group_size, p)
+    return min(group_size, K), -(-K // group_size)
+
+
+def _zeros(words: torch.Tensor, bits: int, N: int, version: int) -> torch.Tensor:
+    """(G, N) zeros of the words of a version."""
+    if version == 1 and 32 % bits == 0:
+        words = words + sum(1 << at for at in range(0, 32, bits))  # int32 wraps around, as in the writer
+    zeros = bitstream.unpack(words.contiguous(), bits, N)
+    return (zeros + 1) & ((1 << bits) - 1) if version == 1 and 32 % bits else zeros
+
+
+def _is_of_other_version(words: torch.Tensor, bits: int, N: int, version: int) -> bool:
+    """Whether all zeros are those of symmetric codes, as the other version stores them."""
+    return bool((_zeros(words, bits, N, 3 - version) == 1 << (bits - 1)).all())
+
+
+def _checked(p: str, words: torch.Tensor, bits: int, N: int, version: int, sym: bool) -> torch.Tensor:
+    """(G, N) zeros of a matrix. Raises DamagedError where they are not what the config says."""
+    zeros, mid = _zeros(words, bits, N, version), 1 << (bits - 1)
+    if _is_of_other_version(words, bits, N, version):
+        if sym:
+            return torch.full_like(zeros, mid)
+        raise DamagedError(
+            f"{p} has symmetric zeros as version {3 - version} stores them, but quantization_config says version {version} and "
+            f"sym=false; set checkpoint_format to {'gptq_v2' if version == 1 else 'gptq'} there"
+        )
+    if sym and not bool((zeros == mid).all()):
+        raise DamagedError(
+            f"{p} has zeros other than {mid}, but its config says sym; where the model is asymmetric, set sym to false there"
+        )
+    return zeros
+
+
 def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch: Fetch | None) -> Matrix:
     bits = c.number(q, "bits", "w_bit")
     if not 2 <= bits <= 8 or bits in (5, 6, 7):
@@ -65,7 +105,7 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
     K = rows * 32 // bits
     if rows * 32 % bits or N * bits % 32:
         raise DamagedError(f"{p}.qweight is {rows} x {N}, which {bits}-bit codes cannot fill")
-    g, G = c.group_count(K, c.number(q, "group_size", "q_group_size"), p)
+    g, G = _groups(K, c.number(q, "group_size", "q_group_size"), p)
     c.need(headers, f"{p}.qzeros", (G, N * bits // 32), ("I32",))
     dtype = c.need(headers, f"{p}.scales", (G, N)).dtype
     sym = c.flag(q, "sym", False)
@@ -78,31 +118,29 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
             said, permuted = permuted, not torch.equal(fetch(f"{p}.g_idx").long(), torch.arange(K) // g)
             if permuted and not said:
                 raise DamagedError(f"{p}.g_idx permutes groups, but quantization_config says desc_act=false; set it to true")
-    scheme = None if permuted else c.held(bits, g, "none" if sym else "int", K)
-
-    def zeros_of(fetch: Fetch) -> torch.Tensor:
-        stored = bitstream.unpack(fetch(f"{p}.qzeros"), bits, N)  # (G, N)
-        return stored if version == 2 else ((stored + 1) & ((1 << bits) - 1) if bits < 8 else stored + 1)
+    dense = permuted or K % g != 0
+    scheme = None if dense else c.held(bits, g, "none" if sym else "int", K)
+    coding = bits, N, version
 
     def read(fetch: Fetch) -> QuantizedTensor | torch.Tensor:
         codes = bitstream.unpack(fetch(f"{p}.qweight").t().contiguous(), bits, K)
-        scales, zeros = fetch(f"{p}.scales").t().contiguous(), zeros_of(fetch).t().contiguous()
-        if permuted:
+        scales, zeros = fetch(f"{p}.scales").t().contiguous(), _checked(p, fetch(f"{p}.qzeros"), *coding, sym).t().contiguous()
+        if dense:
             index = fetch(f"{p}.g_idx").long() if f"{p}.g_idx" in headers else torch.arange(K) // g
             if int(index.min()) < 0 or int(index.max()) >= G:
                 raise DamagedError(f"{p}.g_idx names group {int(index.max())}; there are {G}")
             return ((codes.float() - zeros[:, index].float()) * scales[:, index].float()).to(scales.dtype)
-        if sym and not bool((zeros == 1 << (bits - 1)).all()):
-            raise DamagedError(f"{p} has zeros other than {1 << (bits - 1)}, but its config says sym; set sym to false there")
         return c.decoded(codes, scales, None if sym else zeros.to(scales.dtype), bits, g, "none" if sym else "int")
 
     def check(fetch: Fetch) -> list[str]:
-        found = []
-        if version == 1 and bool((zeros_of(fetch) == 0).any()):
-            found.append(f"{p}: version-1 zeros that wrapped around; read as 0 here, some engines read {1 << bits}")
-        return found
+        words = fetch(f"{p}.qzeros")
+        if sym and _is_of_other_version(words, *coding):
+            return [f"{p}: zeros as version {3 - version} stores them; read as {1 << (bits - 1)}, since the config says sym"]
+        if version == 1 and bool((_zeros(words, bits, N, 1) == 0).any()):
+            return [f"{p}: version-1 zeros of 0, which change their neighbours in engines that add 1 to each field alone"]
+        return []
 
-    stored = f"{bits}-bit g{g} {'sym' if sym else 'int zero'}" + (" act-order" if permuted else "")
+    stored = f"{bits}-bit g{g} {'sym' if sym else 'int zero'}" + (" act-order" if permuted else "") + (SHORT if K % g else "")
     return Matrix(p, (N, K), tuple(parts), read, stored, bits, scheme, dtype, check)
 
 
@@ -117,7 +155,7 @@ def _notes(config: Config, headers: Headers) -> list[str]:
 def _engines(config: Config, matrices: Sequence[Matrix]) -> list[str]:
     q = c.section(config, "quantization_config")
     found = ["lowq", "GPTQModel", "transformers (with gptqmodel)"]
-    if q.get("sym") and all(m.bits in (4, 8) for m in matrices):
+    if q.get("sym") and all(m.bits in (4, 8) and SHORT not in m.stored for m in matrices):
         found += ["vLLM", "SGLang"]
     return found
 

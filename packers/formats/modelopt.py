@@ -64,11 +64,11 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     for p in c.modules(headers, ".weight_scale"):
         if left_out.first(p):
             raise DamagedError(f"quantization_config says that {p} is not quantized, but it is")
-        found.append(_matrix(p, headers))
+        found.append(_matrix(p, headers, _fp4.dtype_of(SCHEME, config)))
     return found
 
 
-def _matrix(p: str, headers: Headers) -> Matrix:
+def _matrix(p: str, headers: Headers, dtype: str) -> Matrix:
     parts = f"{p}.weight", f"{p}.weight_scale", f"{p}.weight_scale_2"
     shape = _fp4.shape(headers, parts[0], parts[1], SCHEME)
     if c.need(headers, parts[2], dtypes=("F32",)).shape not in ((), (1,)):
@@ -77,7 +77,7 @@ def _matrix(p: str, headers: Headers) -> Matrix:
     def read(fetch: Fetch) -> QuantizedTensor:
         return _fp4.decoded(SCHEME, fetch(parts[0]), fetch(parts[1]), p, fetch(parts[2]))
 
-    return Matrix(p, shape, parts, read, _fp4.stored_as(SCHEME), 4, SCHEME, "BF16")
+    return Matrix(p, shape, parts, read, _fp4.stored_as(SCHEME), 4, SCHEME, dtype)
 
 
 def _why_not(s: Scheme, N: int, K: int) -> str | None:

@@ -58,6 +58,7 @@ def small_calibration(monkeypatch):
     monkeypatch.setattr(texts, "WINDOW", 32)
     monkeypatch.setattr(texts, "BATCH", 2)
     monkeypatch.setattr("lowq_cli.hf.tokenizer.load_tokenizer", lambda source: Bytes())
+    monkeypatch.setattr("lowq_cli.engine.ready.tokenizer", lambda source: Bytes())
 
 
 class Bytes:
@@ -87,21 +88,6 @@ def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("It was the best of times, it was the worst of times, it was the age of wisdom. " * 12)
     return str(path)
-
-
-def needs_mixtures() -> None:
-    """Skip where transformers cannot stack the scales of packed experts."""
-    import transformers
-
-    version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
-    if version < (5, 23):
-        pytest.skip(f"packed experts need transformers 5.23; this is {transformers.__version__}")
-
-
-@pytest.fixture
-def mixtures() -> None:
-    """`needs_mixtures`, for tests of their own models."""
-    needs_mixtures()
 
 
 @dataclass(frozen=True)
@@ -208,8 +194,6 @@ def family_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     made: dict[tuple[str, ...], Checkpoints] = {}
 
     def make(family: str, dtype: str = "float32", schemes: dict[str, Scheme] = SCHEMES) -> Checkpoints:
-        if "expert" in schemes and family in MIXTURES:
-            needs_mixtures()
         key = (family, dtype, str(schemes))
         if key not in made:
             root = tmp_path_factory.mktemp(family)

@@ -61,11 +61,9 @@ def dense(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", ["bloom", "gptj", "deepseek_v3"])
-def test_layers_run_one_by_one_give_the_models_logits(family, dense, request):
+def test_layers_run_one_by_one_give_the_models_logits(family, dense):
     from transformers import AutoModelForCausalLM
 
-    if family == "deepseek_v3":
-        request.getfixturevalue("mixtures")
     folder = dense(family)
     ids = torch.randint(160, (4, 24), generator=torch.Generator().manual_seed(1))
     with open_source(folder) as source:
@@ -82,7 +80,6 @@ def test_layers_run_one_by_one_give_the_models_logits(family, dense, request):
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-@pytest.mark.usefixtures("mixtures")
 def test_experts_that_a_buffer_routes_to_are_calibrated(method, dense, small_calibration, text, tmp_path):
     found = pipeline.quantize(dense("deepseek_v3"), tmp_path / "o", bits=4, group=16, method=method, calib=text)
     assert found["quantized_fraction"] > 0.4

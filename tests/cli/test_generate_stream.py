@@ -13,7 +13,7 @@ from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.plain import PlainDecoder
 from lowq_cli.engine.ready import threads
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.engine.tokenizer import FileTokenizer
+from lowq_cli.engine.tokenizer import FastTokenizer
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UnsupportedError, UsageError
 from lowq_packers.qtensor import QuantizedTensor
@@ -160,7 +160,7 @@ def pieces_like():
     made.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return FileTokenizer(made, {}, None)
+    return FastTokenizer(made, {}, None)
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])

@@ -21,6 +21,8 @@ from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, LowqError, UnsupportedError
 from lowq_packers.scheme import Scheme
 
+from .conftest import FAMILIES, write_dense, write_packed
+
 IDS = torch.tensor([[1, 17, 42, 99, 7, 3, 150, 23, 64, 5]])
 Q = "model.layers.0.self_attn.q_proj"
 GATE = "model.layers.0.mlp.gate_proj"
@@ -91,17 +93,38 @@ def test_quantizing_on_the_fly_is_refused(family_checkpoints):
 
 
 def test_a_transformers_that_hands_over_no_model_for_its_rules(monkeypatch, family_checkpoints):
-    """5.17 to 5.22, which pyproject.toml allows; their packed experts are refused by `swap`."""
-    from transformers.quantizers.base import HfQuantizer
-
+    """5.17 to 5.20, which pyproject.toml allows."""
     register()
     from lowq_cli.hf.quantizer import LowqQuantizer
 
     ours = LowqQuantizer.update_weight_conversions
-    monkeypatch.setattr(HfQuantizer, "update_weight_conversions", lambda self, rules: rules)
     monkeypatch.setattr(LowqQuantizer, "update_weight_conversions", lambda self, rules, model=None: ours(self, rules))
-    c = family_checkpoints("gpt2")
-    assert distance(logits(open_model(c.packed)), logits(open_model(c.dequantized))) < 1e-5
+    for family in ("gpt2", "mixtral"):
+        c = family_checkpoints(family)
+        assert distance(logits(open_model(c.packed)), logits(open_model(c.dequantized))) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt2"])
+def test_every_tensor_has_the_dtype_that_was_asked_for(family, family_checkpoints):
+    """Also those that transformers renames or merges: its versions before 5.21 leave them as the files have them."""
+    from transformers import AutoModelForCausalLM
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(family_checkpoints(family, "float16").packed, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_with_one_scale_a_row_are_saved_as_they_were_read(family, monkeypatch, tmp_path):
+    """A dimension of size 1, which transformers before 5.23 drops when it cuts a stack."""
+    model_type, fields = FAMILIES[family]
+    square = {"intermediate_size": 64, "moe_intermediate_size": 64}
+    monkeypatch.setitem(FAMILIES, "square", (model_type, {k: square.get(k, v) for k, v in fields.items()}))
+    c = write_packed(write_dense(tmp_path / "dense", "square"), tmp_path, {"expert": Scheme(4, 64, "int")})
+    open_model(c.packed).save_pretrained(tmp_path / "saved")
+    before, after = (load_file(folder / "model.safetensors") for folder in (c.packed, tmp_path / "saved"))
+    assert {name: t.shape for name, t in after.items()} == {name: t.shape for name, t in before.items()}
+    assert all(torch.equal(t, after[name]) for name, t in before.items())
 
 
 # --- checks before any kernel ----------------------------------------------------------------------------------------

@@ -1,12 +1,18 @@
 """lowq run, ls and rm: a model quantized into the cache once, what is listed, and that nothing else is ever removed."""
 
 import json
+import shutil
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lowq_cli import completion, holdings, main, state
+from lowq_cli.files import folder
 
 SHORT = ("--max-new-tokens", "4", "--device", "cpu")
 
@@ -40,9 +46,11 @@ def test_run_quantizes_once_and_the_last_checkpoint_stays_what_it_was(lowq, tmp_
     assert lowq("run", run.path, "Once upon a time", *SHORT)[:2] == (0, out)
 
 
-def written(folder):
+def written(folder, run="0123456789abcdef"):
+    """A folder with what lowq leaves in one: a config, and a report that names the run."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
+    (folder / "lowq_report.json").write_text(json.dumps({"run": run, "files": ["config.json", "lowq_report.json"]}))
     return folder
 
 
@@ -54,7 +62,7 @@ def test_rm_removes_what_is_listed_and_nothing_else(lowq, tmp_path):
     found = json.loads(lowq("ls", "--json")[1])
     assert {(Path(h["path"]).name, h["kind"]) for h in found["holdings"]} == {
         ("mine", "checkpoint"), ("model-1", "import"), ("model-2", "export")}  # fmt: skip
-    assert found["bytes"] == 6
+    assert found["bytes"] == 3 * sum(p.stat().st_size for p in stranger.iterdir())
     code, _, err = lowq("rm", "stranger", "--yes")
     assert (code, "nothing that lowq wrote" in err) == (3, True)
     code, _, err = lowq("rm", "mine")
@@ -93,3 +101,91 @@ def test_values_complete(lowq, tmp_path, monkeypatch):
     monkeypatch.setenv("COMP_WORDS", "lowq quantize demo --method h")
     monkeypatch.setenv("COMP_CWORD", "4")
     assert "hqq" in lowq()[1]
+
+
+RUN = "from lowq_cli.main import run; run()"
+STRANGE = {  # what a person may have put where lowq once wrote a checkpoint
+    "files of their own": lambda p: (p.mkdir(), (p / "mine.txt").write_text("thesis")),
+    "another model": lambda p: (p.mkdir(), (p / "config.json").write_text("{}"), (p / "model.safetensors").write_text("w")),
+    "a report that is none": lambda p: (p.mkdir(), (p / "lowq_report.json").write_text("[]"), (p / "mine.txt").write_text("x")),
+    "another run's checkpoint": lambda p: written(p, "fedcba9876543210"),
+    "an empty folder": lambda p: p.mkdir(),
+    "a file": lambda p: p.write_text("x"),
+    "a link to a folder": lambda p: p.symlink_to(written(p.with_name("elsewhere"))),
+}
+
+
+@pytest.mark.parametrize("put", STRANGE.values(), ids=STRANGE)
+def test_rm_leaves_what_has_come_where_a_checkpoint_was(lowq, tmp_path, put):
+    mine = written(tmp_path / "mine")
+    state.remember(mine, "0123456789abcdef")
+    shutil.rmtree(mine)
+    put(mine)
+    before = {p: p.read_bytes() if p.is_file() else None for p in sorted(mine.rglob("*"))}
+    assert lowq("rm", "mine", "--yes")[0] in (2, 3)
+    assert {p: p.read_bytes() if p.is_file() else None for p in sorted(mine.rglob("*"))} == before
+    assert mine.exists()
+    assert "mine" not in lowq("ls")[1]
+
+
+def test_rm_leaves_what_a_person_has_put_into_a_checkpoint(lowq, tmp_path):
+    assert lowq("quantize", "demo", "--method", "rtn", "--out", "kk", "--quiet")[0] == 0
+    (tmp_path / "kk" / "notes").mkdir()
+    (tmp_path / "kk" / "notes" / "mine.txt").write_text("thesis")
+    code, _, err = lowq("rm", "kk", "--yes")
+    assert (code, "stays" in err) == (0, True)
+    assert [str(p.relative_to(tmp_path / "kk")) for p in sorted((tmp_path / "kk").rglob("*"))] == ["notes", "notes/mine.txt"]
+    assert json.loads(lowq("ls", "--json")[1])["holdings"] == []
+
+
+@pytest.mark.parametrize("at", ["exports/link", "exports", "runs/link", "runs", "exports/awq/link"])
+def test_rm_of_the_cache_follows_no_link(lowq, tmp_path, at):
+    cache, outside = tmp_path / "cache" / "lowq", tmp_path / "outside"
+    written(outside / "sub")
+    (cache / at).parent.mkdir(parents=True)
+    (cache / at).symlink_to(outside)
+    assert lowq("rm", "--cached", "--yes")[0] == 0
+    assert (outside / "sub" / "config.json").is_file()
+    assert lowq("ls")[1] == ""
+
+
+def interrupted(command, at, tmp_path):
+    """Start a command, and end it by Ctrl-C once it has written a file that matches."""
+    process = subprocess.Popen([sys.executable, "-c", RUN, *command], cwd=tmp_path, stderr=subprocess.PIPE)
+    while process.poll() is None and not [p for p in tmp_path.rglob(at) if p.stat().st_size]:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, process.stderr.read()
+
+
+def test_an_interrupted_run_is_listed_and_removed(lowq, tmp_path):
+    interrupted(["quantize", "demo", "--method", "gptq", "--calib", "bundled", "--out", "m1d"], "lowq-journal.jsonl", tmp_path)
+    (found,) = json.loads(lowq("ls", "--json")[1])["holdings"]
+    assert (found["path"], found["kind"]) == (str(tmp_path / "m1d"), "unfinished")
+    code, _, err = lowq("generate", "--prompt", "a")
+    assert code == 3, err  # it is no checkpoint that others go on from
+    assert lowq("rm", "m1d", "--yes")[0] == 0
+    assert not (tmp_path / "m1d").exists()
+
+
+def test_an_interrupted_export_is_listed_and_removed(lowq, tmp_path):
+    assert lowq("quantize", "demo", "--method", "rtn", "--out", "kk", "--quiet")[0] == 0
+    target = tmp_path / "there" / "kk-hqq"
+    with suppress(KeyboardInterrupt), folder.unfinished(target, "a run") as partial:
+        (partial / "weights").write_bytes(bytes(100))
+        raise KeyboardInterrupt
+    found = [h for h in json.loads(lowq("ls", "--json")[1])["holdings"] if h["kind"] == "unfinished"]
+    assert [h["path"] for h in found] == [str(partial)]
+    assert lowq("rm", str(target), "--yes")[0] == 0
+    assert [p.name for p in target.parent.iterdir()] == []
+
+
+def test_a_model_is_not_written_into_itself(lowq, tmp_path):
+    shutil.copytree(Path(main.__file__).parent / "demo", tmp_path / "st")
+    before = sorted((tmp_path / "st").rglob("*"))
+    assert lowq("quantize", "demo", "--method", "rtn", "--out", "kk", "--quiet")[0] == 0
+    for command in ("quantize st --out st/sub", "quantize st --out st/a/b", "export kk --to humming --out kk/sub"):
+        code, _, err = lowq(*command.split())
+        assert (code, "the folder of the model itself" in " ".join(err.split())) == (2, True), err
+    assert sorted((tmp_path / "st").rglob("*")) == before
+    assert not (tmp_path / "kk" / "sub").exists()

@@ -17,7 +17,7 @@ from lowq_cli.engine import native_loader, plan, rope, stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.ready import ready, tokenizer
-from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
+from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.family_config import NotPlain, read_config
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
@@ -31,7 +31,7 @@ from lowq_packers.arch import families
 from lowq_packers.arch.parts import Rope, walk
 from lowq_packers.scheme import Scheme
 
-from .conftest import FAMILIES, MIXTURES, needs_mixtures, write_dense, write_packed
+from .conftest import FAMILIES, MIXTURES, write_dense, write_packed
 
 CPU = torch.device("cpu")
 PLAIN = [name for name, (kind, _) in FAMILIES.items() if kind in families() and families()[kind].defaults is not None and name not in MIXTURES]
@@ -89,7 +89,6 @@ def test_the_tokens_are_those_by_way_of_transformers(tmp_path, family, kind):
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("experts", [Scheme(4, 16, "float"), SAME["mlp"], None], ids=["float", "int", "dense"])
 def test_mixtures_give_the_logits_and_tokens_by_way_of_transformers(tmp_path, family, experts):
-    needs_mixtures()
     schemes = SAME | {"expert": experts} if experts else SAME
     folder = write_packed(write_dense(tmp_path / "dense", family, "bfloat16"), tmp_path / "made", schemes).packed
     with open_source(folder) as source:
@@ -108,7 +107,6 @@ def test_mixtures_give_the_logits_and_tokens_by_way_of_transformers(tmp_path, fa
 def test_a_mixture_whose_config_leaves_out_how_it_routes_is_read_as_transformers_reads_it(tmp_path, field):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    needs_mixtures()
     schemes = SAME | {"expert": SAME["mlp"]}
     folder = write_packed(write_dense(tmp_path / "dense", "qwen3-moe", "bfloat16"), tmp_path / "made", schemes).packed
     with open_source(folder) as source:
@@ -377,7 +375,7 @@ def _bpe(folder, model_type="llama", cls="PreTrainedTokenizerFast", qwen=False, 
     """A byte-level tokenizer of 500 tokens with two special ones."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-    from lowq_cli.engine.tokenizer import QWEN_PATTERN
+    from lowq_cli.engine.tokenizer_file import QWEN_PATTERN
 
     folder.mkdir()
     t = Tokenizer(models.BPE())
@@ -460,7 +458,7 @@ def test_a_folder_without_tokenizer_json_is_left_to_transformers(tmp_path):
     folder = tmp_path / "m"
     shutil.copytree(DEMO, folder)
     with open_source(folder) as source:
-        assert isinstance(tokenizer(source), FileTokenizer)
+        assert tokenizer(source).source == "tokenizer.json"
     (folder / "tokenizer_config.json").unlink()
     with open_source(folder) as source:
-        assert not isinstance(tokenizer(source), FileTokenizer)
+        assert tokenizer(source).source == f"the tokenizer of {folder}"

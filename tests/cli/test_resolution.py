@@ -16,7 +16,8 @@ import lowq
 from lowq_cli import main
 from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.ready import ready
-from lowq_cli.engine.tokenizer import FileTokenizer, read_tokenizer
+from lowq_cli.engine.tokenizer import FastTokenizer
+from lowq_cli.engine.tokenizer_file import read_tokenizer
 from lowq_cli.files.checkpoint import is_checkpoint, open_checkpoint
 from lowq_cli.files.safetensors_io import parse_header, read_json
 from lowq_cli.files.source import open_source
@@ -157,7 +158,7 @@ def test_a_tokenizer_whose_regular_expression_runs_wild_is_a_line():
     """The tokenizers library panics, which is no Exception: a traceback, before."""
     made = Tokenizer(models.BPE({"a": 0, "!": 1}, []))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
-    found = FileTokenizer(made, {}, None)
+    found = FastTokenizer(made, {}, None)
     assert found("a")["input_ids"] == [0]
     with pytest.raises(DamagedError, match=r"tokenizer\.json is damaged: .*retry-limit"):
         found("a" * 40 + "!")
@@ -182,7 +183,7 @@ def test_what_the_tokenizers_library_raises_bare_is_a_line(model):
     """A text with a character that a vocabulary without unknown tokens lacks: Exception itself, an internal error before."""
     made = Tokenizer(models.WordLevel({"a": 0}, unk_token="?"))
     with pytest.raises(DamagedError, match="Missing"):
-        FileTokenizer(made, {}, None)("b")
+        FastTokenizer(made, {}, None)("b")
     made.save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     found = told(model)

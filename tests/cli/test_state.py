@@ -49,7 +49,7 @@ def test_a_spoilt_bandwidth_is_measured_again(content, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(bandwidth.timing, "read_gbs", lambda device: 5.0)
     monkeypatch.setattr(bandwidth, "_name", lambda device: "here")
-    home.cache_dir().mkdir()
+    home.cache_dir().mkdir(exist_ok=True)
     whole = content if content in ("{", "[]") else f'{{"here": {content}}}'
     (home.cache_dir() / bandwidth.FILE).write_text(whole)
     assert bandwidth.measured(torch.device("cpu")) == 5e9
@@ -63,7 +63,7 @@ def test_a_refused_write_names_out_where_there_is_no_home(homeless, tmp_path):
 @pytest.mark.parametrize("content", ['{"checkpoint": 7}', '{"known": [{"checkpoint": null}]}', "[]", "{", "", "\xff"])
 def test_a_spoilt_note_counts_as_none_and_is_said_to_be_spoilt(content, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    home.state_dir().mkdir()
+    home.state_dir().mkdir(exist_ok=True)
     (home.state_dir() / state.LAST).write_bytes(content.encode("latin-1"))
     with pytest.raises(NotFoundError, match="run: lowq quantize demo"):
         state.checkpoint_or_last(None)

@@ -22,7 +22,6 @@ from lowq_packers import tables
 from lowq_packers.errors import DamagedError, LowqError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.scheme import Scheme
 
-from .conftest import needs_mixtures
 from .folders import files
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -81,7 +80,6 @@ def test_logits_are_those_of_the_dequantized_model(made, form, family_checkpoint
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
 def test_experts_have_a_factor_each(made, form, family_checkpoints, tmp_path):
-    needs_mixtures()
     folder = made(form, "mixtral")
     tensors = load_file(folder / "model.safetensors")
     factors = [t for n, t in tensors.items() if n.endswith("weight_table") and "experts" in n]
@@ -95,8 +93,6 @@ def test_experts_have_a_factor_each(made, form, family_checkpoints, tmp_path):
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_saved_by_transformers_and_read_back_equal(made, family, tmp_path):
-    if family == "mixtral":
-        needs_mixtures()
     folder = made("nvfp4", family)
     with open_source(str(folder)) as source:
         model = load_model(source, "cpu")

@@ -45,19 +45,8 @@ def launch(folders, processes=2):
 @pytest.fixture(scope="module")
 def folders(family_checkpoints, tmp_path_factory):
     """Every case's folder, with what two processes found in it."""
-    import transformers
-
-    old = tuple(int(x) for x in transformers.__version__.split(".")[:2]) < (5, 23)
-    cases = {
-        name: family_checkpoints(name, "float32", schemes).packed
-        for name, schemes in SAME.items()
-        if not (old and name == "mixtral")
-    }
-    cases |= {
-        name: family_checkpoints(name, "float32", s).packed
-        for name, (s, _) in REFUSED.items()
-        if not (old and name == "qwen3-moe")
-    }
+    cases = {name: family_checkpoints(name, "float32", schemes).packed for name, schemes in SAME.items()}
+    cases |= {name: family_checkpoints(name, "float32", schemes).packed for name, (schemes, _) in REFUSED.items()}
     root = tmp_path_factory.mktemp("parallel")
     copies = {name: Path(shutil.copytree(folder, root / name)) for name, folder in cases.items()}
     (copies["llama"] / "both").touch()
@@ -66,8 +55,6 @@ def folders(family_checkpoints, tmp_path_factory):
 
 
 def of_two(folders, name, through="lowq"):
-    if name not in folders:
-        pytest.skip("packed experts need transformers 5.23")
     return json.loads((folders[name] / f"{through}.json").read_text())
 
 

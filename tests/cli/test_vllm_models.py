@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from conftest import FAMILIES, write_dense, write_dequantized
+from conftest import FAMILIES, write_dense
 
 import lowq
 from lowq_cli.files.source import open_source
@@ -43,8 +43,6 @@ def distance(tmp_path, monkeypatch):
         lowq.quantize(tmp_path / "dense", out=tmp_path / "packed", device="cpu", **how)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         folder = tmp_path / "packed"
-        if family in ("mixtral", "qwen3-moe", "qwen3-moe-tied"):  # whose packed experts transformers below 5.23 cannot stack
-            folder = write_dequantized(tmp_path / "dense", folder, tmp_path / "dequantized")
         with open_source(folder) as source, torch.no_grad():
             model = load_model(source, device, getattr(torch, dtype))
             own = model(torch.tensor([IDS], device=device)).logits[0].float().cpu()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.models.aria.modeling_aria import AriaExperts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_judge import SAME, Verdict, as_stored, judge, loaded, off, packed_weights, same_files
@@ -28,6 +29,8 @@ OWN_WAYS = ("gpt2", "deepseek_v3", "qwen3_next", "llama4_text", "falcon", "zamba
 
 @pytest.mark.parametrize("family", OWN_WAYS)
 def test_a_family_comes_through(family):
+    if family == "aria_text" and not hasattr(AriaExperts, "_apply_gate"):
+        pytest.skip("transformers 5.17 holds Aria's experts in products of its own, which stay as they are")
     assert judge(family).unmet == []
 
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from lowq_cli.engine.prompts import encode
+from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.serving.http import fields, grammar, refusal, tools
 from lowq_cli.serving.http.answers import Answer, Gone
 from lowq_cli.serving.http.conversation import prompt_ids
@@ -52,7 +53,7 @@ class Served:
     """
 
     engine: Engine
-    tokenizer: Any
+    tokenizer: LoadedTokenizer
     name: str
     stop_ids: frozenset[int]
     api_key: str = ""
@@ -78,10 +79,7 @@ class Served:
     @cached_property
     def most_characters(self) -> int:
         """A longer text cannot be short enough, whatever its tokens are."""
-        try:
-            longest = max(map(len, self.tokenizer.get_vocab()))
-        except (AttributeError, ValueError):
-            return 1 << 62
+        longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return SHRINKS * longest * self.engine.limits.longest
 
 
@@ -156,7 +154,7 @@ class Endpoints:
 
     def _model(self) -> dict[str, Any]:
         served = self.served
-        more = {"max_model_len": served.engine.limits.longest, "chat": bool(getattr(served.tokenizer, "chat_template", None))}
+        more = {"max_model_len": served.engine.limits.longest, "chat": bool(served.tokenizer.chat_template)}
         return {"id": served.name, "object": "model", "created": served.created, "owned_by": "lowq", **more}
 
     def _check_model(self, name: str) -> None:
@@ -256,10 +254,10 @@ class Endpoints:
         """What makes the masks under which an answer has the form asked for, if one was."""
         if asked.get("response_format") is None and not offered.forced:
             return None
-        template, grammars = str(getattr(self.served.tokenizer, "chat_template", "")), self.served.grammars
+        tokenizer, grammars = self.served.tokenizer, self.served.grammars
 
         def work() -> Callable[[], Mask] | None:
-            return tools.form(offered, template, grammars) or grammar.form(asked, grammars)
+            return tools.form(offered, tokenizer.template(bool(offered.given)), grammars) or grammar.form(asked, grammars)
 
         return await asyncio.to_thread(work)  # a second for the first, milliseconds to seconds for large schemas
 

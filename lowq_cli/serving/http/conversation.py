@@ -4,25 +4,29 @@ import json
 import re
 from typing import Any
 
+from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.serving.http.fields import Asked, items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
-from lowq_packers.errors import LowqError, one_line
+from lowq_packers.errors import LowqError, UnsupportedError, one_line
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 OURS = ("messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize", "return_dict", "conversations")
 
 
-def prompt_ids(tokenizer: Any, asked: Asked, tools: list[dict[str, Any]]) -> list[int]:
+def prompt_ids(tokenizer: LoadedTokenizer, asked: Asked, tools: list[dict[str, Any]]) -> list[int]:
     """Token ids up to where the answer starts. Raises Refusal for messages that are none, or that the template refuses."""
-    template = getattr(tokenizer, "chat_template", None)
+    try:
+        template = tokenizer.template(bool(tools))
+    except UnsupportedError as e:
+        raise Refusal(400, str(e), param="messages") from None
     if not template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     found = [_message(f"messages[{i}]", m) for i, m in enumerate(asked.get("messages"))]
-    more = _switches(str(template), asked.get("chat_template_kwargs", {}))
-    if "reasoning_effort" in str(template) and asked.get("reasoning_effort"):
+    more = _switches(template, asked.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in template and asked.get("reasoning_effort"):
         more["reasoning_effort"] = asked.get("reasoning_effort")
     if tools:
-        if "tools" not in str(template):
+        if "tools" not in template:
             raise wrong("tools", "this model's chat template has no place for them")
         more["tools"] = tools
     try:

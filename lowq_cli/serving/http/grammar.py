@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.serving.http.fields import Asked, known, shown, table
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_cli.serving.request import Mask, Words, allow
@@ -54,7 +55,7 @@ class Grammars:
         tokenizer: the model's. stop_ids: tokens that end its texts. vocabulary: logits of a token.
     """
 
-    def __init__(self, tokenizer: Any, stop_ids: frozenset[int], vocabulary: int) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer, stop_ids: frozenset[int], vocabulary: int) -> None:
         self.tokenizer, self.ends, self.vocabulary = tokenizer, sorted(stop_ids), vocabulary
         self.lock = Lock()
         self._first = lru_cache(KEPT)(lambda recipe: self._library[0](self._library[1], recipe, log_level=0))
@@ -66,10 +67,10 @@ class Grammars:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError:
             raise Refusal(400, "response_format and forced tool calls need a library: pip install llguidance") from None
-        backend = getattr(self.tokenizer, "tokens", None) or getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None or not self.ends:
+        definition = self.tokenizer.definition()
+        if definition is None or not self.ends:
             raise Refusal(400, "this model's tokenizer is not one that forms can be written with")
-        return LLMatcher, LLTokenizer(backend.to_str(), n_vocab=self.vocabulary, eos_token=self.ends)
+        return LLMatcher, LLTokenizer(definition, n_vocab=self.vocabulary, eos_token=self.ends)
 
     def schema(self, schema: dict[str, Any], param: str) -> Callable[[], Mask]:
         """What makes masks for a JSON schema. Raises Refusal for a schema that is none, or that the library does not know."""

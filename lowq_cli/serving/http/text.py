@@ -6,6 +6,7 @@ from typing import Any
 
 from lowq_cli.engine.detokenize import UNFINISHED, Detokenizer
 from lowq_cli.engine.stopping import Stopper
+from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.serving.http.tools import Reader, Tools
 from lowq_cli.serving.request import Event
 
@@ -37,7 +38,7 @@ class Writer:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: LoadedTokenizer,
         prompt: tuple[int, ...],
         stops: tuple[str, ...],
         stop_ids: frozenset[int],
@@ -83,7 +84,7 @@ class Writer:
 class Names:
     """The text and bytes of single tokens, for log-probabilities."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: LoadedTokenizer) -> None:
         self.tokenizer = tokenizer
         self.of = lru_cache(1 << 16)(self._of)
 
@@ -96,29 +97,5 @@ class Names:
         text = self._decoded(token, token).removeprefix(alone) or alone  # the first of a text loses its leading space in some
         if UNFINISHED not in text:
             return text, list(text.encode())
-        raw = self._bytes(token)
+        raw = self.tokenizer.token_bytes(token)
         return ("".join(f"\\x{b:02x}" for b in raw) if raw else text), raw
-
-    def _bytes(self, token: int) -> list[int] | None:
-        backend = getattr(self.tokenizer, "tokens", None) or getattr(self.tokenizer, "backend_tokenizer", None)
-        try:
-            spelled = backend.id_to_token(token)  # type: ignore[union-attr]
-        except Exception as e:
-            del e
-            return None
-        if spelled is None:
-            return None
-        if spelled.startswith("<0x") and len(spelled) == 6:
-            return [int(spelled[3:5], 16)]
-        found = [BYTE_OF.get(c) for c in spelled]
-        return None if None in found else found  # type: ignore[return-value]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes bytes with: printable ones stand for themselves, the others from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()

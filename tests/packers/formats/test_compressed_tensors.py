@@ -116,12 +116,15 @@ def test_ct_int_quantized():
 def test_ct_float_quantized():
     W = torch.linspace(-2, 2, 192 * 160).reshape(192, 160).to(torch.float8_e4m3fn)
     tensors = {f"{NAME}.weight": W, f"{NAME}.weight_scale": torch.rand(192, 1)}
-    (w,) = read(tensors, ct_config(8, None, kind="float", fmt="float-quantized")).values()
-    assert torch.equal(w, (W.float() * tensors[f"{NAME}.weight_scale"]).to(torch.bfloat16))
+    config = ct_config(8, None, kind="float", fmt="float-quantized")
+    for said, dtype in ({}, "float32"), ({"dtype": "float32"}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16"):
+        (w,) = read(tensors, {**config, **said}).values()
+        assert torch.equal(w, (W.float() * tensors[f"{NAME}.weight_scale"]).to(getattr(torch, dtype)))
+        assert w.dtype == getattr(torch, dtype), "the model's dtype; the scales' where config.json names none"
     tensors[f"{NAME}.weight_scale"] = torch.rand(2, 2)
     block = {"strategy": "block", "block_structure": [128, 128]}
     (w,) = read(tensors, ct_config(8, None, kind="float", fmt="float-quantized", **block)).values()
-    assert w[130, 129] == (W[130, 129].float() * tensors[f"{NAME}.weight_scale"][1, 1]).to(torch.bfloat16)
+    assert w[130, 129] == W[130, 129].float() * tensors[f"{NAME}.weight_scale"][1, 1]
 
 
 @pytest.mark.parametrize(

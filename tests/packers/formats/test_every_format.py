@@ -1,6 +1,7 @@
 """What is written reads back bit for bit, for every format, width and kind of zero that it holds."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowq_cli.interop.exported import same_bytes
+from lowq_cli.interop.exporter import encoded
 from lowq_packers import formats
+from lowq_packers.layouts import pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, Scheme
 
 sys.path.insert(0, str(Path(__file__).parent))
-from format_support import HELD, HOLDS_KINDS, KINDS, OF_TABLES, WRITERS, assert_same, random_q, read, scheme_of, written
+from format_support import HELD, HOLDS_KINDS, KINDS, NAME, OF_TABLES, WRITERS, assert_same, random_q, read, scheme_of, written
 
 
 @settings(max_examples=300, deadline=None)
@@ -62,6 +66,24 @@ def test_a_flipped_code_is_seen(fmt):
     assert len(changed) == 1
     (back,) = read(other, config).values()
     assert torch.equal(back.W_q, W_q)
+
+
+@pytest.mark.parametrize("fmt", [f for f in WRITERS if f.write_words], ids=lambda f: f.name)
+def test_words_are_exported_as_codes_are_at_any_number_of_rows(fmt):
+    """Of more than 256 rows an export takes words as they are and compares the first and the last with its own encoding."""
+    for kind in HELD[fmt.name]:
+        for N in (64, 192, 256, 320, 384, 448, 704):
+            q = random_q(*kind[:1], 64, kind[1], N, 128)
+            _, config = written(fmt, q)
+            for name, t in encoded(fmt, NAME, pack(q), {**config, "round": True}).items():
+                assert same_bytes(t, fmt.write(NAME, q, {**config, "round": True})[name]), (kind, N, name)
+
+
+def test_an_export_whose_words_are_not_its_codes_is_seen():
+    fmt, q = formats.get("compressed-tensors"), random_q(4, 16, "e2m1/e4m3", 320, 128)
+    bent = replace(fmt, write_words=lambda name, p, config: {n: t.flip(0) for n, t in fmt.write_words(name, p, config).items()})
+    with pytest.raises(AssertionError, match="is not what its codes are encoded as"):
+        encoded(bent, NAME, pack(q), {**written(fmt, q)[1], "round": True})
 
 
 @pytest.mark.parametrize("fmt", WRITERS, ids=lambda f: f.name)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowq_packers import bitstream, formats
 from lowq_packers.errors import DamagedError
@@ -62,14 +64,86 @@ def test_gptq_zeros_of_both_versions(version, bits, word, z):
     assert q.dequantize()[0, :4].tolist() == [(k % (1 << bits) - z) / 2 for k in range(4)]
 
 
-def test_gptq_version_1_zeros_that_wrapped_are_masked_and_noted():
-    tensors = gptq_tensors(0x7777777F)  # column 0: 15 + 1 wraps to 0; a carry into column 1 would make 9
+def test_gptq_version_1_zeros_of_0_have_borrowed_from_the_next_and_are_noted():
+    tensors = gptq_tensors(0x88888880 - 0x11111111)  # zeros 0, 8, 8, ...: 0x7777776F
     config = gptq_config()
     (q,) = read(tensors, config).values()
     assert q.zeros[:, 0].tolist() == [0] + [8] * 7
     (m,) = gptq._matrices(config, headers(tensors), fetcher(tensors))
-    assert "wrapped" in m.check(fetcher(tensors))[0]
+    assert "zeros of 0" in m.check(fetcher(tensors))[0]
     assert not m.check(fetcher(gptq_tensors(0x77777777)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(bits=st.sampled_from([2, 3, 4, 8]), zeros=st.lists(st.integers(0, 255), min_size=32, max_size=32))
+def test_gptq_version_1_zeros_of_any_kind_arrive_as_they_were(bits, zeros):
+    """The writer is GPTQModel's convert_gptq_v2_to_v1_format_module: of 2, 4 and 8 bits it subtracts from whole words."""
+    levels = [z % (1 << bits) for z in zeros]
+    stream = sum(z << (bits * n) for n, z in enumerate(levels))
+    words = [stream >> (32 * i) & 0xFFFFFFFF for i in range(bits)]
+    if bits == 3:
+        stream = sum((z - 1) % 8 << (3 * n) for n, z in enumerate(levels))
+        words = [stream >> (32 * i) & 0xFFFFFFFF for i in range(3)]
+    else:
+        words = [(w - sum(1 << at for at in range(0, 32, bits))) % (1 << 32) for w in words]
+    tensors = gptq_tensors(0, bits, N=32)
+    tensors[f"{NAME}.qzeros"] = torch.tensor([words], dtype=torch.int64).to(torch.int32)
+    if len(set(levels)) == 1 and levels[0] in ((1 << (bits - 1)) + 1, (1 << (bits - 1)) - 1):
+        return  # all as the other version stores symmetric ones: refused, see below
+    (q,) = read(tensors, gptq_config(bits)).values()
+    assert q.zeros[:, 0].tolist() == levels
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("version", [1, 2])
+def test_gptq_symmetric_zeros_are_found_in_both_versions_and_never_off_by_one(bits, version):
+    """Of all zeros that a matrix may store: the two that mean 2**(bits-1) are read so, with or without a word of `sym`."""
+    named, other = ("gptq", "gptq_v2") if version == 1 else ("gptq_v2", "gptq")
+    mid = 1 << (bits - 1)
+    for stored in range(1 << bits):
+        tensors = gptq_tensors(0, bits, N=32)
+        tensors[f"{NAME}.qzeros"] = bitstream.pack(torch.full((1, 32), stored, dtype=torch.uint8), bits)
+        meant = (stored + (version == 1)) % (1 << bits)
+        sym, asym = (gptq_config(bits, sym=sym, checkpoint_format=named) for sym in (True, False))
+        if stored in (mid, mid - 1):
+            (q,) = read(tensors, sym).values()
+            assert q.zeros is None
+            assert q.scheme.mid == mid
+        else:
+            with pytest.raises(DamagedError, match="asymmetric, set sym to false"):
+                read(tensors, sym)
+        if stored in (mid, mid - 1) and meant != mid:
+            (m,) = gptq._matrices(sym, headers(tensors), fetcher(tensors))
+            assert f"read as {mid}, since the config says sym" in m.check(fetcher(tensors))[0]
+            with pytest.raises(DamagedError, match=f"set checkpoint_format to {other} there"):
+                read(tensors, asym)
+            (q,) = read(tensors, gptq_config(bits, checkpoint_format=other)).values()  # the advice, followed
+            assert q.zeros.unique().tolist() == [mid]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("K", "group"), [(160, 64), (192, 128), (96, 64), (64, 128), (32, 64)])
+@pytest.mark.parametrize("sym", [True, False])
+def test_gptq_groups_that_do_not_divide_k(bits, K, group, sym):
+    """g_idx is k // group, as GPTQModel writes it: the last group is shorter, and one beyond K is the whole row."""
+    g, N = torch.Generator().manual_seed(K), 32
+    G, mid = -(-K // group), 1 << (bits - 1)
+    codes = torch.randint(0, 1 << bits, (N, K), generator=g, dtype=torch.uint8)
+    zeros = torch.full((G, N), mid) if sym else torch.randint(0, 1 << bits, (G, N), generator=g)
+    scales = torch.rand(G, N, generator=g).half()
+    index = torch.arange(K) // group
+    tensors = {
+        f"{NAME}.qweight": bitstream.pack(codes, bits).t().contiguous(),
+        f"{NAME}.qzeros": bitstream.pack(zeros.to(torch.uint8), bits),
+        f"{NAME}.scales": scales,
+        f"{NAME}.g_idx": index.int(),
+    }
+    (w,) = read(tensors, gptq_config(bits, group, sym=sym, checkpoint_format="gptq_v2")).values()
+    expected = (codes.float() - zeros.t()[:, index].float()) * scales.t()[:, index].float()
+    if group > K:
+        assert torch.equal(w.dequantize(), expected)
+    else:
+        assert torch.equal(w, expected.half())
 
 
 def test_gptq_g_idx_that_says_nothing_new_stays_quantized_and_another_is_read_dense():

@@ -1,0 +1,119 @@
+"""A folder's tokenizer.json through the tokenizers library, with the ids that transformers' AutoTokenizer gives.
+
+Taken are folders for which transformers uses the file as it is, and Qwen 2's, of which it keeps vocabulary and merges and
+builds the rest, where the file says the same. Others raise NotPlain.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.engine.tokenizer import FastTokenizer
+from lowq_cli.files.family_config import NotPlain
+from lowq_cli.files.growth import check_growth
+from lowq_cli.files.templates import chat_templates
+from lowq_packers.errors import LowqError, no_panic
+from lowq_packers.regular import MAX_CONFIG, read_text
+
+AS_IT_IS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+ALWAYS_AS_IT_IS, ALWAYS_QWEN = ("phi3",), ("qwen2",)  # model types whose tokenizer_class transformers does not believe
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+QWEN_PATTERN = (  # as transformers' Qwen2Tokenizer has it
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_PRE = {
+    "type": "Sequence",
+    "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": QWEN_PATTERN}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    ],
+}
+
+
+def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
+    """The tokenizer of a folder. Raises NotPlain where transformers may make something else of it, and as `check_growth`."""
+    from tokenizers import Tokenizer
+
+    file, facts = folder / "tokenizer.json", _json(folder / "tokenizer_config.json")
+    if not file.is_file() or (folder / "tekken.json").exists():
+        raise NotPlain("tokenizer files of another kind")
+    try:
+        text = read_text(file)
+        with no_panic(str(file)):
+            tokens = Tokenizer.from_str(text)
+    except Exception as e:  # the library raises Exception itself
+        raise NotPlain(f"tokenizer.json: {e}") from None
+    check_growth(tokens, file)
+    head = _without_vocabulary(text)
+    _check_class(facts, model_type, head)
+    _check_special(folder, facts, head)
+    if model_type in ("mistral", "mixtral") and tokens.get_vocab_size() > 100_000:
+        raise NotPlain("a pattern that transformers mends")
+    named = {n: _spelled(facts[n]) for n in NAMED if facts.get(n) is not None}
+    return FastTokenizer(tokens, named, chat_templates(folder, facts))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path, MAX_CONFIG))
+    except (LowqError, ValueError, RecursionError) as e:
+        raise NotPlain(f"{path.name}: {e}") from None
+    if not isinstance(found, dict):
+        raise NotPlain(f"{path.name} is no table")
+    return found
+
+
+def _without_vocabulary(text: str) -> dict[str, Any]:
+    """tokenizer.json but for its vocabulary and merges, which need not be Python objects."""
+    head, found, model = text.partition('"model"')
+    if not found or '"vocab"' in head:
+        return json.loads(text)
+    try:
+        parsed: dict[str, Any] = json.loads(head.rstrip().rstrip(",") + "}")
+        facts = model.partition('"vocab"')[0].strip().lstrip(":").rstrip().rstrip(",")
+        return parsed | {"model": json.loads(facts + "}")}
+    except ValueError:  # sections in another order
+        return json.loads(text)
+
+
+def _check_class(facts: Mapping[str, Any], model_type: str, head: Mapping[str, Any]) -> None:
+    """Raise NotPlain unless transformers makes of the file what the file says."""
+    named = facts.get("tokenizer_class")
+    if facts.get("auto_map") or not isinstance(named, str):
+        raise NotPlain("a tokenizer of no known class")
+    if model_type in ALWAYS_AS_IT_IS or (named in AS_IT_IS and model_type not in ALWAYS_QWEN):
+        return
+    if named.removesuffix("Fast") != "Qwen2Tokenizer" and model_type not in ALWAYS_QWEN:
+        raise NotPlain(f"{named} builds its own")
+    model = head.get("model", {})
+    plain = all(not model.get(k) for k in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    plain = plain and not any(model.get(k) for k in ("fuse_unk", "byte_fallback", "ignore_merges"))
+    decoder = (head.get("decoder") or {}).get("type")
+    plain = plain and head.get("normalizer") == {"type": "NFC"} and head.get("pre_tokenizer") == QWEN_PRE
+    if not plain or decoder != "ByteLevel":
+        raise NotPlain(f"{named} builds another one")
+
+
+def _check_special(folder: Path, facts: Mapping[str, Any], head: Mapping[str, Any]) -> None:
+    """Raise NotPlain unless every special token that is named anywhere is in the file already, with the same flags."""
+    added = {t["id"]: {k: t.get(k, False) for k in FLAGS} for t in head.get("added_tokens", ())}
+    special = {t["content"] for t in added.values() if t["special"]}
+    decoder = facts.get("added_tokens_decoder")
+    if decoder is None and any((folder / f).exists() for f in ("special_tokens_map.json", "added_tokens.json")):
+        raise NotPlain("special tokens in files of their own")
+    if decoder is not None and {int(i): {k: t.get(k, False) for k in FLAGS} for i, t in decoder.items()} != added:
+        raise NotPlain("added tokens that tokenizer.json does not have")
+    extra = facts.get("extra_special_tokens") or facts.get("additional_special_tokens") or []
+    names = [v for k, v in facts.items() if k.endswith("_token") and v is not None and not isinstance(v, bool)]
+    known = isinstance(extra, list) and {_spelled(t) for t in [*extra, *names]} <= special
+    if not known or facts.get("split_special_tokens"):
+        raise NotPlain("special tokens that tokenizer.json does not have")
+    if any(k.endswith("_token") and k not in NAMED and isinstance(v, str) for k, v in facts.items()):
+        raise NotPlain("special tokens of the model's own")
+
+
+def _spelled(token: Any) -> str:
+    """A token's text, which configs write as it is or with its flags."""
+    return str(token.get("content")) if isinstance(token, dict) else str(token)

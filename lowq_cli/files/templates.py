@@ -1,0 +1,30 @@
+"""Where a folder keeps its chat templates: files of their own win over tokenizer_config.json, as in transformers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowq_cli.files.safetensors_io import read_json
+from lowq_packers.regular import MAX_CONFIG, read_text
+
+OWN, OTHERS, OLD = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
+Templates = str | dict[str, str] | None
+
+
+def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Templates:
+    """The template of a folder, or several by name; None where there is none."""
+    files = [*folder.glob(f"{OTHERS}/*.jinja"), *folder.glob(OWN)]
+    if files:
+        found = {"default" if f.name == OWN else f.stem: read_text(f, MAX_CONFIG) for f in files}
+        return found["default"] if found.keys() == {"default"} else found
+    named = tokenizer_config.get("chat_template")
+    if isinstance(named, list):
+        return {str(t["name"]): str(t["template"]) for t in named}
+    return named if isinstance(named, str) else old_template(folder)
+
+
+def old_template(folder: Path) -> str | None:
+    """The template in a file of the processors of vision models, which transformers' tokenizers do not read."""
+    path = folder / OLD
+    found = read_json(path, MAX_CONFIG).get("chat_template") if path.is_file() else None
+    return found if isinstance(found, str) else None

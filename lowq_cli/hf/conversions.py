@@ -1,0 +1,104 @@
+"""transformers' rules for stacking and cutting checkpoint tensors, extended to what is stored beside packed weights.
+
+A rule merges `experts.*.gate_proj.weight` into `experts.gate_up_proj`; copies of it here merge `weight_scale`, `weight_zero`
+and `weight_table` into `gate_up_proj_scale` and so on. transformers 5.21 makes such copies itself. Here it is done for every
+version, since those before have three faults: a pattern for `weight` also fits `weight_scale` (before 5.21), cutting a stack
+drops every dimension of size 1, so that of a row's only scale (before 5.23), and tensors that a rule renamed keep the dtype
+of their file (before 5.21).
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    ConversionOps,
+    MergeModulelist,
+    SplitModulelist,
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+)
+from transformers.quantizers.base import HfQuantizer
+
+from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO
+
+COMPANIONS = tuple(name.removeprefix(WEIGHT) for name in (SCALE, ZERO, TABLE))
+END = "$" if WeightRenaming("weight", "w").rename_source_key("weight_scale")[1] else ""  # where a pattern fits longer names
+KEEPS_DTYPE_OF_FILE = not hasattr(HfQuantizer, "get_new_dtype")
+
+
+class Stack(MergeModulelist):
+    """Tensors of the experts stacked along a new dimension; cut up again, each has the shape it had."""
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """What cuts."""
+        return Cut(self.dim)
+
+
+class Cut(SplitModulelist):
+    """The inverse of `Stack`."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """Pattern -> stack as pattern with a number in place of its star -> tensor."""
+        found: dict[str, torch.Tensor] = {}
+        for pattern, tensors in input_dict.items():
+            stack = tensors[0] if isinstance(tensors, list) else tensors
+            names = self.get_target_patterns(input_dict, pattern, target_patterns, stack.shape[self.dim])
+            found |= zip(names, stack.unbind(self.dim), strict=True)
+        return found
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """What stacks."""
+        return Stack(self.dim)
+
+
+def with_companions(rules: Sequence[Any], model: PreTrainedModel) -> list[Any]:
+    """The rules, each that makes a packed parameter followed by its copies for the parameter's scales, zeros and tables."""
+    names = "\n".join(name for name, _ in model.named_parameters())
+    found: list[Any] = []
+    for rule in rules:
+        packed = isinstance(rule, WeightConverter) and all(s.endswith(WEIGHT) for s in _bare(rule._original_source_patterns))
+        target = _bare(rule._original_target_patterns)[0] if packed else ""
+        own = [leaf for leaf in COMPANIONS if target and re.search(f"{target}{leaf}$", names, re.MULTILINE)]
+        found += [_copy(rule, leaf) for leaf in ("", *own)] if own else [rule]
+    return found
+
+
+def _bare(patterns: Sequence[str]) -> list[str]:
+    return [p.removesuffix("$") for p in patterns]
+
+
+def _copy(rule: WeightConverter, leaf: str) -> WeightConverter:
+    """The rule for tensors whose names end in `leaf` after what the rule names."""
+    sources, targets = (
+        [p + leaf + END for p in _bare(ps)] for ps in (rule._original_source_patterns, rule._original_target_patterns)
+    )
+    operations = [Stack(op.dim) if type(op) is MergeModulelist else op for op in rule.operations]
+    copied = WeightConverter(sources, targets, operations, force_cpu=rule.force_cpu)
+    copied.scope_prefix, copied.base_model_prefix = rule.scope_prefix, rule.base_model_prefix
+    return copied
+
+
+def dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """The dtype that each parameter of a model on the meta device is loaded in; none of those that transformers sees to."""
+    if not KEEPS_DTYPE_OF_FILE:
+        return {}
+    found = {name: p.dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    if plan := model._get_dtype_plan(model.dtype):
+        pattern, globs, _ = build_glob_alternation(list(plan))
+        found |= {name: plan[globs[m.lastgroup]] for name in found if (m := pattern.search(name)) and m.lastgroup}
+    return found
+
+
+def cast(model: PreTrainedModel, wanted: dict[str, torch.dtype]) -> None:
+    """Bring the parameters named in `wanted` to the dtype it says."""
+    for name, p in model.named_parameters():
+        if p.dtype != (dtype := wanted.get(name, p.dtype)):
+            p.data = p.data.to(dtype)

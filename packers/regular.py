@@ -1,0 +1,91 @@
+"""The one door through which a file that somebody else made is opened: a regular one, of bounded size, or one line about it.
+
+A FIFO would wait for ever, /dev/zero never end, and a sparse file of a terabyte takes no disk at all. A test holds every other
+way of opening a file against a list (tests/test_architecture.py).
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lowq_packers.errors import DamagedError, NotFoundError, UsageError
+
+MAX_TEXT = 1 << 28  # bytes of tokenizer.json, an index or a report; the tokenizer.json of 256k tokens takes 33 MB
+MAX_CONFIG = 1 << 25  # bytes of a config, a chat template, a tuning table; a tokenizer_config.json with 256k tokens takes 20 MB
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of the regular file at `path`. Raises NotFoundError, or DamagedError for anything but a regular file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} does not exist") from None
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the name
+        raise NotFoundError(f"cannot read {path}: {getattr(e, 'strerror', e)}") from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DamagedError(f"{path} is no regular file, and nothing else is read")
+    return fd
+
+
+def open_bounded(path: Path, most: int) -> int:
+    """As `open_regular`; raises DamagedError for a file of more than `most` bytes as well."""
+    fd = open_regular(path)
+    if (size := os.fstat(fd).st_size) > most:
+        os.close(fd)
+        raise DamagedError(f"{path} has {size} bytes; such a file has at most {most}")
+    return fd
+
+
+def read_regular(path: Path, most: int = MAX_TEXT) -> bytes:
+    """The bytes of a regular file of at most `most` bytes. Raises as `open_bounded`."""
+    with open(open_bounded(path, most), "rb") as f:
+        try:
+            return f.read(most)
+        except OSError as e:
+            raise NotFoundError(f"cannot read {path}: {e.strerror}") from None
+
+
+def read_text(path: Path, most: int = MAX_TEXT) -> str:
+    """The text of a regular file. Raises as `read_regular`, and DamagedError where it is not UTF-8."""
+    try:
+        return read_regular(path, most).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise DamagedError(f"{path} is not UTF-8: {e}") from None
+
+
+def read_given(path: Path, what: str, most: int) -> bytes:
+    """The bytes of a file that a person named on the command line: a pipe, as of <(a command), is waited for.
+
+    what: what the file holds, for the message. Raises NotFoundError, and UsageError for a device or more than `most` bytes.
+    """
+    try:
+        with open(path, "rb") as f:
+            facts = os.fstat(f.fileno())
+            if stat.S_ISCHR(facts.st_mode) or stat.S_ISBLK(facts.st_mode) or facts.st_size > most:
+                raw = None
+            else:
+                raw = f.read(most + 1)
+    except (OSError, ValueError) as e:
+        raise NotFoundError(f"cannot read the {what} {path}: {getattr(e, 'strerror', e)}") from None
+    if raw is None or len(raw) > most:
+        limit = f"{most >> 20} MiB" if most < 1 << 30 else f"{most >> 30} GiB"
+        raise UsageError(f"the {what} {path} is a device, or of more than {limit}; give less of it")
+    return raw
+
+
+def name_of_open(fd: int, path: Path) -> str:
+    """A name of the open file `fd` of `path` for others in this process; its own path where the system has no such names."""
+    return f"/proc/{os.getpid()}/fd/{fd}" if os.path.exists(f"/proc/self/fd/{fd}") else str(path.resolve())
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[str]:
+    """A name of the regular file at `path`, held open, for a library that opens files by itself. Raises as `open_regular`."""
+    fd = open_regular(path)
+    try:
+        yield name_of_open(fd, path)
+    finally:
+        os.close(fd)

@@ -1,0 +1,111 @@
+"""Tokenizers that come through transformers: ids and texts are its own, also in another process, where a server has them."""
+
+import copy
+import json
+import pickle
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from lowq_cli.engine.ready import tokenizer
+from lowq_cli.engine.tokenizer import BYTE_OF, FastTokenizer
+from lowq_cli.files.source import DEMO, open_source
+from lowq_cli.hf.tokenizer import load_tokenizer
+from lowq_packers.errors import UnsupportedError
+
+TEXTS = ("", "Once upon a time", " two  spaces\n\nand 12345", "naïve 🙂 日本語", "<|endoftext|>x")
+TALK, TOOLS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "{{ tools | tojson }}" + "{{ bos_token }}"
+SAID, ASKED = [{"role": "user", "content": "Hi"}], {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+SEVERAL = [{"name": "default", "template": TALK}, {"name": "tool_use", "template": TOOLS}]
+KINDS = {
+    "GPT2TokenizerFast": {"tokenizer_class": "GPT2TokenizerFast"},
+    "LlamaTokenizerFast": {"tokenizer_class": "LlamaTokenizerFast"},
+    "no class": {"tokenizer_class": None},
+    "several templates": {"chat_template": SEVERAL},
+    "a special token that is new": {"pad_token": "<|pad|>"},
+    "split special tokens": {"split_special_tokens": True},
+}
+
+
+def folder(where, **facts):
+    shutil.copytree(DEMO, where)
+    path = where / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TALK} | facts))
+    return where
+
+
+def read(where):
+    with open_source(where) as source:
+        return tokenizer(source)
+
+
+def same(ours, theirs):
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs(text, add_special_tokens=special)["input_ids"]
+            assert ours(text, add_special_tokens=special)["input_ids"] == ids
+            for skip in (True, False):
+                how = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+                assert ours.decode(ids, **how) == theirs.decode(ids, **how)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    for tools in ({}, {"tools": [TOOL]}):
+        assert ours.apply_chat_template(SAID, **ASKED, **tools) == theirs.apply_chat_template(SAID, **ASKED, **tools)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_gives_the_ids_of_transformers_in_another_process_too(tmp_path, kind):
+    where = folder(tmp_path / "m", **KINDS[kind])
+    ours, theirs = read(where), AutoTokenizer.from_pretrained(str(where))
+    assert isinstance(ours, FastTokenizer)
+    for one in (ours, pickle.loads(pickle.dumps(ours))):
+        same(one, theirs)
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["copied", "pickled"])
+def test_what_load_gives_is_copied_and_pickled(tmp_path, twin):
+    where = folder(tmp_path / "m", tokenizer_class="LlamaTokenizerFast")
+    with open_source(where) as source:
+        found = load_tokenizer(source)
+    other = twin(found)
+    other.add_tokens(["<new>"])
+    assert len(other) == len(found) + 1
+    assert len(other("<new>", add_special_tokens=False)["input_ids"]) == 1
+    assert len(found("<new>", add_special_tokens=False)["input_ids"]) > 1
+    same(other, AutoTokenizer.from_pretrained(str(where)))
+
+
+def test_templates_by_name_without_a_default_are_refused_by_name(tmp_path):
+    found = read(folder(tmp_path / "m", chat_template=SEVERAL[1:]))
+    assert found.template(with_tools=True) == TOOLS
+    with pytest.raises(UnsupportedError, match="templates are tool_use, and none is the default"):
+        found.template()
+
+
+@pytest.mark.parametrize(
+    "files", [("chat_template.jinja",), ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")]
+)
+def test_template_files_win_as_in_transformers(tmp_path, files):
+    where = folder(tmp_path / "m", chat_template="of the config")
+    for name, text in zip(files, (TALK, TOOLS), strict=False):
+        (where / name).parent.mkdir(exist_ok=True)
+        (where / name).write_text(text)
+    same(read(where), AutoTokenizer.from_pretrained(str(where)))
+
+
+@pytest.mark.parametrize("cls", ["PreTrainedTokenizerFast", "GPT2Tokenizer"])
+def test_the_template_of_a_processor_is_the_last_resort(tmp_path, cls):
+    where = folder(tmp_path / "m", tokenizer_class=cls, chat_template=None)
+    (where / "chat_template.json").write_text(json.dumps({"chat_template": TALK}))
+    found = read(where)
+    assert found.template() == TALK
+    assert found.decode(found.apply_chat_template(SAID, **ASKED)) == "[user]Hi"
+
+
+def test_bytes_of_a_byte_level_token_are_those_it_stands_for():
+    found = read(DEMO)
+    ids = found("é", add_special_tokens=False)["input_ids"]
+    assert bytes(b for i in ids for b in found.token_bytes(i)) == "é".encode()
+    assert sorted(BYTE_OF.values()) == list(range(256))
+    assert found.token_bytes(1 << 30) is None
