@@ -11,10 +11,10 @@ from lowq_cli import memory
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.warm import products
-from lowq_cli.serving.pace import Pace
+from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.passes import BLOCK, Passes
-from lowq_cli.serving.rows import Rows
-from lowq_cli.serving.schedule import READERS
+from lowq_cli.serving.scheduler import READERS
+from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels.decode import kv
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_packers.errors import DoesNotFitError
@@ -23,7 +23,7 @@ NO_LIMIT = 32768  # tokens of a text whose model names no limit
 SHARE = {"cuda": 0.95, "cpu": 0.5}  # of the memory that is left
 BESIDE = 1 << 30  # bytes of a GPU: what recorded passes and libraries take besides
 LITTLE = 0.25  # of a GPU's free memory: a cache that takes no more leaves room for any pass, which then is not tried
-LEAST = 2  # blocks, nobody's among them
+LEAST = 2  # blocks, the null block among them
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ def make_cache(
     block = sum(2 * layer.heads.HKV * BLOCK * kv.slot_bytes(decoder.kv, layer.heads.D, decoder.dtype) for layer in layers)
     wanted = min(tokens or most * longest, most * longest)
     try:
-        pace, room, blocks = None, memory.available_memory(), 1 + -(-wanted // BLOCK)
+        token_budget, room, blocks = None, memory.available_memory(), 1 + -(-wanted // BLOCK)
         little = device.type == "cuda" and reads is not None and blocks * block <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
-            room, pace = (None, None) if little else _room(model, decoder, most, longest, fixed)
+            room, token_budget = (None, None) if little else _room(model, decoder, most, longest, fixed)
         if room is not None:
             blocks = min(blocks, int(room * SHARE[device.type]) // block)
         if blocks < LEAST:
             raise DoesNotFitError(f"{device} has no room for a cache; take fewer bits, or a device with more memory")
         longest = min(longest, (blocks - 1) * BLOCK)
         passes = _passes(decoder, most, longest, blocks, fixed)
-        passes.pace = pace or passes.pace
+        passes.token_budget = token_budget or passes.token_budget
         if little:
             passes.rows.flush()
             launch_all(launches(model, passes, reads), lambda n, of: None)
@@ -66,7 +66,7 @@ def make_cache(
 
 
 def _passes(decoder: FusedDecoder, most: int, longest: int, blocks: int, fixed: bool) -> Passes:
-    width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to nobody's block
+    width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to the null block
     caches = []
     for layer in decoder.blocks.layers:
         heads, pair, make = layer.heads, list[kv.Cache](), partial(kv.empty, decoder.kv)
@@ -77,11 +77,11 @@ def _passes(decoder: FusedDecoder, most: int, longest: int, blocks: int, fixed: 
                 pair.append(make((heads.HKV, blocks, BLOCK, heads.D), decoder.dtype, decoder.device).transpose(0, 1))
             kv.part(pair[-1], slice(0, 1)).zero_()
         caches.append((pair[0], pair[1]))
-    return Passes(decoder, Rows(most + READERS, width, decoder.device), most, caches, width * BLOCK, fixed)
+    return Passes(decoder, BatchState(most + READERS, width, decoder.device), most, caches, width * BLOCK, fixed)
 
 
 def trial_passes(decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> Passes:
-    """Passes over two blocks that are nobody's."""
+    """Passes over two blocks, one of them the null block."""
     passes = _passes(decoder, most, longest, LEAST, fixed)
     passes.rows.flush()
     return passes
@@ -94,7 +94,7 @@ def launches(model: Any, trial: Passes, reads: int | None = None) -> list[Callab
     return [*products(model, trial.decoder, rows), *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
 
 
-def _room(model: Any, decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> tuple[int, Pace]:
+def _room(model: Any, decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> tuple[int, TokenBudget]:
     """Bytes that are left beside the largest pass, and how long passes take. Compiles the kernels of all passes on the way."""
     trial = trial_passes(decoder, most, longest, fixed)
     launch_all(launches(model, trial), lambda n, of: None)
@@ -105,4 +105,4 @@ def _room(model: Any, decoder: FusedDecoder, most: int, longest: int, fixed: boo
         trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M)
     peak = torch.cuda.max_memory_allocated() - before
     kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return torch.cuda.mem_get_info()[0] + kept - peak - trial.graph_bytes() - BESIDE, trial.pace
+    return torch.cuda.mem_get_info()[0] + kept - peak - trial.graph_bytes() - BESIDE, trial.token_budget

@@ -2,7 +2,7 @@
 
 Rows of a pass: `b` texts that step, each with one token, then prompt tokens of several texts one after another. The products
 see them all as one matrix, so that prompt tokens ride along with a step whose time is that of reading the weights. On a GPU
-passes come in few sizes, filled up with what is nobody's, and those up to RECORDED rows are recorded as CUDA graphs at the
+passes come in few sizes, filled up with null rows, and those up to RECORDED rows are recorded as CUDA graphs at the
 start; on a CPU each is as large as it has to be.
 """
 
@@ -20,9 +20,9 @@ import torch
 from lowq_cli.engine.blocks import Layer, Mixture
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.graph import Captured, capture
-from lowq_cli.serving.pace import Pace
-from lowq_cli.serving.rows import Rows, upload
-from lowq_cli.serving.schedule import READERS, buckets
+from lowq_cli.serving.batch_state import BatchState, upload
+from lowq_cli.serving.scheduler import READERS, buckets
+from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
 from lowq_kernels.decode.kv import Cache
 from lowq_kernels.decode.mixture import FEW_TOKENS
@@ -60,7 +60,7 @@ class Passes:
     def __init__(
         self,
         decoder: FusedDecoder,
-        rows: Rows,
+        rows: BatchState,
         most: int,
         caches: list[tuple[Cache, Cache]],
         slots: int,
@@ -82,7 +82,7 @@ class Passes:
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
         self.reason = ""  # why passes are not recorded that should be
-        self.pace = Pace(self.totals)
+        self.token_budget = TokenBudget(self.totals)
         self.teams = defaultdict[int, Team](Team)  # by rows that step
 
     def bucket(self, n: int) -> int:
@@ -106,8 +106,8 @@ class Passes:
     def run(self, n: int, pieces: Sequence[Piece] = (), drawn: np.ndarray | None = None) -> torch.Tensor | None:
         """Launch a pass of the first n rows, and pieces; logits, n rows padded and then one of each piece that draws.
 
-        drawn: (n,) of the first n rows, as `Rows.target`; asked for with pieces. The logits are good until the next pass. None
-        where there is nothing to draw for.
+        drawn: (n,) of the first n rows, as `BatchState.target`; asked for with pieces. The logits are good until the next pass.
+        None where there is nothing to draw for.
         """
         b, M = self.size(n, pieces)
         if not pieces:
@@ -132,8 +132,8 @@ class Passes:
 
     def _describe(self, b: int, C: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> tuple[np.ndarray, int]:
         """A pass's prompt tokens as int32: ids, pos, rows (C each), tiles (n, 2), take and target (of each logits row); n."""
-        nobody, ends = self.rows.nobody, [p for p in pieces if p.target >= 0]
-        ids, pos, rows = np.zeros(C, np.int32), np.zeros(C, np.int32), np.full(C, nobody, np.int32)
+        null, ends = self.rows.null_row, [p for p in pieces if p.target >= 0]
+        ids, pos, rows = np.zeros(C, np.int32), np.zeros(C, np.int32), np.full(C, null, np.int32)
         last, tiles, first = [], list[tuple[int, int]](), 0
         for p in pieces:
             end = first + len(p.tokens)
@@ -142,13 +142,13 @@ class Passes:
             if p.target >= 0:
                 last.append(b + end - 1)
             first = end
-        of_steps = np.full(b, nobody, np.int32)
+        of_steps = np.full(b, null, np.int32)
         of_steps[: 0 if drawn is None else len(drawn)] = () if drawn is None else drawn
         fill = READERS - len(ends) if self.padded else 0
         if self.padded:
             tiles += [(0, 0)] * (-(-C // self.tile) + READERS - len(tiles))
         take = [*range(b), *last, *([0] * fill)]
-        target = [*of_steps, *(p.target for p in ends), *([nobody] * fill)]
+        target = [*of_steps, *(p.target for p in ends), *([null] * fill)]
         of_tiles, of_logits = np.array(tiles, np.int32).reshape(-1), np.array([*take, *target], np.int32)
         return np.concatenate([ids, pos, rows, of_tiles, of_logits]), len(tiles)
 
@@ -234,7 +234,7 @@ class Passes:
         return True
 
     def measure(self, b: int, M: int) -> None:
-        """Time a pass of nobody's, the second of two, for all of as many rows with prompts, or without."""
+        """Time a pass of null rows, the second of two, for all of as many rows with prompts, or without."""
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
         for _ in range(2):
             self._wait()
@@ -244,7 +244,7 @@ class Passes:
         seconds = time.perf_counter() - began
         for steps, rows in {(b, M), *self.captured}:
             if rows == M and (steps == M) == (b == M):
-                self.pace.note(steps, rows, seconds)
+                self.token_budget.note(steps, rows, seconds)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -12,7 +12,7 @@ START = 0  # the name before a text's first block
 Name = int
 
 
-class Pool:
+class BlockPool:
     """The host's book of `blocks` blocks of `size` slots, number 0 apart.
 
     Attributes:

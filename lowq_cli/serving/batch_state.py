@@ -16,19 +16,19 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
 
 
-class Rows:
-    """`count` rows and one more, which is nobody's: what only fills up a pass points there.
+class BatchState:
+    """`count` rows and the null row, which is no text's: what only fills up a pass points there.
 
     Attributes:
         token (R,) int64, pos (R,) int32, seed (R,) int64, temperature (R,) fp32: as `choose_rows` takes them.
-        target (R,) int32: the row itself where a step draws for it, else nobody's.
+        target (R,) int32: the row itself where a step draws for it, else the null row.
         order (R,) int32: the rows, those of the longest texts first.
         table (R, width) int32: the blocks of its text; block 0 wherever it has none.
     """
 
     def __init__(self, count: int, width: int, device: torch.device) -> None:
         R = count + 1
-        self.nobody, self.device = count, device
+        self.null_row, self.device = count, device
         self._host = np.zeros(R * (6 + width), np.int32)  # seeds first: they are 64 bits wide
         flat = torch.from_numpy(self._host)
         self._flat = flat.to(device) if device.type == "cuda" else flat
@@ -47,7 +47,7 @@ class Rows:
     def place(self, row: int, seed: int, temperature: float, pos: int, drawn: bool) -> None:
         """A text's place and way of drawing; `drawn`: whether steps draw for it."""
         self._seeds[row], self._temperatures[row], self._pos[row] = seed, temperature, pos
-        self._targets[row] = row if drawn else self.nobody
+        self._targets[row] = row if drawn else self.null_row
         self._note(0, 2 * row, 2)
         for part in (1, 2, 3):
             self._note(part, row, 1)
@@ -72,7 +72,7 @@ class Rows:
         """Rows that come before all others, which stay as they are numbered: for any n above all of `first`, the first n of
         `order` are the rows below n."""
         rows = np.array(first, np.int32)
-        order = np.concatenate([rows, np.delete(np.arange(self.nobody + 1, dtype=np.int32), rows)])
+        order = np.concatenate([rows, np.delete(np.arange(self.null_row + 1, dtype=np.int32), rows)])
         changed = np.flatnonzero(order != self._order)
         if len(changed):
             self._order[:] = order

@@ -7,78 +7,34 @@ gives back its own and waits again, its tokens so far now part of its prompt; wi
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lowq_cli.serving.pool import START, Pool
-from lowq_cli.serving.request import Request
+from lowq_cli.serving.block_pool import START, BlockPool
+from lowq_cli.serving.sequence import Sequence
 
 READERS = 16  # prompts that are read at once
 
 
-class Text:
-    """One request on its way.
-
-    Attributes:
-        tokens: the prompt and what was drawn so far. prompt: how many of them were asked with.
-        computed: slots whose keys and values are in the cache, or on their way there.
-        ahead: tokens that are being drawn, which the host has not seen.
-        blocks: of the cache, in order; the first `named` of them have a name, the last such is called `name`.
-        row: where its state stands on the device; while it is read, the row of its table alone. -1: it waits. sent: how many of
-            its blocks stand in the table there.
-        cached: tokens that were found in the cache when it was admitted first.
-        failed: why it cannot go on, where it alone cannot.
-        known: tokens that were told before it was put back to its prompt.
-        turn: prompt tokens that the engine had read when this text was admitted, and its own: the least is read next.
-    """
-
-    def __init__(self, number: int, request: Request) -> None:
-        self.number, self.request = number, request
-        self.tokens, self.prompt = list(request.prompt), len(request.prompt)
-        self.blocks: list[int] = []
-        self.computed = self.ahead = self.named = self.sent = self.turn = 0
-        self.name, self.row, self.cached = START, -1, -1
-        self.told = self.done = False
-        self.failed: Exception | None = None
-        self.known: list[int] = []
-
-    @property
-    def repeated(self) -> int | None:
-        """The token that comes next, where it was told before."""
-        made = len(self.tokens) - self.prompt
-        return self.known[made] if made < len(self.known) else None
-
-    def repeat(self) -> None:
-        """Back to the prompt: what was drawn is drawn again, by the same kernels."""
-        drawn = self.tokens[self.prompt :]
-        self.known = max(self.known, drawn, key=len)
-        del self.tokens[self.prompt :]
-
-    @property
-    def room(self) -> int:
-        """Tokens that it may still be given, those on their way not counted."""
-        return self.request.max_tokens - (len(self.tokens) - self.prompt) - self.ahead
-
-
 @dataclass
-class PassPlan:
+class StepPlan:
     """A pass: texts that step, pieces of prompts (text, row of its table, first token, end), texts that are through with them.
 
-    Before it, in this order: moves (from, to), one after the other; freed, rows that are nobody's now; placed, texts that were
+    Before it, in this order: moves (from, to), one after the other; freed, rows that no text has now; placed, texts that were
     moved, and their next slots; tables (row, place in it, blocks). Those that are through have rows that steps of this pass may
     still run in: their tables come after it.
     """
 
-    steps: list[Text] = field(default_factory=list)
-    pieces: list[tuple[Text, int, int, int]] = field(default_factory=list)
-    finishing: list[Text] = field(default_factory=list)
+    steps: list[Sequence] = field(default_factory=list)
+    pieces: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
+    finishing: list[Sequence] = field(default_factory=list)
     moves: list[tuple[int, int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
-    placed: list[tuple[Text, int]] = field(default_factory=list)
+    placed: list[tuple[Sequence, int]] = field(default_factory=list)
     tables: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
 
-class Schedule:
+class Scheduler:
     """The texts of an engine and what they hold.
 
     Args:
@@ -88,19 +44,19 @@ class Schedule:
         fixed: prompts are read in passes of their own, and nothing is shared: what a text computes is its own.
     """
 
-    def __init__(self, pool: Pool, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
+    def __init__(self, pool: BlockPool, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
         self.pool, self.bucket, self.fixed = pool, bucket, fixed
         self._stepped = True
-        self.waiting: deque[Text] = deque()
-        self.reading: list[Text] = []
-        self.running: list[Text | None] = [None] * rows
+        self.waiting: deque[Sequence] = deque()
+        self.reading: list[Sequence] = []
+        self.running: list[Sequence | None] = [None] * rows
         self._readers = list(range(rows + READERS - 1, rows - 1, -1))
         self._freed: list[int] = []
-        self._moves: list[tuple[int, int, Text]] = []
+        self._moves: list[tuple[int, int, Sequence]] = []
         self.preemptions = self.prefix_hits = self.read = 0
 
     @property
-    def active(self) -> list[Text]:
+    def active(self) -> list[Sequence]:
         """All that are read or run."""
         return [*self.reading, *(t for t in self.running if t is not None)]
 
@@ -109,17 +65,17 @@ class Schedule:
         """One more than the last row that runs."""
         return max((row + 1 for row, t in enumerate(self.running) if t is not None), default=0)
 
-    def plan(self, budget: Callable[[int, int], int]) -> PassPlan | None:
+    def plan(self, budget: Callable[[int, int], int]) -> StepPlan | None:
         """The next pass, perhaps an empty one; None where what is on its way has to be seen first.
 
         budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
         """
-        self._close_ranks()
+        self._compact()
         for text in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
             # one that was put back meanwhile has no row; of another all that it may get may be on its way
-            if text.row >= 0 and text.room > 0 and not self._grow(text):
+            if text.row >= 0 and text.room > 0 and not self._allocate(text):
                 return None
-        plan = PassPlan(steps=[t for t in self.running if t is not None and t.room > 0])
+        plan = StepPlan(steps=[t for t in self.running if t is not None and t.room > 0])
         self._admit()
         waiting = sum(len(t.tokens) - t.computed for t in self.reading)
         for text in self.active:
@@ -139,7 +95,7 @@ class Schedule:
             text.ahead += 1
         return plan
 
-    def landed(self, text: Text, token: int) -> str | None:
+    def on_token(self, text: Sequence, token: int) -> str | None:
         """Note a token that was drawn; why the text ends with it, or None."""
         text.ahead -= 1
         text.tokens.append(token)
@@ -148,14 +104,14 @@ class Schedule:
             return "stop"
         return "length" if len(text.tokens) - text.prompt >= text.request.max_tokens else None
 
-    def end(self, text: Text) -> None:
+    def end(self, text: Sequence) -> None:
         """Give back all that a text holds."""
         text.done = True
         if text in self.waiting:
             self.waiting.remove(text)
         self._release(text)
 
-    def _release(self, text: Text) -> None:
+    def _release(self, text: Sequence) -> None:
         if text in self.reading:
             self.reading.remove(text)
             self._readers.append(text.row)
@@ -166,7 +122,7 @@ class Schedule:
         self.pool.give_back(text.blocks)
         text.blocks, text.row, text.computed, text.named, text.sent, text.name = [], -1, 0, 0, 0, START
 
-    def _close_ranks(self) -> None:
+    def _compact(self) -> None:
         """Move the last rows into holes where that makes the pass smaller."""
         count = sum(t is not None for t in self.running)
         while count and self.bucket(count) < self.bucket(self.high):
@@ -178,7 +134,7 @@ class Schedule:
             self._moves.append((source, target, text))
             text.sent = 0
 
-    def _grow(self, text: Text) -> bool:
+    def _allocate(self, text: Sequence) -> bool:
         """The block that a text's next slot lies in; False where what is on its way has to be seen first."""
         while text.row >= 0 and len(text.blocks) <= text.computed // self.pool.size:
             block = self.pool.take(text.blocks[-1])
@@ -195,7 +151,7 @@ class Schedule:
             self.preemptions += 1
         return True
 
-    def _queue_again(self, text: Text) -> None:
+    def _queue_again(self, text: Sequence) -> None:
         """Among those that wait, by age: it came before all that were never admitted."""
         place = sum(t.number < text.number for t in self.waiting)
         self.waiting.insert(place, text)
@@ -222,11 +178,11 @@ class Schedule:
                 text.cached = text.computed
             self.prefix_hits += text.computed
             text.row = self._readers.pop()
-            text.turn = self.read + len(text.tokens) - text.computed
+            text.rank = self.read + len(text.tokens) - text.computed
             self.reading.append(text)
-        self.reading.sort(key=lambda t: t.turn)
+        self.reading.sort(key=lambda t: t.rank)
 
-    def _read(self, plan: PassPlan, budget: int) -> None:
+    def _read(self, plan: StepPlan, budget: int) -> None:
         """Pieces of prompts, short ones first; those that are through get a row of their own.
 
         One that came later passes while fewer tokens were read since than it is shorter by, so nobody waits for ever. Predicted
@@ -249,7 +205,7 @@ class Schedule:
                 text.ahead = 1
                 plan.finishing.append(text)
 
-    def _name(self, text: Text) -> None:
+    def _name(self, text: Sequence) -> None:
         """Name the blocks that are full of tokens that the host has seen."""
         size, full = self.pool.size, min(text.computed, len(text.tokens))
         while not self.fixed and (text.named + 1) * size <= full:
@@ -258,7 +214,7 @@ class Schedule:
             text.named += 1
 
 
-def buckets(most: int) -> Sequence[int]:
+def buckets(most: int) -> list[int]:
     """Rows that steps are recorded for, up to `most`."""
     sizes = [1, 2, 4, 8, *range(16, 33, 8), *range(48, 65, 16), *range(96, most + 32, 32)]
     return [s for s in sizes if s < most] + [most]

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowq_cli.serving.pool import START, Pool
+from lowq_cli.serving.block_pool import START, BlockPool
 
 SIZE = 2
 
@@ -31,7 +31,7 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.integers(0, 5)), max_size=40), st.integers(2, 12))
 def test_blocks_are_held_by_their_texts_alone(steps, blocks):
-    pool, held, contents = Pool(blocks, SIZE), [], {}
+    pool, held, contents = BlockPool(blocks, SIZE), [], {}
     for tokens, ending in steps:
         found = pool.find(tokens)[0]
         for i, block in enumerate(found):  # what is found is what was written there last
@@ -55,7 +55,7 @@ def test_blocks_are_held_by_their_texts_alone(steps, blocks):
 
 
 def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning():
-    pool = Pool(7, SIZE)
+    pool = BlockPool(7, SIZE)
     old, new = read(pool, [1, 2, 3, 4, 5, 6]), read(pool, [7, 8, 9])
     pool.give_back(old)
     pool.give_back(new)
@@ -67,7 +67,7 @@ def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning():
 
 
 def test_equal_contents_after_other_beginnings_are_not_equal():
-    pool = Pool(9, SIZE)
+    pool = BlockPool(9, SIZE)
     read(pool, [1, 1, 5, 5])
     assert len(pool.find([2, 2, 5, 5])[0]) == 0
     assert pool.find([5, 5]) == ([], START)
@@ -75,7 +75,7 @@ def test_equal_contents_after_other_beginnings_are_not_equal():
 
 
 def test_neighbours_come_side_by_side_where_they_can():
-    pool = Pool(9, SIZE)
+    pool = BlockPool(9, SIZE)
     first, second = pool.take(), pool.take()
     assert pool.take(first) not in (first, second)
     assert pool.take(5) == 6
