@@ -23,7 +23,8 @@ import torch
 from serve_load import SEED, Answered, percentiles, requests
 
 from lowq_cli.serving import continuous, token_budget
-from lowq_cli.serving.block_pool import BlockPool
+from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import MOST, ContinuousEngine
 from lowq_cli.serving.passes import BLOCK, RECORDED, TOTALS, Passes, Piece
 from lowq_cli.serving.request import Request
@@ -108,7 +109,8 @@ class Simulation:
         for b in {0, *map(p.riding, p.sizes)}:
             for t in (t for t in TOTALS if t > b):
                 p.token_budget.note(b, t, clock.empty[False, t])
-        self.clock, self.scheduler = clock, Scheduler(BlockPool(1 + CACHE // BLOCK, BLOCK), most, p.bucket)
+        cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
+        self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
         self.engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
         self.asked = requests(V, seed + users)
         self.coming = [(gap * i, next(self.asked)) for i in range(users)]

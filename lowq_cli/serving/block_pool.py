@@ -1,58 +1,58 @@
-"""Which blocks of a paged cache belong to whom: shared by equal beginnings of texts, given back least recently used first.
+"""Which blocks of a paged cache belong to which texts: shared by equal beginnings, reused least recently used first.
 
-A block that a text has filled is named by its tokens and by the name of the block before it, so that equal names mean equal
-beginnings. When the last text that holds it ends, it keeps its name and its contents until its place is needed: a conversation
-that goes on finds what it said before. Block 0 belongs to nobody; what has to be written, and is never read, goes there.
+A block that a text has filled is named by all tokens from the text's beginning to the block's end, so that equal names mean
+equal beginnings. When the last text that holds it gives it back, it keeps its name and its contents until its place is needed:
+a conversation that goes on finds what it said before. Block 0 is the null block, which no text holds; what has to be written,
+and is never read, goes there.
 """
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
-START = 0  # the name before a text's first block
-Name = int
+Name = bytes
+START: Name = b""  # the name before a text's first block
+
+
+def name_after(before: Name, tokens: Sequence[int]) -> Name:
+    """The name of a block of these tokens after `before`: a digest of 256 bits, of which no two equal ones are known."""
+    return blake2b(before + array("i", tokens).tobytes(), digest_size=32).digest()
 
 
 class BlockPool:
-    """The host's book of `blocks` blocks of `size` slots, number 0 apart.
+    """The host's record of `blocks` blocks, the null block among them.
 
     Attributes:
-        free: blocks that nobody holds, those that still have a name included.
+        free: blocks that no text holds, those that still have a name included.
     """
 
-    def __init__(self, blocks: int, size: int) -> None:
-        self.blocks, self.size = blocks, size
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
         self._blank: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # named and held by nobody, the least recently used first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # named and not held, the least recently used first
         self._holders = [0] * blocks
-        self._named: dict[tuple[Name, tuple[int, ...]], tuple[int, Name]] = {}  # -> the block and its own name
-        self._key: dict[int, tuple[Name, tuple[int, ...]]] = {}  # of a named block
-        self._last_name = START
+        self._block: dict[Name, int] = {}
+        self._name: dict[int, Name] = {}
 
     @property
     def free(self) -> int:
         """Blocks that `take` could give."""
-        return len(self._blank) + len(self._kept)
+        return len(self._blank) + len(self._idle)
 
-    def find(self, tokens: Sequence[int]) -> tuple[list[int], Name]:
-        """The longest row of whole blocks that hold the beginning of `tokens`, and the name of the last; nothing is taken."""
-        found, name = [], START
-        for first in range(0, len(tokens) - self.size + 1, self.size):
-            entry = self._named.get((name, tuple(tokens[first : first + self.size])))
-            if entry is None:
-                break
-            found.append(entry[0])
-            name = entry[1]
-        return found, name
+    def find(self, name: Name) -> int:
+        """The block of this name, or 0; nothing is taken."""
+        return self._block.get(name, 0)
 
-    def held(self, blocks: Sequence[int]) -> int:
-        """How many of these somebody holds: to hold them too costs nothing that is free."""
-        return sum(self._holders[b] > 0 for b in blocks)
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of these are free now, and would not be if they were held."""
+        return sum(b > 0 and not self._holders[b] for b in blocks)
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """One more holder of each."""
-        for block in blocks:
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder of each, null blocks left out."""
+        for block in filter(None, blocks):
             self._holders[block] += 1
-            self._kept.pop(block, None)
+            self._idle.pop(block, None)
 
     def take(self, after: int = 0) -> int | None:
         """A block for one holder, its contents of no use; None where all are held. `after`: best the one that follows this."""
@@ -61,29 +61,22 @@ class BlockPool:
             del self._blank[block]
         elif self._blank:
             block, _ = self._blank.popitem(last=False)
-        elif self._kept:
-            block, _ = self._kept.popitem(last=False)
-            del self._named[self._key.pop(block)]
+        elif self._idle:
+            block, _ = self._idle.popitem(last=False)
+            del self._block[self._name.pop(block)]
         else:
             return None
         self._holders[block] = 1
         return block
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """One holder fewer of each block of a text, first to last."""
-        for block in reversed(blocks):  # so that the end of a text is forgotten before its beginning
+        """One holder fewer of each block of a text, first to last, null blocks left out."""
+        for block in filter(None, reversed(blocks)):  # so that the end of a text is reused before its beginning
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                (self._kept if block in self._key else self._blank)[block] = None
+                (self._idle if block in self._name else self._blank)[block] = None
 
-    def name(self, block: int, before: Name, tokens: Sequence[int]) -> Name:
-        """Name a held block that is filled with `tokens`, after the block called `before`; the name of these contents.
-
-        Where another block has these contents already, that one keeps the name.
-        """
-        key = (before, tuple(tokens))
-        if key not in self._named:
-            self._last_name += 1
-            self._named[key] = block, self._last_name
-            self._key[block] = key
-        return self._named[key][1]
+    def name(self, block: int, name: Name) -> None:
+        """Name a held block by its contents. Where another block has these contents already, that one keeps the name."""
+        if self._block.setdefault(name, block) == block:
+            self._name[block] = name

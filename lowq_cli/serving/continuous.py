@@ -23,7 +23,8 @@ from lowq_cli.engine import blocks
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.fused import FusedDecoder
 from lowq_cli.engine.sampling import drawable, not_finite
-from lowq_cli.serving.block_pool import BlockPool
+from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.paged import make_cache
 from lowq_cli.serving.passes import BLOCK, Piece
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
@@ -125,7 +126,9 @@ class ContinuousEngine:
         cache = make_cache(model, decoder, most, cache_tokens, deterministic, reads)
         self.passes, rows = cache.passes, cache.passes.rows
         self.rows, self.special = rows, Special(rows, self.vocabulary, decoder.ops.choose_rows)
-        self.scheduler = Scheduler(BlockPool(cache.blocks, BLOCK), most, self.passes.bucket, deterministic)
+        piece = self.passes.totals[-1]
+        manager = CacheManager([Group()], [cache.blocks], BLOCK, piece, shared=not deterministic)
+        self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
         self.limits = Limits(cache.longest, most, waiting, (cache.blocks - 1) * BLOCK, cache.bytes)
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
@@ -173,12 +176,12 @@ class ContinuousEngine:
 
     def stats(self) -> Stats:
         """Where it stands now."""
-        s, pool = self.scheduler, self.scheduler.pool
+        s, held = self.scheduler, self.scheduler.cache
         return Stats(
             running=len(s.active),
             waiting=len(s.waiting) + len(self._incoming),
-            blocks_used=pool.blocks - 1 - pool.free,
-            blocks=pool.blocks - 1,
+            blocks_used=held.used,
+            blocks=held.blocks,
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             prefix_hits=s.prefix_hits,
@@ -261,7 +264,9 @@ class ContinuousEngine:
             self.passes.token_budget.stepped(len(plan.steps))
             self._steps += 1
         for text in plan.finishing:
-            self.rows.set_table(text.row, text.blocks)  # not before: a step of this pass may have run in that row
+            for group, table in enumerate(text.tables):  # not before: a step of this pass may have run in that row
+                self.rows.set_table(group, text.row, table.blocks)
+            self.rows.set_slot(text.row, text.slot)
         self._land(self._ahead if launched else 0)
 
     def _budget(self, high: int, waiting: int) -> int:
@@ -280,8 +285,10 @@ class ContinuousEngine:
             rows.clear(row)
         for text, slot in plan.placed:
             self._place(text, slot)
-        for row, first, held in plan.tables:
-            rows.set_table(row, held, first)
+        for group, row, first, held in plan.tables:
+            rows.set_table(group, row, held, first)
+        for row, slot in plan.slots:
+            rows.set_slot(row, slot)
         for text in plan.finishing:
             self._place(text, len(text.tokens) - 1)  # which the draw moves on
             if text.request.special:

@@ -77,7 +77,7 @@ def _passes(decoder: FusedDecoder, most: int, longest: int, blocks: int, fixed: 
                 pair.append(make((heads.HKV, blocks, BLOCK, heads.D), decoder.dtype, decoder.device).transpose(0, 1))
             kv.part(pair[-1], slice(0, 1)).zero_()
         caches.append((pair[0], pair[1]))
-    return Passes(decoder, BatchState(most + READERS, width, decoder.device), most, caches, width * BLOCK, fixed)
+    return Passes(decoder, BatchState(most + READERS, [width], decoder.device), most, caches, width * BLOCK, fixed)
 
 
 def trial_passes(decoder: FusedDecoder, most: int, longest: int, fixed: bool) -> Passes:

@@ -158,7 +158,7 @@ class Passes:
         packed, tokens, take, target = None, r.token[:b], None, r.target[:b]
         if chunk is not None:
             ids, pos, rows, rest = chunk[:C], chunk[C : 2 * C], chunk[2 * C : 3 * C], chunk[3 * C :]
-            packed = Packed(r.table, rows, pos, rest[: 2 * n].view(n, 2))
+            packed = Packed(r.tables[0], rows, pos, rest[: 2 * n].view(n, 2))
             half = (rest.shape[0] - 2 * n) // 2
             take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
             tokens = torch.cat([tokens, ids]) if b else ids
@@ -174,7 +174,7 @@ class Passes:
     def _attend(self, b: int, packed: Packed | None, qkv: torch.Tensor, i: int, layer: Layer) -> torch.Tensor:
         (k, v), turned, heads, parts, r = self.caches[i], self.rope[layer.rope], layer.heads, [], self.rows
         if b:
-            parts.append(self.ops.attend(qkv[:b], k, v, r.pos[:b], *turned, heads, r.table, r.order[:b]))
+            parts.append(self.ops.attend(qkv[:b], k, v, r.pos[:b], *turned, heads, r.tables[0], r.order[:b]))
         if packed is not None:
             parts.append(self.ops.attend_packed(qkv[b:], k, v, packed, *turned, heads))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -2,7 +2,7 @@
 
 A text waits, is read (its prompt in pieces, over several passes), runs (a token a pass) and ends. A pass takes one step of all
 that run and as many prompt tokens as its caller allows. The host decides on a pass before it has seen the tokens of the last
-one: a text that had ended by then has one step too many, whose result nobody reads. Where no block is free, the youngest text
+one: a text that had ended by then has one step too many, whose result no one reads. Where no block is free, the youngest text
 gives back its own and waits again, its tokens so far now part of its prompt; with `fixed` it begins again.
 """
 
@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lowq_cli.serving.block_pool import START, BlockPool
+from lowq_cli.serving.cache_groups import REWIND
+from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.sequence import Sequence
 
 READERS = 16  # prompts that are read at once
@@ -18,11 +19,12 @@ READERS = 16  # prompts that are read at once
 
 @dataclass
 class StepPlan:
-    """A pass: texts that step, pieces of prompts (text, row of its table, first token, end), texts that are through with them.
+    """A pass: texts that step, pieces of prompts (text, row of its tables, first token, end), texts that are through with them.
 
     Before it, in this order: moves (from, to), one after the other; freed, rows that no text has now; placed, texts that were
-    moved, and their next slots; tables (row, place in it, blocks). Those that are through have rows that steps of this pass may
-    still run in: their tables come after it.
+    moved, and their next positions; tables (page group, row, place in it, blocks); slots (row, slot of its recurrent state);
+    zero, slots to fill with zeros; copies of slots (from, to). After it: the tables and slots of those that are through, whose
+    rows steps of this pass may still run in; snapshots, copies of slots (from, to).
     """
 
     steps: list[Sequence] = field(default_factory=list)
@@ -31,21 +33,26 @@ class StepPlan:
     moves: list[tuple[int, int]] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     placed: list[tuple[Sequence, int]] = field(default_factory=list)
-    tables: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    tables: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    zero: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """The texts of an engine and what they hold.
+    """The texts of an engine, and who of them computes what next.
 
     Args:
-        pool: the cache's book.
+        cache: what texts hold.
         rows: texts that run at once, in rows 0 .. rows - 1; readers have the READERS rows after those.
         bucket: rows in use -> rows that a pass computes; texts move together where that makes it smaller.
-        fixed: prompts are read in passes of their own, and nothing is shared: what a text computes is its own.
+        fixed: prompts are read in passes of their own, and a preempted text is drawn again from its prompt on. With a cache
+            that shares nothing, what a text computes is its own.
     """
 
-    def __init__(self, pool: BlockPool, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
-        self.pool, self.bucket, self.fixed = pool, bucket, fixed
+    def __init__(self, cache: CacheManager, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
+        self.cache, self.bucket, self.fixed = cache, bucket, fixed
         self._stepped = True
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
@@ -71,76 +78,109 @@ class Scheduler:
         budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
         """
         self._compact()
-        for text in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
+        for seq in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
             # one that was put back meanwhile has no row; of another all that it may get may be on its way
-            if text.row >= 0 and text.room > 0 and not self._allocate(text):
+            if seq.row >= 0 and self._steps(seq) and not self._allocate(seq, seq.computed + 1):
                 return None
-        plan = StepPlan(steps=[t for t in self.running if t is not None and t.room > 0])
+        for seq in list(self.reading):  # where a window allows blocks for a part of the prompt alone
+            if seq.row >= 0 and not self._allocate(seq, len(seq.tokens) + 1):
+                return None
+        plan = StepPlan(steps=[t for t in self.running if t is not None and self._steps(t)])
         self._admit()
         waiting = sum(len(t.tokens) - t.computed for t in self.reading)
-        for text in self.active:
-            if text.sent < len(text.blocks):
-                plan.tables.append((text.row, text.sent, text.blocks[text.sent :]))
-                text.sent = len(text.blocks)
+        for seq in self.active:
+            self._send(plan, seq)
         if waiting and (not self.fixed or not plan.steps or self._stepped):
             self._read(plan, budget(self.high if plan.steps and not self.fixed else 0, waiting))
             plan.steps = [] if self.fixed and plan.pieces else plan.steps
         self._stepped = bool(plan.steps)
         moves, self._moves = self._moves, []
         plan.moves = [move[:2] for move in moves]
-        plan.placed = [(text, text.computed) for _, target, text in moves if self.running[target] is text]
+        plan.placed = [(seq, seq.computed) for _, target, seq in moves if self.running[target] is seq]
         plan.freed, self._freed = self._freed, []
-        for text in plan.steps:
-            text.computed += 1
-            text.ahead += 1
+        plan.zero, self.cache.zero = self.cache.zero, []
+        plan.copies, self.cache.copies = self.cache.copies, []
+        for seq in plan.steps:
+            seq.computed += 1
+            seq.ahead += 1
+            self._snapshot(plan, seq, running=True)
         return plan
 
-    def on_token(self, text: Sequence, token: int) -> str | None:
+    def draft(self, plan: StepPlan, seq: Sequence, n: int) -> list[int] | None:
+        """Let a text that steps in this plan compute n rows more, at most REWIND: tokens that a draft supposes after its own.
+
+        The slots to write its recurrent state to after each of its n + 1 rows but the last, none without such layers. None
+        where there is no room: it then steps without a draft. With one it does not step again before `rewind` says how many of
+        the rows were right.
+        """
+        if not 0 < n <= min(REWIND, seq.remaining):
+            return None
+        slots = self.cache.draft(seq, n)
+        if slots is not None:
+            plan.snapshots = [copy for copy in plan.snapshots if copy[0] != seq.slot] if slots else plan.snapshots
+            seq.computed, seq.ahead, seq.drafting = seq.computed + n, seq.ahead + n, True
+            self._send(plan, seq)
+        return slots
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Keep `length` of a text's computed tokens, the others were wrong: before `on_token` is told of those that were right.
+
+        Raises ValueError for fewer than the host has seen, and where a window's blocks or the recurrent state are not there.
+        """
+        if not len(seq.tokens) <= length <= seq.computed:
+            raise ValueError(f"text {seq.number} has {len(seq.tokens)} known and {seq.computed} computed tokens, not {length}")
+        ahead = seq.ahead - (seq.computed - length)
+        self.cache.rewind(seq, length)
+        seq.ahead, seq.computed, seq.drafting = ahead, length, False
+
+    def on_token(self, seq: Sequence, token: int) -> str | None:
         """Note a token that was drawn; why the text ends with it, or None."""
-        text.ahead -= 1
-        text.tokens.append(token)
-        self._name(text)
-        if token in text.request.stop_ids:
+        seq.ahead -= 1
+        seq.tokens.append(token)
+        self.cache.name(seq)
+        if token in seq.request.stop_ids:
             return "stop"
-        return "length" if len(text.tokens) - text.prompt >= text.request.max_tokens else None
+        return "length" if len(seq.tokens) - seq.prompt >= seq.request.max_tokens else None
 
-    def end(self, text: Sequence) -> None:
+    def end(self, seq: Sequence) -> None:
         """Give back all that a text holds."""
-        text.done = True
-        if text in self.waiting:
-            self.waiting.remove(text)
-        self._release(text)
+        seq.done = True
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+        self._release(seq)
 
-    def _release(self, text: Sequence) -> None:
-        if text in self.reading:
-            self.reading.remove(text)
-            self._readers.append(text.row)
-        elif text.row >= 0:
-            self.running[text.row] = None
-        if text.row >= 0:
-            self._freed.append(text.row)
-        self.pool.give_back(text.blocks)
-        text.blocks, text.row, text.computed, text.named, text.sent, text.name = [], -1, 0, 0, 0, START
+    def _release(self, seq: Sequence) -> None:
+        if seq in self.reading:
+            self.reading.remove(seq)
+            self._readers.append(seq.row)
+        elif seq.row >= 0:
+            self.running[seq.row] = None
+        if seq.row >= 0:
+            self._freed.append(seq.row)
+        self.cache.release(seq)
+        seq.row = -1
+
+    @staticmethod
+    def _steps(seq: Sequence) -> bool:
+        return seq.remaining > 0 and not seq.drafting
 
     def _compact(self) -> None:
         """Move the last rows into holes where that makes the pass smaller."""
         count = sum(t is not None for t in self.running)
         while count and self.bucket(count) < self.bucket(self.high):
             source, target = self.high - 1, self.running.index(None)
-            text = self.running[source]
-            assert text is not None
-            self.running[source], self.running[target], text.row = None, text, target
+            seq = self.running[source]
+            assert seq is not None
+            self.running[source], self.running[target], seq.row = None, seq, target
             self._freed.append(source)
-            self._moves.append((source, target, text))
-            text.sent = 0
+            self._moves.append((source, target, seq))
+            seq.unsent()
 
-    def _allocate(self, text: Sequence) -> bool:
-        """The block that a text's next slot lies in; False where what is on its way has to be seen first."""
-        while text.row >= 0 and len(text.blocks) <= text.computed // self.pool.size:
-            block = self.pool.take(text.blocks[-1])
-            if block is not None:
-                text.blocks.append(block)
-                continue
+    def _allocate(self, seq: Sequence, most: int) -> bool:
+        """Blocks for a text's next token, and for up to `most` tokens where there are free ones; False where what is on its way
+        has to be seen first."""
+        self.cache.trim(seq)
+        while seq.row >= 0 and not self.cache.grow(seq, seq.computed + 1, most):
             if any(t.ahead for t in self.active):
                 return False
             youngest = max(self.active, key=lambda t: t.number)
@@ -151,67 +191,70 @@ class Scheduler:
             self.preemptions += 1
         return True
 
-    def _queue_again(self, text: Sequence) -> None:
+    def _queue_again(self, seq: Sequence) -> None:
         """Among those that wait, by age: it came before all that were never admitted."""
-        place = sum(t.number < text.number for t in self.waiting)
-        self.waiting.insert(place, text)
+        place = sum(t.number < seq.number for t in self.waiting)
+        self.waiting.insert(place, seq)
+
+    def _next_waiting(self) -> Sequence:
+        """Who is admitted next, of those that wait."""
+        return self.waiting[0]
 
     def _admit(self) -> None:
-        size = self.pool.size
         while self.waiting and self._readers:
-            text, active = self.waiting[0], self.active
+            seq, active = self._next_waiting(), self.active
             if len(active) >= len(self.running):
                 return
-            found, name = self.pool.find(text.tokens[:-1]) if not self.fixed else ([], START)
-            wanted = len(text.tokens) // size + 1 - len(found)  # its answer's first slot has a place, too
-            spare = len(active)  # blocks that those who run may want soon
-            if self.pool.free - (len(found) - self.pool.held(found)) < wanted + spare:
+            match = self.cache.match(seq)
+            if not self.cache.fits(seq, match, spare=len(active)):  # blocks that those who run may want soon
                 return
-            self.waiting.popleft()
-            self.pool.hold(found)
-            text.blocks, text.named, text.name, text.computed = found, len(found), name, len(found) * size
-            for _ in range(wanted):
-                block = self.pool.take(text.blocks[-1] if text.blocks else 0)
-                assert block is not None
-                text.blocks.append(block)
-            if text.cached < 0:
-                text.cached = text.computed
-            self.prefix_hits += text.computed
-            text.row = self._readers.pop()
-            text.rank = self.read + len(text.tokens) - text.computed
-            self.reading.append(text)
+            self.waiting.remove(seq)
+            self.cache.admit(seq, match)
+            if seq.cached < 0:
+                seq.cached = seq.computed
+            self.prefix_hits += seq.computed
+            seq.row = self._readers.pop()
+            seq.unsent()
+            seq.rank = self.read + len(seq.tokens) - seq.computed
+            self.reading.append(seq)
         self.reading.sort(key=lambda t: t.rank)
+
+    def _send(self, plan: StepPlan, seq: Sequence) -> None:
+        """What the device does not know yet of a text's tables and slot."""
+        for group, table in enumerate(seq.tables):
+            plan.tables += [(group, seq.row, place, blocks) for place, blocks in table.changes()]
+        if seq.slot and not seq.slot_sent:
+            plan.slots.append((seq.row, seq.slot))
+            seq.slot_sent = True
 
     def _read(self, plan: StepPlan, budget: int) -> None:
         """Pieces of prompts, short ones first; those that are through get a row of their own.
 
-        One that came later passes while fewer tokens were read since than it is shorter by, so nobody waits for ever. Predicted
+        One that came later passes while fewer tokens were read since than it is shorter by, so none waits for ever. Predicted
         by serve_schedule.py for 16 users of an 8B: half of all first tokens within 26 ms in place of 29.
         """
-        for text in self.reading[: 1 if self.fixed else None]:  # cut up as it would be alone
+        for seq in self.reading[: 1 if self.fixed else None]:  # cut up as it would be alone
             if budget <= 0:
                 break
-            first, end = text.computed, min(len(text.tokens), text.computed + budget)
-            plan.pieces.append((text, text.row, first, end))
+            first, end = seq.computed, self.cache.piece_end(seq, min(len(seq.tokens), seq.computed + budget))
+            plan.pieces.append((seq, seq.row, first, end))
             budget -= end - first
             self.read += end - first
-            text.computed = end
-            self._name(text)
-            if end == len(text.tokens):
-                self.reading.remove(text)
-                self._readers.append(text.row)
-                text.row = self.running.index(None)
-                self.running[text.row] = text
-                text.ahead = 1
-                plan.finishing.append(text)
+            seq.computed = end
+            self._snapshot(plan, seq, running=False)
+            self.cache.name(seq)
+            if end == len(seq.tokens):
+                self.reading.remove(seq)
+                self._readers.append(seq.row)
+                seq.row = self.running.index(None)
+                self.running[seq.row] = seq
+                seq.ahead = 1
+                plan.finishing.append(seq)
 
-    def _name(self, text: Sequence) -> None:
-        """Name the blocks that are full of tokens that the host has seen."""
-        size, full = self.pool.size, min(text.computed, len(text.tokens))
-        while not self.fixed and (text.named + 1) * size <= full:
-            at = text.named * size
-            text.name = self.pool.name(text.blocks[text.named], text.name, text.tokens[at : at + size])
-            text.named += 1
+    def _snapshot(self, plan: StepPlan, seq: Sequence, running: bool) -> None:
+        snapshot = self.cache.snapshot(seq, running)
+        if snapshot:
+            plan.snapshots.append((seq.slot, snapshot))
 
 
 def buckets(most: int) -> list[int]:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from asking import Client, build
 
-from lowq_cli.serving.block_pool import BlockPool
+from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import EARLY_S
 from lowq_cli.serving.passes import BLOCK, RIDING
 from lowq_cli.serving.request import Request
@@ -71,7 +72,7 @@ class Memory:
 
     def run(self, n, pieces=(), of_steps=None):
         r, b, self.passes = self.rows, self.size(n, pieces)[0], self.passes + 1
-        tables, pos, token, logits = r.table.numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + READERS, V))
+        tables, pos, token, logits = r.tables[0].numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + READERS, V))
         order = r.order[:b].tolist()
         steps = [row for row in range(n) if of_steps[row] != r.null_row]
         assert sorted(order) == list(range(b))
@@ -101,23 +102,23 @@ class Memory:
 def shadow(engine):
     """The engine with tables that the device gets when they are flushed, as on a GPU, and a memory for a model."""
     rows = engine.rows
-    for name in ("pos", "target", "order", "table", "seed", "temperature"):
+    for name in ("pos", "target", "order", "seed", "temperature"):
         setattr(rows, name, getattr(rows, name).clone())
-    names = {"pos": "_pos", "target": "_targets", "order": "_order", "table": "_table"}
+    rows.tables = [table.clone() for table in rows.tables]
+    parts = {2: (rows.pos, rows._pos), 3: (rows.target, rows._targets), 4: (rows.order, rows._order)}
+    parts[6] = rows.tables[0], rows._tables[0]
 
     def flush():
         if rows._changed:
             places = np.unique(np.concatenate(rows._changed))
             rows._changed.clear()
-            for name, host in names.items():
-                part = {"pos": 2, "target": 3, "order": 4, "table": 5}[name]
-                flat = getattr(rows, name).view(-1)
+            for part, (device, host) in parts.items():
                 mine = places - rows._starts[part]
-                mine = mine[(mine >= 0) & (mine < flat.numel())]
-                flat[mine] = torch.from_numpy(getattr(rows, host).reshape(-1)[mine])
+                mine = mine[(mine >= 0) & (mine < device.numel())]
+                device.view(-1)[mine] = torch.from_numpy(host.reshape(-1)[mine])
 
     rows.flush = flush
-    engine.passes, engine._ahead = Memory(rows, engine.limits.running, engine.scheduler.pool.blocks), 1
+    engine.passes, engine._ahead = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1), 1
     engine.scheduler.bucket = engine.passes.bucket
 
 
@@ -220,7 +221,7 @@ def test_what_was_measured_on_a_busy_gpu_is_put_right_by_the_first_pass():
 
 
 def test_short_prompts_are_read_first_and_a_long_one_waits_for_a_bounded_time():
-    scheduler, read = Scheduler(BlockPool(1000, BLOCK), 200, lambda n: n), []
+    scheduler, read = Scheduler(CacheManager([Group()], [1000], BLOCK, 100), 200, lambda n: n), []
     scheduler.waiting.extend(Sequence(i, Request((i,) * n, 1)) for i, n in enumerate((600, 100, 300)))
     for number in range(10, 60):
         plan = scheduler.plan(lambda high, waiting: 100)
