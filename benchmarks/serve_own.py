@@ -54,13 +54,13 @@ class Engine:
         self.engine.start(self.events.put)
         self.ready_s = time.perf_counter() - began
         self.passes: dict[tuple[int, int], list[float]] = defaultdict(list)
-        note = self.engine.passes.pace.note
+        note = self.engine.passes.token_budget.note
 
         def noted(steps: int, rows: int, seconds: float) -> None:
             self.passes[steps, rows].append(seconds)
             note(steps, rows, seconds)
 
-        self.engine.passes.pace.note = noted
+        self.engine.passes.token_budget.note = noted
 
     def send(self, asked: Asked) -> None:
         number = self.engine.submit(Request(tuple(asked.prompt), asked.new, **self.ways(asked)))
@@ -231,7 +231,7 @@ def main() -> None:
     engine = Engine(model, cache_tokens=100 * (LONGEST_PROMPT + LONGEST_NEW), **how)
     e = engine.engine
     found["start"] = {"made_s": round(engine.made_s, 2), "ready_s": round(engine.ready_s, 2), "limits": vars(e.limits)}
-    known = sorted(e.passes.pace.known.items())
+    known = sorted(e.passes.token_budget.known.items())
     found["start"]["pass_ms"] = [(b, M, round(1e3 * s, 3)) for (b, M), s in known]
     print("start", json.dumps(found["start"]), flush=True)
     if "first" in parts:

@@ -1,11 +1,11 @@
-"""What a schedule would give on an H200, before it is measured there: the engine's own Schedule, Pool and Pace, and a clock.
+"""What a schedule would give on an H200, before it is measured there: the engine's own Scheduler and TokenBudget, and a clock.
 
     python benchmarks/serve_schedule.py [--users 16,64,128] [--set SLACK=2.5 SHARE=0]
 
 A pass takes what results/h200/serve_8b.json has of it with an empty cache, and what passes under load in the same file took
 beyond that: so much a slot that steps attend to, a pass with prompt tokens, and each of them (`fit`). The users are those of
-serve_own.py: each sends its next request when its answer has ended. --set: other numbers for those of serving/pace.py and
-EARLY_S; EARLY_S=inf launches each pass as soon as the one before the last was read. Writes results/serve_schedule.json.
+serve_own.py: each sends its next request when its answer has ended. --set: other numbers for those of serving/token_budget.py
+and EARLY_S; EARLY_S=inf launches each pass as soon as the one before the last was read. Writes results/serve_schedule.json.
 """
 
 import argparse
@@ -22,12 +22,15 @@ from typing import Any
 import torch
 from serve_load import SEED, Answered, percentiles, requests
 
-from lowq_cli.serving import continuous, pace
+from lowq_cli.serving import continuous, token_budget
+from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import MOST, ContinuousEngine
-from lowq_cli.serving.passes import BLOCK, RECORDED, TOTALS, Passes, Piece
-from lowq_cli.serving.pool import Pool
+from lowq_cli.engine.state import BLOCK
+from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner, Piece
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.schedule import Schedule, Text, buckets
+from lowq_cli.serving.scheduler import Scheduler, buckets
+from lowq_cli.serving.sequence import Sequence
 
 RESULTS = Path(__file__).parent / "results"
 COUNTS = {1: 8, 16: 64, 64: 192, 128: 320}  # -> requests that are answered, as in the measured file
@@ -98,20 +101,22 @@ class Simulation:
     """ContinuousEngine's thread on a GPU, without one."""
 
     def __init__(self, clock: Clock, users: int, gap: float = 0.0, seed: int = SEED) -> None:
-        p = self.passes = Passes.__new__(Passes)
+        p = self.passes = ModelRunner.__new__(ModelRunner)
         most = MOST["cuda"]
-        p.padded, p.fixed, p.most, p.sizes, p.totals, p.pace = True, False, most, list(buckets(most)), TOTALS, pace.Pace(TOTALS)
+        p.padded, p.fixed, p.most, p.sizes, p.totals = True, False, most, list(buckets(most)), TOTALS
+        p.token_budget = token_budget.TokenBudget(TOTALS)
         for s in p.sizes:
-            p.pace.note(s, s, clock.empty[True, s])
+            p.token_budget.note(s, s, clock.empty[True, s])
         for b in {0, *map(p.riding, p.sizes)}:
             for t in (t for t in TOTALS if t > b):
-                p.pace.note(b, t, clock.empty[False, t])
-        self.clock, self.schedule = clock, Schedule(Pool(1 + CACHE // BLOCK, BLOCK), most, p.bucket)
-        self.engine: Any = SimpleNamespace(passes=p, schedule=self.schedule)  # what `_budget` asks
+                p.token_budget.note(b, t, clock.empty[False, t])
+        cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
+        self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
+        self.engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
         self.asked = requests(V, seed + users)
         self.coming = [(gap * i, next(self.asked)) for i in range(users)]
         self.now = self.free = self.due = 0.0
-        self.flights: deque[tuple[float, list[Text], tuple[int, int], float]] = deque()
+        self.flights: deque[tuple[float, list[Sequence], tuple[int, int], float]] = deque()
         self.answers: dict[int, Answered] = {}
         self.done: list[Answered] = []
         self.made = 0
@@ -120,7 +125,7 @@ class Simulation:
 
     def run(self, count: int) -> Row:
         while len(self.done) < count:
-            if not (self.schedule.waiting or self.schedule.active or self.flights):
+            if not (self.scheduler.waiting or self.scheduler.active or self.flights):
                 self.now = max(self.now, min(at for at, _ in self.coming))
             self._take()
             if self._may_wait():
@@ -134,18 +139,18 @@ class Simulation:
         return row | {"passes_ms": [(*k, len(s), round(1e3 * statistics.mean(s), 2)) for k, s in sorted(self.seconds.items())]}
 
     def _may_wait(self) -> bool:
-        s = self.schedule
+        s = self.scheduler
         return bool(self.flights) and not (s.waiting or s.reading) and len(s.active) < len(s.running)
 
     def _take(self) -> None:
         for at, asked in [c for c in self.coming if c[0] <= self.now]:
-            text = Text(len(self.answers) + 1, Request(tuple(asked.prompt), asked.new))
-            self.schedule.waiting.append(text)
+            text = Sequence(len(self.answers) + 1, Request(tuple(asked.prompt), asked.new))
+            self.scheduler.waiting.append(text)
             self.answers[text.number] = Answered(at)
         self.coming = [c for c in self.coming if c[0] > self.now]
 
     def _turn(self) -> None:
-        plan = self.schedule.plan(lambda high, waiting: ContinuousEngine._budget(self.engine, high, waiting))
+        plan = self.scheduler.plan(lambda high, waiting: ContinuousEngine._budget(self.engine, high, waiting))
         if plan is None:
             return self._land(0)
         launched = bool(plan.steps or plan.pieces)
@@ -158,7 +163,7 @@ class Simulation:
                 self.stepping.append((len(plan.steps), slots))
             self.free = max(self.free, self.now) + seconds
             self.flights.append((self.free, [*plan.steps, *plan.finishing], size, seconds))
-            self.passes.pace.stepped(len(plan.steps))
+            self.passes.token_budget.stepped(len(plan.steps))
         self._land(1 if launched else 0)
         return None
 
@@ -167,25 +172,25 @@ class Simulation:
             end, drew, size, seconds = self.flights.popleft()
             behind, self.now = end < self.now, max(self.now, end) + HOST_S
             self.seconds[size].append(seconds)
-            self.passes.pace.note(*size, seconds)
+            self.passes.token_budget.note(*size, seconds)
             if self.flights:
-                self.due = 0.0 if behind else self.now + continuous.SURE * self.passes.pace.seconds(*self.flights[0][2])
+                self.due = 0.0 if behind else self.now + continuous.SURE * self.passes.token_budget.seconds(*self.flights[0][2])
             for text in drew:
                 if text.done:
                     continue
                 answer = self.answers[text.number]
                 answer.times.append((end, 1))
                 self.made += 1
-                if self.schedule.landed(text, len(answer.times) + 3):
-                    self.schedule.end(text)
+                if self.scheduler.on_token(text, len(answer.times) + 3):
+                    self.scheduler.end(text)
                     self.done.append(answer)
                     self.coming.append((end + CLIENT_S, next(self.asked)))
 
 
 def change(settings: list[str]) -> None:
-    """Numbers of serving/pace.py and serving/continuous.py, as NAME=VALUE."""
+    """Numbers of serving/token_budget.py and serving/continuous.py, as NAME=VALUE."""
     for name, value in (s.split("=") for s in settings):
-        where = pace if hasattr(pace, name) else continuous
+        where = token_budget if hasattr(token_budget, name) else continuous
         assert hasattr(where, name), name
         setattr(where, name, float(value))
 
@@ -201,7 +206,7 @@ def main() -> None:
     measured = json.loads((RESULTS / "h200" / "serve_8b.json").read_text())
     clock, fitted = fit(measured, measured_clock(measured))
     found: Row = {"date": datetime.now(UTC).isoformat("T", "seconds"), "of": "h200/serve_8b.json"}
-    found |= {name: getattr(pace, name) for name in ("SLACK", "ADVANCE", "LONGEST_S")}
+    found |= {name: getattr(token_budget, name) for name in ("SLACK", "ADVANCE", "LONGEST_S")}
     found |= {"EARLY_S": continuous.EARLY_S, "fitted": fitted}
     found |= {"slot_ns": 1e9 * clock.slot, "mixed_ms": 1e3 * clock.mixed, "token_us": 1e6 * clock.token}
     for users in map(int, args.users.split(",")):

@@ -24,7 +24,7 @@ from lowq_cli.files.family_config import read_config
 from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item, Plan, output_config
 from lowq_cli.run.prepare import Prepared
-from lowq_cli.serving import paged
+from lowq_cli.serving import cache_allocator
 from lowq_cli.serving.continuous import MOST
 from lowq_kernels.dispatch.precompile import launch_all
 
@@ -53,8 +53,8 @@ def launches(model: Any) -> list[Callable[[], object]]:
     """One launch of each kernel that texts one by one and a server take; those of the first text first."""
     decoder, met = NativeDecoder(model), set[object]()
     work = [one for way in WAYS for one in warm.launches(model, decoder, 1, 1, way, met)]
-    trial = paged.trial_passes(decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or paged.NO_LIMIT, False)
-    return work + paged.launches(model, trial)
+    trial = cache_allocator.trial_runner(decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False)
+    return work + cache_allocator.launches(trial)
 
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:

@@ -21,12 +21,13 @@ import torch
 
 from lowq_cli.engine import plan as plans
 from lowq_cli.engine.sampling import drawable, not_finite
-from lowq_cli.serving.paged import make_cache
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving.passes import Piece
-from lowq_cli.serving.pool import Pool
+from lowq_cli.serving.cache_allocator import PIECE, make_cache
+from lowq_cli.serving.cache_manager import CacheManager
+from lowq_cli.serving.model_runner import Piece
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, failed
-from lowq_cli.serving.schedule import PassPlan, Schedule, Text
+from lowq_cli.serving.scheduler import Scheduler, StepPlan
+from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.special import LogProbs, Logs, Special, fetch
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv import check as check_kind
@@ -48,14 +49,14 @@ def why_not(model: Any) -> str | None:
 
 
 class Flight:
-    """A pass on its way, made before it is launched: who draws in it and in which rows; its size as `Pace.note` takes it."""
+    """A pass on its way, made before it is launched: who draws, in which rows; its size as `TokenBudget.note` takes it."""
 
     def __init__(self, device: torch.device) -> None:
         self.began = self._now(device)
 
     def launched(
         self,
-        places: list[tuple[int, Text]],
+        places: list[tuple[int, Sequence]],
         token: torch.Tensor,
         logs: LogProbs | None,
         sound: torch.Tensor | None,
@@ -123,12 +124,14 @@ class ContinuousEngine:
         cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads)
         self.passes, rows = cache.passes, cache.passes.rows
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
-        self.schedule = Schedule(Pool(cache.blocks, BLOCK), most, self.passes.bucket, deterministic)
-        self.limits = Limits(cache.longest, most, waiting, (cache.blocks - 1) * BLOCK, cache.bytes)
+        how = {"slots": cache.slots, "snapshots": cache.snapshots, "shared": not deterministic}
+        manager = CacheManager(list(cache.groups), cache.blocks, BLOCK, PIECE, **how)
+        self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
+        self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
         self._changed = threading.Condition()
-        self._incoming: list[Text] = []
+        self._incoming: list[Sequence] = []
         self._cancelled: set[int] = set()
-        self._texts: dict[int, Text] = {}
+        self._texts: dict[int, Sequence] = {}
         self._number, self.closed, self._ending = 0, "the server has not started yet", False
         self._flights: deque[Flight] = deque()
         self._ahead = AHEAD if self.device.type == "cuda" else 0
@@ -143,7 +146,7 @@ class ContinuousEngine:
                 self.rows.flush()
                 self.passes.record_when_met() if self._brief else self.passes.record(done)
                 self.reason = self.passes.reason
-        self.passes.pace.begin()
+        self.passes.token_budget.begin()
         self._sink, self.closed = sink, ""
         self._thread = threading.Thread(target=self._work, name="lowq-engine", daemon=True)
         self._thread.start()
@@ -154,10 +157,10 @@ class ContinuousEngine:
         with self._changed:
             if self.closed:
                 raise UnsupportedError(self.closed)
-            if len(self._incoming) + len(self.schedule.waiting) >= self.limits.waiting:
+            if len(self._incoming) + len(self.scheduler.waiting) >= self.limits.waiting:
                 raise Busy(f"{self.limits.waiting} requests wait already; try again later")
             self._number += 1
-            text = self._texts[self._number] = Text(self._number, request)
+            text = self._texts[self._number] = Sequence(self._number, request)
             self._incoming.append(text)
             self._changed.notify()
             return text.number
@@ -171,12 +174,12 @@ class ContinuousEngine:
 
     def stats(self) -> Stats:
         """Where it stands now."""
-        s, pool = self.schedule, self.schedule.pool
+        s, held = self.scheduler, self.scheduler.cache
         return Stats(
             running=len(s.active),
             waiting=len(s.waiting) + len(self._incoming),
-            blocks_used=pool.blocks - 1 - pool.free,
-            blocks=pool.blocks - 1,
+            blocks_used=held.used,
+            blocks=held.blocks,
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             prefix_hits=s.prefix_hits,
@@ -206,7 +209,7 @@ class ContinuousEngine:
                     began = time.monotonic()
                     self._turn()
                     self._busy_s += time.monotonic() - began
-        except Exception as e:  # the engine's own: nobody's text can go on
+        except Exception as e:  # the engine's own: no text can go on
             message = f"the engine has stopped: {one_line(e)}"
             with self._changed:
                 self.closed, numbers = message, list(self._texts)
@@ -225,7 +228,7 @@ class ContinuousEngine:
                 self._changed.wait(left)
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
-        self.schedule.waiting.extend(incoming)
+        self.scheduler.waiting.extend(incoming)
         self._prompt_tokens += sum(t.prompt for t in incoming)
         events = []
         for number in sorted(cancelled):
@@ -239,36 +242,41 @@ class ContinuousEngine:
 
     def _spare(self) -> float:
         """Seconds that the next pass can wait for a prompt that may come: until shortly before the one on the device ends."""
-        s = self.schedule
+        s = self.scheduler
         if not self._flights or s.waiting or s.reading or len(s.active) == len(s.running):
             return 0.0
         return self._due - EARLY_S - time.monotonic()
 
     def _turn(self) -> None:
         """One pass more, and what the one before it drew."""
-        if any(t.request.mask is not None for t in self.schedule.active):
+        if any(t.request.mask is not None for t in self.scheduler.active):
             self._land(0)  # a grammar has to know the last token
-        plan = self.schedule.plan(self._budget)
+        plan = self.scheduler.plan(self._budget)
         if plan is None:
             self._land(0)
             return
         self._write(plan)
         launched = bool(plan.steps or plan.pieces)
+        self.passes.zero(plan.zero)
+        self.passes.copy(plan.copies)
         if launched:
             self._flights.append(self._launch(plan))
-            self.passes.pace.stepped(len(plan.steps))
+            self.passes.copy(plan.snapshots)
+            self.passes.token_budget.stepped(len(plan.steps))
             self._steps += 1
         for text in plan.finishing:
-            self.rows.set_table(text.row, text.blocks)  # not before: a step of this pass may have run in that row
+            for group, table in enumerate(text.tables):  # not before: a step of this pass may have run in that row
+                self.rows.set_table(group, text.row, table.blocks)
+            self.rows.set_slot(text.row, text.slot)
         self._land(self._ahead if launched else 0)
 
     def _budget(self, high: int, waiting: int) -> int:
-        p, s = self.passes, self.schedule
+        p, s = self.passes, self.scheduler
         running = sum(t is not None for t in s.running) if high else 0  # 0: none of them steps in this pass
         texts = running + len(s.reading) + len(s.waiting)
-        return p.pace.budget(p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts)
+        return p.token_budget.prompt_tokens(p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts)
 
-    def _write(self, plan: PassPlan) -> None:
+    def _write(self, plan: StepPlan) -> None:
         """Send what the plan changes on the device."""
         rows = self.rows
         for source, target in plan.moves:
@@ -278,8 +286,10 @@ class ContinuousEngine:
             rows.clear(row)
         for text, slot in plan.placed:
             self._place(text, slot)
-        for row, first, held in plan.tables:
-            rows.set_table(row, held, first)
+        for group, row, first, held in plan.tables:
+            rows.set_table(group, row, held, first)
+        for row, slot in plan.slots:
+            rows.set_slot(row, slot)
         for text in plan.finishing:
             self._place(text, len(text.tokens) - 1)  # which the draw moves on
             if text.request.special:
@@ -287,19 +297,19 @@ class ContinuousEngine:
         rows.set_order([t.row for t in sorted(plan.steps, key=lambda t: -t.computed)])
         rows.flush()
 
-    def _place(self, text: Text, pos: int) -> None:
+    def _place(self, text: Sequence, pos: int) -> None:
         d = text.request.draw
         self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special)
 
-    def _launch(self, plan: PassPlan) -> Flight:
+    def _launch(self, plan: StepPlan) -> Flight:
         """The pass of a plan, and the draws that are apart from it."""
-        n, nobody, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.nobody, set(map(id, plan.finishing))
-        pieces, drawn = [], np.full(n, nobody, np.int32)
+        n, null, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.null_row, set(map(id, plan.finishing))
+        pieces, drawn = [], np.full(n, null, np.int32)
         for text in plan.steps:
-            drawn[text.row] = nobody if text.request.special else text.row
+            drawn[text.row] = null if text.request.special else text.row
         for text, row, first, end in plan.pieces:
-            own = nobody if text.request.special else text.row
-            pieces.append(Piece(row, first, text.tokens[first:end], own if id(text) in ends else -1))
+            own = null if text.request.special else text.row
+            pieces.append(Piece(row, first, text.tokens[first:end], own if id(text) in ends else -1, text.slot))
         flight = Flight(self.device)
         logits = self.passes.run(n, pieces, drawn)
         riding = self.passes.riding(n)
@@ -316,12 +326,13 @@ class ContinuousEngine:
         """Read passes until at most so many are on their way, and tell what they drew."""
         while len(self._flights) > most:
             flight, events = self._flights.popleft(), list[tuple[int, Event]]()
-            behind = flight.over()  # then the next one has begun nobody knows when
+            behind = flight.over()  # then the next one has begun at an unknown time
             tokens, seconds = flight.read()
             if self._flights:
-                self._due = 0.0 if behind else time.monotonic() + SURE * self.passes.pace.seconds(*self._flights[0].size)
+                expected = self.passes.token_budget.seconds(*self._flights[0].size)
+                self._due = 0.0 if behind else time.monotonic() + SURE * expected
             logs = flight.logs.read() if flight.logs is not None else {}
-            self.passes.pace.note(*flight.size, seconds)
+            self.passes.token_budget.note(*flight.size, seconds)
             sound = None if flight.sound is None else flight.sound.tolist()
             for text, row, place in flight.drew:
                 if sound is not None and not sound[place]:
@@ -331,8 +342,8 @@ class ContinuousEngine:
             if events:
                 self._sink(events)
 
-    def _event(self, text: Text, token: int, logs: dict[int, Logs]) -> Event | None:
-        """What a token means for its text; None where it was told before."""
+    def _event(self, text: Sequence, token: int, logs: dict[int, Logs]) -> Event | None:
+        """What a token means for its text; None where it was drawn before."""
         again = text.repeated is not None
         if text.request.mask is not None and not text.failed and not again:
             try:
@@ -342,18 +353,18 @@ class ContinuousEngine:
         if text.failed:
             self._end(text)
             return failed(text.failed)
-        finish = self.schedule.landed(text, token)
+        finish = self.scheduler.on_token(text, token)
         if again:
             return None
         self._new_tokens += 1
         logprob, top = logs.get(text.number, (None, ())) if logs else (None, ())
-        cached, text.told = (0 if text.told else text.cached), True
+        cached, text.started = (0 if text.started else text.cached), True
         if finish:
             self._end(text)
         return Event(token, logprob, top, finish, cached=cached)
 
-    def _end(self, text: Text) -> None:
-        self.schedule.end(text)
+    def _end(self, text: Sequence) -> None:
+        self.scheduler.end(text)
         with self._changed:
             self._texts.pop(text.number, None)
             self._changed.notify_all()

@@ -11,7 +11,7 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import Stopper, check
 from lowq_cli.serving import continuous
 from lowq_cli.serving.continuous import MOST, MOST_RUNNING, ContinuousEngine
-from lowq_cli.serving.passes import BLOCK
+from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.request import Draw, Event, Request
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import LowqError

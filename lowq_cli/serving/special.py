@@ -3,16 +3,16 @@
 The definition of each is `picking.Picker`; here a few rows are computed together, without waiting for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from lowq_cli.engine.sampling import penalise
+from lowq_cli.serving.batch_state import BatchState, upload
 from lowq_cli.serving.request import MOST_LOGPROBS, Draw, allow
-from lowq_cli.serving.rows import Rows, upload
-from lowq_cli.serving.schedule import Text
+from lowq_cli.serving.sequence import Sequence
 
 BITS = 32  # of a word of a mask
 Logs = tuple[float, tuple[tuple[int, float], ...]]  # of a token, and of the likeliest ones with their ids
@@ -39,14 +39,14 @@ class Special:
         rows: the state of all rows. V: columns of the logits. choose_rows: the decode operation that draws.
     """
 
-    def __init__(self, rows: Rows, V: int, choose_rows: Callable[..., None]) -> None:
+    def __init__(self, rows: BatchState, V: int, choose_rows: Callable[..., None]) -> None:
         self.rows, self.V, self.choose_rows, self.device = rows, V, choose_rows, rows.device
         self.counts: torch.Tensor | None = None  # (R, V) int16, of tokens drawn; made for the first penalty
         self.prompted: torch.Tensor | None = None  # (R, V) bool
         self.bits = torch.arange(BITS, dtype=torch.int32, device=self.device)
         self.biases: dict[int, torch.Tensor] = {}  # row -> (V,)
 
-    def begin(self, text: Text) -> None:
+    def begin(self, text: Sequence) -> None:
         """A text got its row."""
         d, row = text.request.draw, text.row
         self.biases.pop(row, None)
@@ -57,7 +57,7 @@ class Special:
         if not _penalised(d):
             return
         if self.counts is None or self.prompted is None:
-            shape = (self.rows.nobody + 1, self.V)
+            shape = (self.rows.null_row + 1, self.V)
             self.counts = torch.zeros(shape, dtype=torch.int16, device=self.device)
             self.prompted = torch.zeros(shape, dtype=torch.bool, device=self.device)
         prompted, counts = np.zeros(self.V, np.bool_), np.zeros(self.V, np.int16)
@@ -75,7 +75,7 @@ class Special:
             if held is not None:
                 held[target].copy_(held[source])
 
-    def draw(self, logits: torch.Tensor, places: Sequence[tuple[int, Text]]) -> "LogProbs | None":
+    def draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "LogProbs | None":
         """Draw for texts whose logits are those rows of `logits`, into `rows`; the log-probabilities that they ask for."""
         texts = [t for _, t in places]
         draws = [t.request.draw for t in texts]
@@ -101,13 +101,13 @@ class Special:
         best = logs.topk(min(MOST_LOGPROBS, self.V))
         return LogProbs([t for t, a in zip(texts, asked, strict=True) if a], texts, logs.gather(1, token[:, None]), best)
 
-    def _biased(self, scores: torch.Tensor, texts: Sequence[Text]) -> torch.Tensor:
+    def _biased(self, scores: torch.Tensor, texts: list[Sequence]) -> torch.Tensor:
         if not any(t.row in self.biases for t in texts):
             return scores
         nothing = torch.zeros(self.V, device=self.device)
         return scores + torch.stack([self.biases.get(t.row, nothing) for t in texts])
 
-    def _penalised(self, scores: torch.Tensor, draws: Sequence[Draw], row: torch.Tensor) -> torch.Tensor:
+    def _penalised(self, scores: torch.Tensor, draws: list[Draw], row: torch.Tensor) -> torch.Tensor:
         if self.counts is None or self.prompted is None or not any(map(_penalised, draws)):
             return scores
         given = [[d.repetition_penalty, d.presence_penalty, d.frequency_penalty] for d in draws]
@@ -116,7 +116,7 @@ class Special:
         scores = penalise(scores, seen, p[:, :1])  # type: ignore[arg-type]  # a column of them
         return scores - p[:, 1:2] * (counts > 0) - p[:, 2:3] * counts
 
-    def _allowed(self, texts: Sequence[Text]) -> torch.Tensor:
+    def _allowed(self, texts: list[Sequence]) -> torch.Tensor:
         """(n, V) bool, as the masks say; the host has seen every token before."""
         words = np.full((len(texts), -(-self.V // BITS)), -1, np.int32)
         for i, text in enumerate(texts):
@@ -137,7 +137,7 @@ class Special:
 class LogProbs:
     """Log-probabilities of some texts' newest tokens, on their way to the host."""
 
-    def __init__(self, asking: Sequence[Text], texts: Sequence[Text], chosen: torch.Tensor, best: Any) -> None:
+    def __init__(self, asking: list[Sequence], texts: list[Sequence], chosen: torch.Tensor, best: Any) -> None:
         self.texts, self.asking = texts, set(map(id, asking))
         self._parts = [fetch(t) for t in (chosen, best.values, best.indices)]
 

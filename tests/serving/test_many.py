@@ -8,10 +8,10 @@ from asking import TOKENIZER, build, prompts
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.serving import many, passes
+from lowq_cli.serving import many, model_runner
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.many import answer_all
-from lowq_cli.serving.schedule import buckets
+from lowq_cli.serving.scheduler import buckets
 
 
 @pytest.fixture(scope="module")

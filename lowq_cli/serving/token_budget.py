@@ -1,4 +1,4 @@
-"""How long passes take, as measured, and how many prompt tokens one may carry so that nobody's stream stalls.
+"""How long passes take, as measured, and how many prompt tokens one may carry so that no stream stalls.
 
 Most passes with prompt tokens take at most SLACK times a step. A few may take longer, up to LONGEST_S, while few tokens come
 after one: a burst of prompts is read in large passes, in which the steps beside it cost least. `benchmarks/serve_schedule.py`
@@ -16,7 +16,7 @@ NEWEST = 0.2  # weight of the newest pass in what is learnt
 BUSY = 0.8  # of what a pass was expected to take: one that takes less says that the GPU was not alone when all were measured
 
 
-class Pace:
+class TokenBudget:
     """Seconds of passes by (rows that step, all rows): equal where no prompt tokens ride along.
 
     Args:
@@ -81,11 +81,11 @@ class Pace:
             key = min(alike, key=lambda known: (abs(known[1] - rows), abs(known[0] - steps)))
         return self.known[key] * (self.busy if key in self.unmet else 1.0) * max(1.0, rows / key[1] if mixed else 1.0)
 
-    def budget(self, step: int, riding: int, waiting: int, running: int, texts: int) -> int:
+    def prompt_tokens(self, step: int, riding: int, waiting: int, running: int, texts: int) -> int:
         """Prompt tokens of the next pass, of `waiting` ones, which carries `riding` rows that step, `running` texts in them.
 
         step: rows of a step once all who wait are running. texts: all that are under way. As many as take SLACK times such a
-        step, at least what the smallest pass has room for; all of them where nobody runs, and where a long pass is due.
+        step, at least what the smallest pass has room for; all of them where no text runs, and where a long pass is due.
         """
         sizes = [t for t in self.totals if t > riding]
         if not running:

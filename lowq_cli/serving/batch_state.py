@@ -16,28 +16,31 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
 
 
-class Rows:
-    """`count` rows and one more, which is nobody's: what only fills up a pass points there.
+class BatchState:
+    """`count` rows and the null row, which is no text's: what only fills up a pass points there.
 
     Attributes:
         token (R,) int64, pos (R,) int32, seed (R,) int64, temperature (R,) fp32: as `choose_rows` takes them.
-        target (R,) int32: the row itself where a step draws for it, else nobody's.
+        target (R,) int32: the row itself where a step draws for it, else the null row.
         order (R,) int32: the rows, those of the longest texts first.
-        table (R, width) int32: the blocks of its text; block 0 wherever it has none.
+        slot (R,) int32: the slot of its text's recurrent state, 0 for none.
+        tables: of each page group (R, width) int32, the blocks of its text; block 0 wherever it has none.
     """
 
-    def __init__(self, count: int, width: int, device: torch.device) -> None:
+    def __init__(self, count: int, widths: Sequence[int], device: torch.device) -> None:
         R = count + 1
-        self.nobody, self.device = count, device
-        self._host = np.zeros(R * (6 + width), np.int32)  # seeds first: they are 64 bits wide
+        self.null_row, self.device = count, device
+        self._host = np.zeros(R * (7 + sum(widths)), np.int32)  # seeds first: they are 64 bits wide
         flat = torch.from_numpy(self._host)
         self._flat = flat.to(device) if device.type == "cuda" else flat
-        ends = np.cumsum([2 * R, R, R, R, R, width * R])
+        ends = np.cumsum([2 * R, R, R, R, R, R, *(width * R for width in widths)])
         parts, copies = (np.split(self._host, ends[:-1]), torch.tensor_split(self._flat, ends[:-1].tolist()))
         self._seeds, self._temperatures = parts[0].view(np.int64), parts[1].view(np.float32)
-        self._pos, self._targets, self._order, self._table = *parts[2:5], parts[5].reshape(R, width)
+        self._pos, self._targets, self._order, self._slots = parts[2:6]
+        self._tables = [part.reshape(R, -1) for part in parts[6:]]
         self.seed, self.temperature = copies[0].view(torch.int64), copies[1].view(torch.float32)
-        self.pos, self.target, self.order, self.table = *copies[2:5], copies[5].view(R, width)
+        self.pos, self.target, self.order, self.slot = copies[2:6]
+        self.tables = [copy.view(R, -1) for copy in copies[6:]]
         self.token = torch.zeros(R, dtype=torch.int64, device=device)
         self._starts = [0, *ends[:-1].tolist()]
         self._changed: list[np.ndarray] = []
@@ -47,21 +50,29 @@ class Rows:
     def place(self, row: int, seed: int, temperature: float, pos: int, drawn: bool) -> None:
         """A text's place and way of drawing; `drawn`: whether steps draw for it."""
         self._seeds[row], self._temperatures[row], self._pos[row] = seed, temperature, pos
-        self._targets[row] = row if drawn else self.nobody
+        self._targets[row] = row if drawn else self.null_row
         self._note(0, 2 * row, 2)
         for part in (1, 2, 3):
             self._note(part, row, 1)
 
-    def set_table(self, row: int, blocks: Sequence[int], first: int = 0) -> None:
-        """The blocks of a row from its `first` on."""
-        self._table[row, first : first + len(blocks)] = blocks
-        self._note(5, row * self._table.shape[1] + first, len(blocks))
+    def set_table(self, group: int, row: int, blocks: Sequence[int], first: int = 0) -> None:
+        """The blocks of a row from its `first` on, in the table of a page group."""
+        table = self._tables[group]
+        table[row, first : first + len(blocks)] = blocks
+        self._note(6 + group, row * table.shape[1] + first, len(blocks))
+
+    def set_slot(self, row: int, slot: int) -> None:
+        """The slot of a row's recurrent state."""
+        self._slots[row] = slot
+        self._note(5, row, 1)
 
     def clear(self, row: int) -> None:
-        """Nobody's any more: what a pass still writes there goes to block 0."""
-        used = np.flatnonzero(self._table[row])
-        self._table[row] = 0
-        self._note(5, row * self._table.shape[1], int(used[-1]) + 1 if len(used) else 0)
+        """No text's any more: what a pass still writes there goes to block 0, and to slot 0."""
+        for group, table in enumerate(self._tables):
+            used = np.flatnonzero(table[row])
+            table[row] = 0
+            self._note(6 + group, row * table.shape[1], int(used[-1]) + 1 if len(used) else 0)
+        self.set_slot(row, 0)
         self.place(row, 0, 0.0, 0, drawn=False)
 
     def move(self, source: int, target: int) -> None:
@@ -72,7 +83,7 @@ class Rows:
         """Rows that come before all others, which stay as they are numbered: for any n above all of `first`, the first n of
         `order` are the rows below n."""
         rows = np.array(first, np.int32)
-        order = np.concatenate([rows, np.delete(np.arange(self.nobody + 1, dtype=np.int32), rows)])
+        order = np.concatenate([rows, np.delete(np.arange(self.null_row + 1, dtype=np.int32), rows)])
         changed = np.flatnonzero(order != self._order)
         if len(changed):
             self._order[:] = order

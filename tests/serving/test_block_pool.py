@@ -1,27 +1,42 @@
 """The book of blocks: whatever texts do, nothing is lost, nothing is shared that is not equal, the oldest goes first."""
 
+from itertools import takewhile
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowq_cli.serving.pool import START, Pool
+from lowq_cli.serving.block_pool import START, BlockPool, name_after
 
 SIZE = 2
 
 
+def names(tokens):
+    """Of each whole block of a text."""
+    found = [START]
+    for first in range(0, len(tokens) - SIZE + 1, SIZE):
+        found.append(name_after(found[-1], tokens[first : first + SIZE]))
+    return found[1:]
+
+
+def find(pool, tokens):
+    """The blocks that hold the beginning of a text."""
+    return list(takewhile(bool, map(pool.find, names(tokens))))
+
+
 def read(pool, tokens, contents=None):
     """A text's blocks after it was computed whole, `contents` said of each; None where the pool has no room for it."""
-    blocks, name = pool.find(tokens)
+    blocks, known = find(pool, tokens), names(tokens)
     pool.hold(blocks)
-    for first in range(len(blocks) * SIZE, len(tokens), SIZE):
+    for i in range(len(blocks), -(-len(tokens) // SIZE)):
         block = pool.take(blocks[-1] if blocks else 0)
         if block is None:
             pool.give_back(blocks)
             return None
         blocks.append(block)
         if contents is not None:
-            contents[block] = tokens[: first + SIZE]
-        if first + SIZE <= len(tokens):
-            name = pool.name(block, name, tokens[first : first + SIZE])
+            contents[block] = tokens[: (i + 1) * SIZE]
+        if i < len(known):
+            pool.name(block, known[i])
     return blocks
 
 
@@ -31,9 +46,9 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.integers(0, 5)), max_size=40), st.integers(2, 12))
 def test_blocks_are_held_by_their_texts_alone(steps, blocks):
-    pool, held, contents = Pool(blocks, SIZE), [], {}
+    pool, held, contents = BlockPool(blocks), [], {}
     for tokens, ending in steps:
-        found = pool.find(tokens)[0]
+        found = find(pool, tokens)
         for i, block in enumerate(found):  # what is found is what was written there last
             assert contents[block] == tokens[: (i + 1) * SIZE]
         mine = read(pool, tokens, contents)
@@ -55,27 +70,27 @@ def test_blocks_are_held_by_their_texts_alone(steps, blocks):
 
 
 def test_the_least_recently_used_goes_first_and_the_end_before_the_beginning():
-    pool = Pool(7, SIZE)
+    pool = BlockPool(7)
     old, new = read(pool, [1, 2, 3, 4, 5, 6]), read(pool, [7, 8, 9])
     pool.give_back(old)
     pool.give_back(new)
     again = read(pool, [7, 8, 9, 9, 1, 1])  # takes the blank ones first, and then the end of the older text
     assert again[0] == new[0]
-    assert len(pool.find([1, 2, 3, 4, 5, 6])[0]) == 3
+    assert len(find(pool, [1, 2, 3, 4, 5, 6])) == 3
     assert pool.take() is not None
-    assert len(pool.find([1, 2, 3, 4, 5, 6])[0]) == 2
+    assert len(find(pool, [1, 2, 3, 4, 5, 6])) == 2
 
 
 def test_equal_contents_after_other_beginnings_are_not_equal():
-    pool = Pool(9, SIZE)
+    pool = BlockPool(9)
     read(pool, [1, 1, 5, 5])
-    assert len(pool.find([2, 2, 5, 5])[0]) == 0
-    assert pool.find([5, 5]) == ([], START)
-    assert pool.held(pool.find([1, 1, 5, 5])[0]) == 2
+    assert find(pool, [2, 2, 5, 5]) == []
+    assert find(pool, [5, 5]) == []
+    assert pool.idle(find(pool, [1, 1, 5, 5])) == 0
 
 
 def test_neighbours_come_side_by_side_where_they_can():
-    pool = Pool(9, SIZE)
+    pool = BlockPool(9)
     first, second = pool.take(), pool.take()
     assert pool.take(first) not in (first, second)
     assert pool.take(5) == 6

@@ -2,7 +2,7 @@
 
 Rows of a pass: `b` texts that step, each with one token, then prompt tokens of several texts one after another. The products
 see them all as one matrix, so that prompt tokens ride along with a step whose time is that of reading the weights. On a GPU
-passes come in few sizes, filled up with what is nobody's, and those up to RECORDED rows are recorded as CUDA graphs at the
+passes come in few sizes, filled up with null rows, and those up to RECORDED rows are recorded as CUDA graphs at the
 start; on a CPU each is as large as it has to be.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Batch, KeyValues, States
+from lowq_cli.engine.batch import Batch, KeyValues, Run, States
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving.pace import Pace
-from lowq_cli.serving.rows import Rows, upload
-from lowq_cli.serving.schedule import READERS, buckets
+from lowq_cli.serving.batch_state import BatchState, upload
+from lowq_cli.serving.scheduler import READERS, buckets
+from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels import counters
 from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.decode.reference import Packed
@@ -37,15 +37,20 @@ RIDING = 8  # rows at least that step in such a pass; twice, four times as many
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of a prompt: its row of the table, the slot of the first, the tokens, and the row that draws after them, or -1."""
+    """Tokens of a prompt.
+
+    row: of its block tables. first: the position of the first. target: the row that draws after them, or -1. slot: of its recurrent
+    state.
+    """
 
     row: int
     first: int
     tokens: Sequence[int]
     target: int
+    slot: int = 0
 
 
-class Passes:
+class ModelRunner:
     """The passes of a model over a paged cache.
 
     Args:
@@ -57,7 +62,7 @@ class Passes:
     def __init__(
         self,
         plan: Plan,
-        rows: Rows,
+        rows: BatchState,
         most: int,
         state: Sequence[KeyValues | States],
         slots: int,
@@ -68,15 +73,17 @@ class Passes:
         self.padded = self.device.type == "cuda" or fixed
         # by the longest text there may be (and a block more, `paged`), as vLLM does: how one is turned depends on no other text
         self.angles = plan.angles(slots, self.device, slots - BLOCK)
+        self.recurrent = [one for one in state if isinstance(one, States)]
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS
-        # where no kernel groups a mixture's experts, the host does, if tokens are many: that cannot be recorded
-        self.most_recorded = min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+        # where no kernel groups a mixture's experts, the host does, if tokens are many, and it goes through recurrent layers text
+        # by text: that cannot be recorded
+        self.most_recorded = 0 if self.recurrent else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int]] | None = None  # sizes that ran, where they are recorded as they are met
         self.reason = ""  # why passes are not recorded that should be
-        self.pace = Pace(self.totals)
+        self.token_budget = TokenBudget(self.totals)
         self.teams = defaultdict[int, Team](Team)  # by rows that step
 
     def bucket(self, n: int) -> int:
@@ -100,24 +107,31 @@ class Passes:
     def run(self, n: int, pieces: Sequence[Piece] = (), drawn: np.ndarray | None = None) -> torch.Tensor | None:
         """Launch a pass of the first n rows, and pieces; logits, n rows padded and then one of each piece that draws.
 
-        drawn: (n,) of the first n rows, as `Rows.target`; asked for with pieces. The logits are good until the next pass. None
-        where there is nothing to draw for.
+        drawn: (n,) of the first n rows, as `BatchState.target`; asked for with pieces. The logits are good until the next pass.
+        None where there is nothing to draw for.
         """
         b, M = self.size(n, pieces)
         if not pieces:
             with self.teams[b] if self.device.type == "cpu" else nullcontext():
                 return self._go(b, M, None)
         assert drawn is not None or not b
-        return self._go(b, M, *self._describe(b, M - b, pieces, drawn))
+        return self._go(b, M, *self._describe(b, M - b, pieces, drawn), self._runs(pieces))
 
-    def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0) -> torch.Tensor | None:
+    def _runs(self, pieces: Sequence[Piece]) -> list[Run]:
+        """The prompt tokens of a pass by text, for recurrent layers."""
+        ends = np.cumsum([0, *(len(p.tokens) for p in pieces)]).tolist() if self.recurrent else ()
+        return [Run(first, end, p.slot) for first, end, p in zip(ends, ends[1:], pieces, strict=False)]
+
+    def _go(
+        self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()
+    ) -> torch.Tensor | None:
         if self.met is not None and (b, M) not in self.captured:
             if (b, M) in self.met and (b, M) in self.recorded():
                 self._record(b, M)
             self.met.add((b, M))
         recorded = self.captured.get((b, M))
         if recorded is None:
-            return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles)
+            return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles, runs)
         graph, place = recorded
         if place is not None and chunk is not None:
             place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
@@ -126,8 +140,8 @@ class Passes:
 
     def _describe(self, b: int, C: int, pieces: Sequence[Piece], drawn: np.ndarray | None) -> tuple[np.ndarray, int]:
         """A pass's prompt tokens as int32: ids, pos, rows (C each), tiles (n, 2), take and target (of each logits row); n."""
-        nobody, ends = self.rows.nobody, [p for p in pieces if p.target >= 0]
-        ids, pos, rows = np.zeros(C, np.int32), np.zeros(C, np.int32), np.full(C, nobody, np.int32)
+        null, ends = self.rows.null_row, [p for p in pieces if p.target >= 0]
+        ids, pos, rows = np.zeros(C, np.int32), np.zeros(C, np.int32), np.full(C, null, np.int32)
         last, tiles, first = [], list[tuple[int, int]](), 0
         for p in pieces:
             end = first + len(p.tokens)
@@ -136,27 +150,30 @@ class Passes:
             if p.target >= 0:
                 last.append(b + end - 1)
             first = end
-        of_steps = np.full(b, nobody, np.int32)
+        of_steps = np.full(b, null, np.int32)
         of_steps[: 0 if drawn is None else len(drawn)] = () if drawn is None else drawn
         fill = READERS - len(ends) if self.padded else 0
         if self.padded:
             tiles += [(0, 0)] * (-(-C // self.plan.tile) + READERS - len(tiles))
         take = [*range(b), *last, *([0] * fill)]
-        target = [*of_steps, *(p.target for p in ends), *([nobody] * fill)]
+        target = [*of_steps, *(p.target for p in ends), *([null] * fill)]
         of_tiles, of_logits = np.array(tiles, np.int32).reshape(-1), np.array([*take, *target], np.int32)
         return np.concatenate([ids, pos, rows, of_tiles, of_logits]), len(tiles)
 
-    def forward(self, b: int, M: int, chunk: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    def forward(
+        self, b: int, M: int, chunk: torch.Tensor | None, n: int, runs: Sequence[Run] = ()
+    ) -> torch.Tensor | None:
         """The work itself: from and into tensors at fixed addresses, `chunk` and its n tiles as `_describe` lays them out."""
         r, C = self.rows, M - b
         packed, tokens, take, target = None, r.token[:b], None, r.target[:b]
         if chunk is not None:
             ids, pos, rows, rest = chunk[:C], chunk[C : 2 * C], chunk[2 * C : 3 * C], chunk[3 * C :]
-            packed = Packed(r.table, rows, pos, rest[: 2 * n].view(n, 2))
+            packed = Packed(r.tables[0] if r.tables else rows.view(-1, 1), rows, pos, rest[: 2 * n].view(n, 2))
             half = (rest.shape[0] - 2 * n) // 2
             take, target = rest[2 * n : 2 * n + half], rest[2 * n + half :]
             tokens = torch.cat([tokens, ids]) if b else ids
-        batch = Batch(self.ops, tokens, b, r.pos, self.angles, order=r.order, given=packed)
+        slots = r.slot[:b].long() if self.recurrent and b else None
+        batch = Batch(self.ops, tokens, b, r.pos, self.angles, slots, r.order, given=packed, given_runs=runs)
         x = self.plan.hidden(self.plan.embed(tokens), batch, self.state)
         if take is not None:
             if not take.shape[0]:
@@ -165,6 +182,20 @@ class Passes:
         logits = self.plan.capped(self.plan.logits(x)).contiguous()
         self.ops.choose_rows(logits, target, r.token, r.pos, r.seed, r.temperature)
         return logits
+
+    def zero(self, slots: Sequence[int]) -> None:
+        """Recurrent states of texts that begin."""
+        if slots:
+            at = upload(np.array(slots, np.int64), self.device)
+            for t in (t for one in self.recurrent for t in one.tensors.values()):
+                t.index_fill_(0, at, 0)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Recurrent states from one slot to another; no slot is in two pairs."""
+        if pairs:
+            at = upload(np.array(pairs, np.int64).T.copy(), self.device)
+            for t in (t for one in self.recurrent for t in one.tensors.values()):
+                t.index_copy_(0, at[1], t.index_select(0, at[0]))
 
     def graph_bytes(self) -> int:
         """What the recorded passes' logits take, which stay where they are."""
@@ -221,17 +252,17 @@ class Passes:
         return True
 
     def measure(self, b: int, M: int) -> None:
-        """Time a pass of nobody's, the second of two, for all of as many rows with prompts, or without."""
+        """Time a pass of null rows, the second of two, for all of as many rows with prompts, or without."""
         chunk, n = (None, 0) if b == M else self._describe(b, M - b, (), None)
         for _ in range(2):
             self._wait()
             began = time.perf_counter()
-            self._go(b, M, chunk, n)
+            self._go(b, M, chunk, n, [Run(0, M - b, 0)] if self.recurrent and M > b else ())
             self._wait()
         seconds = time.perf_counter() - began
         for steps, rows in {(b, M), *self.captured}:
             if rows == M and (steps == M) == (b == M):
-                self.pace.note(steps, rows, seconds)
+                self.token_budget.note(steps, rows, seconds)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Rows, tables and blocks as a GPU meets them: passes padded with nobody's rows, steps launched before the last was read.
+"""Rows, tables and blocks as a GPU meets them: passes padded with null rows, steps launched before the last was read.
 
 The model is replaced by a memory: a pass writes token ids into the blocks that the tables name, and draws a number made of all
 that a text's table leads to. Whatever is written into a block too many, read too early or shared wrongly changes an answer.
@@ -12,12 +12,15 @@ import pytest
 import torch
 from asking import Client, build
 
+from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import EARLY_S
-from lowq_cli.serving.pace import Pace
-from lowq_cli.serving.passes import BLOCK, RIDING
-from lowq_cli.serving.pool import Pool
+from lowq_cli.engine.state import BLOCK
+from lowq_cli.serving.model_runner import RIDING
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.schedule import READERS, Schedule, Text, buckets
+from lowq_cli.serving.scheduler import READERS, Scheduler, buckets
+from lowq_cli.serving.sequence import Sequence
+from lowq_cli.serving.token_budget import TokenBudget
 
 V = 320
 
@@ -45,14 +48,14 @@ def alone(prompt, n, stop):
 
 
 class Memory:
-    """What `Passes` does, over ids in place of keys and values; most: rows that step."""
+    """What `ModelRunner` does, over ids in place of keys and values; most: rows that step."""
 
     padded = True
 
     def __init__(self, rows, most, blocks):
         self.rows, self.most, self.sizes, self.held = rows, most, list(buckets(most)), np.full((blocks, BLOCK), -1)
-        self.pace = Pace((32, 64, 128, 256))
-        self.pace.note = lambda *a: None  # the budget stays small, so that prompts come in many pieces
+        self.token_budget = TokenBudget((32, 64, 128, 256))
+        self.token_budget.note = lambda *a: None  # the budget stays small, so that prompts come in many pieces
         self.passes = 0
 
     def bucket(self, n):
@@ -70,21 +73,21 @@ class Memory:
 
     def run(self, n, pieces=(), of_steps=None):
         r, b, self.passes = self.rows, self.size(n, pieces)[0], self.passes + 1
-        tables, pos, token, logits = r.table.numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + READERS, V))
+        tables, pos, token, logits = r.tables[0].numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + READERS, V))
         order = r.order[:b].tolist()
-        steps = [row for row in range(n) if of_steps[row] != r.nobody]
+        steps = [row for row in range(n) if of_steps[row] != r.null_row]
         assert sorted(order) == list(range(b))
         assert sorted(order[: len(steps)]) == steps
         assert all(pos[i] >= pos[j] for i, j in pairwise(order[: len(steps)]))  # the longest first
-        for row in range(b):  # nobody's and those that have ended, too
+        for row in range(b):  # null rows and those that have ended, too
             self.held[tables[row, pos[row] // BLOCK], pos[row] % BLOCK] = token[row]
         for p in pieces:
             for i, t in enumerate(p.tokens, p.first):
                 self.held[tables[p.row, i // BLOCK], i % BLOCK] = t
-        targets = np.full(b + READERS, r.nobody)
+        targets = np.full(b + READERS, r.null_row)
         targets[:b] = r.target[:b].numpy()
         if pieces:
-            targets[:b] = r.nobody
+            targets[:b] = r.null_row
             targets[: len(of_steps)] = of_steps
         for row in range(b):
             logits[row, drawn(self.read(tables[row], pos[row] + 1))] = 1
@@ -93,31 +96,31 @@ class Memory:
             targets[b + k] = p.target
         for i, row in enumerate(targets):
             token[row] = logits[i].argmax()
-            pos[row] += row != r.nobody
+            pos[row] += row != r.null_row
         return torch.from_numpy(logits)
 
 
 def shadow(engine):
     """The engine with tables that the device gets when they are flushed, as on a GPU, and a memory for a model."""
     rows = engine.rows
-    for name in ("pos", "target", "order", "table", "seed", "temperature"):
+    for name in ("pos", "target", "order", "seed", "temperature"):
         setattr(rows, name, getattr(rows, name).clone())
-    names = {"pos": "_pos", "target": "_targets", "order": "_order", "table": "_table"}
+    rows.tables = [table.clone() for table in rows.tables]
+    parts = {2: (rows.pos, rows._pos), 3: (rows.target, rows._targets), 4: (rows.order, rows._order)}
+    parts[6] = rows.tables[0], rows._tables[0]
 
     def flush():
         if rows._changed:
             places = np.unique(np.concatenate(rows._changed))
             rows._changed.clear()
-            for name, host in names.items():
-                part = {"pos": 2, "target": 3, "order": 4, "table": 5}[name]
-                flat = getattr(rows, name).view(-1)
+            for part, (device, host) in parts.items():
                 mine = places - rows._starts[part]
-                mine = mine[(mine >= 0) & (mine < flat.numel())]
-                flat[mine] = torch.from_numpy(getattr(rows, host).reshape(-1)[mine])
+                mine = mine[(mine >= 0) & (mine < device.numel())]
+                device.view(-1)[mine] = torch.from_numpy(host.reshape(-1)[mine])
 
     rows.flush = flush
-    engine.passes, engine._ahead = Memory(rows, engine.limits.running, engine.schedule.pool.blocks), 1
-    engine.schedule.bucket = engine.passes.bucket
+    engine.passes, engine._ahead = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1), 1
+    engine.scheduler.bucket = engine.passes.bucket
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -157,47 +160,47 @@ def test_whatever_comes_and_goes_each_answer_is_its_own(model, seed, monkeypatch
 
 
 def paced():
-    """A Pace that knows steps of 64 rows, and passes of 128 to 1,024 in which they ride."""
-    pace = Pace((128, 256, 512, 1024))
-    pace.note(64, 64, 0.004)
+    """A TokenBudget that knows steps of 64 rows, and passes of 128 to 1,024 in which they ride."""
+    budget = TokenBudget((128, 256, 512, 1024))
+    budget.note(64, 64, 0.004)
     for rows, seconds in {128: 0.005, 256: 0.008, 512: 0.012, 1024: 0.022}.items():
-        pace.note(64, rows, seconds)
-    return pace
+        budget.note(64, rows, seconds)
+    return budget
 
 
 def test_a_pass_carries_as_many_prompt_tokens_as_nobody_notices():
-    pace = paced()
-    assert pace.budget(64, 64, 100, 60, 60) == 100  # no more than there are
-    pace.late = 100.0  # nothing longer is due
-    assert pace.budget(64, 64, 5000, 60, 60) == 256 - 64  # 8 ms beside 2.6 steps of 4
+    budget = paced()
+    assert budget.prompt_tokens(64, 64, 100, 60, 60) == 100  # no more than there are
+    budget.late = 100.0  # nothing longer is due
+    assert budget.prompt_tokens(64, 64, 5000, 60, 60) == 256 - 64  # 8 ms beside 2.6 steps of 4
     for _ in range(40):
-        pace.note(64, 64, 0.006)  # attention takes 2 ms more now, in every pass
-    assert pace.budget(64, 64, 5000, 60, 60) == 512 - 64
+        budget.note(64, 64, 0.006)  # attention takes 2 ms more now, in every pass
+    assert budget.prompt_tokens(64, 64, 5000, 60, 60) == 512 - 64
     for _ in range(40):
-        pace.note(64, 64, 0.006)
-        pace.note(64, 512, 0.0195)  # and prompts 5.5 more than they did when nobody's were measured
-    assert pace.extra == pytest.approx(0.002, rel=0.05)
-    assert pace.riding == pytest.approx(0.0055, rel=0.05)
-    assert pace.budget(64, 64, 5000, 60, 60) == 256 - 64
-    assert pace.budget(64, 0, 5000, 0, 3) == 1024  # nobody runs
+        budget.note(64, 64, 0.006)
+        budget.note(64, 512, 0.0195)  # and prompts 5.5 more than they did when nobody's were measured
+    assert budget.extra == pytest.approx(0.002, rel=0.05)
+    assert budget.riding == pytest.approx(0.0055, rel=0.05)
+    assert budget.prompt_tokens(64, 64, 5000, 60, 60) == 256 - 64
+    assert budget.prompt_tokens(64, 0, 5000, 0, 3) == 1024  # nobody runs
 
 
 def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
-    pace = paced()
-    rooms = [pace.budget(64, 64, 5000, 16, 64) for _ in range(8)]
+    budget = paced()
+    rooms = [budget.prompt_tokens(64, 64, 5000, 16, 64) for _ in range(8)]
     assert rooms == [*[960] * 6, 192, 192]  # 96 tokens in advance are six passes with 16 texts in them
     for _ in range(3000):
-        pace.stepped(16)
-    assert pace.budget(64, 64, 5000, 16, 64) == 192  # they have had theirs
-    pace.stepped(12)
-    assert pace.budget(64, 64, 5000, 12, 64) == 960  # those that came in the place of four have not
-    assert pace.budget(64, 64, 5000, 12, 64) == 960
-    assert pace.budget(64, 64, 5000, 12, 64) == 192
+        budget.stepped(16)
+    assert budget.prompt_tokens(64, 64, 5000, 16, 64) == 192  # they have had theirs
+    budget.stepped(12)
+    assert budget.prompt_tokens(64, 64, 5000, 12, 64) == 960  # those that came in the place of four have not
+    assert budget.prompt_tokens(64, 64, 5000, 12, 64) == 960
+    assert budget.prompt_tokens(64, 64, 5000, 12, 64) == 192
     slow = paced()
     slow.note(64, 1024, 0.022)
     for _ in range(60):
         slow.note(64, 64, 0.150)  # no pass takes under a tenth of a second
-    assert slow.budget(64, 64, 5000, 16, 64) == 1024 - 64  # 0.17 s is 1.1 steps
+    assert slow.prompt_tokens(64, 64, 5000, 16, 64) == 1024 - 64  # 0.17 s is 1.1 steps
 
 
 def test_what_was_measured_on_a_busy_gpu_is_put_right_by_the_first_pass():
@@ -209,7 +212,7 @@ def test_what_was_measured_on_a_busy_gpu_is_put_right_by_the_first_pass():
     busy.note(64, 256, 0.008)
     for size in ((64, 64), (64, 128), (64, 256), (64, 512), (32, 1024)):
         assert busy.seconds(*size) == pytest.approx(alone.seconds(*size))
-    assert busy.budget(64, 64, 5000, 60, 60) == alone.budget(64, 64, 5000, 60, 60)
+    assert busy.prompt_tokens(64, 64, 5000, 60, 60) == alone.prompt_tokens(64, 64, 5000, 60, 60)
     busy.note(64, 64, 0.006)  # met first beside texts: 4 ms are the pass's own
     assert busy.known[64, 64] == pytest.approx(0.004)
     assert 0 < busy.extra < 0.002
@@ -219,15 +222,15 @@ def test_what_was_measured_on_a_busy_gpu_is_put_right_by_the_first_pass():
 
 
 def test_short_prompts_are_read_first_and_a_long_one_waits_for_a_bounded_time():
-    schedule, read = Schedule(Pool(1000, BLOCK), 200, lambda n: n), []
-    schedule.waiting.extend(Text(i, Request((i,) * n, 1)) for i, n in enumerate((600, 100, 300)))
+    scheduler, read = Scheduler(CacheManager([Group()], [1000], BLOCK, 100), 200, lambda n: n), []
+    scheduler.waiting.extend(Sequence(i, Request((i,) * n, 1)) for i, n in enumerate((600, 100, 300)))
     for number in range(10, 60):
-        plan = schedule.plan(lambda high, waiting: 100)
+        plan = scheduler.plan(lambda high, waiting: 100)
         read += [text.number for text, _, first, end in plan.pieces for _ in range(first, end)]
         for text in plan.finishing:
-            schedule.landed(text, 7)
-            schedule.end(text)
-        schedule.waiting.append(Text(number, Request((number,) * 100, 1)))  # a short one again with every pass
+            scheduler.on_token(text, 7)
+            scheduler.end(text)
+        scheduler.waiting.append(Sequence(number, Request((number,) * 100, 1)))  # a short one again with every pass
     assert read[:100] == [1] * 100
     first = read.index(0)
     assert first == 800  # 400 of those that came with it, 400 of those that came before 500 were read
@@ -246,12 +249,12 @@ def test_a_pass_is_launched_shortly_before_the_one_before_it_ends(model, monkeyp
         assert engine._spare() == 0  # nothing is on the device
         engine._flights.append(Passing())
         assert engine._spare() == pytest.approx(0.004 - EARLY_S)
-        engine.schedule.waiting.append("somebody")
+        engine.scheduler.waiting.append("somebody")
         assert engine._spare() == 0
-        engine.schedule.waiting.clear()
-        engine.schedule.running = ["somebody", "somebody else"]
+        engine.scheduler.waiting.clear()
+        engine.scheduler.running = ["somebody", "somebody else"]
         assert engine._spare() == 0  # nobody could come
-        engine.schedule.running = [None, None]
+        engine.scheduler.running = [None, None]
     finally:
         engine._flights.clear()
         monkeypatch.undo()

@@ -1,0 +1,183 @@
+"""The cache of an engine: as much of it as there is room for beside the largest pass, which is run to see what it takes.
+
+Layers that remember alike are a group: all tokens, the last tokens of a window, or a state of fixed size. Each group has blocks of
+its own number; a window's are as many as its texts can hold, however long they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lowq_cli import memory
+from lowq_cli.engine.batch import KeyValues, States
+from lowq_cli.engine.plan import Plan
+from lowq_cli.engine.prompts import context_limit
+from lowq_cli.engine.state import BLOCK, block_bytes, recurrent, state_bytes
+from lowq_cli.engine.warm import products
+from lowq_cli.serving.batch_state import BatchState
+from lowq_cli.serving.cache_groups import Group
+from lowq_cli.serving.model_runner import TOTALS, ModelRunner
+from lowq_cli.serving.scheduler import READERS
+from lowq_cli.serving.token_budget import TokenBudget
+from lowq_kernels.decode import kv
+from lowq_kernels.dispatch.precompile import launch_all
+from lowq_packers.arch.parts import Pages, Recurrent
+from lowq_packers.errors import DoesNotFitError
+
+NO_LIMIT = 32768  # tokens of a text whose model names no limit
+SHARE = {"cuda": 0.95, "cpu": 0.5}  # of the memory that is left
+BESIDE = 1 << 30  # bytes of a GPU: what recorded passes and libraries take besides
+LITTLE = 0.25  # of a GPU's free memory: a cache that takes no more leaves room for any pass, which then is not tried
+LEAST = 2  # blocks, the null block among them
+SNAPSHOTS = 2  # of recurrent states, for each text that runs at once: one of its prompt and one of its answer
+PIECE = TOTALS[-1]  # tokens of one text that a pass computes at most
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model's layers keep: their groups, bytes of a block of each group with pages, bytes of a text's recurrent state."""
+
+    groups: tuple[Group, ...]
+    block_bytes: tuple[int, ...]
+    state_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan, kind: str) -> "Sizes":
+        """Of a model whose keys and values are held as `kind` says."""
+        pages = [spec for spec in plan.states if isinstance(spec, Pages)]
+        windows = sorted({spec.window for spec in pages})
+        of_window = (sum(block_bytes(spec, kind, plan.dtype) for spec in pages if spec.window == w) for w in windows)
+        state = sum(state_bytes(spec, plan.dtype) for spec in plan.states if isinstance(spec, Recurrent))
+        groups = [Group(w) for w in windows] + [Group(recurrent=True)] * (state > 0)
+        return cls(tuple(groups), tuple(of_window), state)
+
+    def blocks(self, n: int, most: int, longest: int) -> list[int]:
+        """Blocks of each group with pages where those that hold all tokens have n; `most` texts of up to `longest` tokens."""
+        paged = [g for g in self.groups if not g.recurrent]
+        return [min(n, 1 + most * g.blocks(longest, BLOCK, PIECE)) if g.window else n for g in paged]
+
+    def bytes(self, blocks: Sequence[int]) -> int:
+        """Bytes of so many blocks of each group."""
+        return sum(n * each for n, each in zip(blocks, self.block_bytes, strict=True))
+
+    def most_blocks(self, room: int, wanted: int, most: int, longest: int) -> int:
+        """The largest n up to `wanted` whose `blocks` fit into so many bytes."""
+        low, high = 0, wanted
+        while low < high:
+            n = (low + high + 1) // 2
+            low, high = (n, high) if self.bytes(self.blocks(n, most, longest)) <= room else (low, n - 1)
+        return low
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What passes use.
+
+    blocks: of each page group, the null block among them. slots, snapshots: of recurrent states. longest: tokens of a text.
+    tokens: that are held at most. bytes: of it all.
+    """
+
+    passes: ModelRunner
+    groups: tuple[Group, ...]
+    blocks: list[int]
+    slots: int
+    snapshots: int
+    longest: int
+    tokens: int
+    bytes: int
+
+
+@torch.inference_mode()
+def make_cache(
+    model: Any, plan: Plan, kind: str, most: int, tokens: int | None, fixed: bool, reads: int | None = None
+) -> Cache:
+    """A cache for `most` texts at once, of at most `tokens` tokens, held as `kind` says; of prompts of `reads` in all.
+
+    Raises DoesNotFitError.
+    """
+    device, sizes, longest = plan.device, Sizes.of(plan, kind), context_limit(model) or NO_LIMIT
+    slots, snapshots = (most, 0 if fixed else SNAPSHOTS * most) if sizes.state_bytes else (0, 0)
+    states = sizes.state_bytes * (slots + snapshots + 1)
+    n = 1 + -(-min(tokens or most * longest, most * longest) // BLOCK)
+    try:
+        token_budget, room = None, memory.available_memory()
+        held = states + sizes.bytes(sizes.blocks(n, most, longest))
+        little = device.type == "cuda" and reads is not None and held <= LITTLE * torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda":
+            room, token_budget = (None, None) if little else _room(plan, kind, most, longest, fixed)
+        if room is not None:
+            n = sizes.most_blocks(int(room * SHARE[device.type]) - states, n, most, longest)
+        if n < LEAST:
+            raise DoesNotFitError(f"{device} has no room for a cache; take fewer bits, or a device with more memory")
+        blocks = sizes.blocks(n, most, longest)
+        paged = [g for g in sizes.groups if not g.recurrent]
+        longest = min([longest, *(g.longest(b, BLOCK, longest) for g, b in zip(paged, blocks, strict=True))])
+        passes = _runner(plan, kind, most, longest, blocks, slots + snapshots, fixed)
+        passes.token_budget = token_budget or passes.token_budget
+        if little:
+            passes.rows.flush()
+            launch_all(launches(passes, reads), lambda n, of: None)
+        held = states + sizes.bytes(blocks)
+        return Cache(passes, sizes.groups, blocks, slots, snapshots, longest, (n - 1) * BLOCK, held)
+    except torch.OutOfMemoryError as e:
+        raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
+
+
+def _runner(
+    plan: Plan, kind: str, most: int, longest: int, blocks: Sequence[int], slots: int, fixed: bool
+) -> ModelRunner:
+    width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to the null block
+    windows = sorted({spec.window for spec in plan.states if isinstance(spec, Pages)})
+    rows, state = BatchState(most + READERS, [width] * len(windows), plan.device), list[KeyValues | States]()
+    for spec in plan.states:
+        if isinstance(spec, Recurrent):
+            state.append(recurrent(spec, slots + 1, plan.dtype, plan.device))
+            continue
+        group = windows.index(spec.window)
+        k, v = (_pages(plan, kind, blocks[group], spec.heads, D) if D else None for D in (spec.k_dim, spec.v_dim))
+        assert k is not None
+        state.append(KeyValues(k, v, rows.tables[group]))
+    return ModelRunner(plan, rows, most, state, width * BLOCK, fixed)
+
+
+def _pages(plan: Plan, kind: str, blocks: int, heads: int, D: int) -> kv.Cache:
+    make = partial(kv.empty, kind, dtype=plan.dtype, device=plan.device)
+    if plan.device.type == "cuda":
+        cache = make((blocks, heads, BLOCK, D))
+    else:  # blocks side by side in memory where they are so in number: attention then reads them as they are
+        cache = make((heads, blocks, BLOCK, D)).transpose(0, 1)
+    kv.part(cache, slice(0, 1)).zero_()
+    return cache
+
+
+def trial_runner(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> ModelRunner:
+    """Passes over two blocks, one of them the null block."""
+    groups = len({spec.window for spec in plan.states if isinstance(spec, Pages)})
+    passes = _runner(plan, kind, most, longest, [LEAST] * groups, 0, fixed)
+    passes.rows.flush()
+    return passes
+
+
+def launches(trial: ModelRunner, reads: int | None = None) -> list[Callable[[], object]]:
+    """One launch of each kernel that passes of every size take; of those that read `reads` prompt tokens in all."""
+    largest = next((t for t in trial.totals if reads is not None and t >= reads + trial.riding(trial.most)), trial.totals[-1])
+    rows = {*trial.sizes, *(t for t in trial.totals if t <= largest)}
+    work = products(trial.plan.linears, trial.plan.dtype, rows)
+    return [*work, *(partial(trial.forward, s, s, None, 0) for s in trial.sizes)]
+
+
+def _room(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple[int, TokenBudget]:
+    """Bytes that are left beside the largest pass, and how long passes take. Compiles the kernels of all passes on the way."""
+    trial = trial_runner(plan, kind, most, longest, fixed)
+    launch_all(launches(trial), lambda n, of: None)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for M in (t for t in trial.totals if t > trial.most_recorded):  # the others once they are recorded
+        trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M)
+    peak = torch.cuda.max_memory_allocated() - before
+    kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return torch.cuda.mem_get_info()[0] + kept - peak - trial.graph_bytes() - BESIDE, trial.token_budget

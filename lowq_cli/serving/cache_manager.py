@@ -1,0 +1,253 @@
+"""What texts hold of the cache, over all groups of layers: blocks of pages, slots of recurrent state, and snapshots of it.
+
+A beginning of n whole blocks of tokens is found again where each group that holds all tokens has its n blocks, each group with
+a window those that the next token attends to, and, if there are recurrent layers, a snapshot was taken after exactly those
+tokens.
+
+A snapshot is taken at the end of the last whole block of a prompt, so that the next turn of a conversation, or the same prompt,
+goes on from there; where the pages of an older text part from a prompt's, for what begins alike twice does so again; and while
+a text runs after every SNAPSHOT_BLOCKS blocks of it.
+"""
+
+from dataclasses import dataclass
+
+from lowq_cli.serving.block_pool import START, Name, name_after
+from lowq_cli.serving.cache_groups import REWIND, Group, PageGroup
+from lowq_cli.serving.sequence import Sequence, Table
+from lowq_cli.serving.state_slots import StateSlots
+
+# Blocks of tokens from one snapshot of a running text to the next. A copy is a state read and written: 75 MB for the 36 gated
+# delta layers of Qwen3-Next-80B, 45 us by the bandwidth of an H100. With 4, 128 running texts need one such copy every second
+# step, under 1% of its time, and a conversation that goes on computes at most 255 of its tokens anew, less than one pass
+# carries. A text's newest snapshot takes the place of the one before it: a long answer takes the places of few others.
+SNAPSHOT_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class Match:
+    """A beginning that the cache holds: its tokens; blocks by page group, 0 for those that no token needs any more; the
+    snapshot, 0 for none. pages: tokens of the longest beginning whose pages are there, with or without a snapshot."""
+
+    tokens: int
+    blocks: list[list[int]]
+    snapshot: int = 0
+    pages: int = 0
+
+
+class CacheManager:
+    """The host's record of a cache.
+
+    Args:
+        groups: kinds of layers, at most one of them recurrent. blocks: of the pool of each group that has pages, in order, the
+            null block among them. size: tokens of a block. piece: tokens of one text that a pass computes at most.
+        slots: texts that have a recurrent state at once. snapshots: slots beyond those that hold snapshots.
+        shared: whether texts share what begins alike; without it nothing has a name, and no snapshot is taken.
+    Attributes:
+        zero: slots to fill with zeros before the next pass. copies: slots (from, to) to copy before it; no slot is in both.
+    """
+
+    def __init__(
+        self,
+        groups: list[Group],
+        blocks: list[int],
+        size: int,
+        piece: int,
+        slots: int = 0,
+        snapshots: int = 0,
+        shared: bool = True,
+    ) -> None:
+        paged, recurrent = [g for g in groups if not g.recurrent], sum(g.recurrent for g in groups)
+        if len(paged) != len(blocks) or recurrent > 1 or bool(slots) != bool(recurrent):
+            raise ValueError(f"{groups} need a number of blocks each, or slots, not {blocks} and {slots}")
+        self.size, self.shared = size, shared
+        self.pages = [PageGroup(g, n, size, piece) for g, n in zip(paged, blocks, strict=True)]
+        self.states = StateSlots(slots, snapshots if shared else 0) if recurrent else None
+        self.zero: list[int] = []
+        self.copies: list[tuple[int, int]] = []
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all groups that texts can hold."""
+        return sum(g.pool.blocks - 1 for g in self.pages)
+
+    @property
+    def used(self) -> int:
+        """Blocks of all groups that texts hold."""
+        return self.blocks - sum(g.pool.free for g in self.pages)
+
+    def match(self, seq: Sequence) -> Match:
+        """The longest beginning of a waiting text that can be taken from the cache; at least one token is left to compute."""
+        found: list[list[int]] = [[] for _ in self.pages]
+        held = [0] * len(self.pages)  # blocks one after another that are there, up to the n-th
+        best = pages = 0
+        for n in range(1, (len(seq.tokens) - 1) // self.size + 1 if self.shared else 1):
+            name, whole = self._name_of(seq, n), True
+            for i, group in enumerate(self.pages):
+                found[i].append(group.pool.find(name))
+                held[i] = held[i] + 1 if found[i][-1] else 0
+                whole &= held[i] > 0 or group.window > 0
+            if not whole:
+                break
+            if all(held[i] >= n - group.first(n * self.size) for i, group in enumerate(self.pages)):
+                pages = n
+                best = n if self.states is None or self.states.find(name) else best
+        blocks = []
+        for group, row in zip(self.pages, found, strict=True):
+            first = group.first(best * self.size)
+            blocks.append([0] * min(first, best) + row[first:best])
+        snapshot = self.states.find(self._name_of(seq, best)) if self.states is not None and best else 0
+        return Match(best * self.size, blocks, snapshot, pages * self.size)
+
+    def fits(self, seq: Sequence, match: Match, spare: int) -> bool:
+        """Whether a text can be admitted with `spare` blocks of each pool left over."""
+        if self.states is not None and not self.states.free:
+            return False
+        for group, blocks in zip(self.pages, match.blocks, strict=True):
+            first = group.first(match.tokens)
+            wanted = max(0, group.end(len(seq.tokens) + 1, first) - len(blocks))
+            if group.pool.free - group.pool.idle(blocks) < wanted + spare:
+                return False
+        return True
+
+    def admit(self, seq: Sequence, match: Match) -> None:
+        """Give a text what `match` found, and room for its prompt and the first token of its answer: where a window allows, for
+        all of it, else for what one pass may compute."""
+        seq.computed, seq.named = match.tokens, match.tokens // self.size
+        seq.tables = [Table(b, g.first(match.tokens)) for g, b in zip(self.pages, match.blocks, strict=True)]
+        for group, blocks in zip(self.pages, match.blocks, strict=True):
+            group.pool.hold(blocks)
+        self.grow(seq, match.tokens + 1, len(seq.tokens) + 1)
+        if self.states is None:
+            return
+        seq.slot = self.states.take()
+        if match.snapshot:
+            self.states.use(seq.names[seq.named - 1])
+            self.copies.append((match.snapshot, seq.slot))
+        else:
+            self.zero.append(seq.slot)
+        if self.states.snapshots:
+            last = (len(seq.tokens) - 1) // self.size * self.size
+            seq.marks = sorted(m for m in {match.pages, last} if m > match.tokens)
+
+    def grow(self, seq: Sequence, least: int, most: int) -> bool:
+        """Take blocks for up to `most` tokens, as windows allow and pools have; whether `least` tokens have a place."""
+        for group, table in zip(self.pages, seq.tables, strict=True):
+            end = group.end(most, table.first)
+            while len(table.blocks) < end:
+                block = group.pool.take(table.blocks[-1] if table.blocks else 0)
+                if block is None:
+                    break
+                table.blocks.append(block)
+        return all(len(t.blocks) * self.size >= least for t in seq.tables)
+
+    def trim(self, seq: Sequence) -> None:
+        """Give back blocks behind the windows of all tokens still to be computed, also once REWIND tokens are taken back."""
+        for group, table in zip(self.pages, seq.tables, strict=True):
+            first = group.first(max(0, seq.computed - REWIND))
+            if first > table.first:
+                group.pool.give_back(table.blocks[table.first : first])
+                table.blocks[table.first : first] = [0] * (first - table.first)
+                table.first = first
+
+    def piece_end(self, seq: Sequence, end: int) -> int:
+        """Where a piece of a prompt that could go to `end` has to end: there its blocks do, or a snapshot is to be taken."""
+        assert self.states is not None or not seq.marks
+        while seq.marks and self.states is not None and self.states.find(self._name_of(seq, seq.marks[0] // self.size)):
+            seq.marks.pop(0)  # another text has taken it meanwhile
+        return min([end, *seq.marks[:1], *(len(t.blocks) * self.size for t in seq.tables)])
+
+    def snapshot(self, seq: Sequence, running: bool) -> int:
+        """The slot that a text's state is to be copied to after the pass that computes its tokens so far, or 0."""
+        if self.states is None or not self.states.snapshots:
+            return 0
+        if running:
+            if seq.computed % (SNAPSHOT_BLOCKS * self.size):
+                return 0
+        elif seq.computed not in seq.marks:
+            return 0
+        else:
+            seq.marks.remove(seq.computed)
+        snapshot = self.states.reserve()
+        if snapshot:
+            seq.pending.append((seq.computed, snapshot))
+        return snapshot
+
+    def name(self, seq: Sequence) -> None:
+        """Name the blocks and snapshots of a text all of whose tokens the host has seen."""
+        full = min(seq.computed, len(seq.tokens)) // self.size if self.shared else 0
+        for n in range(seq.named + 1, full + 1):
+            for group, table in zip(self.pages, seq.tables, strict=True):
+                if table.blocks[n - 1]:
+                    group.pool.name(table.blocks[n - 1], self._name_of(seq, n))
+        seq.named = max(seq.named, full)
+        while seq.pending and seq.pending[0][0] <= len(seq.tokens):
+            assert self.states is not None
+            tokens, snapshot = seq.pending.pop(0)
+            name = self._name_of(seq, tokens // self.size)
+            if tokens > seq.prompt:
+                if seq.snapshot is not None:
+                    self.states.retire(seq.snapshot)
+                seq.snapshot = name
+            self.states.name(snapshot, name)
+
+    def draft(self, seq: Sequence, n: int) -> list[int] | None:
+        """Room for n rows of a text after those that are computed. The slots for its recurrent state after all of its rows in
+        this pass but the last; None where there is no room."""
+        if not self.grow(seq, seq.computed + n, seq.computed + n):
+            return None
+        slots: list[int] = []
+        if self.states is not None:
+            while len(slots) < n and (slot := self.states.reserve()):
+                slots.append(slot)
+            if len(slots) < n:
+                for slot in slots:
+                    self.states.drop(slot)
+                return None
+            while seq.pending and seq.pending[-1][0] >= seq.computed:  # after the pass its state is that after the draft
+                self.states.drop(seq.pending.pop()[1])
+            seq.drafts = list(zip(range(seq.computed, seq.computed + n), slots, strict=True))
+        return slots
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Take a running text back to `length` computed tokens: its blocks behind them are given back, its recurrent state is
+        copied from the draft's slot. Raises ValueError where what it would need is not there; then nothing has changed."""
+        restored = [slot for tokens, slot in seq.drafts if tokens == length]
+        behind = [g for g, t in zip(self.pages, seq.tables, strict=True) if g.first(length) < t.first]
+        if behind or (length < seq.computed and self.states is not None and not restored):
+            raise ValueError(f"text {seq.number} of {seq.computed} tokens cannot be taken back to {length}: more than a draft")
+        for group, table in zip(self.pages, seq.tables, strict=True):
+            keep = -(-length // self.size)
+            group.pool.give_back(table.blocks[keep:])
+            del table.blocks[keep:]
+            table.sent = min(table.sent, keep)
+        if self.states is None:
+            return
+        if length < seq.computed:
+            self.copies.append((restored[0], seq.slot))
+        for tokens, slot in seq.drafts:
+            if tokens <= length and tokens % (SNAPSHOT_BLOCKS * self.size) == 0:
+                seq.pending.append((tokens, slot))
+            else:
+                self.states.drop(slot)
+        seq.drafts, seq.computed = [], length
+
+    def release(self, seq: Sequence) -> None:
+        """Take back all that a text holds; what is under way for it is of no use any more."""
+        for group, table in zip(self.pages, seq.tables, strict=bool(seq.tables)):
+            group.pool.give_back(table.blocks)
+        if self.states is not None and seq.slot:
+            for _, snapshot in [*seq.pending, *seq.drafts]:
+                self.states.drop(snapshot)
+            self.zero = [slot for slot in self.zero if slot != seq.slot]
+            self.copies = [copy for copy in self.copies if copy[1] != seq.slot]
+            self.states.give_back(seq.slot)
+        seq.tables, seq.slot, seq.computed, seq.named = [], 0, 0, 0
+        seq.marks, seq.pending, seq.drafts, seq.drafting = [], [], [], False
+
+    def _name_of(self, seq: Sequence, n: int) -> Name:
+        """The name of a text's first n blocks of tokens."""
+        names = seq.names
+        while len(names) < n:
+            at = len(names) * self.size
+            names.append(name_after(names[-1] if names else START, seq.tokens[at : at + self.size]))
+        return names[n - 1]

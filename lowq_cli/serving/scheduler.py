@@ -1,0 +1,263 @@
+"""Who computes what next: the host's decisions, without a tensor in them.
+
+A text waits, is read (its prompt in pieces, over several passes), runs (a token a pass) and ends. A pass takes one step of all
+that run and as many prompt tokens as its caller allows. The host decides on a pass before it has seen the tokens of the last
+one: a text that had ended by then has one step too many, whose result no one reads. Where no block is free, the youngest text
+gives back its own and waits again, its tokens so far now part of its prompt; with `fixed` it begins again.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lowq_cli.serving.cache_groups import REWIND
+from lowq_cli.serving.cache_manager import CacheManager
+from lowq_cli.serving.sequence import Sequence
+
+READERS = 16  # prompts that are read at once
+
+
+@dataclass
+class StepPlan:
+    """A pass: texts that step, pieces of prompts (text, row of its tables, first token, end), texts that are through with them.
+
+    Before it, in this order: moves (from, to), one after the other; freed, rows that no text has now; placed, texts that were
+    moved, and their next positions; tables (page group, row, place in it, blocks); slots (row, slot of its recurrent state);
+    zero, slots to fill with zeros; copies of slots (from, to). After it: the tables and slots of those that are through, whose
+    rows steps of this pass may still run in; snapshots, copies of slots (from, to).
+    """
+
+    steps: list[Sequence] = field(default_factory=list)
+    pieces: list[tuple[Sequence, int, int, int]] = field(default_factory=list)
+    finishing: list[Sequence] = field(default_factory=list)
+    moves: list[tuple[int, int]] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    placed: list[tuple[Sequence, int]] = field(default_factory=list)
+    tables: list[tuple[int, int, int, list[int]]] = field(default_factory=list)
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    zero: list[int] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """The texts of an engine, and who of them computes what next.
+
+    Args:
+        cache: what texts hold.
+        rows: texts that run at once, in rows 0 .. rows - 1; readers have the READERS rows after those.
+        bucket: rows in use -> rows that a pass computes; texts move together where that makes it smaller.
+        fixed: prompts are read in passes of their own, and a preempted text is drawn again from its prompt on. With a cache
+            that shares nothing, what a text computes is its own.
+    """
+
+    def __init__(self, cache: CacheManager, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
+        self.cache, self.bucket, self.fixed = cache, bucket, fixed
+        self._stepped = True
+        self.waiting: deque[Sequence] = deque()
+        self.reading: list[Sequence] = []
+        self.running: list[Sequence | None] = [None] * rows
+        self._readers = list(range(rows + READERS - 1, rows - 1, -1))
+        self._freed: list[int] = []
+        self._moves: list[tuple[int, int, Sequence]] = []
+        self.preemptions = self.prefix_hits = self.read = 0
+
+    @property
+    def active(self) -> list[Sequence]:
+        """All that are read or run."""
+        return [*self.reading, *(t for t in self.running if t is not None)]
+
+    @property
+    def high(self) -> int:
+        """One more than the last row that runs."""
+        return max((row + 1 for row, t in enumerate(self.running) if t is not None), default=0)
+
+    def plan(self, budget: Callable[[int, int], int]) -> StepPlan | None:
+        """The next pass, perhaps an empty one; None where what is on its way has to be seen first.
+
+        budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
+        """
+        self._compact()
+        for seq in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
+            # one that was put back meanwhile has no row; of another all that it may get may be on its way
+            if seq.row >= 0 and self._steps(seq) and not self._allocate(seq, seq.computed + 1):
+                return None
+        for seq in list(self.reading):  # where a window allows blocks for a part of the prompt alone
+            if seq.row >= 0 and not self._allocate(seq, len(seq.tokens) + 1):
+                return None
+        plan = StepPlan(steps=[t for t in self.running if t is not None and self._steps(t)])
+        self._admit()
+        waiting = sum(len(t.tokens) - t.computed for t in self.reading)
+        for seq in self.active:
+            self._send(plan, seq)
+        if waiting and (not self.fixed or not plan.steps or self._stepped):
+            self._read(plan, budget(self.high if plan.steps and not self.fixed else 0, waiting))
+            plan.steps = [] if self.fixed and plan.pieces else plan.steps
+        self._stepped = bool(plan.steps)
+        moves, self._moves = self._moves, []
+        plan.moves = [move[:2] for move in moves]
+        plan.placed = [(seq, seq.computed) for _, target, seq in moves if self.running[target] is seq]
+        plan.freed, self._freed = self._freed, []
+        plan.zero, self.cache.zero = self.cache.zero, []
+        plan.copies, self.cache.copies = self.cache.copies, []
+        for seq in plan.steps:
+            seq.computed += 1
+            seq.ahead += 1
+            self._snapshot(plan, seq, running=True)
+        return plan
+
+    def draft(self, plan: StepPlan, seq: Sequence, n: int) -> list[int] | None:
+        """Let a text that steps in this plan compute n rows more, at most REWIND: tokens that a draft supposes after its own.
+
+        The slots to write its recurrent state to after each of its n + 1 rows but the last, none without such layers. None
+        where there is no room: it then steps without a draft. With one it does not step again before `rewind` says how many of
+        the rows were right.
+        """
+        if not 0 < n <= min(REWIND, seq.remaining):
+            return None
+        slots = self.cache.draft(seq, n)
+        if slots is not None:
+            plan.snapshots = [copy for copy in plan.snapshots if copy[0] != seq.slot] if slots else plan.snapshots
+            seq.computed, seq.ahead, seq.drafting = seq.computed + n, seq.ahead + n, True
+            self._send(plan, seq)
+        return slots
+
+    def rewind(self, seq: Sequence, length: int) -> None:
+        """Keep `length` of a text's computed tokens, the others were wrong: before `on_token` is told of those that were right.
+
+        Raises ValueError for fewer than the host has seen, and where a window's blocks or the recurrent state are not there.
+        """
+        if not len(seq.tokens) <= length <= seq.computed:
+            raise ValueError(f"text {seq.number} has {len(seq.tokens)} known and {seq.computed} computed tokens, not {length}")
+        ahead = seq.ahead - (seq.computed - length)
+        self.cache.rewind(seq, length)
+        seq.ahead, seq.computed, seq.drafting = ahead, length, False
+
+    def on_token(self, seq: Sequence, token: int) -> str | None:
+        """Note a token that was drawn; why the text ends with it, or None."""
+        seq.ahead -= 1
+        seq.tokens.append(token)
+        self.cache.name(seq)
+        if token in seq.request.stop_ids:
+            return "stop"
+        return "length" if len(seq.tokens) - seq.prompt >= seq.request.max_tokens else None
+
+    def end(self, seq: Sequence) -> None:
+        """Give back all that a text holds."""
+        seq.done = True
+        if seq in self.waiting:
+            self.waiting.remove(seq)
+        self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        if seq in self.reading:
+            self.reading.remove(seq)
+            self._readers.append(seq.row)
+        elif seq.row >= 0:
+            self.running[seq.row] = None
+        if seq.row >= 0:
+            self._freed.append(seq.row)
+        self.cache.release(seq)
+        seq.row = -1
+
+    @staticmethod
+    def _steps(seq: Sequence) -> bool:
+        return seq.remaining > 0 and not seq.drafting
+
+    def _compact(self) -> None:
+        """Move the last rows into holes where that makes the pass smaller."""
+        count = sum(t is not None for t in self.running)
+        while count and self.bucket(count) < self.bucket(self.high):
+            source, target = self.high - 1, self.running.index(None)
+            seq = self.running[source]
+            assert seq is not None
+            self.running[source], self.running[target], seq.row = None, seq, target
+            self._freed.append(source)
+            self._moves.append((source, target, seq))
+            seq.unsent()
+
+    def _allocate(self, seq: Sequence, most: int) -> bool:
+        """Blocks for a text's next token, and for up to `most` tokens where there are free ones; False where what is on its way
+        has to be seen first."""
+        self.cache.trim(seq)
+        while seq.row >= 0 and not self.cache.grow(seq, seq.computed + 1, most):
+            if any(t.ahead for t in self.active):
+                return False
+            youngest = max(self.active, key=lambda t: t.number)
+            self._release(youngest)
+            if self.fixed:
+                youngest.repeat()
+            self._queue_again(youngest)
+            self.preemptions += 1
+        return True
+
+    def _queue_again(self, seq: Sequence) -> None:
+        """Among those that wait, by age: it came before all that were never admitted."""
+        place = sum(t.number < seq.number for t in self.waiting)
+        self.waiting.insert(place, seq)
+
+    def _next_waiting(self) -> Sequence:
+        """Who is admitted next, of those that wait."""
+        return self.waiting[0]
+
+    def _admit(self) -> None:
+        while self.waiting and self._readers:
+            seq, active = self._next_waiting(), self.active
+            if len(active) >= len(self.running):
+                return
+            match = self.cache.match(seq)
+            if not self.cache.fits(seq, match, spare=len(active)):  # blocks that those who run may want soon
+                return
+            self.waiting.remove(seq)
+            self.cache.admit(seq, match)
+            if seq.cached < 0:
+                seq.cached = seq.computed
+            self.prefix_hits += seq.computed
+            seq.row = self._readers.pop()
+            seq.unsent()
+            seq.rank = self.read + len(seq.tokens) - seq.computed
+            self.reading.append(seq)
+        self.reading.sort(key=lambda t: t.rank)
+
+    def _send(self, plan: StepPlan, seq: Sequence) -> None:
+        """What the device does not know yet of a text's tables and slot."""
+        for group, table in enumerate(seq.tables):
+            plan.tables += [(group, seq.row, place, blocks) for place, blocks in table.changes()]
+        if seq.slot and not seq.slot_sent:
+            plan.slots.append((seq.row, seq.slot))
+            seq.slot_sent = True
+
+    def _read(self, plan: StepPlan, budget: int) -> None:
+        """Pieces of prompts, short ones first; those that are through get a row of their own.
+
+        One that came later passes while fewer tokens were read since than it is shorter by, so none waits for ever. Predicted
+        by serve_schedule.py for 16 users of an 8B: half of all first tokens within 26 ms in place of 29.
+        """
+        for seq in self.reading[: 1 if self.fixed else None]:  # cut up as it would be alone
+            if budget <= 0:
+                break
+            first, end = seq.computed, self.cache.piece_end(seq, min(len(seq.tokens), seq.computed + budget))
+            plan.pieces.append((seq, seq.row, first, end))
+            budget -= end - first
+            self.read += end - first
+            seq.computed = end
+            self._snapshot(plan, seq, running=False)
+            self.cache.name(seq)
+            if end == len(seq.tokens):
+                self.reading.remove(seq)
+                self._readers.append(seq.row)
+                seq.row = self.running.index(None)
+                self.running[seq.row] = seq
+                seq.ahead = 1
+                plan.finishing.append(seq)
+
+    def _snapshot(self, plan: StepPlan, seq: Sequence, running: bool) -> None:
+        snapshot = self.cache.snapshot(seq, running)
+        if snapshot:
+            plan.snapshots.append((seq.slot, snapshot))
+
+
+def buckets(most: int) -> list[int]:
+    """Rows that steps are recorded for, up to `most`."""
+    sizes = [1, 2, 4, 8, *range(16, 33, 8), *range(48, 65, 16), *range(96, most + 32, 32)]
+    return [s for s in sizes if s < most] + [most]

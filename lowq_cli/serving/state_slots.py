@@ -1,0 +1,64 @@
+"""Which slots of the recurrent layers' state belong to which texts, and which hold snapshots of a state for later texts.
+
+All recurrent layers have the same slots: 0 is the null slot, which no text has; then come those of texts, one each; then
+those of snapshots. A snapshot has the name of the last block of tokens before it, as blocks of pages have, and is kept until
+its place is needed, least recently used first.
+"""
+
+from collections import OrderedDict, deque
+
+from lowq_cli.serving.block_pool import Name
+
+
+class StateSlots:
+    """The host's record of slots 1 .. `texts` for texts and `snapshots` slots more for snapshots."""
+
+    def __init__(self, texts: int, snapshots: int) -> None:
+        self.texts, self.snapshots = texts, snapshots
+        self._free = deque(range(1, texts + 1))
+        self._blank = deque(range(texts + 1, texts + snapshots + 1))
+        self._named: OrderedDict[Name, int] = OrderedDict()  # the least recently used first
+
+    @property
+    def free(self) -> int:
+        """Slots that `take` could give."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A slot for a text; what it holds is of no use."""
+        return self._free.popleft()
+
+    def give_back(self, slot: int) -> None:
+        """A text has no use for its slot any more."""
+        self._free.append(slot)
+
+    def find(self, name: Name) -> int:
+        """The snapshot of this name, or 0."""
+        return self._named.get(name, 0)
+
+    def use(self, name: Name) -> None:
+        """A snapshot becomes the most recently used one."""
+        self._named.move_to_end(name)
+
+    def retire(self, name: Name) -> None:
+        """A snapshot, if it is still there, becomes the next to be replaced."""
+        if name in self._named:
+            self._named.move_to_end(name, last=False)
+
+    def reserve(self) -> int:
+        """A slot to write a snapshot to, without a name yet; 0 where all are reserved."""
+        if self._blank:
+            return self._blank.popleft()
+        return self._named.popitem(last=False)[1] if self._named else 0
+
+    def name(self, snapshot: int, name: Name) -> None:
+        """Name a reserved snapshot. Where another one has this state already, that one keeps the name."""
+        if name in self._named:
+            self.drop(snapshot)
+            self.use(name)
+        else:
+            self._named[name] = snapshot
+
+    def drop(self, snapshot: int) -> None:
+        """A reserved snapshot that will have no name is free."""
+        self._blank.append(snapshot)
