@@ -27,11 +27,11 @@ def planned(folder, **recipe):
 
 def test_one_layer_of_each_kind(tmp_path):
     uniform, plan = planned(tmp_path)
-    assert len(uniform.blocks.layers) == 1
-    assert uniform.blocks.layers[0].o.scheme == next(i.scheme for i in plan.items if "o_proj" in i.name)
+    assert len(uniform.linears["layers"]) == 1
+    assert uniform.linears["layers"][0]["o"].scheme == next(i.scheme for i in plan.items if "o_proj" in i.name)
     mixed, plan = planned(tmp_path, overrides=["layers.2.mlp.down_proj=8", "layers.3.mlp.down_proj=8"])
-    assert len(plan.items) > 4 * len(uniform.blocks.layers)
-    assert [layer.mlp.down.scheme.bits for layer in mixed.blocks.layers] == [4, 8]
+    assert len(plan.items) > 4 * len(uniform.linears["layers"])
+    assert [layer["down"].scheme.bits for layer in mixed.linears["layers"]] == [4, 8]
 
 
 def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
@@ -42,11 +42,9 @@ def test_everything_that_decoding_takes_is_launched(tmp_path, monkeypatch):
     with torch.inference_mode():
         for launch in ahead.launches(model):
             launch()
-    layer = model.blocks.layers[0]
+    layer = model.linears["layers"][0]
     for rows in (1, 2, 16, 128, 512, 4096):  # of a text's step, of a server's, of prompts
-        assert {m.out_features for m in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)} <= {
-            N for M, N in seen if rows == M
-        }
+        assert {m.out_features for m in layer.values()} <= {N for M, N in seen if rows == M}
 
 
 def test_nothing_begins_once_it_is_stopped():

@@ -232,8 +232,8 @@ def test_an_error_ends_all_requests_and_is_told(model, client, monkeypatch):
 def test_what_a_model_answers_in_nan_is_an_error_and_the_others_go_on(model, client, monkeypatch):
     """Every draw was token 0, told as the answer; log-probabilities were NaN, which is no JSON."""
     c = client()
-    blocks, embed = c.engine.passes.blocks, c.engine.passes.blocks.embed
-    monkeypatch.setattr(blocks, "embed", lambda ids: embed(ids).masked_fill((ids == 311)[:, None], float("nan")))
+    plan, embed = c.engine.passes.plan, c.engine.passes.plan.embed
+    monkeypatch.setattr(plan, "embed", lambda ids: embed(ids).masked_fill((ids == 311)[:, None], float("nan")))
     n, m = c.ask([5, 311], 5), c.ask([3], 5)
     ill, well = c.follow(n, m)
     assert [e.finish_reason for e in ill] == ["error"]

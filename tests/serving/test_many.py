@@ -84,7 +84,7 @@ def test_passes_are_recorded_the_second_time_that_they_come(model, monkeypatch):
         return SimpleNamespace(replay=replay, graph=None, logits=None)
 
     monkeypatch.setattr(many, "ContinuousEngine", Late)
-    monkeypatch.setattr(passes, "capture", capture)
+    monkeypatch.setattr(model_runner, "capture", capture)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     asked = prompts(20, 20, 20)
     wanted = alone(model, asked, max_new_tokens=30)

@@ -58,6 +58,12 @@ class Memory:
         self.token_budget.note = lambda *a: None  # the budget stays small, so that prompts come in many pieces
         self.passes = 0
 
+    def zero(self, slots):
+        assert not slots  # no layer of it is recurrent
+
+    def copy(self, pairs):
+        assert not pairs
+
     def bucket(self, n):
         return next(s for s in self.sizes if s >= n) if n else 0
 

@@ -250,7 +250,7 @@ def test_a_text_that_is_cancelled_before_its_first_token_leaves_nothing_to_go_on
 def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, engine, monkeypatch):
     monkeypatch.setattr("lowq_cli.engine.native.CHUNK", 16)
     decoder, read = demo[0]._lowq_decoder, []
-    embed = decoder.blocks.embed
+    embed = decoder.plan.embed
 
     def reading(ids):
         read.append(ids.numel())
@@ -260,7 +260,7 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_not_read_to_its_end(demo, en
 
     follow(engine, engine.submit(Request(prompt(demo, "The old man"), 1)))  # something else is held
     with monkeypatch.context() as m:
-        m.setattr(decoder.blocks, "embed", reading)
+        m.setattr(decoder.plan, "embed", reading)
         assert [e.finish_reason for e in follow(engine, engine.submit(Request(tuple(range(5, 405)), 4)))[0]] == ["cancelled"]
     assert read == [16, 16, 16]
     fresh, again = (tokens(follow(engine, engine.submit(Request(tuple(range(5, 405)), 4)))[0]) for _ in range(2))
