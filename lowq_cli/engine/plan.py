@@ -17,6 +17,7 @@ from lowq_cli.engine.compiling import Compiler
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.engine import weights as of_model
 from lowq_cli.hf.embedding import embed_scale
+from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import Ops, ops
 from lowq_kernels.decode.reference import tile_rows
 from lowq_kernels.modules import dense
@@ -76,7 +77,7 @@ class Plan:
     def grouped_by_host(self) -> bool:
         """Whether some layer's experts are grouped by the host where tokens are many: such a pass cannot be recorded."""
         routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
-        return not all(experts.grouped(self.dtype) for experts in routed)
+        return not all(isinstance(experts, QuantExperts) and experts.grouped(self.dtype) for experts in routed)
 
     def program(self, M: int) -> Sequence[s.Step]:
         """The steps for M rows, those done by products folded into them."""

@@ -86,7 +86,7 @@ def why_not(model: Any) -> str | None:
         return f"an embedding of a kind lowq does not know ({type(weights.embed).__name__})"
     if len({p.device for p in model.parameters()}) > 1:
         return "the model is spread over several devices"
-    if not all(isinstance(experts, QuantExperts) for experts in routed):
+    if model.device.type != "cpu" and not all(isinstance(experts, QuantExperts) for experts in routed):
         return "experts that are not packed"
     if any(hasattr(m, "_hf_hook") for m in model.modules()):
         return "hooks of accelerate sit on its modules"

@@ -1,0 +1,183 @@
+"""How fast families decode on one GPU, real layer widths, few layers: benchmarks/results/<gpu>/families_speed.json.
+
+    python benchmarks/families_speed.py [--out FILE] [--launches] [FAMILY ...]
+
+Random weights, 4 bits g128, vocabulary 8,192. Share: bytes of weights that a step touches (experts by their share, the embedding
+left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of 1,000 tokens, warm.
+A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and numbers of the kernels
+of one step, and the tokens drawn, for comparing two trees.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from e2e_decode import quantized_model
+from pages import results_of
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lowq_cli.engine import bandwidth, explain, warm
+from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.sampling import Sampling
+
+COMMON = {"vocab_size": 8192, "max_position_embeddings": 32768, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+WIDE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+A3B = {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128}
+A3B |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "intermediate_size": 6144, "norm_topk_prob": True}
+DELTA = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+QWEN35 = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4} | DELTA
+SHAPES: dict[str, dict[str, Any]] = {  # of one published size each; num_hidden_layers is what is measured
+    "llama": WIDE | {"num_hidden_layers": 8},
+    "mistral": WIDE | {"num_hidden_layers": 8, "sliding_window": 4096},
+    "qwen2": WIDE | {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    | {"num_hidden_layers": 8},
+    "qwen3": WIDE | {"intermediate_size": 12288, "num_hidden_layers": 8},
+    "phi3": {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10}
+    | {"num_hidden_layers": 8},
+    "gemma3_text": {"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"head_dim": 256, "num_hidden_layers": 8, "sliding_window": 1024, "query_pre_attn_scalar": 256},
+    "mixtral": WIDE | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4},
+    "qwen3_moe": A3B | {"num_hidden_layers": 8},
+    "gpt_oss": {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8}
+    | {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 8, "sliding_window": 128},
+    "gemma2": {"hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"head_dim": 256, "num_hidden_layers": 8, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+    "gemma4_text": {"num_hidden_layers": 12},
+    "glm4": {"hidden_size": 4096, "intermediate_size": 13696, "num_attention_heads": 32, "num_key_value_heads": 2}
+    | {"head_dim": 128, "num_hidden_layers": 8},
+    "granite": WIDE | {"intermediate_size": 12800, "num_hidden_layers": 8},
+    "olmo3": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32}
+    | {"num_hidden_layers": 8},
+    "smollm3": {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 4}
+    | {"num_hidden_layers": 8},
+    "cohere2": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"num_hidden_layers": 8},
+    "ministral3": WIDE | {"num_hidden_layers": 8},
+    "seed_oss": {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 80, "num_key_value_heads": 8}
+    | {"head_dim": 128, "num_hidden_layers": 4},
+    "exaone4": {"hidden_size": 5120, "intermediate_size": 27392, "num_attention_heads": 40, "num_key_value_heads": 8}
+    | {"num_hidden_layers": 4},
+    "starcoder2": {"hidden_size": 4608, "intermediate_size": 18432, "num_attention_heads": 36, "num_key_value_heads": 4}
+    | {"num_hidden_layers": 8},
+    "qwen3_5_text": QWEN35 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 8},
+    "qwen3_5_moe_text": QWEN35
+    | {"hidden_size": 2048, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256}
+    | {"num_experts_per_tok": 8, "num_hidden_layers": 8},
+    "granitemoehybrid": {"num_hidden_layers": 8},
+    "nemotron_h": {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    | {"intermediate_size": 21504, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128, "n_groups": 8},
+    "falcon_h1": {"hidden_size": 3072, "intermediate_size": 12288, "num_attention_heads": 12, "num_key_value_heads": 2}
+    | {"head_dim": 128, "mamba_d_ssm": 3072, "mamba_n_heads": 24, "mamba_d_head": 128, "num_hidden_layers": 8},
+    "lfm2": {"hidden_size": 2560, "intermediate_size": 10752, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"num_hidden_layers": 8},
+    "deepseek_v2": {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_attention_heads": 16}
+    | {"num_key_value_heads": 16, "num_hidden_layers": 8, "n_routed_experts": 64, "num_experts_per_tok": 6, "q_lora_rank": None},
+    "glm4_moe": {"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_attention_heads": 96}
+    | {"num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4},
+    "minimax_m2": {"hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8}
+    | {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 4},
+}
+NINE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
+STEPS, PROMPT = 200, 1000
+
+
+def model_of(family: str, device: str) -> Any:
+    """The model of a family's shape, of random weights in 4 bits."""
+    config = AutoConfig.for_model(family, **COMMON, **SHAPES[family])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+    model.generation_config.eos_token_id = None
+    model = quantized_model(model, "4g128", torch.float16, device)
+    for name, b in list(model.named_buffers()):
+        if b.is_meta:
+            module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            module.register_buffer(leaf, torch.zeros(b.shape, dtype=b.dtype, device=device))
+    return model
+
+
+def step_seconds(decoder: Any, prompts: list[list[int]], steps: int) -> float:
+    """Seconds of a step after these prompts: the least of three runs."""
+    found = []
+    for _ in range(3):
+        decoder.start(prompts, Sampling(), steps + 20)
+        for _ in range(10):
+            decoder.step()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            decoder.step()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - began) / steps)
+    return min(found)
+
+
+def launches(decoder: Any) -> dict[str, int]:
+    """Kernels of one step by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        decoder.step()
+        torch.cuda.synchronize()
+    return dict(Counter(e.name for e in p.events() if e.device_type == torch.autograd.DeviceType.CUDA))
+
+
+def row(family: str, device: str, with_launches: bool, speed: float) -> dict[str, Any]:
+    """What is measured of one family."""
+    torch.manual_seed(0)
+    model = model_of(family, device)
+    decoder = decoder_of(model)
+    g = torch.Generator().manual_seed(1)
+    prompts = torch.randint(2, 8000, (8, 128), generator=g).tolist()
+    warm.warm(model, decoder, prompts[:1], Sampling())
+    first = decoder.start(prompts[:1], Sampling(), 40)
+    drawn = [int(first[0]), *(int(decoder.step()[0]) for _ in range(30))]
+    made = {"family": family, "layers": model.config.num_hidden_layers, "decoder": decoder.name, "reason": decoder.reason}
+    if with_launches:
+        made |= {"launches": launches(decoder), "tokens": hashlib.sha256(str(drawn).encode()).hexdigest()[:12]}
+    one = step_seconds(decoder, prompts[:1], STEPS)
+    nbytes = explain.bytes_per_token(model, decoder, 1)
+    eight = step_seconds(decoder, prompts, STEPS // 2)
+    long, times = torch.randint(2, 8000, (1, PROMPT), generator=g).tolist(), []
+    for i in range(4):
+        long[0][0] = 100 + i  # nothing of the prompt before is held
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        decoder.start(long, Sampling(), 1)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    made |= {"step_us": round(one * 1e6, 1), "share": round(nbytes / speed / one, 3), "bytes": nbytes}
+    return made | {"tokens_per_s_8": round(8 / eight), "first_token_ms": round(min(times[1:]) * 1e3, 1)}
+
+
+def main() -> None:
+    """A row a family; what fails says why."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--launches", action="store_true")
+    args = parser.parse_args()
+    rows, device = [], torch.device("cuda")
+    speed = bandwidth.measured(device)
+    for family in args.families or SHAPES:
+        try:
+            rows.append(row(family, "cuda", args.launches, speed))
+        except Exception as e:
+            rows.append({"family": family, "decoder": "none", "reason": f"{type(e).__name__}: {e}"[:300]})
+        print({k: v for k, v in rows[-1].items() if k != "launches"}, flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    name = torch.cuda.get_device_name()
+    found = {"gpu": name, "gbs": round(speed / 1e9), "date": datetime.now(UTC).isoformat(timespec="minutes"), "rows": rows}
+    found |= {"torch": torch.__version__, "transformers": version("transformers")}
+    out = args.out or results_of(name) / "families_speed.json"
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
