@@ -30,7 +30,7 @@ class Tokens:
 
     def __call__(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         shape = (-1, self.part.layers, self.part.dims)
-        scale = torch.tensor(self.part.scale, dtype=x.dtype, device=x.device)
+        scale = torch.full((), self.part.scale, dtype=x.dtype, device=x.device)
         own = (self.rows[ids].to(x.dtype) * scale).reshape(shape)
         projected = normed((self.project(x) * self.part.by).reshape(shape), *self.norm)
         return (projected + own) * 2**-0.5

@@ -95,7 +95,8 @@ class ScaledEmbedding(nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids (...) -> (..., K)."""
-        return super().forward(ids) * torch.tensor(self.scalar_embed_scale, device=self.weight.device).to(self.weight.dtype)
+        scale = torch.full((), self.scalar_embed_scale, dtype=self.weight.dtype, device=self.weight.device)
+        return super().forward(ids) * scale
 
 
 def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> NativeModel:
