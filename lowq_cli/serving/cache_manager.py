@@ -163,6 +163,8 @@ class CacheManager:
         if running:
             if seq.computed % (SNAPSHOT_BLOCKS * self.size):
                 return 0
+            if seq.snapshot is not None:
+                self.states.retire(seq.snapshot)
         elif seq.computed not in seq.marks:
             return 0
         else:
@@ -184,10 +186,7 @@ class CacheManager:
             assert self.states is not None
             tokens, snapshot = seq.pending.pop(0)
             name = self._name_of(seq, tokens // self.size)
-            if tokens > seq.prompt:
-                if seq.snapshot is not None:
-                    self.states.retire(seq.snapshot)
-                seq.snapshot = name
+            seq.snapshot = name if tokens > seq.prompt else seq.snapshot
             self.states.name(snapshot, name)
 
     def draft(self, seq: Sequence, n: int) -> list[int] | None:

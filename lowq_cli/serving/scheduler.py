@@ -117,7 +117,8 @@ class Scheduler:
             return None
         slots = self.cache.draft(seq, n)
         if slots is not None:
-            plan.snapshots = [copy for copy in plan.snapshots if copy[0] != seq.slot] if slots else plan.snapshots
+            # its state is that of the whole draft after the pass; and its slots may be snapshots that were replaced for them
+            plan.snapshots = [(a, b) for a, b in plan.snapshots if not slots or (a != seq.slot and b not in slots)]
             seq.computed, seq.ahead, seq.drafting = seq.computed + n, seq.ahead + n, True
             self._send(plan, seq)
         return slots
@@ -253,8 +254,8 @@ class Scheduler:
 
     def _snapshot(self, plan: StepPlan, seq: Sequence, running: bool) -> None:
         snapshot = self.cache.snapshot(seq, running)
-        if snapshot:
-            plan.snapshots.append((seq.slot, snapshot))
+        if snapshot:  # perhaps in the place of one that this pass would have taken
+            plan.snapshots = [*(copy for copy in plan.snapshots if copy[1] != snapshot), (seq.slot, snapshot)]
 
 
 def buckets(most: int) -> list[int]:
