@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from lowq_kernels.decode import norms, reference
-from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
+from lowq_kernels.decode.kv import PLAIN, Cache, kind_of, part
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Pairing, PositionScale, position_factors, turned
 from lowq_kernels.decode.reference import Heads, Packed
@@ -89,7 +89,27 @@ def step(
     order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token per sequence: q (B, heads * (nope + rotated)), latent (B, rank + rotated) as its product gives it, pos (B,),
-    cos and sin (S, rotated) -> (B, heads * v_dim). table, order: as in `reference.attend`. On a GPU a graph can hold it."""
+    cos and sin (S, rotated) -> (B, heads * v_dim). table, order: as in `reference.attend`."""
+    n = int(pos.max()) + 1  # slots that somebody has reached
+    if table is None:
+        cache = part(cache, (slice(None), slice(None), slice(n)))
+    else:
+        table = table[:, : -(-n // cache.shape[2])]
+    return step_fixed(q, latent, cache, pos, cos, sin, f, table)
+
+
+def step_fixed(
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    cache: Cache,
+    pos: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    f: Latent,
+    table: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `step`, by operations whose shapes do not depend on `pos`, as `reference.attend_fixed`."""
     B, at = q.shape[0], pos.long()
     queries, keys = _prepared(q, latent, pos, cos[at], sin[at], f)
     rows = torch.arange(B, device=q.device)
@@ -98,10 +118,7 @@ def step(
     else:
         reference.write((cache,), (keys[:, None],), table, rows, at)
     h = Heads(f.heads, 1, f.rank + f.rotated, f.scale)
-    if q.is_cuda:
-        (held,), seen = reference.gathered((cache,), at, h, table)
-    else:  # no slots that nobody has reached
-        held, seen = _reached(cache, int(at.max()) + 1, B, table)
+    (held,), seen = reference.gathered((cache,), at, h, table)
     mask = h.visible(seen, at[:, None])
     held = torch.where(mask[:, None, :, None], held.float(), 0)
     y = reference.softmax_product(_absorbed(queries, f)[:, None], held, held[..., : f.rank], mask[:, None, None], h)[:, 0]
@@ -169,15 +186,6 @@ def _absorbed(q: torch.Tensor, f: Latent) -> torch.Tensor:
     return torch.cat((torch.einsum("mhn,hnr->mhr", q[..., : f.nope], f.k_up.float()), q[..., f.nope :]), -1)
 
 
-def _reached(cache: Cache, n: int, B: int, table: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first slots of B sequences, n or to the end of a block: (B, 1, slots, rank + rotated), and their numbers (slots,)."""
-    if table is None:
-        held = cache[:B, :, :n]
-    else:
-        held = cache[table[:B, : -(-n // cache.shape[2])].long()].transpose(1, 2).flatten(2, 3)
-    return held, torch.arange(held.shape[2], device=cache.device)
-
-
 def _run(q: torch.Tensor, held: torch.Tensor, f: Latent) -> torch.Tensor:
     """Attention of the last T tokens of a sequence: q (T, heads, nope + rotated), held (n, rank + rotated) of all n tokens ->
     (T, heads * v_dim), all fp32."""
@@ -238,9 +246,9 @@ def dispatched(
 
 
 @register("torch/latent", op="latent", devices=("cpu", "cuda"), dtypes=(*FLOATS, torch.float32), rank=LAST_RESORT)
-def by_definition(*operands: Any) -> torch.Tensor:
-    """As `LatentCall` says."""
-    return step(*operands[:-1])  # the last is the config
+def by_definition(q: torch.Tensor, *operands: Any) -> torch.Tensor:
+    """As `LatentCall` says; on a GPU by operations that a graph can hold."""
+    return (step_fixed if q.is_cuda else step)(q, *operands[:-1])  # the last is the config
 
 
 DEFINITION = Forms(step, prompt, packed)

@@ -1,10 +1,14 @@
-"""Definitions of one step of several sequences inside a CUDA graph: replayed for other positions and slots they are what they are."""
+"""Definitions of one step of several sequences inside a CUDA graph, replayed for other positions and slots.
+
+Without a GPU they run on tensors that have no values (torch's fake ones): an operation that would need one raises, as it would
+stop a graph's recording.
+"""
+
+import contextlib
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("CUDA graphs need a GPU", allow_module_level=True)
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from emulation import error
 from lowq_kernels.decode import activation, latent, norms, reference
@@ -15,30 +19,38 @@ from lowq_kernels.decode.recurrent import delta, mamba2, short_conv
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.decode.router import RouterFacts, route_by
 
-pytestmark = pytest.mark.gpu
+GPU = torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu] if GPU else []
+DEVICE = "cuda" if GPU else "cpu"
 B, S, BLOCK, DTYPE = 4, 128, 16, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def seeded():
+def values():
+    """Seeded on a GPU; none elsewhere."""
     torch.manual_seed(31)
+    with contextlib.nullcontext() if GPU else FakeTensorMode():
+        yield
 
 
 def randn(*shape, dtype=DTYPE):
-    return torch.randn(*shape, device="cuda").to(dtype)
+    return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
 def angles(R):
-    a = torch.rand(S, R // 2, device="cuda").repeat(1, 2) * 6
+    a = torch.rand(S, R // 2, device=DEVICE).repeat(1, 2) * 6
     return a.cos().to(DTYPE), a.sin().to(DTYPE)
 
 
 def table():
-    return torch.randperm(B * S // BLOCK, device="cuda").reshape(B, -1).to(torch.int32)
+    return torch.randperm(B * S // BLOCK, device=DEVICE).reshape(B, -1).to(torch.int32)
 
 
 def replayed(step, held, inputs, draw):
-    """step(*inputs) recorded once; replayed for inputs drawn anew it gives what it gives without a graph, and holds the same."""
+    """step(*inputs) recorded once; replayed for inputs drawn anew it gives, and leaves in `held`, what it does by itself."""
+    if not GPU:
+        step(*inputs)
+        return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -67,7 +79,7 @@ def replayed(step, held, inputs, draw):
 
 
 def positions():
-    return torch.randint(0, S, (B,), dtype=torch.int32, device="cuda")
+    return torch.randint(0, S, (B,), dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -84,6 +96,8 @@ def test_attention(facts, paged):
         return randn(B, 12 * 64), positions()
 
     replayed(step, held, draw(), draw)
+    if not GPU:
+        return
     qkv, pos = draw()
     eager = reference.attend(qkv, *[c.clone() for c in held], pos, *turned, h, where)
     assert error(step(qkv, pos).float(), eager.float()) < 1.2e-2
@@ -98,7 +112,7 @@ def test_latent_attention(paged):
     def draw():
         return randn(B, 8 * 48), randn(B, 80), positions()
 
-    replayed(lambda q, rows, pos: latent.dispatched(q, rows, held[0], pos, *turned, f, where), held, draw(), draw)
+    replayed(lambda q, rows, pos: latent.step_fixed(q, rows, held[0], pos, *turned, f, where), held, draw(), draw)
 
 
 def mixers():
@@ -120,9 +134,11 @@ def test_recurrent_mixers(name):
     states = {n: randn(9, *s, dtype=torch.float32 if n == "S" else DTYPE) for n, s in shapes.items()}
 
     def draw():
-        return randn(B, N), torch.randperm(9, device="cuda")[:B]
+        return randn(B, N), torch.randperm(9, device=DEVICE)[:B]
 
     replayed(lambda x, slots: module.step(x, f, states, slots), list(states.values()), draw(), draw)
+    if not GPU:
+        return
     whole, parts = ({n: t.clone() for n, t in states.items()} for _ in range(2))
     x = randn(200, N)
     y = module.run(x, f, whole, 3)
@@ -152,3 +168,12 @@ def test_what_is_row_wise():
     replayed(lambda qkv, pos: preparing.prepare(qkv, p, pos, *turned), [], draw(), draw)
     f = RouterFacts(randn(16, 64), 3, "sigmoid", None, randn(16), (4, 2), factor=2.5, scale=randn(64), norm=n, each=randn(16))
     replayed(lambda x: route_by(x, f)[::-1], [], (x,), lambda: (randn(B, 64),))
+
+
+@pytest.mark.skipif(GPU, reason="what fake tensors are for")
+def test_operations_that_need_values_are_found():
+    h, held, turned = Heads(8, 2, 64, 0.125), [randn(B, 2, S, 64), randn(B, 2, S, 64)], angles(64)
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        reference.attend(randn(B, 12 * 64), *held, positions(), *turned, h)
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+        positions().nonzero()
