@@ -7,6 +7,8 @@
     gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate)
     normed     any family's norm; add: the update of the residual stream
     prepare    what families do to q, k, v before attention that `attend` does not: gates, other norms and rotations
+    latent     attention over latents of keys and values: a step, a prompt, packed prompts
+    delta, mamba2, short_conv   mixers with a state of fixed size: a step, a run (`recurrent`)
     route      the experts of a token in a mixture, and their weights; route_by: by any family's router
     choose     the next token from logits, and one position further
     choose_rows   the same for some of many texts, each with its own seed and temperature
@@ -25,8 +27,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from lowq_kernels.decode import activation, norms, prepare, reference, router
-from lowq_kernels.decode.recurrent import Mixer, delta, dispatched, mamba2, short_conv
+from lowq_kernels.decode import reference
+from lowq_kernels.decode.activation import activated, opened
+from lowq_kernels.decode.latent import DEFINITION as LATENT
+from lowq_kernels.decode.latent import DISPATCHED as ANY_LATENT
+from lowq_kernels.decode.latent import Forms
+from lowq_kernels.decode.norms import add, normed
+from lowq_kernels.decode.prepare import prepare as prepared
+from lowq_kernels.decode.recurrent import Mixer, dispatched
+from lowq_kernels.decode.recurrent.delta import DEFINITION as DELTA
+from lowq_kernels.decode.recurrent.mamba2 import DEFINITION as MAMBA2
+from lowq_kernels.decode.recurrent.short_conv import DEFINITION as SHORT_CONV
+from lowq_kernels.decode.router import route_by as any_router
 from lowq_kernels.dispatch.registry import Config
 from lowq_kernels.optional import optional
 
@@ -67,15 +79,16 @@ class Ops:
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Callable[..., None]
     choose_rows: Callable[..., None]
-    route_by: Callable[..., tuple[torch.Tensor, torch.Tensor]] = router.route_by
-    activated: Callable[..., torch.Tensor] = activation.activated
-    opened: Callable[..., torch.Tensor] = activation.opened
-    normed: Callable[..., torch.Tensor] = norms.normed
-    add: Callable[..., None] = norms.add
-    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepare.prepare
-    delta: Mixer = delta.DEFINITION
-    mamba2: Mixer = mamba2.DEFINITION
-    short_conv: Mixer = short_conv.DEFINITION
+    route_by: Callable[..., tuple[torch.Tensor, torch.Tensor]] = any_router
+    activated: Callable[..., torch.Tensor] = activated
+    opened: Callable[..., torch.Tensor] = opened
+    normed: Callable[..., torch.Tensor] = normed
+    add: Callable[..., None] = add
+    prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepared
+    latent: Forms = LATENT
+    delta: Mixer = DELTA
+    mamba2: Mixer = MAMBA2
+    short_conv: Mixer = SHORT_CONV
     fold: FoldedProducts | None = None
 
 
@@ -102,4 +115,4 @@ def ops(device_type: str) -> Ops:
     choosing = (sample.choose, sample.choose_rows)
     mixers = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
-    return Ops("triton", *plain, fold=folding, **mixers)
+    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **mixers)

@@ -9,6 +9,7 @@ Shapes   B sequences, HQ query heads, HKV key heads, D head dim, S slots of the 
 Rounding everything in fp32 from its 16-bit inputs, rounded once to the dtype of the output.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +156,7 @@ def attend(
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
     if table is not None:
         if h.writes:
-            write(k_cache, v_cache, k, v, table, torch.arange(B, device=pos.device), at)
+            write((k_cache, v_cache), (k, v), table, torch.arange(B, device=pos.device), at)
         one = ((row, place, q[row, :, None]) for row, place in enumerate(at.tolist()))
         return torch.cat([_causal(*each, k_cache, v_cache, table, h) for each in one])
     places = at.tolist()
@@ -190,8 +191,8 @@ def attend_fixed(
     if h.writes and table is None:
         k_cache[rows, :, at], v_cache[rows, :, at] = k, v
     elif h.writes and table is not None:
-        write(k_cache, v_cache, k, v, table, rows, at)
-    k_all, v_all, seen = gathered((k_cache, v_cache), at, h, table)
+        write((k_cache, v_cache), (k, v), table, rows, at)
+    (k_all, v_all), seen = gathered((k_cache, v_cache), at, h, table)
     mask = h.visible(seen, at[:, None])
     k_all, v_all = (torch.where(mask[:, None, :, None], t, 0) for t in (k_all, v_all))
     q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D).to(k_all.dtype)
@@ -200,9 +201,9 @@ def attend_fixed(
 
 
 def gathered(
-    caches: tuple[Cache, Cache], at: torch.Tensor, h: Heads, table: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values (B, HKV, n, D) that tokens at slots `at` (B,) may see, and those slots (B, n), some past the last."""
+    caches: Sequence[Cache], at: torch.Tensor, h: Heads, table: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """What caches hold (B, HKV, n, D) that tokens at slots `at` (B,) may see, and those slots (B, n), some past the last."""
     S, B = caches[0].shape[2], at.shape[0]
     last = S - 1 if table is None else table.shape[1] * S - 1
     first = at.new_zeros(B)
@@ -214,13 +215,13 @@ def gathered(
         n = min(h.span or S, S)
         seen = first[:, None] + torch.arange(n, device=at.device)
         rows = torch.arange(B, device=at.device)[:, None]
-        k, v = (c[:B] if n == S else c[rows, :, seen.clamp(max=last)].transpose(1, 2) for c in caches)
-        return k, v, torch.arange(S, device=at.device).expand(B, S) if n == S else seen
+        held = [c[:B] if n == S else c[rows, :, seen.clamp(max=last)].transpose(1, 2) for c in caches]
+        return held, torch.arange(S, device=at.device).expand(B, S) if n == S else seen
     n = min(-(-h.span // S) + 1 if h.span else table.shape[1], table.shape[1])
     blocks = (first // S)[:, None] + torch.arange(n, device=at.device)
-    held = table[:B].long().gather(1, blocks.clamp(max=table.shape[1] - 1))
-    k, v = (c[held].transpose(1, 2).flatten(2, 3) for c in caches)
-    return k, v, (blocks[..., None] * S + torch.arange(S, device=at.device)).flatten(1)
+    here = table[:B].long().gather(1, blocks.clamp(max=table.shape[1] - 1))
+    held = [c[here].transpose(1, 2).flatten(2, 3) for c in caches]
+    return held, (blocks[..., None] * S + torch.arange(S, device=at.device)).flatten(1)
 
 
 def attend_prompt(
@@ -255,7 +256,7 @@ def attend_packed(
     at = p.pos.long()
     q, k, v = split_heads(qkv, cos[at], sin[at], h)
     if h.writes:
-        write(k_cache, v_cache, k, v, p.table, p.rows.long(), at)
+        write((k_cache, v_cache), (k, v), p.table, p.rows.long(), at)
     y = torch.zeros(q.shape[0], h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     for first, end in p.tiles.tolist():
         if first < end:
@@ -265,18 +266,13 @@ def attend_packed(
 
 
 def write(
-    k_cache: Cache,
-    v_cache: Cache,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    table: torch.Tensor,
-    rows: torch.Tensor,
-    at: torch.Tensor,
+    caches: Sequence[Cache], held: Sequence[torch.Tensor], table: torch.Tensor, rows: torch.Tensor, at: torch.Tensor
 ) -> None:
-    """k, v (M, HKV, D) to slots `at` (M,) of `rows` (M,)."""
-    BLOCK = k_cache.shape[2]
+    """What each paged cache is to hold, (M, HKV, D), to slots `at` (M,) of `rows` (M,)."""
+    BLOCK = caches[0].shape[2]
     blocks = table[rows, at // BLOCK].long()
-    k_cache[blocks, :, at % BLOCK], v_cache[blocks, :, at % BLOCK] = k, v
+    for cache, x in zip(caches, held, strict=True):
+        cache[blocks, :, at % BLOCK] = x
 
 
 def _causal(

@@ -188,8 +188,8 @@ def load_kernels(device: str = "") -> None:
 
 
 def kernels(op: Op = "product", device: str = "") -> dict[str, KernelSpec]:
-    """Every kernel of an operation that can be imported here, by name; of products on a "cpu" perhaps only those for it."""
-    load_kernels(device if op == "product" else "")
+    """Every kernel of an operation that can be imported here, by name; on a "cpu" perhaps only those for it."""
+    load_kernels(device)
     return {name: s for name, s in KERNELS.items() if s.op == op}
 
 

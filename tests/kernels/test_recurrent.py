@@ -1,6 +1,7 @@
 """Gated delta, Mamba2 and short convolutions: steps and runs against a loop in fp64 and against transformers' modules."""
 
 import dataclasses
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -156,7 +157,7 @@ def pieces(x, f, cuts, slot=3):
     for t in held.values():
         t[torch.arange(SLOTS) != slot] = float("nan")
     places = [0, *cuts, x.shape[0]]
-    y = torch.cat([kind(f).run(x[a:b], f, held, slot) for a, b in zip(places, places[1:], strict=False)])
+    y = torch.cat([kind(f).run(x[a:b], f, held, slot) for a, b in pairwise(places)])
     assert all(t[torch.arange(SLOTS) != slot].isnan().all() for t in held.values())
     return y, {name: t[slot] for name, t in held.items()}
 
