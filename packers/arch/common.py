@@ -199,10 +199,10 @@ def wrapper(
     prefix: str = "model.language_model.",
     files: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head"),),
 ) -> Callable[[Any], Model]:
-    """A model with a text part: that part, which the wrapper's config has as text_config, under a prefix."""
+    """A model with a text part: that part under a prefix. Its config is text_config, or in old files the whole config."""
 
     def described(c: Any) -> Model:
-        inside = text(c.text_config)
+        inside = text(getattr(c, "text_config", None) or c)
         extra = tuple(prefix + e.removeprefix("model.") if e.startswith("model.") else e for e in inside.extra)
         tied = bool(c.tie_word_embeddings)
         return replace(inside, prefix=prefix, beside=beside, tied=tied, files=files, extra=extra)

@@ -56,5 +56,5 @@ FAMILIES = (
     Family("mistral", mistral, WINDOW, gguf="llama", mlx=True),
     Family("ministral", ministral, WINDOW | {"layer_types": None}, layer_types=layer_types),
     Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None}),
-    Family("mistral3", wrapper(text, *TOWERS), text="mistral"),
+    Family("mistral3", wrapper(text, *TOWERS), {"tie_word_embeddings": True}, text="mistral"),
 )

@@ -1,4 +1,4 @@
-"""Tiny configs and models of the described families, every fact of them switched on: windows, groups, biases, constants, towers.
+"""Tiny configs and models of the described families, every fact of theirs switched on: windows, groups, biases, constants.
 
 `tiny.py` makes a model of any family from its class's defaults; here values are such that a fact which is left out shows.
 A name is a model_type, or one with a variant: "deepseek_v2/groups".
