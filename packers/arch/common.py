@@ -178,8 +178,16 @@ def pre_norm(
     return Update((first,), before[0], **more), Update((second,), before[1], **more)
 
 
-def model(c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | None = None, **more: Any) -> Model:
-    """Layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given."""
+def model(
+    c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | None = None, by_layer: bool = False, **more: Any
+) -> Model:
+    """Layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given.
+
+    by_layer: whether the family reads per_layer_config, in which transformers lets layers of any model differ.
+    """
+    differ = getattr(c, "is_heterogeneous", False) or isinstance(getattr(c, "per_layer_config", None), dict)
+    unless(differ and not by_layer, "layers that differ by per_layer_config")
+    unless(getattr(c, "is_causal", True) is False, "attention that is not causal")
     made = tuple(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers))
     return Model(
         made, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(getattr(c, "tie_word_embeddings", False)), **more
@@ -188,9 +196,8 @@ def model(c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | 
 
 def mtp_layers(c: Any) -> tuple[str, ...]:
     """Prefixes of the layers beyond the last, in which DeepSeek's kin publish their heads that predict further tokens."""
-    n = getattr(c, "num_mtp_layers", None)  # transformers' name since 5.20
-    n = getattr(c, "num_nextn_predict_layers", 0) if n is None else n
-    return tuple(f"model.layers.{c.num_hidden_layers + i}." for i in range(n or 0))
+    n = getattr(c, "num_nextn_predict_layers", 0) or 0
+    return tuple(f"model.layers.{c.num_hidden_layers + i}." for i in range(n))
 
 
 def wrapper(

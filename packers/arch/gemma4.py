@@ -85,7 +85,7 @@ def gemma4_text(c: Any) -> Model:
         table = TokenTable("embed_tokens_per_layer", *sizes, project, c.hidden_size**-0.5, norm)
     unused = (f"model.layers.{i}.self_attn.{m}." for i in range(n) if shares(c, i) is not None for m in OF_KEYS)
     scales = {"embed_scale": c.hidden_size**0.5, "softcap": float(c.final_logit_softcapping or 0.0)}
-    return model(c, layer, tokens=table, extra=tuple(unused), **scales)
+    return model(c, layer, by_layer=True, tokens=table, extra=tuple(unused), **scales)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ BASE = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_epsilon"), 0.02),
 }  # fmt: skip
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -99,7 +100,8 @@ TEXTS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": QWEN_MOE | SHARED | DELTA,
     "deepseek_v2": LATENT | NO_RANK | {"topk_method": "greedy"},
-    "deepseek_v2/groups": LATENT | GROUPS | {"topk_method": "group_limited_greedy", "attention_bias": True},
+    "deepseek_v2/groups": LATENT
+    | {"n_group": 4, "topk_group": 1, "topk_method": "group_limited_greedy", "attention_bias": True},
     "deepseek_v3": V3,
     "deepseek_v3/halves": LATENT | NO_RANK | {"rope_interleave": False, "n_group": 1, "topk_group": 1},
     "kimi_k2": V3,
