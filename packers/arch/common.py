@@ -102,7 +102,7 @@ def attention(
     """Llama's attention, its projections by name: q, k and v, or one that holds them. more: what else `Attention` has."""
     D, kv = more.pop("dim", 0) or head_dim(c), more.pop("kv_heads", 0) or kv_heads(c)
     parts = (c.num_attention_heads * D * (2 if more.get("gated") else 1), kv * D, kv * D)
-    rows = (sum(parts),) if len(names) == 1 and "shares" not in more else parts[: len(names)]
+    rows = (sum(parts),) if len(names) == 1 and more.get("shares") is None else parts[: len(names)]
     turned = rope(c) if isinstance(turned, str) else turned
     return Attention(
         linear(c, tuple(f"{p}.{module}.{n}" for n in names), rows, bias=bias, cut="rows"),
