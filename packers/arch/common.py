@@ -102,7 +102,7 @@ def attention(
     """Llama's attention, its projections by name: q, k and v, or one that holds them. more: what else `Attention` has."""
     D, kv = more.pop("dim", 0) or head_dim(c), more.pop("kv_heads", 0) or kv_heads(c)
     parts = (c.num_attention_heads * D * (2 if more.get("gated") else 1), kv * D, kv * D)
-    rows = (sum(parts),) if len(names) == 1 and "shares" not in more else parts[: len(names)]
+    rows = (sum(parts),) if len(names) == 1 and more.get("shares") is None else parts[: len(names)]
     turned = rope(c) if isinstance(turned, str) else turned
     return Attention(
         linear(c, tuple(f"{p}.{module}.{n}" for n in names), rows, bias=bias, cut="rows"),
@@ -178,8 +178,16 @@ def pre_norm(
     return Update((first,), before[0], **more), Update((second,), before[1], **more)
 
 
-def model(c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | None = None, **more: Any) -> Model:
-    """Layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given."""
+def model(
+    c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | None = None, by_layer: bool = False, **more: Any
+) -> Model:
+    """Layers "layers.0" to "layers.n-1", each made by layer(i, path); the last norm is "norm" unless given.
+
+    by_layer: whether the family reads per_layer_config, in which transformers lets layers of any model differ.
+    """
+    differ = getattr(c, "is_heterogeneous", False) or isinstance(getattr(c, "per_layer_config", None), dict)
+    unless(differ and not by_layer, "layers that differ by per_layer_config")
+    unless(getattr(c, "is_causal", True) is False, "attention that is not causal")
     made = tuple(layer(i, f"layers.{i}") for i in range(c.num_hidden_layers))
     return Model(
         made, norm or rms(c, "norm"), c.vocab_size, c.hidden_size, bool(getattr(c, "tie_word_embeddings", False)), **more
@@ -188,9 +196,8 @@ def model(c: Any, layer: Callable[[int, str], tuple[Update, ...]], norm: Norm | 
 
 def mtp_layers(c: Any) -> tuple[str, ...]:
     """Prefixes of the layers beyond the last, in which DeepSeek's kin publish their heads that predict further tokens."""
-    n = getattr(c, "num_mtp_layers", None)  # transformers' name since 5.20
-    n = getattr(c, "num_nextn_predict_layers", 0) if n is None else n
-    return tuple(f"model.layers.{c.num_hidden_layers + i}." for i in range(n or 0))
+    n = getattr(c, "num_nextn_predict_layers", 0) or 0
+    return tuple(f"model.layers.{c.num_hidden_layers + i}." for i in range(n))
 
 
 def wrapper(
@@ -199,10 +206,10 @@ def wrapper(
     prefix: str = "model.language_model.",
     files: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head"),),
 ) -> Callable[[Any], Model]:
-    """A model with a text part: that part, which the wrapper's config has as text_config, under a prefix."""
+    """A model with a text part: that part under a prefix. Its config is text_config, or in old files the whole config."""
 
     def described(c: Any) -> Model:
-        inside = text(c.text_config)
+        inside = text(getattr(c, "text_config", None) or c)
         extra = tuple(prefix + e.removeprefix("model.") if e.startswith("model.") else e for e in inside.extra)
         tied = bool(c.tie_word_embeddings)
         return replace(inside, prefix=prefix, beside=beside, tied=tied, files=files, extra=extra)

@@ -69,7 +69,7 @@ def decoder(c: Any, attend: Callable[[str], Mixer], mix: Callable[[str], Experts
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
         kinds = getattr(c, "mlp_layer_types", None)
-        dense = kinds[i] == "dense" if kinds else i < c.first_k_dense_replace
+        dense = kinds[i] == "dense" if kinds else i < getattr(c, "first_k_dense_replace", 1)
         return pre_norm(c, p, attend(f"{p}.self_attn"), mlp(c, f"{p}.mlp") if dense else mix(f"{p}.mlp"))
 
     return model(c, layer, extra=mtp_layers(c), **more)
@@ -109,13 +109,18 @@ V3 = SHARED | {
     "eos_token_id": 1, "num_key_value_heads": 128, "first_k_dense_replace": 3, "kv_lora_rank": 512, "q_lora_rank": 1536,
     "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "routed_scaling_factor": 2.5, "topk_group": 4, "num_experts_per_tok": 8, "norm_topk_prob": True,
-    "moe_intermediate_size": 2048, "rope_interleave": True,
+    "moe_intermediate_size": 2048, "rope_interleave": True, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+MISTRAL4 = {k: v for k, v in V3.items() if k != "num_nextn_predict_layers"} | {
+    "eos_token_id": 2, "num_key_value_heads": 32, "first_k_dense_replace": 0, "kv_lora_rank": 256, "q_lora_rank": 1024,
+    "n_group": 1, "n_routed_experts": 128, "qk_nope_head_dim": 64, "routed_scaling_factor": 1.0, "topk_group": 1,
+    "num_experts_per_tok": 4,
 }  # fmt: skip
 TOWERS = ("model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector.")
 FAMILIES = (
     Family("deepseek_v2", deepseek_v2, V2),
     Family("deepseek_v3", deepseek_v3, V3),
     Family("kimi_k2", deepseek_v3, V3),
-    Family("kimi_k25", wrapper(deepseek_v3, *TOWERS), text="deepseek_v3"),
-    Family("mistral4", mistral4),
+    Family("kimi_k25", wrapper(deepseek_v3, *TOWERS), {"tie_word_embeddings": True}, text="deepseek_v3"),
+    Family("mistral4", mistral4, MISTRAL4),
 )

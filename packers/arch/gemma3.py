@@ -41,5 +41,5 @@ DEFAULTS = {
 }  # fmt: skip
 FAMILIES = (
     Family("gemma3_text", gemma3_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types),
-    Family("gemma3", gemma3, text="gemma3_text"),
+    Family("gemma3", gemma3, {"tie_word_embeddings": True}, text="gemma3_text"),
 )

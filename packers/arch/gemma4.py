@@ -1,11 +1,13 @@
 """Gemma 4: two sizes of heads, keys for values, shared keys, experts beside an MLP, embeddings for each layer."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from lowq_packers.arch import Family
 from lowq_packers.arch.common import (
     FULL,
+    SLIDING,
     STACKS,
     attention,
     experts,
@@ -81,11 +83,28 @@ def gemma4_text(c: Any) -> Model:
         project, norm = linear(c, "per_layer_model_projection", n * d), rms(c, "per_layer_projection_norm", d)
         sizes = (c.vocab_size_per_layer_input, n, d, d**0.5)
         table = TokenTable("embed_tokens_per_layer", *sizes, project, c.hidden_size**-0.5, norm)
-    return model(c, layer, embed_scale=c.hidden_size**0.5, softcap=float(c.final_logit_softcapping or 0.0), tokens=table)
+    unused = (f"model.layers.{i}.self_attn.{m}." for i in range(n) if shares(c, i) is not None for m in OF_KEYS)
+    scales = {"embed_scale": c.hidden_size**0.5, "softcap": float(c.final_logit_softcapping or 0.0)}
+    return model(c, layer, by_layer=True, tokens=table, extra=tuple(unused), **scales)
 
 
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer, for a config.json that names none."""
+    n = config["num_hidden_layers"]
+    return [FULL if i % 6 == 5 or i == n - 1 else SLIDING for i in range(n)]
+
+
+OF_KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # which files have for layers that share another's, too
+DEFAULTS = {
+    "eos_token_id": 1, "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False,
+    "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "layer_types": None, "final_logit_softcapping": None,
+    "use_bidirectional_attention": None, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
+    "attention_k_eq_v": False, "num_kv_shared_layers": 0, "enable_moe_block": False, "use_double_wide_mlp": False,
+    "num_experts": None, "top_k_experts": None, "moe_intermediate_size": None, "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+}  # fmt: skip
 TOWERS = tuple(f"model.{n}." for n in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"))
 FAMILIES = (
-    Family("gemma4_text", gemma4_text, rope_theta=1000000.0),
-    Family("gemma4", wrapper(gemma4_text, *TOWERS, files=()), text="gemma4_text"),
+    Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, layer_types=layer_types),
+    Family("gemma4", wrapper(gemma4_text, *TOWERS, files=()), {"tie_word_embeddings": True}, text="gemma4_text"),
 )

@@ -39,9 +39,16 @@ MOE = DEFAULTS | {
     "eos_token_id": None, "num_key_value_heads": 8, "attention_bias": False, "moe_intermediate_size": 1408,
     "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False,
+    "num_nextn_predict_layers": 1,
+}  # fmt: skip
+LITE = DEFAULTS | {
+    "eos_token_id": 1, "num_key_value_heads": 20, "attention_bias": False, "moe_intermediate_size": 1536,
+    "num_experts_per_tok": 4, "n_shared_experts": 1, "n_routed_experts": 64, "routed_scaling_factor": 1.8, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_rope_head_dim": 64,
+    "v_head_dim": 256, "qk_nope_head_dim": 192, "rope_interleave": True, "mlp_layer_types": None,
 }  # fmt: skip
 FAMILIES = (
     Family("glm4", glm4, GLM4),
     Family("glm4_moe", glm4_moe, MOE),
-    Family("glm4_moe_lite", glm4_moe_lite),
+    Family("glm4_moe_lite", glm4_moe_lite, LITE),
 )

@@ -1,10 +1,11 @@
 """gpt-oss: a sink for each head, windows in every second layer, biases everywhere, a mixture whose gate is clamped."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import STACKS, attention, experts, model, pre_norm, router, unless, window
+from lowq_packers.arch.common import FULL, SLIDING, STACKS, attention, experts, model, pre_norm, router, unless, window
 from lowq_packers.arch.parts import Experts, Model, Update
 
 
@@ -24,4 +25,13 @@ def gpt_oss(c: Any) -> Model:
     return model(c, layer)
 
 
-FAMILIES = (Family("gpt_oss", gpt_oss, rope_theta=150000.0),)
+def layer_types(config: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer, for a config.json that names none."""
+    return [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
+
+
+DEFAULTS = {
+    "eos_token_id": None, "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 64, "attention_bias": True,
+    "sliding_window": 128, "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+}  # fmt: skip
+FAMILIES = (Family("gpt_oss", gpt_oss, DEFAULTS, 150000.0, layer_types=layer_types),)

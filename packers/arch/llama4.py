@@ -23,12 +23,12 @@ CHUNKED = "chunked_attention"
 
 
 def attend(c: Any, i: int, p: str) -> Attention:
-    unit = rms(c, "", head_dim(c))
-    turned = c.no_rope_layers[i]  # which says 1 where there is one
+    unit, kinds = rms(c, "", head_dim(c)), c.layer_types
+    turned = c.no_rope_layers[i] if c.no_rope_layers else (i + 1) % c.no_rope_layer_interval  # 1 or more where there is one
     norms = {"q_norm": unit, "k_norm": unit, "norm_last": True} if c.use_qk_norm and turned else {}
     if c.attn_temperature_tuning and not turned:
         norms = {"position_scale": PositionScale(float(c.attn_scale), float(c.floor_scale), 1)}
-    chunk = (c.attention_chunk_size or 0) if c.layer_types[i] == CHUNKED else 0
+    chunk = (c.attention_chunk_size or 0) if (kinds[i] == CHUNKED if kinds else turned) else 0
     rotation = rope(c, pairing="neighbours") if turned else None
     return attention(c, p, c.attention_bias, c.attention_bias, turned=rotation, chunk=chunk, **norms)
 
@@ -37,7 +37,7 @@ def llama4_text(c: Any) -> Model:
     routed = range(c.interleave_moe_layer_step - 1, c.num_hidden_layers, c.interleave_moe_layer_step)
 
     def second(i: int, p: str) -> Mlp | Experts:
-        if i not in (routed if getattr(c, "moe_layers", None) is None else c.moe_layers):
+        if i not in (routed if c.moe_layers is None else c.moe_layers):
             return mlp(c, p, c.intermediate_size_mlp)
         of = router(c, f"{p}.router", c.num_local_experts, score="sigmoid", normalise=False, rounded=True)
         more = {"stacked": True, "transposed": "both", "weigh_inputs": True, "shared": mlp(c, f"{p}.shared_expert")}
@@ -54,7 +54,14 @@ def llama4(c: Any) -> Model:
     return replace(whole, head="language_model.lm_head", tied=bool(c.text_config.tie_word_embeddings))
 
 
+DEFAULTS = {
+    "eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "attention_bias": False, "intermediate_size_mlp": 16384, "num_experts_per_tok": 1, "num_local_experts": 16,
+    "moe_layers": None, "interleave_moe_layer_step": 1, "use_qk_norm": True, "no_rope_layers": None,
+    "no_rope_layer_interval": 4, "attention_chunk_size": 8192, "layer_types": None, "attn_temperature_tuning": True,
+    "floor_scale": 8192, "attn_scale": 0.1,
+}  # fmt: skip
 FAMILIES = (
-    Family("llama4_text", llama4_text, rope_theta=500000.0),
-    Family("llama4", llama4, text="llama4_text"),
+    Family("llama4_text", llama4_text, DEFAULTS, 500000.0),
+    Family("llama4", llama4, {"tie_word_embeddings": False}, text="llama4_text"),
 )

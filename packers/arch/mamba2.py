@@ -19,4 +19,9 @@ def mamba2(c: Any) -> Model:
     return model(c, layer, Norm("norm_f", c.hidden_size, eps), embed="embeddings", prefix="backbone.")
 
 
-FAMILIES = (Family("mamba2", mamba2),)
+DEFAULTS = {
+    "eos_token_id": 2, "tie_word_embeddings": False, "num_heads": 128, "head_dim": 64, "state_size": 128,
+    "layer_norm_epsilon": 1e-5, "expand": 2, "conv_kernel": 4, "n_groups": 8, "use_bias": False, "use_conv_bias": True,
+    "hidden_act": "silu", "time_step_limit": (0.0, float("inf")),
+}  # fmt: skip
+FAMILIES = (Family("mamba2", mamba2, DEFAULTS),)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lowq_packers.arch import Family
+from lowq_packers.arch import Family, families
 from lowq_packers.arch.common import FULL, SLIDING, attention, mlp, model, pre_norm, rope_parameters, unless, window, wrapper
 from lowq_packers.arch.parts import Model, PositionScale, Update
 
@@ -40,7 +40,8 @@ def ministral3(c: Any) -> Model:
 
 
 def text(c: Any) -> Model:
-    return (ministral3 if c.model_type == "ministral3" else mistral)(c)
+    """Mistral 3's language model, which is any of Mistral's."""
+    return families()[c.model_type].describe(c)
 
 
 def layer_types(config: Mapping[str, Any]) -> list[str]:
@@ -55,5 +56,5 @@ FAMILIES = (
     Family("mistral", mistral, WINDOW, gguf="llama", mlx=True),
     Family("ministral", ministral, WINDOW | {"layer_types": None}, layer_types=layer_types),
     Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None}),
-    Family("mistral3", wrapper(text, *TOWERS), text="mistral"),
+    Family("mistral3", wrapper(text, *TOWERS), {"tie_word_embeddings": True}, text="mistral"),
 )

@@ -35,12 +35,12 @@ def mixture(c: Any, p: str) -> Experts:
 
 
 def mixer(c: Any, kind: str, p: str) -> Mixer:
-    if kind == "linear_attention":
+    if kind in ("linear_attention", "mamba"):
         unless(c.mamba_hidden_act != "silu", f"a convolution with activation {c.mamba_hidden_act}")
         sizes = (c.mamba_num_heads, c.mamba_head_dim, c.n_groups, c.ssm_state_size, c.conv_kernel)
         limit = (c.time_step_min, float("inf"))  # as transformers' prompts have it
         return mamba2(c, p, *sizes, c.layer_norm_epsilon, biases=(c.use_bias, c.use_bias, c.use_conv_bias), limit=limit)
-    if kind == "full_attention":
+    if kind in ("full_attention", "attention"):
         return attention(c, p.removesuffix(".mixer"), module="mixer", turned=None)
     if kind == "moe":
         return mixture(c, p)
@@ -64,4 +64,12 @@ DEFAULTS = {
     "eos_token_id": 3, "tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None, "hidden_act": "relu2",
     "norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-FAMILIES = (Family("nemotron", nemotron, DEFAULTS), Family("nemotron_h", nemotron_h))
+HYBRID = {
+    "eos_token_id": 2, "tie_word_embeddings": False, "layers_block_type": None, "num_key_value_heads": 8, "head_dim": 128,
+    "mlp_hidden_act": "relu2", "mlp_bias": False, "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu", "n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001, "use_conv_bias": True,
+    "n_routed_experts": 8, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+    "moe_latent_size": None, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "use_bias": False, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+FAMILIES = (Family("nemotron", nemotron, DEFAULTS), Family("nemotron_h", nemotron_h, HYBRID))

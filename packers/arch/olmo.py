@@ -14,6 +14,7 @@ from lowq_packers.arch.common import (
     norms_of_all,
     rms,
     rope,
+    unless,
     window,
 )
 from lowq_packers.arch.parts import Attention, Model, Update
@@ -51,9 +52,11 @@ def exaone4(c: Any) -> Model:
     return model(c, layer)
 
 
-def every_fourth(config: Mapping[str, Any]) -> list[str]:
+def by_pattern(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer, for a config.json that names none."""
-    return [SLIDING if (i + 1) % 4 else FULL for i in range(config["num_hidden_layers"])]
+    every = config.get("sliding_window_pattern", 4)
+    unless(not isinstance(every, int), f"sliding_window_pattern {every!r}")
+    return [SLIDING if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
 
 
 DEFAULTS = {
@@ -61,8 +64,12 @@ DEFAULTS = {
     "attention_bias": False,
 }  # fmt: skip
 OLMO3 = DEFAULTS | {"sliding_window": 4096, "layer_types": None}
+EXAONE4 = {
+    "eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_heads": 32, "hidden_act": "silu", "sliding_window": 4096,
+    "sliding_window_pattern": 4, "layer_types": None,
+}  # fmt: skip
 FAMILIES = (
     Family("olmo2", olmo2, DEFAULTS),
-    Family("olmo3", olmo3, OLMO3, 500000.0, layer_types=every_fourth),
-    Family("exaone4", exaone4),
+    Family("olmo3", olmo3, OLMO3, 500000.0, layer_types=by_pattern),
+    Family("exaone4", exaone4, EXAONE4, layer_types=by_pattern),
 )

@@ -5,7 +5,7 @@ from typing import Any
 from lowq_packers.arch import Family
 from lowq_packers.arch.common import STACKS, attention, head_norms, mlp, model, pre_norm, window, wrapper
 from lowq_packers.arch.parts import Model, Update
-from lowq_packers.arch.qwen2 import DEFAULTS, WINDOW, layer_types, mixture, sparse
+from lowq_packers.arch.qwen2 import DEFAULTS, VL_TOP, WINDOW, layer_types, mixture, sparse
 
 
 def qwen3(c: Any) -> Model:
@@ -22,7 +22,7 @@ def qwen3_moe(c: Any, normalise: bool | None = None, **more: Any) -> Model:
     normalise = c.norm_topk_prob if normalise is None else normalise
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        near = c.sliding_window or 0
+        near = getattr(c, "sliding_window", None) or 0
         a = attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, window=near, **head_norms(c, p))
         stacks = {k: f"{p}.{v}" if k == "files" else v for k, v in more.items()}
         return pre_norm(c, p, a, mixture(c, f"{p}.mlp", normalise, False, **stacks) if sparse(c, i) else mlp(c, f"{p}.mlp"))
@@ -52,6 +52,6 @@ FAMILIES = (
     Family("qwen3_moe", qwen3_moe, DEFAULTS | MOE, gguf="qwen3moe", mlx=True),
     Family("qwen3_vl_text", qwen3, VL, 500000.0),
     Family("qwen3_vl_moe_text", qwen3_vl_moe_text, VL_MOE, 500000.0),
-    Family("qwen3_vl", wrapper(qwen3, "model.visual.", files=()), text="qwen3_vl_text"),
-    Family("qwen3_vl_moe", wrapper(qwen3_vl_moe_text, "model.visual.", files=()), text="qwen3_vl_moe_text"),
+    Family("qwen3_vl", wrapper(qwen3, "model.visual.", files=()), VL_TOP, text="qwen3_vl_text"),
+    Family("qwen3_vl_moe", wrapper(qwen3_vl_moe_text, "model.visual.", files=()), VL_TOP, text="qwen3_vl_moe_text"),
 )

@@ -21,7 +21,7 @@ from lowq_packers.arch.common import (
 )
 from lowq_packers.arch.gemma import one
 from lowq_packers.arch.parts import Conv, GatedDelta, Mixer, Model, Update
-from lowq_packers.arch.qwen2 import mixture, sparse
+from lowq_packers.arch.qwen2 import VL_TOP, mixture, sparse
 
 
 def delta(c: Any, p: str, grouped: bool) -> GatedDelta:
@@ -94,6 +94,6 @@ FAMILIES = (
     Family("qwen3_next", qwen3_next, DEFAULTS | NEXT, layer_types=layer_types),
     Family("qwen3_5_text", qwen3_5_text, DEFAULTS | {"num_key_value_heads": 4}, layer_types=layer_types),
     Family("qwen3_5_moe_text", qwen3_5_moe_text, DEFAULTS | MOE, layer_types=layer_types),
-    Family("qwen3_5", wrapper(qwen3_5_text, "model.visual.", files=()), text="qwen3_5_text"),
-    Family("qwen3_5_moe", wrapper(qwen3_5_moe_text, "model.visual.", files=()), text="qwen3_5_moe_text"),
+    Family("qwen3_5", wrapper(qwen3_5_text, "model.visual.", files=()), VL_TOP, text="qwen3_5_text"),
+    Family("qwen3_5_moe", wrapper(qwen3_5_moe_text, "model.visual.", files=()), VL_TOP, text="qwen3_5_moe_text"),
 )

@@ -1,0 +1,202 @@
+"""Descriptions of families: names and shapes are those of transformers, tiny and as published, in modules and in files."""
+
+import math
+import sys
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+sys.path.insert(0, str(Path(__file__).parent))
+from described import NAMES, auto, config, model
+from published import BILLIONS, CONFIGS
+
+from lowq_cli.files.source import open_source
+from lowq_cli.hf.structure import roles
+from lowq_packers.arch import families
+from lowq_packers.arch.common import NotDescribed
+from lowq_packers.arch.names import tensors
+
+OWN = [name for name in NAMES if "/" not in name]
+KINDS = {  # of some tensors, where names alone do not say it: what a description says -> what they are held for without one
+    ("router", "mlp"), ("router", "other"), ("mlp", "other"), ("attention", "other"),
+    ("recurrent", "attention"), ("recurrent", "other"),
+}  # fmt: skip
+# Files that transformers writes in another form than publishers do; it reads both.
+OTHERWISE = {
+    "qwen3_5_moe": "published with the experts of a layer in two tensors, written one by one",
+    "qwen3_5_moe_text": "the same",
+    "qwen3_vl_moe": "published with the stacks of experts transposed, written as the module has them",
+    "kimi_k25": "transformers 5.23 writes the language model's layers as blocks, a name of its tower",
+}
+
+
+def family_of(name):
+    return families()[name.partition("/")[0]]
+
+
+def class_of(model_type):
+    return CONFIG_MAPPING["deepseek_v3" if model_type == "kimi_k2" else model_type]
+
+
+def on_meta(c):
+    with torch.device("meta"):
+        return auto(c).from_config(c)
+
+
+def shapes(model, d):
+    """What a model of transformers holds of its text part, the head left out where it is the embedding."""
+    held = {k: tuple(v.shape) for k, v in model.state_dict().items() if not k.startswith(d.beside or "/")}
+    return {k: v for k, v in held.items() if not (d.tied and k == f"{d.head}.weight")}
+
+
+def forms(d, form):
+    """Names and shapes in one form, for each place that files may have."""
+    return [{k: t.shape for k, t in tensors(d, form, place).items()} for place in (None, *d.files)]
+
+
+def published(name):
+    return class_of(name.partition("/")[0]).from_dict(deepcopy(CONFIGS[name]))
+
+
+def test_every_family_has_a_tiny_model_and_a_published_size():
+    inside = {name for name in families() if name.endswith("vl_text") or name == "qwen3_vl_moe_text"}
+    assert {n.partition("/")[0] for n in NAMES} == families().keys() - inside
+    assert {n.partition("/")[0] for n in CONFIGS} >= families().keys() - inside - {"qwen3_5_moe_text"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tiny_models_names_and_shapes_are_those_of_transformers(name):
+    c = config(name)
+    d = family_of(name).describe(c)
+    assert forms(d, "modules")[0] == shapes(on_meta(c), d)
+    assert {*map(type, forms(d, "modules")[0].values())} == {tuple}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_models_names_and_shapes_are_those_of_transformers(name):
+    c = published(name)
+    d = family_of(name).describe(c)
+    found = forms(d, "modules")[0]
+    assert found == shapes(on_meta(c), d)
+    count = sum(map(math.prod, found.values()))
+    print(f"{name}: {count:,} parameters")
+    assert abs(count / 1e9 / BILLIONS[name] - 1) < 0.01
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_hold_what_the_description_says_and_each_tensor_is_what_it_says(name, tmp_path):
+    made = model(name)
+    made.save_pretrained(tmp_path)
+    d = family_of(name).describe(made.config)
+    held = {}
+    for path in tmp_path.glob("*.safetensors"):
+        with safe_open(path, "pt") as f:
+            held |= {k: tuple(f.get_slice(k).get_shape()) for k in f.keys() if not k.startswith(d.beside or "/")}  # noqa: SIM118
+    assert (held in forms(d, "files")) != (name in OTHERWISE)
+    if name == "kimi_k25":
+        return
+    with open_source(tmp_path) as source:
+        theirs = {k: r for k, r in roles(source.config, source.headers).items() if not k.startswith(d.beside or "/")}
+    ours = max((tensors(d, "files", p) for p in (None, *d.files)), key=lambda found: len(found.keys() & theirs.keys()))
+    assert {(t.kind, theirs[k].kind) for k, t in ours.items() if k in theirs and t.kind != theirs[k].kind} <= KINDS
+    split = set().union(*(tensors(d, "split", p) for p in (None, *d.files)))
+    assert {f"{part.name}.weight" for r in theirs.values() for part in r.parts} <= split
+
+
+@pytest.mark.parametrize("name", [n for n, f in families().items() if n in CONFIG_MAPPING or n == "kimi_k2"])
+def test_defaults_are_those_of_transformers(name):
+    family, cls = families()[name], class_of(name)
+    made_of = {"global_head_dim", "num_global_key_value_heads"} if name == "gemma4_text" else set()  # of per_layer_config
+    alias = {theirs: ours for ours, theirs in cls.attribute_map.items()}
+    wanted = {k: getattr(cls, k if hasattr(cls, k) else alias[k]) for k in family.defaults if k not in made_of}
+    assert {k: v for k, v in family.defaults.items() if k not in made_of} == wanted
+    if not family.text and not isinstance(cls.default_theta, dict) and name != "gemma4_text":
+        assert family.rope_theta == cls.default_theta
+
+
+def as_fields(raw, theirs, family):
+    """config.json's fields with defaults filled in, as a reader without transformers has them; rotation as it has that."""
+    fields = {**family.defaults, **raw}
+    if family.text:
+        nested = raw.get("text_config", raw)
+        text = families()[nested.get("model_type", family.text)]
+        fields["text_config"] = as_fields({"model_type": text.model_type} | nested, theirs.text_config, text)
+        return SimpleNamespace(**fields)
+    if family.layer_types and fields.get("layer_types") is None:
+        fields["layer_types"] = family.layer_types(fields)
+    if not fields.get("use_sliding_window", True):
+        fields["sliding_window"] = None
+    return SimpleNamespace(**fields | {"rope_parameters": getattr(theirs, "rope_parameters", None)})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_json_is_described_without_transformers_as_with_it(name):
+    family, theirs = family_of(name), published(name)
+    ours = as_fields(deepcopy(CONFIGS[name]), theirs, family)
+    assert family.describe(ours) == family.describe(theirs)
+    if not family.text and ours.rope_parameters and "full_attention" not in ours.rope_parameters:  # old files have it outside
+        ours.rope_parameters = {k: v for k, v in ours.rope_parameters.items() if k != "partial_rotary_factor"}
+        assert family.describe(ours) == family.describe(theirs)
+
+
+@pytest.mark.parametrize("name", [n for n in OWN if not families()[n].text])
+def test_a_config_json_that_says_sizes_alone_is_described_as_its_class_fills_it_in(name):
+    cls, family = class_of(name), families()[name]
+    default = cls()
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
+    raw = {k: getattr(default, k) for k in fields if hasattr(default, k)} | {"model_type": name}
+    raw |= {"num_experts_per_tok": 6} if name == "deepseek_v2" else {}
+    raw |= {"layers_block_type": ["linear_attention", "moe"], "num_hidden_layers": 2} if name == "nemotron_h" else {}
+    theirs = cls.from_dict(dict(raw))
+    assert family.describe(as_fields(raw, theirs, family)) == family.describe(theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_configs_have_equal_descriptions(name):
+    describe = family_of(name).describe
+    first, second = describe(config(name)), describe(config(name))
+    assert first == second
+    assert hash(first) == hash(second)
+    assert describe(config(name, vocab_size=168)) != first
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("deepseek_v3", ("model.layers.61.",)), ("glm4_moe", ("model.layers.46.",)), ("glm4_moe_lite", ("model.layers.47.",)),
+        ("kimi_k2", ()), ("qwen3_next", ("mtp.",)), ("qwen3_5", ("mtp.",)), ("nemotron_h", ("mtp.",)),
+    ],
+)  # fmt: skip
+def test_heads_for_further_tokens_are_named(name, extra):
+    assert family_of(name).describe(published(name)).extra == extra
+
+
+def test_keys_of_layers_that_share_anothers_are_named_too():
+    extra = family_of("gemma4").describe(published("gemma4/e2b")).extra
+    assert len(extra) == 20 * 4
+    assert "model.language_model.layers.15.self_attn.k_proj." in extra
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "why"),
+    [
+        ("llama", {"hidden_act": "quick_gelu"}, "activation quick_gelu"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "bidirectional attention"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "bidirectional attention"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "other constants"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "chosen by noaux_tc"),
+        ("llama", {"is_causal": False}, "not causal"),
+        ("llama", {"per_layer_config": {"1": {"intermediate_size": 32}}}, "layers that differ"),
+        ("mamba2", {"hidden_act": "gelu"}, "a convolution with activation gelu"),
+        ("hunyuan_v1_moe", {"num_experts": [6, 6, 6, 4]}, "different numbers of experts"),
+    ],
+)
+def test_what_the_vocabulary_lacks_is_refused_with_its_reason(name, more, why):
+    fields = vars(config(name)) | more
+    with pytest.raises(NotDescribed, match=why):
+        families()[name].describe(SimpleNamespace(**fields))
