@@ -57,7 +57,7 @@ class Flight:
         self,
         places: list[tuple[int, Text]],
         token: torch.Tensor,
-        logs: LogProbs | None,
+        logs: list[LogProbs],
         sound: torch.Tensor | None,
         size: tuple[int, int],
     ) -> "Flight":
@@ -306,7 +306,7 @@ class ContinuousEngine:
         riding = self.passes.riding(n)
         places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
         special = [(i, t) for i, t in places if t.request.special]
-        logs = self.special.draw(logits, special) if special and logits is not None else None
+        logs = self.special.draw(logits, special) if special and logits is not None else []
         steps, rows = self.passes.size(n, pieces)
         size = (steps if steps == rows or self.passes.padded else 0, rows)  # of any size on a CPU: as if none did
         looks = bool(plan.finishing) or self.device.type == "cpu" or not self._steps % LOOK
@@ -321,7 +321,7 @@ class ContinuousEngine:
             tokens, seconds = flight.read()
             if self._flights:
                 self._due = 0.0 if behind else time.monotonic() + SURE * self.passes.pace.seconds(*self._flights[0].size)
-            logs = flight.logs.read() if flight.logs is not None else {}
+            logs = {number: found for part in flight.logs for number, found in part.read().items()}
             self.passes.pace.note(*flight.size, seconds)
             sound = None if flight.sound is None else flight.sound.tolist()
             for text, row, place in flight.drew:
