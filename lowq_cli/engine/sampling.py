@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
-from lowq_packers.errors import DamagedError, UsageError
+from lowq_cli.engine.ranges import INT64, Range, check_ranges
+from lowq_packers.errors import DamagedError
 from lowq_packers.lazy import torch
 
 LEAST = 1e-16  # logits of 1e4 divided by it twice are still fp32 numbers; infinite ones would draw token 0
+Temperature = Annotated[float, Range(LEAST, 1 / LEAST, apart=0, apart_is="greedy")]
+TopK = Annotated[int, Range(0, INT64, off=0, whole=True)]
+TopP = Annotated[float, Range(0, 1, off=1)]
+RepetitionPenalty = Annotated[float, Range(LEAST, 1 / LEAST, off=1)]
+Seed = Annotated[int, Range(0, INT64, whole=True)]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. temperature 0 is greedy; top_k 0, top_p 1 and repetition_penalty 1 are off.
+    """How the next token is drawn. temperature 0 is greedy; top_k 0, top_p 1 and repetition_penalty 1 are off; top_p 0
+    leaves the likeliest token alone.
 
     Raises UsageError for a value out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        if self.temperature and not LEAST <= self.temperature <= 1 / LEAST:
-            raise UsageError(f"temperature={self.temperature} must be 0 (greedy) or from {LEAST} to {1 / LEAST}")
-        if self.top_k < 0:
-            raise UsageError(f"top_k={self.top_k} must be 0 (off) or a number of tokens")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p={self.top_p} must be above 0 and at most 1 (off)")
-        if not LEAST <= self.repetition_penalty <= 1 / LEAST:
-            raise UsageError(f"repetition_penalty={self.repetition_penalty} must be from {LEAST} to {1 / LEAST}; 1 is off")
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError(f"seed={self.seed} must be a whole number from 0 to 2^63 - 1")
+        check_ranges(self)
 
     @property
     def greedy(self) -> bool:
@@ -64,7 +63,9 @@ def restrict(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         kept = found.masked_fill(found < floor, float("-inf"))
         p = kept.softmax(-1)
         before = p.cumsum(-1) - p  # mass of everything likelier
-        floor = kept.masked_fill((before >= top_p) | (p == 0), float("inf")).amin(-1, keepdim=True)
+        out = (before >= top_p) | (p == 0)
+        out[:, 0] = False  # whatever fp32 makes of top_p, and of the sum of all that is before
+        floor = kept.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     return logits.masked_fill(logits < floor, float("-inf"))
 
 

@@ -7,9 +7,16 @@ that is kept safe). A class of transformers that does more than that object is k
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowq_packers.errors import UnsupportedError, no_panic
+
+
+class Added(NamedTuple):
+    """A token that was added to a vocabulary. special: whether decoding leaves it out of a text."""
+
+    token: int
+    special: bool
 
 
 class LoadedTokenizer(ABC):
@@ -41,6 +48,10 @@ class LoadedTokenizer(ABC):
     @abstractmethod
     def spelling(self, token: int) -> str | None:
         """A token as the vocabulary has it; None where there is no such token."""
+
+    @abstractmethod
+    def added_tokens(self) -> dict[str, Added]:
+        """The tokens that were added to the vocabulary, by their texts."""
 
     @abstractmethod
     def definition(self) -> str | None:
@@ -130,6 +141,9 @@ class FastTokenizer(LoadedTokenizer):
     def spelling(self, token: int) -> str | None:
         return self.tokens.id_to_token(token)
 
+    def added_tokens(self) -> dict[str, Added]:
+        return {t.content: Added(i, t.special) for i, t in self.tokens.get_added_tokens_decoder().items()}
+
     def definition(self) -> str | None:
         return self.tokens.to_str()
 
@@ -153,6 +167,10 @@ class WrappedTokenizer(LoadedTokenizer):
 
     def spelling(self, token: int) -> str | None:
         return self.found.convert_ids_to_tokens(token)
+
+    def added_tokens(self) -> dict[str, Added]:
+        left_out = set(self.found.all_special_ids)
+        return {t.content: Added(i, i in left_out) for i, t in self.found.added_tokens_decoder.items()}
 
     def definition(self) -> str | None:
         return self.found.backend_tokenizer.to_str() if self.found.is_fast else None

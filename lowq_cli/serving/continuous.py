@@ -58,7 +58,7 @@ class Flight:
         self,
         places: list[tuple[int, Sequence]],
         token: torch.Tensor,
-        logs: LogProbs | None,
+        logs: list[LogProbs],
         sound: torch.Tensor | None,
         size: tuple[int, int],
     ) -> "Flight":
@@ -315,7 +315,7 @@ class ContinuousEngine:
         riding = self.passes.riding(n)
         places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
         special = [(i, t) for i, t in places if t.request.special]
-        logs = self.special.draw(logits, special) if special and logits is not None else None
+        logs = self.special.draw(logits, special) if special and logits is not None else []
         steps, rows = self.passes.size(n, pieces)
         size = (steps if steps == rows or self.passes.padded else 0, rows)  # of any size on a CPU: as if none did
         looks = bool(plan.finishing) or self.device.type == "cpu" or not self._steps % LOOK
@@ -331,7 +331,7 @@ class ContinuousEngine:
             if self._flights:
                 expected = self.passes.token_budget.seconds(*self._flights[0].size)
                 self._due = 0.0 if behind else time.monotonic() + SURE * expected
-            logs = flight.logs.read() if flight.logs is not None else {}
+            logs = {number: found for part in flight.logs for number, found in part.read().items()}
             self.passes.token_budget.note(*flight.size, seconds)
             sound = None if flight.sound is None else flight.sound.tolist()
             for text, row, place in flight.drew:

@@ -9,17 +9,21 @@ token is not.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lowq_cli.calibrate.texts import check_ids
+from lowq_cli.engine.ranges import Range
 from lowq_cli.engine.sampling import Sampling
 from lowq_packers.errors import LowqError, UsageError, one_line
 
 MOST_LOGPROBS = 20  # alternatives a token, as OpenAI has it
-MOST_BIAS = 100.0
+BIAS = Range(-100, 100, off=0)  # of a token's logit, as OpenAI has it
+MinP = Annotated[float, Range(0, 1, off=0)]
+Penalty = Annotated[float, Range(-2, 2, off=0)]
+LogProbs = Annotated[int | None, Range(0, MOST_LOGPROBS, whole=True)]
 
 
 class Busy(LowqError):
@@ -39,23 +43,16 @@ class Draw(Sampling):
     Raises UsageError for a value out of range.
     """
 
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    logprobs: int | None = None
+    logprobs: LogProbs = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p={self.min_p} must be from 0 (off) to 1")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -2 <= getattr(self, name) <= 2:
-                raise UsageError(f"{name}={getattr(self, name)} must be from -2 to 2")
-        if not all(-MOST_BIAS <= b <= MOST_BIAS for b in self.logit_bias.values()):
-            raise UsageError(f"logit_bias holds a value outside -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise UsageError(f"logprobs={self.logprobs} must be from 0 to {MOST_LOGPROBS}")
+        for bias in self.logit_bias.values():
+            BIAS.check("logit_bias", bias)
 
 
 Words = npt.NDArray[np.int32]  # a bit a token, (ceil(V / 32),), lowest bit first

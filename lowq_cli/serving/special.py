@@ -26,7 +26,9 @@ def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     kept = found.masked_fill(found < floor, float("-inf"))
     p = kept.softmax(-1)
     before = p.cumsum(-1) - p
-    least = kept.masked_fill((before >= top_p) | (p == 0), float("inf")).amin(-1, keepdim=True)
+    out = (before >= top_p) | (p == 0)
+    out[:, 0] = False
+    least = kept.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     floor = torch.where(top_p < 1, least, floor)
     scores = scores.masked_fill(scores < floor, float("-inf"))
     return scores.masked_fill((scores - found[:, :1]).exp() < min_p, float("-inf"))
@@ -48,8 +50,13 @@ class Special:
 
     def begin(self, text: Sequence) -> None:
         """A text got its row."""
-        d, row = text.request.draw, text.row
-        self.biases.pop(row, None)
+        self.biases.pop(text.row, None)
+        try:
+            self._begin(text.request.draw, text.row, text)
+        except Exception as e:  # no room for its penalties, say
+            text.failed = e
+
+    def _begin(self, d: Draw, row: int, text: Sequence) -> None:
         if d.logit_bias:
             bias = np.zeros(self.V, np.float32)
             bias[list(d.logit_bias)] = list(d.logit_bias.values())
@@ -75,8 +82,21 @@ class Special:
             if held is not None:
                 held[target].copy_(held[source])
 
-    def draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "LogProbs | None":
-        """Draw for texts whose logits are those rows of `logits`, into `rows`; the log-probabilities that they ask for."""
+    def draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "list[LogProbs]":
+        """Draw for texts whose logits are those rows of `logits`, into `rows`; the log-probabilities that they ask for.
+
+        Where that fails, each is drawn for alone, and one that fails again has `failed` set: the others go on.
+        """
+        try:
+            return self._draw(logits, places)
+        except Exception as e:
+            if len(places) > 1:
+                return [logs for place in places for logs in self.draw(logits, [place])]
+            places[0][1].failed = e
+            return []
+
+    def _draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "list[LogProbs]":
+        """Nothing that lasts is written before all that can fail has been computed: it may be done again."""
         texts = [t for _, t in places]
         draws = [t.request.draw for t in texts]
         index = upload(np.array([[i for i, _ in places], [t.row for t in texts]], np.int64), self.device)
@@ -85,21 +105,19 @@ class Special:
         scores = self._penalised(self._biased(raw, texts), draws, row)
         if any(t.request.mask is not None for t in texts):
             scores = scores.masked_fill(~self._allowed(texts), float("-inf"))
-        restricted = np.array([[d.top_k, d.top_p, d.min_p, d.temperature or 1.0] for d in draws], np.float32)
+        restricted = np.array([[min(d.top_k, self.V), d.top_p, d.min_p, d.temperature or 1.0] for d in draws], np.float32)
         if any(not d.greedy and (d.top_k or d.top_p < 1 or d.min_p) for d in draws):
             s = upload(restricted, self.device)
             scores = restrict_rows(scores / s[:, 3:], s[:, :1].long(), s[:, 1:2], s[:, 2:3]) * s[:, 3:]
+        asking = [t for t, d in zip(texts, draws, strict=True) if d.logprobs is not None]
+        logs = raw.log_softmax(-1) if asking else raw
+        best = logs.topk(min(MOST_LOGPROBS, self.V)) if asking else None
         r = self.rows
         self.choose_rows(scores.contiguous(), row.to(torch.int32), r.token, r.pos, r.seed, r.temperature)
         token = r.token.index_select(0, row)
         if self.counts is not None and any(map(_penalised, draws)):
             self.counts.index_put_((row, token), torch.ones_like(token, dtype=torch.int16), accumulate=True)
-        asked = [d.logprobs is not None for d in draws]
-        if not any(asked):
-            return None
-        logs = raw.log_softmax(-1)
-        best = logs.topk(min(MOST_LOGPROBS, self.V))
-        return LogProbs([t for t, a in zip(texts, asked, strict=True) if a], texts, logs.gather(1, token[:, None]), best)
+        return [LogProbs(asking, texts, logs.gather(1, token[:, None]), best)] if asking else []
 
     def _biased(self, scores: torch.Tensor, texts: list[Sequence]) -> torch.Tensor:
         if not any(t.row in self.biases for t in texts):

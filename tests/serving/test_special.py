@@ -97,6 +97,25 @@ def test_a_mask_that_fails_ends_its_own_request(model, client, what):
     assert len(client.tokens(client.ask(prompt, 3))[0]) == 3
 
 
+WRONG = {"top_k": -(1 << 70), "top_p": "much", "min_p": "much", "frequency_penalty": "much", "repetition_penalty": "much"}
+
+
+@pytest.mark.parametrize("name", [*WRONG, "logit_bias"])
+@pytest.mark.parametrize("beside", [{"frequency_penalty": 0.4, "logprobs": 2}, {"temperature": 1.0, "top_k": 5}, {}], ids=str)
+def test_an_exception_of_one_texts_draw_ends_that_text_alone(model, client, name, beside):
+    """A setting that no check would let through breaks what it is computed with; the others' texts are as ever."""
+    draw = Draw(temperature=1.0, frequency_penalty=0.1)
+    object.__setattr__(draw, name, WRONG.get(name, {5: "much"}))
+    prompt, other = prompts(20, 31)
+    alone = client.tokens(client.ask(other, 12, **beside))
+    broken = client.engine.submit(Request(tuple(prompt), 10, frozenset(), draw))
+    fine = [client.ask(other, 12, **beside) for _ in range(2)]
+    assert client.tokens(*fine) == alone * 2
+    (events,) = client.follow(broken)
+    assert [e.finish_reason for e in events] == ["error"]
+    assert client.tokens(client.ask(other, 12, **beside)) == alone
+
+
 def test_penalties_survive_being_put_back(model):
     asked = prompts(40, 60, 62)
     draw = Draw(repetition_penalty=1.4, frequency_penalty=0.3)

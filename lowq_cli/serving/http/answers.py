@@ -46,7 +46,6 @@ class Answer:
         name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.head = {"id": name, "object": self.kind, "created": int(time.time()), "model": model}
         self.finish_reasons = [""] * len(writers)
-        self.offsets = [len(e) for e in echoes]  # characters of each choice's text so far, for log-probabilities
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object. Raises Refusal where it could not be computed, Gone."""
@@ -114,6 +113,11 @@ class Answer:
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, piece) until all have ended."""
         left = set(range(len(self.writers)))
+        if self.asked.max_tokens == 0:  # nothing was asked for but the prompt
+            self.finish_reasons = ["length" for _ in left]
+            for index in left:
+                yield index, Piece(finish_reason="length")
+            return
         while left:
             came = await self.live.take()
             if not came:
@@ -143,15 +147,19 @@ class Answer:
         found = self._no_logprobs()
         if found is None:
             return None
-        for token, logprob, top in piece.logprobs:
+        for token, logprob, top, at in piece.logprobs:
             text = self.names.of(token)[0]
             if self.asked.chat:
                 found["content"].append(self._named(token, logprob) | {"top_logprobs": [self._named(*t) for t in top]})
                 continue
             likeliest = {self.names.of(t)[0]: value for t, value in top} | {text: logprob}
-            row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest, "text_offset": self.offsets[index]}
+            row = {
+                "tokens": text,
+                "token_logprobs": logprob,
+                "top_logprobs": likeliest,
+                "text_offset": len(self.echoes[index]) + at,
+            }
             self._add(found, {name: [value] for name, value in row.items()})
-            self.offsets[index] += len(text)
         return found
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:

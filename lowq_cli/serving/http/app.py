@@ -18,9 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.serving.http import fields, grammar, refusal, tools
+from lowq_cli.serving.http import fields, refusal, tools
 from lowq_cli.serving.http.answers import Answer, Gone
 from lowq_cli.serving.http.conversation import prompt_ids
 from lowq_cli.serving.http.grammar import Grammars
@@ -29,7 +30,7 @@ from lowq_cli.serving.http.hub import Hub
 from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics, Roofline
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
-from lowq_cli.serving.http.text import Names, Writer
+from lowq_cli.serving.http.text import Names, Writer, stop_tokens
 from lowq_cli.serving.request import Done, Draw, Engine, Mask, Request
 from lowq_packers.errors import LowqError
 
@@ -72,7 +73,7 @@ class Served:
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine, self.roofline)
         self.hub = Hub(self.engine, self.metrics.first.observe, self.metrics.gap.observe)
-        self.names = Names(self.tokenizer)
+        self.names, self.added = Names(self.tokenizer), self.tokenizer.added_tokens()
         self.grammars = Grammars(self.tokenizer, self.stop_ids, self.engine.vocabulary)
         self.created = int(time.time())
 
@@ -203,28 +204,31 @@ class Endpoints:
         asked = fields.read(await self._body(request), chat)
         self._check_model(asked.get("model", served.name))
         offered = tools.read(asked) if chat else tools.Tools()
-        prompts = await self._prompts(asked, offered)
-        mask = await self._form(asked, offered)
-        n = len(prompts) * asked.n
+        n = (1 if chat else len(asked.get("prompt"))) * asked.n
         if n > fields.MOST_CHOICES:
             raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
+        texts = asked.get("stop", ())
+        ending = stop_tokens(texts, served.added)
+        prompts = await self._prompts(asked, offered)
+        mask = await self._form(asked, offered)
         where = "messages" if chat else "prompt"
         for prompt in prompts:
             if len(prompt) >= limits.longest:
                 line = f"the prompt has {len(prompt)} tokens and the context ends at {limits.longest}; shorten the prompt"
                 raise Refusal(400, line, param=where, code="context_length_exceeded")
-        stop_ids = frozenset() if asked.get("ignore_eos") else served.stop_ids
+            check_ids(prompt, served.engine.vocabulary)
+        stop_ids = (frozenset() if asked.get("ignore_eos") else served.stop_ids) | ending
         settings = {"seed": randbits(62), **asked.draw, "logprobs": asked.logprobs}
         requests, writers, echoes = [], [], []
         for i in range(n):
             ids = tuple(prompts[i // asked.n])
-            room = limits.longest - len(ids)
-            most = min(asked.max_tokens or (room if chat else COMPLETION_TOKENS), room)
+            room, most = limits.longest - len(ids), asked.max_tokens
+            most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % asked.n) % (1 << 63)})
             requests.append(Request(ids, most, stop_ids, draw, mask and mask()))
-            writers.append(Writer(served.tokenizer, ids, asked.get("stop", ()), stop_ids, offered))
+            writers.append(Writer(served.tokenizer, ids, texts, stop_ids, offered, served.added))
             echoes.append(self._echo(asked, i // asked.n, ids))
-        live = served.hub.submit(requests)
+        live = served.hub.submit(requests if asked.max_tokens != 0 else [])
         return Answer(asked, live, writers, sum(map(len, prompts)), served.names, served.name, echoes)
 
     def _echo(self, asked: fields.Asked, i: int, ids: tuple[int, ...]) -> str:
@@ -257,7 +261,8 @@ class Endpoints:
         tokenizer, grammars = self.served.tokenizer, self.served.grammars
 
         def work() -> Callable[[], Mask] | None:
-            return tools.form(offered, tokenizer.template(bool(offered.given)), grammars) or grammar.form(asked, grammars)
+            template = tokenizer.template(bool(offered.given))
+            return tools.form(asked, offered, template, self.served.added, grammars)
 
         return await asyncio.to_thread(work)  # a second for the first, milliseconds to seconds for large schemas
 

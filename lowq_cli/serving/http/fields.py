@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowq_cli.engine.prompts import check_characters
-from lowq_cli.serving.http.refusal import Refusal, wrong
+from lowq_cli.engine.ranges import INT64, Range, ranges
+from lowq_cli.serving.http.refusal import Refusal, of, wrong
+from lowq_cli.serving.request import BIAS, Draw
 from lowq_packers.errors import UsageError
 
 Check = Callable[[str, Any], Any]  # (field, value) -> the value, or a Refusal
@@ -31,16 +33,24 @@ def boolean(name: str, value: Any) -> bool:
 
 def whole(name: str, value: Any) -> int:
     """A whole number that 64 bits hold."""
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= 1 << 63:
+    if not isinstance(value, int) or isinstance(value, bool) or not -INT64 - 1 <= value <= INT64:
         raise wrong(name, f"must be a whole number, not {shown(value)}")
     return value
 
 
-def positive(name: str, value: Any) -> int:
-    """1 or more."""
-    if whole(name, value) < 1:
-        raise wrong(name, f"must be at least 1, not {value}")
-    return value
+def inside(r: Range) -> Check:
+    """A number within a range."""
+    kind: Check = whole if r.whole else number
+
+    def check(name: str, value: Any) -> float:
+        found: float = kind(name, value)
+        try:
+            r.check(name, found)
+        except UsageError as e:
+            raise of(e) from None
+        return found
+
+    return check
 
 
 def number(name: str, value: Any) -> float:
@@ -94,7 +104,7 @@ def biases(name: str, value: Any) -> dict[int, float]:
     for key, bias in table(name, value).items():
         if not (key.isascii() and key.isdecimal()) or len(key) > 9:
             raise wrong(name, f"names tokens by their ids, not {shown(key)}")
-        found[int(key)] = number(name, bias)
+        found[int(key)] = inside(BIAS)(name, bias)
     return found
 
 
@@ -127,17 +137,25 @@ def anything(name: str, value: Any) -> None:
     """A field that changes nothing here."""
 
 
-SAMPLING: dict[str, Check] = {
-    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty"), number),
-    **{"top_k": whole, "seed": whole, "logit_bias": biases},
+COUNT = Range(1, INT64, whole=True)
+RANGES = ranges(Draw) | {
+    "temperature": Range(0, 2),  # as OpenAI has it; of the numbers between, `Draw` refuses the smallest
+    "top_k": Range(-1, INT64, off=0, whole=True),  # -1 is "off" in vLLM's words
+    "seed": Range(-INT64 - 1, INT64, whole=True),
 }
+LOGPROBS = inside(RANGES.pop("logprobs"))
+SAMPLING: dict[str, Check] = {name: inside(r) for name, r in RANGES.items()} | {"logit_bias": biases}
 COMMON: dict[str, Check] = SAMPLING | {
-    **{"model": text, "max_tokens": positive, "n": positive, "stop": stops, "ignore_eos": boolean},
+    **{"model": text, "n": inside(Range(1, MOST_CHOICES, whole=True)), "stop": stops, "ignore_eos": boolean},
     **{"stream": boolean, "stream_options": stream_options, "user": anything},
 }
-COMPLETION = COMMON | {"prompt": prompts, "logprobs": whole, "echo": boolean, "suffix": only(""), "best_of": positive}
+COMPLETION = COMMON | {
+    **{"prompt": prompts, "max_tokens": inside(Range(0, INT64, whole=True)), "logprobs": LOGPROBS},
+    **{"echo": boolean, "suffix": only(""), "best_of": inside(COUNT)},
+}
 CHAT = COMMON | {
-    **{"messages": items, "max_completion_tokens": positive, "logprobs": boolean, "top_logprobs": whole},
+    **{"messages": items, "max_tokens": inside(COUNT), "max_completion_tokens": inside(COUNT)},
+    **{"logprobs": boolean, "top_logprobs": LOGPROBS},
     **{
         "response_format": table,
         "tools": maybe_items,
@@ -182,9 +200,9 @@ def read(raw: bytes, chat: bool) -> Asked:
     if needed not in given:
         raise wrong(needed, "is needed")
     draw = {name: given[name] for name in SAMPLING if name in given}
-    draw["top_k"] = max(0, draw.get("top_k", 0))  # -1 is "off" in vLLM's words
+    draw["top_k"] = max(0, draw.get("top_k", 0))
     if "seed" in draw:
-        draw["seed"] &= (1 << 63) - 1
+        draw["seed"] &= INT64
     draw.setdefault("temperature", 1.0)
     if given.get("best_of", given.get("n", 1)) != given.get("n", 1):
         raise wrong("best_of", "is not supported; leave it out")

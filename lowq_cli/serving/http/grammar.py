@@ -114,8 +114,8 @@ class Grammars:
             grammar.accept(token)
 
 
-def form(asked: Asked, grammars: Grammars) -> Callable[[], Mask] | None:
-    """What makes the masks that response_format asks for, or None. Raises Refusal."""
+def answer_schema(asked: Asked) -> tuple[dict[str, Any], str] | None:
+    """The JSON schema that an answer has to keep to, and the field that names it; None for any text. Raises Refusal."""
     given = asked.get("response_format")
     if given is None:
         return None
@@ -126,8 +126,8 @@ def form(asked: Asked, grammars: Grammars) -> Callable[[], Mask] | None:
     if asked.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
     if kind == "json_object":
-        return grammars.schema({"type": "object"}, "response_format")
+        return {"type": "object"}, "response_format"
     if kind != "json_schema":
         raise wrong("response_format.type", f"must be text, json_object or json_schema, not {shown(kind)}")
     name = "response_format.json_schema"
-    return grammars.schema(table(f"{name}.schema", table(name, given.get("json_schema")).get("schema")), f"{name}.schema")
+    return table(f"{name}.schema", table(name, given.get("json_schema")).get("schema")), f"{name}.schema"

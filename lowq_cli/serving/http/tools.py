@@ -7,17 +7,22 @@ Qwen), or as that object alone or in an array, where the answer begins with it (
 import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowq_cli.engine.tokenizer import Added
 from lowq_cli.serving.http.fields import Asked, shown, table, text
-from lowq_cli.serving.http.grammar import Grammars
+from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_schema
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import Mask
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NAME = re.compile(r"[\w.-]{1,64}")
+BEGUN = re.compile(  # a call that may end anywhere after its name
+    r'\s*\[?\s*\{\s*"name"\s*:\s*"(?P<name>[\w.-]{1,64})"(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(?P<arguments>.*))?',
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class Tools:
     def names(self) -> list[str]:
         """Of the functions that may be called."""
         return [t["function"]["name"] for t in self.given]
+
+    @property
+    def only(self) -> str | None:
+        """The one function that a forced call can be of, if there is but one."""
+        named = [self.choice] if self.choice != "required" else self.names
+        return named[0] if self.forced and len(named) == 1 else None
 
     @property
     def forced(self) -> bool:
@@ -65,26 +76,58 @@ def _tool(name: str, given: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def form(tools: Tools, template: str, grammars: Grammars) -> Callable[[], Mask] | None:
-    """What makes masks under which the answer is a call, as the template has calls; None where it need not be one."""
-    if not tools.forced:
-        return None
-    offered = [t["function"] for t in tools.given if tools.choice in ("required", t["function"]["name"])]
+def form(
+    asked: Asked, tools: Tools, template: str, added: Mapping[str, Added], grammars: Grammars
+) -> Callable[[], Mask] | None:
+    """What makes masks under which the answer has the form that was asked for; None where it may be any text.
+
+    A forced call is written as the template has calls. Where calls are free and the rest has a form, both are open: a call, or
+    an answer in the form. Raises Refusal for a form that a forced call cannot have.
+    """
+    wanted = answer_schema(asked)
+    if tools.forced and wanted is not None:
+        raise wrong(
+            "response_format", "says how an answer in text looks, and tool_choice forces a call of a tool; leave one out"
+        )
+    if not tools.given or (wanted is None and not tools.forced):
+        return None if wanted is None else grammars.schema(wanted[0], wanted[1])
+    if asked.get("ignore_eos"):
+        raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
+    offered = [t["function"] for t in tools.given if tools.choice in ("auto", "required", t["function"]["name"])]
     key = "parameters" if OPEN not in template and '"parameters"' in template else "arguments"
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": f["name"]}, key: f.get("parameters") or {"type": "object"}},
+            "properties": {
+                "name": {"const": f["name"]},
+                key: _moved(f.get("parameters") or {"type": "object"}, f"#/anyOf/{i}/properties/{key}"),
+            },
             "required": ["name", key],
             "additionalProperties": False,
         }
-        for f in offered
+        for i, f in enumerate(offered)
     ]
-    schema = {"anyOf": calls}
-    if OPEN not in template:
-        return grammars.schema(schema, "tools")
-    spaced = {**schema, "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-    return grammars.lark(f'start: "{OPEN}\\n" call "\\n{CLOSE}"\ncall: %json {json.dumps(spaced)}\n', "tools")
+    spaced = {"anyOf": calls, "x-guidance": SPACED}
+    call = f"call: %json {json.dumps(spaced)}\n"
+    if OPEN in template:
+        opened, closed = (f"<[{added[t].token}]>" if t in added else f'"{t}"' for t in (OPEN, CLOSE))  # no text makes a token
+        call = f'call: {opened} "\\n" object "\\n" {closed}\nobject: %json {json.dumps(spaced)}\n'
+    if wanted is None:
+        return grammars.lark(f"start: call\n{call}", "tools")
+    return grammars.lark(
+        f"start: call | answer\n{call}answer: %json {json.dumps({**wanted[0], 'x-guidance': SPACED})}\n", wanted[1]
+    )
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that has become part of another, at a place there: what its references mean moves along."""
+    if isinstance(schema, list):
+        return [_moved(s, place) for s in schema]
+    if not isinstance(schema, dict):
+        return schema
+    at = schema.get("$ref")
+    moved = {k: _moved(v, place) for k, v in schema.items()}
+    return moved | {"$ref": place + at[1:]} if isinstance(at, str) and at.startswith("#") else moved
 
 
 class Reader:
@@ -94,17 +137,17 @@ class Reader:
         self.tools, self.held, self.calls = tools, "", 0
         self.inside = self.begun = self.bare = False
 
-    def push(self, piece: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
-        """(text, calls) that are certain now."""
+    def push(self, piece: str, ended: bool, cut: bool = False) -> tuple[str, list[dict[str, Any]]]:
+        """(text, calls) that are certain now. cut: whether the answer was ended, in the midst of a call perhaps."""
         self.held += piece
         if not self.begun and (first := self.held.lstrip()[:1]):
             self.begun, self.bare = True, first in "{["
         if self.bare:  # JSON from its first character on: a call, or an answer that is JSON, as its end will show
             if not ended:
                 return "", []
-            found, text = self._calls(self.held), self.held
-            self.held = ""
-            return ("", found) if found else (text, [])
+            text, self.held = self.held, ""
+            found = self._calls(text) or (self._begun(text) if cut else [])
+            return ("", found) if found or (cut and self.tools.forced) else (text, [])
         said, calls = "", list[dict[str, Any]]()
         while self.held:
             tag = CLOSE if self.inside else OPEN
@@ -121,9 +164,12 @@ class Reader:
             self.inside = not self.inside
         if self.inside:
             if ended:  # a tag that was never closed
-                found = self._calls(self.held)
-                calls, said, self.held = calls + found, said + ("" if found else OPEN + self.held), ""
+                found = self._calls(self.held) or (self._begun(self.held) if cut else [])
+                hidden = found or (cut and self.tools.forced)
+                calls, said, self.held = calls + found, said + ("" if hidden else OPEN + self.held), ""
             return said, calls
+        if cut and self.tools.forced and self.held and OPEN.startswith(self.held):
+            return said, calls + self._begun("")
         keep = 0 if ended else next((n for n in range(len(OPEN) - 1, 0, -1) if self.held.endswith(OPEN[:n])), 0)
         said, self.held = said + self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
         return said, calls
@@ -142,7 +188,19 @@ class Reader:
             if self.calls and not self.tools.several:
                 break
             written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            function = {"name": call["name"], "arguments": written}
-            found.append({"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-            self.calls += 1
+            found.append(self._call(call["name"], written))
+        return found
+
+    def _begun(self, body: str) -> list[dict[str, Any]]:
+        """The call that a text is the beginning of, its arguments as far as they came, as OpenAI has it."""
+        begun = BEGUN.match(body)
+        name = begun["name"] if begun else self.tools.only
+        if name not in self.tools.names or (self.calls and not self.tools.several):
+            return []
+        return [self._call(name, (begun["arguments"] or "") if begun else "")]
+
+    def _call(self, name: str, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        found = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        self.calls += 1
         return found

@@ -1,0 +1,96 @@
+"""An engine that says given tokens, a byte-level tokenizer with tokens added, and the application in front of them."""
+
+import asyncio
+import json
+
+import httpx
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from lowq_cli.engine.tokenizer import FastTokenizer
+from lowq_cli.serving.http.app import Served, make_app
+from lowq_cli.serving.request import Event, Limits, Stats, check
+
+END = "</s>"
+
+
+def byte_tokenizer(special=(), plain=(), template=None):
+    """Every byte is a token; END and what is `special` are left out of texts, what is `plain` is text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokens.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in (END, *special)])
+    tokens.add_tokens([AddedToken(s, special=False, normalized=False) for s in plain])
+    return FastTokenizer(tokens, {"eos_token": END}, template)
+
+
+class Saying:
+    """Answers every request with the same tokens, one a step, as far as its max_tokens and stop_ids go."""
+
+    name, reason, closed, vocabulary = "saying", "", "", 320
+    limits = Limits(4096, 8, 64, 4096, 0)
+
+    def __init__(self, tokens):
+        self.tokens, self.number, self.sink = tokens, 0, None
+
+    def start(self, sink, done=None):
+        self.sink = sink
+
+    def submit(self, request):
+        check(request, self.limits.longest, self.vocabulary)
+        self.number += 1
+        logprob = None if request.draw.logprobs is None else -0.5
+        for i, token in enumerate(self.tokens, 1):
+            finish = "stop" if token in request.stop_ids else "length" if i == request.max_tokens else None
+            self.sink([(self.number, Event(token, logprob, finish_reason=finish))])
+            if finish:
+                break
+        return self.number
+
+    def cancel(self, number):
+        pass
+
+    def stats(self):
+        return Stats()
+
+    def stop(self, seconds):
+        pass
+
+
+def served_by(engine, tokenizer):
+    return Served(engine, tokenizer, "m", frozenset([tokenizer.eos_token_id]))
+
+
+def posts(served, *asked):
+    """(status, body) of each request (path, body), one after the other; a stream's body is its list of chunks. Once a Served:
+    its engine is started.
+    """
+
+    async def run():
+        served.hub.start()
+        found = []
+        transport = httpx.ASGITransport(app=make_app(served))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
+            for path, body in asked:
+                raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer = await client.post(f"/v1/{path}", content=raw)
+                if answer.headers["content-type"].startswith("text/event-stream"):
+                    lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
+                    found.append((answer.status_code, [json.loads(line) for line in lines if line != "[DONE]"]))
+                else:
+                    found.append((answer.status_code, answer.json()))
+        return found
+
+    return asyncio.run(run())
+
+
+def message(answer):
+    """(content, calls as (name, arguments), finish_reason) of a chat's answer, whole or streamed."""
+    if isinstance(answer, dict):
+        choice = answer["choices"][0]
+        said, calls = choice["message"]["content"], choice["message"].get("tool_calls", [])
+        return said or "", [(c["function"]["name"], c["function"]["arguments"]) for c in calls], choice["finish_reason"]
+    choices = [chunk["choices"][0] for chunk in answer if chunk["choices"]]
+    said = "".join(c["delta"].get("content") or "" for c in choices)
+    calls = [c for choice in choices for c in choice["delta"].get("tool_calls", [])]
+    assert [c["index"] for c in calls] == list(range(len(calls)))
+    return said, [(c["function"]["name"], c["function"]["arguments"]) for c in calls], choices[-1]["finish_reason"]
