@@ -15,7 +15,7 @@ from lowq_kernels.modules.dense import Dense
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers import tables
-from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack
+from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack, unpack
 
 
 def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
@@ -150,3 +150,17 @@ class SideBySide(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) -> (..., sum of N)."""
         return torch.cat([p(x) for p in self.parts], -1)
+
+
+def weight_of(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (N, K) of a linear layer of any kind, dequantized to `dtype`."""
+    if isinstance(layer, SideBySide):
+        return torch.cat([weight_of(p, dtype) for p in layer.parts])
+    if isinstance(layer, JoinedRows):
+        return weight_of(layer.whole, dtype)[layer.begin : layer.end]
+    if isinstance(layer, QuantLinear):
+        return unpack(layer.packed).dequantize(dtype)
+    if isinstance(layer, Fp8Linear):
+        return layer.matrix.dequantize(dtype)
+    assert isinstance(layer, nn.Linear)
+    return layer.weight.detach().to(dtype)

@@ -14,6 +14,7 @@ import torch
 from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
+from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.reference import Heads, Packed
 from lowq_packers.arch.parts import Rope
 
@@ -136,6 +137,23 @@ class Batch:
             parts.append(self.ops.attend(own, held.k, held.v, self.pos[:b], *turned, heads, held.table, order))
         if self.mixed:
             parts.append(self._prompts(qkv[b:] if b else qkv, held, turned, heads))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def latent(self, q: torch.Tensor, x: torch.Tensor, held: KeyValues, turned: Tables, facts: Latent) -> torch.Tensor:
+        """Latent attention of every row: q (M, heads (nope + rotated)), latents x (M, rank + rotated) -> (M, heads v_dim)."""
+        b, forms, parts = self.steps, self.ops.latent, []
+        if b:
+            order = None if self.order is None else self.order[:b]
+            parts.append(forms.step(q[:b], x[:b], held.k, self.pos[:b], *turned, facts, held.table, order))
+        if self.mixed:
+            q, x = q[b:], x[b:]
+            if held.table is not None:
+                parts.append(forms.packed(q, x, held.k, replace(self.packed, table=held.table), *turned, facts))
+            else:
+                assert self.rectangle is not None
+                k = part(held.k, self.rectangle.some)
+                split = (t.reshape(k.shape[0], -1, t.shape[-1]) for t in (q, x))
+                parts.append(forms.prompt(*split, k, self.rectangle.start, *turned, facts).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def recur(self, x: torch.Tensor, facts: recurrent.Facts, held: States, width: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lowq_cli.engine import steps as s
+from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.norms import Norm, normed
 from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.decode.recurrent import delta, mamba2, short_conv
@@ -69,10 +70,10 @@ class Compiler:
 
     def norm(self, part: p.Norm) -> Norm:
         """A norm's tensors."""
-        weight = self.weights.vector(f"{part.name}.weight") if part.name else None
+        weight = self._vector(f"{part.name}.weight") if part.name else None
         if weight is not None and part.add_one:
             weight = 1.0 + weight.float()  # fp32: 1 + w is what it computes, bf16 would round it
-        bias = self.weights.vector(f"{part.name}.bias") if part.bias else None
+        bias = self._vector(f"{part.name}.bias") if part.bias else None
         return Norm(weight, part.eps, part.kind, bias, part.groups)
 
     def token_table(self, part: p.TokenTable) -> "Tokens":
@@ -147,6 +148,25 @@ class Compiler:
             self._emit(s.Prepare(facts, part.rope), s.Attend(index, heads, None))
             if part.gated:
                 self._emit(s.Open("gate"))
+        self._product(part.o, "o")
+
+    @_mixer.register
+    def _(self, part: p.LatentAttention) -> None:
+        self._emit(s.Keep("before"))
+        self._product(part.q[0], "q" if len(part.q) == 1 else "q_down")
+        if len(part.q) == 3:
+            self._emit(s.Normed(self.norm(part.q[1])))
+            self._product(part.q[2], "q_up")
+        self._emit(s.Keep("q"), s.Take("before", last=True))
+        self._product(part.kv_down, "kv_down")
+        up = self.weights.matrix(part.kv_up).unflatten(0, (part.heads, -1))
+        scale = part.position_scale and PositionScale(*astuple(part.position_scale))
+        facts = Latent(
+            part.heads, part.nope, part.rotated, part.v_dim, part.rank, part.scale, up[:, : part.nope].contiguous(),
+            up[:, part.nope :].contiguous(), self.norm(part.kv_norm), part.rope.pairing, scale,
+        )  # fmt: skip
+        self.ropes.add(part.rope)
+        self._emit(s.AttendLatent(self._state(part.state), facts, part.rope))
         self._product(part.o, "o")
 
     @_mixer.register

@@ -31,7 +31,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.modules.fp8_linear import Fp8Linear
-from lowq_kernels.modules.joined import SideBySide, dense
+from lowq_kernels.modules.joined import SideBySide, dense, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
@@ -216,11 +216,16 @@ class FileWeights:
         head: nn.Module,
     ) -> None:
         self.named, self.linears, self.routed, self.vectors = contents.named, linears, routed, vectors
+        self.dtype = contents.dtype
         self.embed, self.head = embed, head
 
     def linear(self, part: Linear) -> nn.Module:
         """As `plan.Weights` says."""
         return self.linears[part]
+
+    def matrix(self, part: Linear) -> torch.Tensor:
+        """As `plan.Weights` says."""
+        return weight_of(self.linears[part], self.dtype)
 
     def vector(self, name: str) -> torch.Tensor:
         """As `plan.Weights` says."""

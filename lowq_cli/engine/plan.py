@@ -31,6 +31,10 @@ class Weights(Protocol):
         """The parts side by side as one layer."""
         ...
 
+    def matrix(self, part: Linear) -> torch.Tensor:
+        """The parts' weight (N, K), dequantized, in the model's dtype."""
+        ...
+
     def vector(self, name: str) -> torch.Tensor:
         """A parameter by its whole name below the text model: "layers.0.input_layernorm.weight"."""
         ...

@@ -14,6 +14,7 @@ from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_kernels.decode import Ops
+from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.decode.reference import Heads
@@ -256,6 +257,28 @@ class Attend(Step):
         held = f.state[self.index]
         assert isinstance(held, KeyValues)
         f.y = f.batch.attend(f.y, held, f.batch.angles[self.rope], self.heads)
+
+
+@dataclass(frozen=True, eq=False)
+class AttendLatent(Step):
+    """Latent attention of the kept queries "q" and y, the token's latent; the layer's latents are state number `index`."""
+
+    index: int
+    facts: Latent
+    rope: Rope
+    what = "attention"
+
+    @property
+    def state(self) -> Sequence[int]:  # type: ignore[override]
+        return (self.index,)
+
+    def width(self, before: int) -> int:
+        return self.facts.heads * self.facts.v_dim
+
+    def run(self, f: Frame) -> None:
+        held = f.state[self.index]
+        assert isinstance(held, KeyValues)
+        f.y = f.batch.latent(f.kept.pop("q"), f.y, held, f.batch.angles[self.rope], self.facts)
 
 
 @dataclass(frozen=True, eq=False)

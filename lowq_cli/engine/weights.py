@@ -12,7 +12,9 @@ from torch import nn
 from lowq_cli.engine import rope
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import QuantExperts
-from lowq_kernels.modules.joined import dense, join
+from lowq_kernels.modules.fp8_linear import Fp8Linear
+from lowq_kernels.modules.joined import dense, join, weight_of
+from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.arch import Family, families
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.parts import Experts, Linear, Model, mixers
@@ -35,10 +37,17 @@ class ModelWeights:
         only = getattr(parent, names[0])
         return dense(only.weight.detach(), only.bias) if type(only) is nn.Linear else only
 
+    def matrix(self, part: Linear) -> torch.Tensor:
+        """As `plan.Weights` says."""
+        return torch.cat([weight_of(self.text.get_submodule(name), self.model.dtype) for name in part.parts])
+
     def vector(self, name: str) -> torch.Tensor:
         """As `plan.Weights` says."""
         module, _, leaf = name.rpartition(".")
-        return getattr(self.text.get_submodule(module), leaf).detach()
+        owner = self.text.get_submodule(module)
+        if leaf == "weight" and isinstance(owner, QuantLinear | Fp8Linear):
+            return weight_of(owner, self.model.dtype)
+        return getattr(owner, leaf).detach()
 
     def experts(self, part: Experts) -> nn.Module:
         """As `plan.Weights` says."""

@@ -1,34 +1,38 @@
-"""A tiny model of a described family by its plan, and by transformers: what tests compare."""
+"""A tiny model of a described family by its plan, and by transformers: what tests of families compare."""
 
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from tiny import build
+from described import model as random_model
 
 from lowq_cli.engine import weights
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.plan import KEPT, Plan, plan_of
+from lowq_cli.engine.plan import KEPT, Plan
+from lowq_cli.hf.expert_kinds import Kind, kind_of
+from lowq_cli.hf.experts import QuantExperts
+from lowq_packers.arch.parts import Model
 
 
-def planned(model: Any) -> Plan:
-    """The plan of a transformers model whatever `why_not` says of unpacked experts; kept with the model."""
-    described, _ = weights.describe(model.config)
+def planned(model: Any, described: Model | None = None) -> Any:
+    """The model with a plan of it, its experts held as lowq holds them (here unquantized)."""
+    for path, module in list(model.named_modules()):
+        if path.endswith("experts") and isinstance(kind_of(module), Kind):
+            model.set_submodule(path, QuantExperts(module, {}, model.dtype))
+    described = described or weights.describe(model.config)[0]
     own = weights.ModelWeights(model, described)
     plan = Plan(described, model.config.get_text_config(), own, model.device, model.dtype)
     object.__setattr__(model, KEPT, plan)
-    return plan_of(model)
+    return model
 
 
-def tiny(family: str, **more: Any) -> tuple[Any, NativeDecoder]:
-    """The tiny model, and a decoder by its plan."""
-    model = build(family, **more)
-    planned(model)
-    return model, NativeDecoder(model)
+def pair(name: str, **more: Any) -> tuple[Any, NativeDecoder]:
+    """(transformers' model of a name of `described`, a decoder of the same weights by its plan)."""
+    return random_model(name, **more), NativeDecoder(planned(random_model(name, **more)))
 
 
-def texts(model: Any, *lengths: int, seed: int = 3) -> list[list[int]]:
+def texts(vocabulary: int, *lengths: int, seed: int = 3) -> list[list[int]]:
     """Random token ids."""
-    vocabulary = model.config.get_text_config().vocab_size
     g = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocabulary, (n,), generator=g).tolist() for n in lengths]
 
@@ -36,10 +40,47 @@ def texts(model: Any, *lengths: int, seed: int = 3) -> list[list[int]]:
 @torch.inference_mode()
 def logits_of(model: Any, ids: list[int]) -> torch.Tensor:
     """transformers' logits (T, V) of a whole text."""
-    out = model(input_ids=torch.tensor([ids]), use_cache=False)
-    return out.logits[0].float()
+    return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
 
 
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Relative difference."""
     return ((found.float() - wanted).norm() / wanted.norm()).item()
+
+
+FACTS: dict[str, dict[str, Any]] = {  # class of a part -> its facts, and what they are where a family does not have them
+    "Norm": {"kind": "rms", "add_one": False, "bias": False, "groups": 1, "eps": 1e-6},
+    "Rope": {"pairing": "halves", "of": 0},
+    "Attention": {
+        "window": 0, "chunk": 0, "softcap": 0.0, "q_norm": None, "k_norm": None, "v_norm": None, "norm_over": "head",
+        "norm_last": False, "gated": False, "order": "parts", "key_scale": 1.0, "sinks": "", "position_scale": None,
+        "scale": 1.0, "rope": None,
+    },
+    "LatentAttention": {"scale": 1.0, "position_scale": None},
+    "GatedDelta": {"grouped": False},
+    "Mamba2": {"scales": (1.0,) * 5, "gate_last": False, "norm": None},
+    "Mlp": {"gate_scale": 1.0, "act": "silu"},
+    "Router": {
+        "score": "softmax", "logits_bias": False, "bias": "", "groups": (1, 1), "normalise": True, "factor": 1.0, "norm": None,
+        "scale": "", "each": "", "group_score": "top2",
+    },
+    "Experts": {"weigh_inputs": False, "shared": None, "shared_gate": "", "latent": None, "act": "silu"},
+    "Branch": {"norm": None, "post": None, "into": 1.0, "out": 1.0},
+    "Update": {"post": None, "scale": 1.0, "after": ""},
+    "Model": {"embed_scale": 1.0, "softcap": 0.0, "logit_scale": 1.0, "tokens": None, "embed_norm": None},
+}  # fmt: skip
+
+
+def without(part: Any, kind: str, fact: str) -> Any:
+    """A description with one fact of one kind of part taken out wherever it is."""
+    if isinstance(part, tuple):
+        return tuple(without(one, kind, fact) for one in part)
+    if not hasattr(part, "__dataclass_fields__"):
+        return part
+    part = replace(part, **{f.name: without(getattr(part, f.name), kind, fact) for f in fields(part)})
+    return replace(part, **{fact: FACTS[kind][fact]}) if type(part).__name__ == kind else part
+
+
+def facts_of(described: Model) -> list[tuple[str, str]]:
+    """(kind of part, fact) of every fact that a description has and Llama's parts do not."""
+    return [(kind, fact) for kind, row in FACTS.items() for fact in row if without(described, kind, fact) != described]
