@@ -21,8 +21,8 @@ class Family:
     describe: config (transformers' object, or its fields with `defaults` filled in) -> Model; of a wrapper the whole config.
     defaults: fields that config.json may leave out, as transformers' config class fills them (a test compares); None where its
     config is read by way of transformers. text: model_type of a wrapper's text_config, where that names none.
-    rope_theta, local_rope_theta: bases of the rotation where config.json has none; the second for layers with a window, in families
-    whose kinds of layers turn differently (0: they do not).
+    rope_theta, local_rope_theta: bases of the rotation where config.json has none; the second for layers with a window, in
+    families whose kinds of layers turn differently (0: they do not).
     gguf: llama.cpp's architecture. gguf_class: the transformers class that a file of it is read as. mlx: mlx-lm has it.
     """
 

@@ -105,6 +105,6 @@ DEFAULTS = {
 }  # fmt: skip
 TOWERS = tuple(f"model.{n}." for n in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"))
 FAMILIES = (
-    Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, layer_types=layer_types),
+    Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types),
     Family("gemma4", wrapper(gemma4_text, *TOWERS, files=()), {"tie_word_embeddings": True}, text="gemma4_text"),
 )

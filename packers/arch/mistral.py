@@ -9,7 +9,9 @@ from lowq_packers.arch.parts import Model, PositionScale, Update
 
 
 def mistral(c: Any) -> Model:
-    unless(getattr(c, "layer_types", None), "config.json has layer_types, which its family has not")  # Ministral's class takes it
+    unless(
+        getattr(c, "layer_types", None), "config.json has layer_types, which its family has not"
+    )  # Ministral's class takes it
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
         return pre_norm(c, p, attention(c, p, window=c.sliding_window or 0), mlp(c, f"{p}.mlp"))

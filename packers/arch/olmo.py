@@ -70,6 +70,6 @@ EXAONE4 = {
 }  # fmt: skip
 FAMILIES = (
     Family("olmo2", olmo2, DEFAULTS),
-    Family("olmo3", olmo3, OLMO3, 500000.0, layer_types=by_pattern),
+    Family("olmo3", olmo3, OLMO3, 500000.0, 500000.0, layer_types=by_pattern),
     Family("exaone4", exaone4, EXAONE4, layer_types=by_pattern),
 )

@@ -115,8 +115,11 @@ def test_defaults_are_those_of_transformers(name):
     alias = {theirs: ours for ours, theirs in cls.attribute_map.items()}
     wanted = {k: getattr(cls, k if hasattr(cls, k) else alias[k]) for k in family.defaults if k not in made_of}
     assert {k: v for k, v in family.defaults.items() if k not in made_of} == wanted
-    if not family.text and not isinstance(cls.default_theta, dict) and name != "gemma4_text":
-        assert family.rope_theta == cls.default_theta
+    if not family.text and name != "gemma4_text":
+        bases = cls.default_theta if isinstance(cls.default_theta, dict) else {"global": cls.default_theta}
+        assert family.rope_theta == bases["global"]
+    of_kinds = getattr(cls(), "rope_parameters", None) or {}
+    assert family.local_rope_theta == of_kinds.get("sliding_attention", {}).get("rope_theta", 0.0)
 
 
 def as_fields(raw, theirs, family):
