@@ -2,7 +2,7 @@
 
 from dataclasses import astuple, dataclass, replace
 from functools import singledispatchmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,8 +16,31 @@ from lowq_kernels.decode.reference import Heads
 from lowq_kernels.decode.router import RouterFacts
 from lowq_packers.arch import parts as p
 
-if TYPE_CHECKING:
-    from lowq_cli.engine.plan import Weights
+
+class Weights(Protocol):
+    """Where a plan gets its tensors from, by the names of a description."""
+
+    def linear(self, part: p.Linear) -> nn.Module:
+        """The parts side by side as one layer."""
+        ...
+
+    def matrix(self, part: p.Linear) -> torch.Tensor:
+        """The parts' weight (N, K), dequantized, in the model's dtype."""
+        ...
+
+    def vector(self, name: str) -> torch.Tensor:
+        """A parameter by its whole name below the text model: "layers.0.input_layernorm.weight"."""
+        ...
+
+    def experts(self, part: Any) -> Any:
+        """The module that computes a layer's experts: called with x (M, H), ids and weights (M, top_k)."""
+        ...
+
+    @property
+    def embed(self) -> nn.Module: ...
+
+    @property
+    def head(self) -> nn.Module: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +68,7 @@ class Compiler:
         products: of each layer, role -> the module that multiplies. ropes: the kinds of rotation that occur.
     """
 
-    def __init__(self, model: p.Model, weights: "Weights", dtype: torch.dtype) -> None:
+    def __init__(self, model: p.Model, weights: Weights, dtype: torch.dtype) -> None:
         self.weights, self.dtype = weights, dtype
         self.steps: list[s.Step] = []
         self.states: list[p.Pages | p.Recurrent] = []

@@ -7,16 +7,13 @@ Three rewrites of the list, where `fold.why_not` has nothing against a product f
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowq_cli.engine import steps as s
 from lowq_kernels.decode import FoldedProducts, Ops
 from lowq_kernels.decode.norms import Norm
-
-if TYPE_CHECKING:
-    from lowq_cli.engine.plan import Plan
 
 SCALE, STREAM = "scale", "stream"
 
@@ -91,14 +88,14 @@ def _facts(layer: Any) -> tuple[object, ...]:
     return layer.out_features, layer.in_features, getattr(layer, "scheme", None), layer.bias is None
 
 
-def blank(plan: "Plan", step: s.Step, M: int) -> dict[str, Any]:
+def blank(step: s.Step, ops: Ops, M: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """What a folded step of M rows finds in its frame, zeros and ones."""
-    fold = plan.ops.fold
+    fold = ops.fold
     if fold is None or not isinstance(step, ProductAdd | NormProduct | ProductGate):
         return {}
-    scale, K = torch.ones(M, dtype=torch.float32, device=plan.device), step.layer.in_features
-    squares = torch.ones(M, K // fold.SQUARES, dtype=torch.float32, device=plan.device)
-    x = torch.zeros(M, K, dtype=plan.dtype, device=plan.device)
+    scale, K = torch.ones(M, dtype=torch.float32, device=device), step.layer.in_features
+    squares = torch.ones(M, K // fold.SQUARES, dtype=torch.float32, device=device)
+    x = torch.zeros(M, K, dtype=dtype, device=device)
     return {SCALE: scale, STREAM: fold.Residual(x, squares, scale, 1e-6)}
 
 

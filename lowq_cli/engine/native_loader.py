@@ -204,7 +204,7 @@ def _in_rows(m: Matrix) -> bool:
 
 
 class FileWeights:
-    """The tensors of some `Contents`, read: `plan.Weights`."""
+    """The tensors of some `Contents`, read: `compiling.Weights`."""
 
     def __init__(
         self,
@@ -220,19 +220,19 @@ class FileWeights:
         self.embed, self.head = embed, head
 
     def linear(self, part: Linear) -> nn.Module:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         return self.linears[part]
 
     def matrix(self, part: Linear) -> torch.Tensor:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         return weight_of(self.linears[part], self.dtype)
 
     def vector(self, name: str) -> torch.Tensor:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         return self.vectors[self.named.full(name)].detach()
 
     def experts(self, part: Experts) -> QuantExperts:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         return self.routed[part]
 
 

@@ -5,7 +5,7 @@ compiling ahead, `--explain` and the timeline are walks over the list.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from lowq_cli.engine import folding, rope
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import Batch, KeyValues, States
-from lowq_cli.engine.compiling import Compiler
+from lowq_cli.engine.compiling import Compiler, Weights
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.engine import weights as of_model
 from lowq_cli.hf.embedding import embed_scale
@@ -21,33 +21,7 @@ from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import Ops, ops
 from lowq_kernels.decode.reference import tile_rows
 from lowq_kernels.modules import dense
-from lowq_packers.arch.parts import Linear, Model, Pages, Rope
-
-
-class Weights(Protocol):
-    """Where a plan gets its tensors from, by the names of a description."""
-
-    def linear(self, part: Linear) -> nn.Module:
-        """The parts side by side as one layer."""
-        ...
-
-    def matrix(self, part: Linear) -> torch.Tensor:
-        """The parts' weight (N, K), dequantized, in the model's dtype."""
-        ...
-
-    def vector(self, name: str) -> torch.Tensor:
-        """A parameter by its whole name below the text model: "layers.0.input_layernorm.weight"."""
-        ...
-
-    def experts(self, part: Any) -> Any:
-        """The module that computes a layer's experts: called with x (M, H), ids and weights (M, top_k)."""
-        ...
-
-    @property
-    def embed(self) -> nn.Module: ...
-
-    @property
-    def head(self) -> nn.Module: ...
+from lowq_packers.arch.parts import Model, Pages, Rope
 
 
 class Plan:

@@ -146,5 +146,5 @@ def _run(plan: Plan, step: s.Step, M: int, width: int, kind: str, prompt: bool, 
     held = {i: state_of_layer(plan, i, texts, max(slots, M if prompt else 0), kind) for i in step.state}
     frame = s.Frame(make(M, plan.model.hidden), batch, held)  # type: ignore[arg-type]  # only its own is asked for
     frame.y = make(M, width)
-    frame.kept |= folding.blank(plan, step, M)
+    frame.kept |= folding.blank(step, plan.ops, M, plan.dtype, plan.device)
     step.run(frame)

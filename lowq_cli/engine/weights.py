@@ -28,7 +28,7 @@ class ModelWeights:
         self.text = model.get_submodule(described.prefix.rstrip("."))
 
     def linear(self, part: Linear) -> nn.Module:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         parents = {name.rpartition(".")[0] for name in part.parts}
         assert len(parents) == 1, f"{part.parts} are of several modules"
         parent, names = self.text.get_submodule(parents.pop()), tuple(name.rpartition(".")[2] for name in part.parts)
@@ -38,11 +38,11 @@ class ModelWeights:
         return dense(only.weight.detach(), only.bias) if type(only) is nn.Linear else only
 
     def matrix(self, part: Linear) -> torch.Tensor:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         return torch.cat([weight_of(self.text.get_submodule(name), self.model.dtype) for name in part.parts])
 
     def vector(self, name: str) -> torch.Tensor:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         module, _, leaf = name.rpartition(".")
         owner = self.text.get_submodule(module)
         if leaf == "weight" and isinstance(owner, QuantLinear | Fp8Linear):
@@ -50,7 +50,7 @@ class ModelWeights:
         return getattr(owner, leaf).detach()
 
     def experts(self, part: Experts) -> nn.Module:
-        """As `plan.Weights` says."""
+        """As `compiling.Weights` says."""
         return self.text.get_submodule(part.module)
 
     @property

@@ -64,7 +64,7 @@ FACTS: dict[str, dict[str, Any]] = {  # class of a part -> its facts, and what t
         "score": "softmax", "logits_bias": False, "bias": "", "groups": (1, 1), "normalise": True, "factor": 1.0, "norm": None,
         "scale": "", "each": "", "group_score": "top2",
     },
-    "Experts": {"weigh_inputs": False, "shared": None, "shared_gate": "", "latent": None, "act": "silu"},
+    "Experts": {"weigh_inputs": False, "shared": None, "shared_gate": "", "latent": None},
     "Branch": {"norm": None, "post": None, "into": 1.0, "out": 1.0},
     "Update": {"post": None, "scale": 1.0, "after": ""},
     "Model": {"embed_scale": 1.0, "softcap": 0.0, "logit_scale": 1.0, "tokens": None, "embed_norm": None},

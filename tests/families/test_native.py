@@ -4,6 +4,7 @@ Each fact of its description is one that shows: taken out, the logits are others
 """
 
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from described import model as random_model
 from native import facts_of, logits_of, off, pair, planned, texts, without
 
 from lowq_cli.engine import weights
+from lowq_cli.engine.batch import States
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.cache_allocator import trial_runner
@@ -25,9 +28,6 @@ from lowq_cli.serving.request import Request
 CLOSE = 1e-4  # relative, of logits in fp32: twenty times the largest seen, 4e-6 but for gated delta's 4e-5
 SEEN = 1e-3
 VOCAB = 160
-HIDDEN = {  # facts that one of these tiny texts cannot show, by (family, part, fact)
-    ("hunyuan_v1_moe", "Router", "rounded"),
-}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,8 +69,6 @@ def test_a_draft_is_rewound_and_the_text_goes_on(name):
 
 def grown(runner):
     """The runner's state with slots for a text and a snapshot."""
-    from lowq_cli.engine.batch import States
-
     made = [
         States({k: torch.zeros(3, *t.shape[1:], dtype=t.dtype) for k, t in one.tensors.items()}) if isinstance(one, States) else one
         for one in runner.state
@@ -92,8 +90,6 @@ def alone(decoder, ids, n):
 
 def served(model, asked, n, **how):
     """The greedy tokens of texts that are asked for at once, and the engine's statistics."""
-    import threading
-
     engine, events, ended = ContinuousEngine(model, 64, **how), {}, threading.Event()
     numbers = []
 
@@ -123,7 +119,7 @@ def test_served_eight_at_once_they_are_as_alone(name):
     model = planned(random_model(name))
     found, stats = served(model, asked, 12, running=8)
     assert found == wanted
-    assert stats.prefix_hits >= 128
+    assert stats.prefix_hits >= 64
     assert served(model, asked, 12, running=4, cache_tokens=320)[0] == wanted
 
 
@@ -135,11 +131,9 @@ def test_every_fact_of_a_description_shows(name):
     wanted = logits_of(model, ids)
     planned(model)
     for kind, fact in facts_of(described):
-        if (name, kind, fact) in HIDDEN:
+        if fact == "embed_scale" and plan_of(model).scale == 1.0:  # transformers' module multiplies by it
             continue
         try:
-            from lowq_cli.engine.native import NativeDecoder
-
             changed = NativeDecoder(planned(model, without(described, kind, fact))).logits(torch.tensor([ids]))[0]
         except Exception:  # tensors that no longer fit one another show it, too
             continue
