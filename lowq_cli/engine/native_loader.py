@@ -21,7 +21,7 @@ from lowq_cli.engine import rope
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.reading import Reader
 from lowq_cli.files import fp8_tensors
-from lowq_cli.files.family_config import Config, NotPlain, read_config
+from lowq_packers.arch.config import Config, NotPlain, read_config
 from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.fp8_tensors import InBlocks, in_blocks
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors

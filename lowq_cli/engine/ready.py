@@ -9,7 +9,7 @@ import torch
 from lowq_cli import console, ranks
 from lowq_cli.engine.tokenizer import FastTokenizer, LoadedTokenizer, WrappedTokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
-from lowq_cli.files.family_config import NotPlain
+from lowq_packers.arch.config import NotPlain
 from lowq_cli.files.source import Source
 from lowq_cli.models import CausalModel
 

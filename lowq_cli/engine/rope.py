@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lowq_cli.files.family_config import ROPES
+from lowq_packers.arch.config import ROPES
 from lowq_packers.errors import DamagedError, one_line
 from lowq_packers.lazy import torch
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowq_cli.files.family_config import NotPlain, read_config
+from lowq_packers.arch.config import NotPlain, read_config
 from lowq_cli.files.fp8_tensors import InBlocks
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Part, Role

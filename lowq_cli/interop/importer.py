@@ -17,7 +17,7 @@ from lowq_cli import console, state
 from lowq_cli.files import fp8_tensors
 from lowq_cli.files.atomic import writing
 from lowq_cli.files.checkpoint import is_checkpoint
-from lowq_cli.files.family_config import NotPlain
+from lowq_packers.arch.config import NotPlain
 from lowq_cli.files.family_tensors import linear_weights
 from lowq_cli.files.folder import new_folder, sweep
 from lowq_cli.files.quant_config import compact

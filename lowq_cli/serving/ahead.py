@@ -20,7 +20,7 @@ from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.reading import Blank
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.files.family_config import read_config
+from lowq_packers.arch.config import read_config
 from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item, Plan, output_config
 from lowq_cli.run.prepare import Prepared

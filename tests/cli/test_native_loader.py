@@ -18,7 +18,7 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.ready import ready, tokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
-from lowq_cli.files.family_config import NotPlain, read_config
+from lowq_packers.arch.config import NotPlain, read_config
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.interop import importer

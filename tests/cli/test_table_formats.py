@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from lowq_cli import quantizers
 from lowq_cli.engine import native_loader
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.family_config import NotPlain
+from lowq_packers.arch.config import NotPlain
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.plan.recipe import make_recipe

@@ -10,13 +10,14 @@ from typing import Any
 
 from lowq_packers.arch import Family, families
 from lowq_packers.arch.common import FULL, SLIDING, NotDescribed
-from lowq_packers.arch.parts import Model
+from lowq_packers.arch.parts import Model, Router, walk
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")  # kinds of rotary angles
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # one field by the names that versions gave it
 STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
 BY_TYPE = (FULL, SLIDING)
+MOST = 4096  # layers, and experts of a layer, where the files' number of tensors does not bound them: four times the largest
 
 
 class NotPlain(Exception):  # no error: the reason why a checkpoint goes by way of transformers
@@ -31,18 +32,21 @@ class Config(SimpleNamespace):
         return getattr(self, "text_config", self)
 
 
-def read_config(raw: Mapping[str, Any], tensors: int) -> tuple[Config, Model, Family]:
+def read_config(raw: Mapping[str, Any], tensors: int = MOST) -> tuple[Config, Model, Family]:
     """The config, what it describes, and its family. tensors: how many the files have. Raises NotPlain."""
     family = families().get(str(raw.get("model_type")))
     if family is None:
         raise NotPlain(f"model_type {raw.get('model_type')!r} is not a family that is described")
     config = _wrapper(raw, family, tensors) if family.text else _text(raw, family, tensors)
     try:
-        return config, family.describe(config), family
+        model = family.describe(config)
     except NotDescribed as e:
         raise NotPlain(str(e)) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         raise NotPlain(f"config.json does not say all that its family asks for ({type(e).__name__}: {e})") from None
+    if any(part.experts > max(tensors, MOST) for part in walk(model.layers) if isinstance(part, Router)):
+        raise NotPlain("config.json has more experts than a model can have")
+    return config, model, family
 
 
 def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
