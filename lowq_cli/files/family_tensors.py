@@ -4,6 +4,7 @@ The plan of `quantize` takes them for what the files hold, and the decoder witho
 that holds anything else is asked of transformers (hf/structure.py), which also says what is wrong with it.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,14 @@ from lowq_cli.files.fp8_tensors import InBlocks
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Part, Role
 from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
-from lowq_packers.arch.names import Tensor, renamed, tensors
+from lowq_cli.files.source import Cut
+from lowq_packers.arch import families
+from lowq_packers.arch.common import GATED, STACKS, NotDescribed
+from lowq_packers.arch.names import Form, Tensor, renamed, tensors
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 
+FORMS: tuple[Form, ...] = ("split", "files")
+_LAYER = re.compile(r".*?layers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,57 @@ class Named:
         down = [Matrix(f"{path}.{e}.{leaves[-1]}", part.hidden, part.inner) for e in range(part.router.experts)]
         return {"gate_up_proj" if part.gated else "up_proj": rows, "down_proj": down}
 
+    @property
+    def extra(self) -> tuple[str, ...]:
+        """Prefixes of the heads that predict further tokens: kept, and not run."""
+        ours = self.model.prefix
+        return tuple(self.place[0] + e.removeprefix(ours) if e.startswith(ours) else e for e in self.model.extra)
+
     def beside(self, name: str) -> bool:
-        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head that is kept and not run."""
-        return name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.model.extra))
+        """Whether a tensor of the files belongs to a part that text does not need: a tower, or a head of `extra`."""
+        return name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra))
+
+
+def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:
+    """As `Named.extra`, of a config.json; of a family that is not described none is known."""
+    try:
+        return Named.of_files(read_config(raw, len(headers))[1], headers).extra
+    except NotPlain:
+        return ()
+
+
+def extra_of(config: Any, headers: Mapping[str, Any]) -> tuple[str, ...]:
+    """The same of a config object of transformers."""
+    family = families().get(getattr(type(config), "model_type", ""))
+    try:
+        return Named.of_files(family.describe(config), headers).extra if family else ()
+    except NotDescribed:
+        return ()
+
+
+def extra_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
+    """What the tensors of heads that predict further tokens are: those of a layer are what they are in the model's layers."""
+    if not (prefixes := extra_prefixes(raw, headers)) or not any(n.startswith(prefixes) for n in headers):
+        return {}
+    model = read_config(raw, len(headers))[1]
+    kinds = {_LAYER.sub("", n): t.kind for form in FORMS for n, t in tensors(model, form).items() if _LAYER.match(n)}
+    return {n: _extra_role(n, h, kinds.get(_LAYER.sub("", n), "other")) for n, h in headers.items() if n.startswith(prefixes)}
+
+
+def _extra_role(name: str, header: TensorHeader, kind: str) -> Role:
+    stem, reason = name.removesuffix(".weight"), "of a head that predicts further tokens"
+    if kind not in ("attention", "mlp", "expert") or header.dtype not in FLOATS:
+        return Role(kind, reason=kind if kind in ("norm", "router") else reason, extra=True)
+    if stem != name and len(header.shape) == 2:
+        return Role(kind, (Part(stem),), extra=True)
+    path, _, stack = name.rpartition(".")
+    if kind == "expert" and len(header.shape) == 3 and stack in STACKS:
+        E, rows, _ = header.shape
+        leaves = GATED[:2] if stack == STACKS[0] else GATED[2:]
+        N = rows // len(leaves)
+        cuts = {f"{path}.{e}.{leaf}": Cut(e, (i * N, i * N + N)) for e in range(E) for i, leaf in enumerate(leaves)}
+        return Role(kind, tuple(Part(n, cut) for n, cut in cuts.items()), extra=True)
+    return Role(kind, reason=reason, extra=True)
 
 
 def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role] | None:

@@ -91,7 +91,8 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if family.layer_types and fields.get("layer_types") is None:
         fields["layer_types"] = family.layer_types(fields)
     kinds = fields.get("layer_types") or []
-    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not set(kinds) <= set(BY_TYPE)):
+    known = {*BY_TYPE, *family.layer_types(fields)} if family.layer_types else set()
+    if known and (len(kinds) != fields["num_hidden_layers"] or not set(kinds) <= known):
         raise NotPlain("config.json has layers of an unusual kind")
     rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
     return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})

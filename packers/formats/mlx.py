@@ -138,6 +138,6 @@ def _notes(config: Config, headers: Headers) -> list[str]:
     return found
 
 
-EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out)
+EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out, extra=False)
 ENGINES = served_by("lowq", "MLX (mlx-lm)")
 register(Format("mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims))
