@@ -13,7 +13,9 @@ from library_files import decoded, leaves, refused, there_and_back, write
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 pytest.importorskip("gptqmodel", reason="needs the package gptqmodel", exc_type=ImportError)
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
-from gptqmodel.quantization import FORMAT, QuantizeConfig
+from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+from gptqmodel.quantization import FORMAT, METHOD, QuantizeConfig
+from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 
 SHAPES = [(64, 128), (64, 160), (32, 96), (40, 90), (24, 32)]  # (N, K)
@@ -114,3 +116,24 @@ def test_every_gptq_variant(v, tmp_path):
 def test_what_is_not_read_is_refused_by_its_reason(v, reason, tmp_path):
     saved(tmp_path / "m", v, 64, 128)
     refused(tmp_path / "m", reason)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("N", "K"), [(64, 128), (8, 256), (40, 384)])
+def test_every_awq_variant(group, dtype, N, K, tmp_path):
+    def by_awq(folder: Path) -> torch.Tensor:
+        t = {n: x.float() if n == "scales" else x for n, x in leaves(folder).items()}
+        return dequantize_gemm(t["qweight"], t["qzeros"], t["scales"], 4, group).t().float().contiguous()
+
+    torch.manual_seed(group)
+    scales, zeros = (torch.rand(N, K // group) * 0.01 + 0.01).to(dtype), torch.randint(0, 16, (N, K // group))
+    dense, index = torch.nn.Linear(K, N, bias=False), torch.arange(K) // group
+    dense.weight.data = (torch.randint(0, 16, (N, K)) - zeros[:, index]) * scales[:, index].float()
+    made = AwqTorchLinear(4, group, False, False, K, N, register_buffers=False)
+    made.pack(dense, scales, zeros)
+    config = QuantizeConfig(bits=4, group_size=group, sym=False, method=METHOD.AWQ, format=FORMAT.GEMM)
+    tensors = {n: getattr(made, n) for n in BUFFERS[:3]}
+    folder = write(tmp_path / "m", tensors, {"quantization_config": config.to_dict()})
+    assert torch.equal(decoded(folder), by_awq(folder).to(dtype))
+    assert there_and_back(folder, "awq", by_awq)
