@@ -179,6 +179,12 @@ class Skeleton:
         """The module that owns a parameter."""
         return self.model.get_submodule(param.rpartition(".")[0])
 
+    def in_other_head(self, name: str) -> bool:
+        """Whether a parameter or tensor belongs to a head, and config.json names a class with another head than the model's."""
+        named = self.model.config.architectures or []
+        other = bool(named) and type(self.model).__name__ not in named
+        return other and not name.startswith(f"{self.model.base_model_prefix}.")
+
     @cached_property
     def tied(self) -> dict[str, str]:
         """Parameter -> the parameter it shares its values with, e.g. {"lm_head.weight": "model.embed_tokens.weight"}."""

@@ -57,7 +57,7 @@ def swap(model: PreTrainedModel, config: Mapping[str, Any], checkpoint_files: li
             continue
         place = skeleton.place(name)
         if place is None:
-            if stem in schemes:
+            if stem in schemes and not skeleton.in_other_head(name):
                 raise DamagedError(f"quantization_config names {stem}, which a {type(model).__name__} does not have")
             continue  # transformers warns of tensors it does not use
         filled.add(place.param)
