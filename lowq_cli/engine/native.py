@@ -116,7 +116,9 @@ class NativeDecoder:
         self.held = []
         self._restore(0)
         hidden = [
-            self._piece(slice(0, B), ids[:, t : t + self.chunk], t, [T] * B, self._tables(T)).reshape(B, -1, self.plan.model.hidden)
+            self._piece(slice(0, B), ids[:, t : t + self.chunk], t, [T] * B, self._tables(T)).reshape(
+                B, -1, self.plan.model.hidden
+            )
             for t in range(0, T, self.chunk)
         ]
         return self.head(torch.cat(hidden, 1).flatten(0, 1)).reshape(B, T, -1)
@@ -146,7 +148,11 @@ class NativeDecoder:
         known = min(shared(h, p) for h, p in zip(self.held, prompts, strict=True))
         if self.snapshot and any(len(h) != known for h in self.held):
             return 0  # a recurrent state is that of a whole prompt
-        rings = ((one.table, spec.window) for one, spec in zip(self.state, self.plan.states, strict=True) if isinstance(one, KeyValues))
+        rings = (
+            (one.table, spec.window)
+            for one, spec in zip(self.state, self.plan.states, strict=True)
+            if isinstance(one, KeyValues)
+        )
         lost = max((self.written - ring(w) * BLOCK + w for table, w in rings if table is not None), default=0)
         return known if known >= lost else 0
 

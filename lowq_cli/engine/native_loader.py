@@ -1,9 +1,10 @@
 """A checkpoint as a model that decodes, straight from config.json and the tensors: no transformers is imported.
 
-Taken are safetensors folders of a described family whose tensors are those that config.json asks for; a vision tower and heads that
-are not run may lie beside them, and are not read. Anything else (another family, another tool's format, tensors that are missing,
-extra or damaged) goes by way of transformers, which also says what is wrong with it: `NotPlain` gives the reason. A product's
-weight is read from its places in the files into one tensor, and moved into its device's layout once, several at a time.
+Taken are safetensors folders of a described family whose tensors are those that config.json asks for; a vision tower and heads
+that are not run may lie beside them, and are not read. Anything else (another family, another tool's format, tensors that are
+missing, extra or damaged) goes by way of transformers, which also says what is wrong with it: `NotPlain` gives the reason. A
+product's weight is read from its places in the files into one tensor, and moved into its device's layout once, several at a
+time.
 """
 
 import json
@@ -145,7 +146,11 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     experts = {part: {name: stored(row) for name, row in named.experts(part).items()} for part in routed}
     (table,) = stored([Matrix(named.place[0] + model.embed, model.vocab, model.hidden)])
     head = None if model.tied else stored([Matrix(named.place[1], model.vocab, model.hidden, model.head_bias)])[0]
-    rows = [*linears.values(), *(row for stacks in experts.values() for row in stacks.values()), [table, *([head] if head else [])]]
+    rows = [
+        *linears.values(),
+        *(row for stacks in experts.values() for row in stacks.values()),
+        [table, *([head] if head else [])],
+    ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
     act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")

@@ -1,7 +1,7 @@
 """A model's description and its weights as a flat list of operations, which every pass runs: prompts, steps and drafts alike.
 
-`Plan` is what decoder and server have of a model: its steps, what its layers remember of a sequence, embedding and head. Folding,
-compiling ahead, `--explain` and the timeline are walks over the list.
+`Plan` is what decoder and server have of a model: its steps, what its layers remember of a sequence, embedding and head.
+Folding, compiling ahead, `--explain` and the timeline are walks over the list.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +12,10 @@ from torch import nn
 
 from lowq_cli.engine import folding, rope
 from lowq_cli.engine import steps as s
+from lowq_cli.engine import weights as of_model
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.compiling import Compiler, Weights
 from lowq_cli.engine.rope import Rotation, Tables
-from lowq_cli.engine import weights as of_model
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import Ops, ops
@@ -28,15 +28,17 @@ class Plan:
     """The operations of a model.
 
     Attributes:
-        steps: from the embedded tokens x to the normed hidden states y. states: what each stateful step remembers of a sequence.
-        linears: the layers that multiply, under short names ("layers.0.qkv"), for `--explain`.
+        steps: from the embedded tokens x to the normed hidden states y. states: what each stateful step remembers of a
+        sequence. linears: the layers that multiply, under short names ("layers.0.qkv"), for `--explain`.
     """
 
     def __init__(self, model: Model, config: Any, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
         self.model, self.config, self.device, self.dtype = model, config, device, dtype
         self.ops: Ops = ops(device.type)
         self.embedding, self.head = weights.embed, weights.head
-        own = embed_scale(self.embedding) if isinstance(self.embedding, nn.Embedding) else getattr(self.embedding, "scale", None)
+        own = (
+            embed_scale(self.embedding) if isinstance(self.embedding, nn.Embedding) else getattr(self.embedding, "scale", None)
+        )
         self.scale = 1.0 if own not in (None, 1.0) else model.embed_scale  # some embeddings multiply by it themselves
         compiled = Compiler(model, weights, dtype)
         self.steps, self.states = compiled.steps, compiled.states
@@ -112,7 +114,8 @@ class Plan:
         return logits
 
     def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | None, Tables]:
-        """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for None."""
+        """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for
+        None."""
         nothing = torch.empty(slots, 0, dtype=self.dtype, device=device)
         turned = {kind: r.tables(slots, device, self.dtype, length) for kind, r in self.rotations.items()}
         return {None: (nothing, nothing), **turned}
@@ -131,7 +134,9 @@ def plan_of(model: Any) -> Plan:
     plan = getattr(model, "plan", None) or getattr(model, KEPT, None)
     if plan is None or (plan.device, plan.dtype) != (model.device, model.dtype):
         described, _ = of_model.describe(model.config)
-        plan = Plan(described, model.config.get_text_config(), of_model.ModelWeights(model, described), model.device, model.dtype)
+        plan = Plan(
+            described, model.config.get_text_config(), of_model.ModelWeights(model, described), model.device, model.dtype
+        )
         object.__setattr__(model, KEPT, plan)  # not a submodule of the model
     return plan
 

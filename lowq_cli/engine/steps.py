@@ -305,7 +305,8 @@ class Recur(Step):
 
 @dataclass(frozen=True, eq=False)
 class Route(Step):
-    """Which experts a token visits, and their weights, kept for `Experts`. source: y, or x where the router norms for itself."""
+    """Which experts a token visits, and their weights, kept for `Experts`. source: y, or x where the router norms for
+    itself."""
 
     facts: RouterFacts
     source: str = "y"

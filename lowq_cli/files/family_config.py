@@ -1,7 +1,7 @@
 """A config.json of a described family as the attributes that transformers' config class would have, without transformers.
 
-Only what is spelled out is taken: a field of another type, or one that is missing and has no default in `lowq_packers.arch`, is a
-reason to let transformers read it.
+Only what is spelled out is taken: a field of another type, or one that is missing and has no default in `lowq_packers.arch`, is
+a reason to let transformers read it.
 """
 
 from collections.abc import Mapping

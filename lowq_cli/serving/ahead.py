@@ -53,12 +53,15 @@ def launches(model: Any) -> list[Callable[[], object]]:
     """One launch of each kernel that texts one by one and a server take; those of the first text first."""
     decoder, met = NativeDecoder(model), set[object]()
     work = [one for way in WAYS for one in warm.launches(model, decoder, 1, 1, way, met)]
-    trial = cache_allocator.trial_runner(decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False)
+    trial = cache_allocator.trial_runner(
+        decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False
+    )
     return work + cache_allocator.launches(trial)
 
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
-    """What `native_loader.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each kind.
+    """What `native_loader.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each
+    kind.
 
     Raises NotPlain where the family is not a known one.
     """
