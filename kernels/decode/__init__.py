@@ -115,4 +115,4 @@ def ops(device_type: str) -> Ops:
     choosing = (sample.choose, sample.choose_rows)
     mixers = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
-    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **mixers)
+    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **mixers)  # type: ignore[arg-type]

@@ -160,10 +160,10 @@ class Compiler:
             writes=part.shares is None,
         )  # fmt: skip
         if _direct(part) and part.rope is not None:
-            norms = {"q_norm": q.weight, "k_norm": k.weight, "eps": q.eps} if q and k else {}
-            self._emit(s.Attend(index, replace(heads, **norms), part.rope))
+            heads = replace(heads, q_norm=q.weight, k_norm=k.weight, eps=q.eps) if q and k else heads
+            self._emit(s.Attend(index, heads, part.rope))
         else:
-            scale = part.position_scale and PositionScale(*astuple(part.position_scale))
+            scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
             facts = Prepared(
                 part.heads, part.kv_heads, part.dim, part.order, part.gated, part.v_is_k, part.shares is None, q, k, v,
                 part.norm_over, part.norm_last, part.rope.pairing if part.rope else "halves", part.key_scale, scale,
@@ -183,7 +183,7 @@ class Compiler:
         self._emit(s.Keep("q"), s.Take("before", last=True))
         self._product(part.kv_down, "kv_down")
         up = self.weights.matrix(part.kv_up).unflatten(0, (part.heads, -1))
-        scale = part.position_scale and PositionScale(*astuple(part.position_scale))
+        scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
         facts = Latent(
             part.heads, part.nope, part.rotated, part.v_dim, part.rank, part.scale, up[:, : part.nope].contiguous(),
             up[:, part.nope :].contiguous(), self.norm(part.kv_norm), part.rope.pairing, scale,

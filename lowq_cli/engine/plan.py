@@ -47,7 +47,7 @@ class Plan:
         named = nn.ModuleList(nn.ModuleDict(products) for products in compiled.products)
         self.linears = nn.ModuleDict({"layers": named, "head": self.head})
         self.rotations = _rotations(model, compiled.ropes, config)
-        self.vocabulary = int(self.head.out_features)
+        self.vocabulary = int(self.head.out_features)  # type: ignore[arg-type]
         widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
         self.tile = tile_rows(widest)
         self._folded: dict[int, list[s.Step]] = {}
@@ -117,8 +117,10 @@ class Plan:
         """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for
         None."""
         nothing = torch.empty(slots, 0, dtype=self.dtype, device=device)
-        turned = {kind: r.tables(slots, device, self.dtype, length) for kind, r in self.rotations.items()}
-        return {None: (nothing, nothing), **turned}
+        made: dict[Rope | None, Tables] = {None: (nothing, nothing)}
+        for kind, r in self.rotations.items():
+            made[kind] = r.tables(slots, device, self.dtype, length)
+        return made
 
 
 def _rotations(model: Model, ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:

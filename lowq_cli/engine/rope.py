@@ -109,8 +109,9 @@ class Rotation:
             return _yarn(powers, R, base, rope)
         elif kind == "dynamic":
             factor = rope["factor"]
-            grown = ((factor * lengths / self.limit) - (factor - 1)) ** (R / (R - 2))
-            inverse = torch.where(lengths > self.limit, 1.0 / ((base * grown) ** pairs), inverse)
+            limit = self.limit or 0
+            grown = ((factor * lengths / limit) - (factor - 1)) ** (R / (R - 2))
+            inverse = torch.where(lengths > limit, 1.0 / ((base * grown) ** pairs), inverse)
         elif kind == "longrope":
             short, long = (1.0 / (torch.tensor(rope[f"{n}_factor"], dtype=torch.float32) * powers) for n in ("short", "long"))
             return torch.where(lengths > self.steady, long, short), self._longrope_factor()

@@ -124,8 +124,8 @@ class ContinuousEngine:
         cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads)
         self.passes, rows = cache.passes, cache.passes.rows
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
-        how = {"slots": cache.slots, "snapshots": cache.snapshots, "shared": not deterministic}
-        manager = CacheManager(list(cache.groups), cache.blocks, BLOCK, PIECE, **how)
+        held = (BLOCK, PIECE, cache.slots, cache.snapshots)
+        manager = CacheManager(list(cache.groups), cache.blocks, *held, shared=not deterministic)
         self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
         self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
         self._changed = threading.Condition()
