@@ -53,7 +53,7 @@ def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if text is None:
         raise NotPlain(f"a text_config of model_type {inside.get('model_type')!r}")
     config = _text({"model_type": text.model_type, **inside}, text, tensors)
-    tied = raw.get("tie_word_embeddings", config.tie_word_embeddings)
+    tied = raw.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
     outer = {k: v for k, v in raw.items() if k != "quantization_config"}
     return Config(**{**outer, "text_config": config, "tie_word_embeddings": tied, "is_encoder_decoder": False})
 
