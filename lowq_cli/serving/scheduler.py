@@ -120,7 +120,7 @@ class Scheduler:
             # its state is that of the whole draft after the pass; and its slots may be snapshots that were replaced for them
             plan.snapshots = [(a, b) for a, b in plan.snapshots if not slots or (a != seq.slot and b not in slots)]
             seq.computed, seq.ahead, seq.drafting = seq.computed + n, seq.ahead + n, True
-            self._send(plan, seq)
+        self._send(plan, seq)  # blocks that were taken stay
         return slots
 
     def rewind(self, seq: Sequence, length: int) -> None:
