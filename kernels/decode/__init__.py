@@ -113,6 +113,6 @@ def ops(device_type: str) -> Ops:
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
-    mixers = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
+    mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
     return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **mixers)  # type: ignore[arg-type]
