@@ -19,6 +19,7 @@ from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import Ops, ops
+from lowq_kernels.decode.prepare import unrotated
 from lowq_kernels.decode.reference import tile_rows
 from lowq_kernels.modules import dense
 from lowq_packers.arch.parts import Model, Pages, Rope
@@ -113,11 +114,13 @@ class Plan:
             logits = cap * torch.tanh(logits.float() / cap)
         return logits
 
-    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | None, Tables]:
+    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | int, Tables]:
         """cos, sin (slots, R) of each kind of rotation, as transformers rounds them, for a text of that length; R = 0 for
         None."""
-        nothing = torch.empty(slots, 0, dtype=self.dtype, device=device)
-        made: dict[Rope | None, Tables] = {None: (nothing, nothing)}
+        made: dict[Rope | int, Tables] = {}
+        for step in self.steps:
+            if isinstance(step, s.Attend) and step.rope is None:
+                made[step.heads.D] = unrotated(slots, step.heads.D, torch.empty(0, dtype=self.dtype, device=device))
         for kind, r in self.rotations.items():
             made[kind] = r.tables(slots, device, self.dtype, length)
         return made
