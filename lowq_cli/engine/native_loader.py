@@ -19,6 +19,7 @@ from torch import nn
 
 from lowq_cli.devices import say_widened
 from lowq_cli.engine import rope
+from lowq_cli.engine.owned import owned
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.reading import Reader
 from lowq_cli.files import fp8_tensors
@@ -71,7 +72,7 @@ class NativeModel(nn.Module):
         self.generation_config = SimpleNamespace(eos_token_id=stops)
         self.embed, self.vectors = weights.embed, nn.ParameterList(weights.vectors.values())
         self.plan = Plan(contents.model, contents.config.get_text_config(), weights, device, contents.dtype)
-        self.linears = self.plan.linears
+        owned(self).plan, self.linears = self.plan, self.plan.linears
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
