@@ -7,6 +7,29 @@ from pages import ROOT, part, read, table
 
 
 @part
+def folders() -> str:
+    """Published folders: what each is, and the steps taken with it."""
+    found = read("accuracy/folders.json")
+    steps = [k for k in found["rows"][0] if k not in ("family", "architecture", "vocabulary", "class", "template")]
+    whole = sum(all(row[s] != "fails" for s in steps) for row in found["rows"])
+    told = f"{len(found['rows'])} folders, {len(steps)} steps each (transformers {found['transformers']}, {found['date']}): "
+    told += f"{whole} whole.\n\n"
+    marks = {"yes": "+", "fails": "FAILS"}
+    cells = [
+        (
+            row["family"],
+            f"`{row['architecture']}`",
+            row["vocabulary"],
+            row["class"],
+            row["template"],
+            *(marks.get(row[s], "-") for s in steps),
+        )
+        for row in found["rows"]
+    ]
+    return told + table(("folder", "architecture", "vocabulary", "tokenizer class", "template", *steps), cells)
+
+
+@part
 def families() -> str:
     """How many come through, and the rows of all."""
     sys.path.insert(0, str(ROOT / "tests" / "families"))
