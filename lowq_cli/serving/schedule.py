@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from lowq_cli.serving.pool import START, Pool
 from lowq_cli.serving.request import Request
+from lowq_cli.serving.turns import Turns
 
 READERS = 16  # prompts that are read at once
+GIVES_WAY = 8  # steps from one look at whether a text should give its place to another to the next
 
 
 class Text:
@@ -29,6 +31,7 @@ class Text:
         cached: tokens that were found in the cache when it was admitted first.
         failed: why it cannot go on, where it alone cannot.
         known: tokens that were told before it was put back to its prompt.
+        since, waited, first: its place in time, as `turns` has it.
         turn: prompt tokens that the engine had read when this text was admitted, and its own: the least is read next.
     """
 
@@ -40,6 +43,7 @@ class Text:
         self.name, self.row, self.cached = START, -1, -1
         self.told = self.done = False
         self.failed: Exception | None = None
+        self.since, self.waited, self.first = 0, 0, False
         self.known: list[int] = []
 
     @property
@@ -97,7 +101,7 @@ class Schedule:
         self._readers = list(range(rows + READERS - 1, rows - 1, -1))
         self._freed: list[int] = []
         self._moves: list[tuple[int, int, Text]] = []
-        self.preemptions = self.prefix_hits = self.read = 0
+        self.preemptions = self.prefix_hits = self.read = self.step = 0
 
     @property
     def active(self) -> list[Text]:
@@ -109,11 +113,19 @@ class Schedule:
         """One more than the last row that runs."""
         return max((row + 1 for row, t in enumerate(self.running) if t is not None), default=0)
 
+    def add(self, texts: Sequence[Text]) -> None:
+        """More texts, which wait from now on."""
+        for text in texts:
+            text.since = self.step
+        self.waiting.extend(texts)
+
     def plan(self, budget: Callable[[int, int], int]) -> PassPlan | None:
         """The next pass, perhaps an empty one; None where what is on its way has to be seen first.
 
         budget: (rows that step, prompt tokens that wait to be read) -> how many of them this pass may read.
         """
+        if not self._give_way():
+            return None
         self._close_ranks()
         for text in sorted((t for t in self.running if t is not None), key=lambda t: t.number):
             # one that was put back meanwhile has no row; of another all that it may get may be on its way
@@ -130,6 +142,7 @@ class Schedule:
             self._read(plan, budget(self.high if plan.steps and not self.fixed else 0, waiting))
             plan.steps = [] if self.fixed and plan.pieces else plan.steps
         self._stepped = bool(plan.steps)
+        self.step += 1
         moves, self._moves = self._moves, []
         plan.moves = [move[:2] for move in moves]
         plan.placed = [(text, text.computed) for _, target, text in moves if self.running[target] is text]
@@ -188,12 +201,32 @@ class Schedule:
             if any(t.ahead for t in self.active):
                 return False
             youngest = max(self.active, key=lambda t: t.number)
-            self._release(youngest)
-            if self.fixed:
-                youngest.repeat()
-            self._queue_again(youngest)
-            self.preemptions += 1
+            youngest.first = True
+            self._put_back(youngest)
         return True
+
+    def _give_way(self) -> bool:
+        """Let a text that waits take another's place if it is its turn; False where what is on its way has to be seen first."""
+        full = len(self.active) >= len(self.running)
+        if self.fixed or not self.waiting or not full or self.step % GIVES_WAY:  # fixed: it would begin again
+            return True
+        turns = Turns([*self.waiting, *self.active], self.step)
+        running = [(t, t.room) for t in self.running if t is not None]
+        text = turns.gives_way(turns.next(self.waiting), running)
+        if text is not None and any(t.ahead for t in self.active):
+            return False
+        if text is not None:
+            self._put_back(text)
+        return True
+
+    def _put_back(self, text: Text) -> None:
+        """A text gives back its blocks and waits again."""
+        self._release(text)
+        if self.fixed:
+            text.repeat()
+        text.since = self.step
+        self._queue_again(text)
+        self.preemptions += 1
 
     def _queue_again(self, text: Text) -> None:
         """Among those that wait, by age: it came before all that were never admitted."""
@@ -203,15 +236,19 @@ class Schedule:
     def _admit(self) -> None:
         size = self.pool.size
         while self.waiting and self._readers:
-            text, active = self.waiting[0], self.active
+            active = self.active
             if len(active) >= len(self.running):
                 return
+            text = self.waiting[0]
+            if len(self.waiting) > 1:
+                text = Turns([*self.waiting, *active], self.step).next(self.waiting)
             found, name = self.pool.find(text.tokens[:-1]) if not self.fixed else ([], START)
             wanted = len(text.tokens) // size + 1 - len(found)  # its answer's first slot has a place, too
             spare = len(active)  # blocks that those who run may want soon
             if self.pool.free - (len(found) - self.pool.held(found)) < wanted + spare:
                 return
-            self.waiting.popleft()
+            self.waiting.remove(text)
+            text.waited, text.first = text.waited + self.step - text.since, False
             self.pool.hold(found)
             text.blocks, text.named, text.name, text.computed = found, len(found), name, len(found) * size
             for _ in range(wanted):

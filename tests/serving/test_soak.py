@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serve_soak.py"
+SCRIPT = Path(__file__).parents[1] / "fuzz" / "soak.py"
 
 
 def soak(*args):
-    line = [sys.executable, "-P", SCRIPT, "demo", "--device", "cpu", *map(str, args)]
+    line = [sys.executable, SCRIPT, "demo", "--device", "cpu", *map(str, args)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900)
     assert done.stdout, done.stderr
     row = json.loads(done.stdout)
