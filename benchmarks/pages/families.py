@@ -48,3 +48,18 @@ def families() -> str:
         if r["family"] not in EXCEPTIONS
     ]
     return told + kept + "\n" + table(("comes through", ">packed", ">logits off", ">dequantized", "decoder"), cells)
+
+
+@part
+def ranges() -> str:
+    """How the part of the suite that depends on transformers came out on its versions."""
+    rows = read("ranges.json")["rows"]
+    named = list(rows[-1]["parts"])
+
+    def cell(counts: dict[str, int]) -> str:
+        bad = counts.get("failed", 0) + counts.get("error", 0)
+        done = f"{counts.get('passed', 0)}"
+        return f"{done}, **{bad} failed**" if bad else done
+
+    cells = [(r["transformers"], r["torch"], r["date"], *(cell(r["parts"].get(name, {})) for name in named)) for r in rows]
+    return table(("transformers", "torch", "date", *(f">{name}" for name in named)), cells)
