@@ -71,4 +71,4 @@ class Bodies:
 
 
 def _crowded() -> Refusal:
-    return Refusal(503, "too many bodies come at once; send this one again", "server_error")
+    return Refusal(429, "too many bodies come at once; send this one again", "rate_limit_error", code="rate_limit_exceeded")
