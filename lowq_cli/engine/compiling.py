@@ -128,10 +128,8 @@ class Compiler:
         if own is not None and s.is_plain(own) and simple and alike:
             self._emit(s.AddNorm(own, post.weight if post else None, first=last is None))
             return
-        if last is not None:
-            after = self.weights.vector(last.after) if last.after else None
-            self._emit(s.Add(post, last.scale, after))
-        self._emit(s.Normed(own, "x"))
+        after = self.weights.vector(last.after) if last and last.after else None
+        self._emit(s.UpdateNorm(own, post, last.scale if last else 1.0, after, first=last is None))
 
     @singledispatchmethod
     def _mixer(self, part: Any) -> None:
