@@ -9,8 +9,8 @@
     lowq.perplexity("dir", text)                                    # {"ppl": ..., "tokens": ...}
     lowq.export("dir", "compressed-tensors")                        # for vLLM; also gptq, awq, humming, mlx, hqq, gguf
 
-`import lowq` makes `transformers.AutoModelForCausalLM.from_pretrained(lowq_dir)` work. It imports neither torch nor
-transformers itself: names below are fetched when they are first used.
+`import lowq` makes `transformers.AutoModelForCausalLM.from_pretrained(lowq_dir)` work, and where lowq is installed, so does
+importing torch. It imports neither torch nor transformers itself: names below are fetched when they are first used.
 """
 
 import importlib

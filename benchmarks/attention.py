@@ -32,8 +32,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from lowq_cli.engine import search, warm
-from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.graph import bucket
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.cuda import nvrtc
 from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, reference

@@ -2,10 +2,10 @@
 
     python benchmarks/families_speed.py [--out FILE] [--launches] [FAMILY ...]
 
-Random weights, 4 bits g128, vocabulary 8,192. Share: bytes of weights that a step touches (experts by their share, the embedding
-left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of 1,000 tokens, warm.
-A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and numbers of the kernels
-of one step, and the tokens drawn, for comparing two trees.
+Random weights, 4 bits g128 (NARROW: g64), vocabulary 8,192. Share: bytes of weights that a step touches (experts by their
+share, the embedding left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of
+1,000 tokens, warm. A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and
+numbers of the kernels of one step, and the tokens drawn, for comparing two trees.
 """
 
 import argparse
@@ -37,7 +37,8 @@ QWEN35 = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, 
 SHAPES: dict[str, dict[str, Any]] = {  # of one published size each; num_hidden_layers is what is measured
     "llama": WIDE | {"num_hidden_layers": 8},
     "mistral": WIDE | {"num_hidden_layers": 8, "sliding_window": 4096},
-    "qwen2": WIDE | {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+    "qwen2": WIDE
+    | {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
     | {"num_hidden_layers": 8},
     "qwen3": WIDE | {"intermediate_size": 12288, "num_hidden_layers": 8},
     "phi3": {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40, "num_key_value_heads": 10}
@@ -79,13 +80,20 @@ SHAPES: dict[str, dict[str, Any]] = {  # of one published size each; num_hidden_
     "lfm2": {"hidden_size": 2560, "intermediate_size": 10752, "num_attention_heads": 32, "num_key_value_heads": 8}
     | {"num_hidden_layers": 8},
     "deepseek_v2": {"hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_attention_heads": 16}
-    | {"num_key_value_heads": 16, "num_hidden_layers": 8, "n_routed_experts": 64, "num_experts_per_tok": 6, "q_lora_rank": None},
+    | {
+        "num_key_value_heads": 16,
+        "num_hidden_layers": 8,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "q_lora_rank": None,
+    },
     "glm4_moe": {"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_attention_heads": 96}
     | {"num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4},
     "minimax_m2": {"hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8}
     | {"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "num_hidden_layers": 4},
 }
 NINE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
+NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2")  # whose layers are no multiple of 128 wide: groups of 64
 STEPS, PROMPT = 200, 1000
 
 
@@ -95,7 +103,8 @@ def model_of(family: str, device: str) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
     model.generation_config.eos_token_id = None
-    model = quantized_model(model, "4g128", torch.float16, device)
+    variant = "4g64" if family in NARROW else "4g128"
+    model = quantized_model(model, variant, torch.float16, device)
     for name, b in list(model.named_buffers()):
         if b.is_meta:
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]

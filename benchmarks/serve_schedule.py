@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from serve_load import SEED, Answered, percentiles, requests
 
+from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving import continuous, token_budget
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import MOST, ContinuousEngine
-from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner, Piece
 from lowq_cli.serving.request import Request
 from lowq_cli.serving.scheduler import Scheduler, buckets

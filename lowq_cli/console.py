@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -49,7 +49,13 @@ def visible(text: str) -> str:
 def say(message: str) -> None:
     """A line for the person, on stderr; on a terminal too narrow for it, broken between words."""
     if not quiet:
-        print(_broken(visible(message), sys.stderr), file=sys.stderr, flush=True)
+        _print(_broken(visible(message), sys.stderr), sys.stderr)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    """A line for the person. Where it cannot be written, as the reader died or its disk is full, the work goes on."""
+    with suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 def _broken(line: str, stream: TextIO) -> str:
@@ -62,7 +68,7 @@ def _broken(line: str, stream: TextIO) -> str:
 
 def page(text: str) -> None:
     """Lines for the person that are laid out already, on stderr."""
-    print(visible(text), file=sys.stderr, flush=True)
+    _print(visible(text), sys.stderr)
 
 
 def warn(message: str) -> None:
@@ -71,15 +77,16 @@ def warn(message: str) -> None:
 
     if quiet:
         return
-    stderr().print(
-        f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty()
-    )  # a log's lines stay whole
+    with suppress(OSError):
+        stderr().print(
+            f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty()
+        )  # a log's lines stay whole
 
 
 def fail(message: str) -> None:
     """The one line of an error; on a terminal too narrow for it, broken between words."""
     stream = sys.stderr if _errors is None else _errors
-    print(_broken(f"lowq: {visible(message)}", stream), file=stream, flush=True)
+    _print(_broken(f"lowq: {visible(message)}", stream), stream)
 
 
 def only_errors() -> None:

@@ -1,4 +1,4 @@
-"""docs/serving.md: the soaks. Results: cpu/serve_soak.json and cpu/serve_soak_small.json, of serve_soak.py."""
+"""docs/serving.md: the soaks. Results: cpu/serve_soak.json and cpu/serve_soak_small.json, of tests/fuzz/soak.py."""
 
 from pages import part, read
 

@@ -5,7 +5,7 @@
     attend_prompt   the same for many tokens of each sequence
     attend_packed   the same for tokens of sequences of any lengths, one after another, over a paged cache
     gated      act(gate) * up; activated: act(x) of an MLP without a gate; opened: y * sigmoid(gate)
-    normed     any family's norm; add: the update of the residual stream
+    normed     any family's norm; add: the update of the residual stream; update_norm: both in one
     prepare    what families do to q, k, v before attention that `attend` does not: gates, other norms and rotations
     latent     attention over latents of keys and values: a step, a prompt, packed prompts
     delta, mamba2, short_conv   mixers with a state of fixed size: a step, a run (`recurrent`)
@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from lowq_kernels.decode import reference
-from lowq_kernels.decode.activation import activated, opened
+from lowq_kernels.decode.activation import activated, opened, opened_by
 from lowq_kernels.decode.latent import DEFINITION as LATENT
 from lowq_kernels.decode.latent import DISPATCHED as ANY_LATENT
 from lowq_kernels.decode.latent import Forms
-from lowq_kernels.decode.norms import add, normed
+from lowq_kernels.decode.norms import add, normed, update_norm
 from lowq_kernels.decode.prepare import prepare as prepared
 from lowq_kernels.decode.recurrent import Mixer, dispatched
 from lowq_kernels.decode.recurrent.delta import DEFINITION as DELTA
@@ -82,8 +82,10 @@ class Ops:
     route_by: Callable[..., tuple[torch.Tensor, torch.Tensor]] = any_router
     activated: Callable[..., torch.Tensor] = activated
     opened: Callable[..., torch.Tensor] = opened
+    opened_by: Callable[..., torch.Tensor] = opened_by
     normed: Callable[..., torch.Tensor] = normed
     add: Callable[..., None] = add
+    update_norm: Callable[..., torch.Tensor] = update_norm
     prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepared
     latent: Forms = LATENT
     delta: Mixer = DELTA
@@ -106,13 +108,16 @@ def ops(device_type: str) -> Ops:
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:
         return TORCH
-    from lowq_kernels.decode import elementwise, prompt, sample
+    from lowq_kernels.decode import elementwise, norms_triton, prepare_triton, prompt, sample
     from lowq_kernels.decode.attend import attend
     from lowq_kernels.decode.route import route, route_by
 
     folding = optional("lowq_kernels.decode.fold", "cuda")
     attending = (attend, prompt.attend_prompt, prompt.attend_packed)
     choosing = (sample.choose, sample.choose_rows)
-    mixers = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
+    mixers: dict[str, Any] = dict.fromkeys(("delta", "mamba2", "short_conv"), Mixer(dispatched, dispatched))
     plain = (elementwise.add_norm, *attending, elementwise.gated, route, *choosing, route_by)
-    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **mixers)
+    rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by")}
+    rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm")}
+    rows["prepare"] = prepare_triton.prepare
+    return Ops("triton", *plain, fold=folding, latent=ANY_LATENT, **rows, **mixers)  # type: ignore[arg-type]

@@ -37,3 +37,8 @@ def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Ten
 def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """y * sigmoid(gate), both (M, N), or gate (M, 1): the output of gated attention, or of a shared expert with a gate."""
     return (y.float() * torch.sigmoid(gate.float())).to(y.dtype)
+
+
+def opened_by(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y * sigmoid(x w^T), y (M, N), x (M, H), w (1, H): the output of a shared expert whose gate is a product of its own."""
+    return opened(y, F.linear(x, weight))

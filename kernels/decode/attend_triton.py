@@ -11,7 +11,8 @@ Early   with dependent launch, the position and the slots before it are read bef
         look-up is not launched dependently)
 Few bits  KV 8 or 4 (kv_triton.py): q, new k and v come from a kernel of their own, and the newest slot is read like the others
 Paged   PAGE slots a block, found by a table that is read a tile ahead; 0: a cache a sequence, and not a line of it compiled in
-Limits  D <= 256, S * D < 2^31 per head; counters start at zero and are left at zero
+Capped  a soft cap of scores, chunks, and queries of layers without keys of their own are compiled in where a layer has them
+Limits  D <= 512 (256 over a cache in few bits), S * D < 2^31 per head; counters start at zero and are left at zero
 Dtypes  fp16, bf16, fp32 (not by way of tf32)
 Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
 """
@@ -26,8 +27,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowq_kernels.decode.attend import AttendCall, usual
-from lowq_kernels.decode.kv import Cache, Coded, part_of
+from lowq_kernels.decode.attend import AttendCall
+from lowq_kernels.decode.kv import PLAIN, Cache, Coded, part_of
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, facts, held, numbers, padded, place, raw, scales
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.prompt_call import PromptCall
@@ -35,9 +36,11 @@ from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
 
 BLOCK_N = 64
+WIDE_N = 16  # of heads past 256 dims: two tiles of keys and two of values are in registers
 NUM_WARPS = 4
 PROGRAMS = 256  # wanted on the GPU: about two per multiprocessor
 MOST_SPLITS = 16
+MERGED = 256  # dims of a head that are added up at once by the last of its programs: of more, registers do not hold the parts
 PAGED_SPLITS = 4  # at least: in a batch of many texts a long one must not keep the others waiting
 LEAST = 512  # slots of a program over a paged cache where heads alone fill the GPU: short texts are not cut up
 LOG2E = 1.4426950408889634
@@ -53,6 +56,12 @@ def _heads(rows, norm_ptr, offs_d, partner, cos, sin, mask, mask_d, eps, D: tl.c
         x = x * inverse * tl.load(norm_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
         other = other * inverse * tl.load(norm_ptr + partner, mask=mask_d, other=0.0).to(tl.float32)[None, :]
     return x * cos[None, :] + other * sin[None, :]
+
+
+@triton.jit
+def capped(score, cap):
+    """cap * tanh(t) of scores t * 2 log2(e), fp32: tanh(t) = 1 - 2 / (exp(2 t) + 1)."""
+    return cap - 2.0 * cap / (tl.exp2(score) + 1.0)
 
 
 @triton.jit
@@ -85,6 +94,8 @@ def _attend_kernel(
     eps,
     window,
     factor,
+    cap,
+    chunk_of,
     HKV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -103,6 +114,10 @@ def _attend_kernel(
     KV: tl.constexpr,
     PART: tl.constexpr,
     NATIVE: tl.constexpr,
+    CAPPED: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    WRITES: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     head, split = tl.program_id(0), tl.program_id(1)  # head: which key head of which sequence
     b, h = head // HKV, head % HKV
@@ -111,11 +126,13 @@ def _attend_kernel(
     mask_gd = mask_g[:, None] & mask_d[None, :]
     if TRIGGER:
         gdc_launch_dependents()
-    if KV and PDL:  # the kernel before this one has written the newest slot
+    if (KV or not WRITES) and PDL:  # a kernel before this one has written the newest slot
         gdc_wait()
     pos = tl.load(pos_ptr + b)
     n = pos + 1
     first = tl.maximum(n - window, 0)
+    if CHUNKED:
+        first = tl.maximum(first, pos // chunk_of * chunk_of)
     chunk = tl.cdiv(tl.cdiv(n - first, SPLITS), BLOCK_N) * BLOCK_N
     if PAGE:
         chunk = tl.maximum(chunk, LEAST)
@@ -124,7 +141,7 @@ def _attend_kernel(
         return
     begin = first + split * chunk
     end = tl.minimum(begin + chunk, n)
-    old_end = end if KV else tl.minimum(end, pos)
+    old_end = end if KV or not WRITES else tl.minimum(end, pos)
     slots = head.to(tl.int64) * S * (1 if KV else D)
     dtype = y_ptr.dtype.element_ty
     offs_n = begin + tl.arange(0, BLOCK_N)
@@ -149,7 +166,7 @@ def _attend_kernel(
     cos = tl.load(cos_ptr + pos * R + offs_d, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + pos * R + offs_d, mask=rotated, other=0.0).to(tl.float32)
     sin = tl.where(offs_d < R // 2, -sin, sin)
-    if PDL and not KV:
+    if PDL and not KV and WRITES:
         gdc_wait()
 
     if KV:  # queries as `kv_triton.place` has left them
@@ -158,9 +175,10 @@ def _attend_kernel(
         q = tl.load(queries, mask=mask_g[:, None] & (dim < D)[None, :], other=0.0)
         q_sum = tl.sum(q.to(tl.float32), 1)
     else:
-        token = qkv_ptr + b.to(tl.int64) * (G + 2) * HKV * D
+        token = qkv_ptr + b.to(tl.int64) * (G + (2 if WRITES else 0)) * HKV * D
         q_rows = token + (h * G + offs_g)[:, None] * D
         q = _heads(q_rows, q_norm_ptr, offs_d, partner, cos, sin, mask_gd, mask_d, eps, D, NORM).to(dtype)
+    if not KV and WRITES:
         k_row = token + (HKV * G + h) * D + tl.zeros((1, 1), tl.int32)
         new_k = _heads(k_row, k_norm_ptr, offs_d, partner, cos, sin, mask_d[None, :], mask_d, eps, D, NORM).to(dtype)
         new_v = tl.load(token + (HKV * G + HKV + h) * D + offs_d, mask=mask_d, other=0.0)[None, :]
@@ -181,7 +199,9 @@ def _attend_kernel(
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     for start in range(begin, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
-        if KV:
+        if not WRITES and not KV:
+            k_now, v_now = k, v
+        elif KV:
             k_now, v_now, k_by, k_more, v_by, v_more = k, v, k_step, k_low, v_step, v_low
         else:
             is_new = (offs_n == pos)[:, None]
@@ -205,6 +225,8 @@ def _attend_kernel(
         score = tl.dot(q, tl.trans(k_now), input_precision="ieee") * scale
         if KV:
             score = score * k_by[None, :] + q_sum[:, None] * (k_more * scale)[None, :]
+        if CAPPED:
+            score = capped(score, cap)
         score = tl.where((offs_n < end)[None, :], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - higher[:, None])
@@ -237,12 +259,16 @@ def _attend_kernel(
     at = sums + offs_s[:, None] * G * 2 + offs_c[None, :]
     tops = tl.load(at, mask=there, other=float("-inf"), cache_modifier=".cg")
     totals = tl.load(at + G, mask=there, other=0.0, cache_modifier=".cg")
-    rows = part + (offs_s[:, None] * G + offs_c[None, :])[:, :, None] * D + offs_d[None, None, :]
-    accs = tl.load(rows, mask=there[:, :, None] & mask_d[None, None, :], other=0.0, cache_modifier=".cg")
     share = tl.exp2(tops - tl.max(tops, 0)[None, :])
-    y = tl.sum(accs * share[:, :, None], 0) / tl.sum(totals * share, 0)[:, None]
-    mask_cd = (offs_c < G)[:, None] & mask_d[None, :]
-    tl.store(out + offs_c[:, None] * D + offs_d[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_cd)
+    whole = tl.sum(totals * share, 0)[:, None]
+    rows = part + (offs_s[:, None] * G + offs_c[None, :])[:, :, None] * D
+    for i in tl.static_range(BLOCK_D // MERGED):
+        offs_m = i * MERGED + tl.arange(0, MERGED)
+        mask = there[:, :, None] & (offs_m < D)[None, None, :]
+        accs = tl.load(rows + offs_m[None, None, :], mask=mask, other=0.0, cache_modifier=".cg")
+        y = tl.sum(accs * share[:, :, None], 0) / whole
+        mask_cd = (offs_c < G)[:, None] & (offs_m < D)[None, :]
+        tl.store(out + offs_c[:, None] * D + offs_m[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_cd)
 
 
 @cache
@@ -255,6 +281,11 @@ def _scratch(device: torch.device, heads: int, width: int) -> tuple[torch.Tensor
     return part, torch.empty_like(part), torch.zeros(heads, dtype=torch.int32, device=device)
 
 
+def score_factor(h: Heads) -> float:
+    """What q . k is multiplied by in the kernels: scores are in powers of two, those under a soft cap as `capped` takes them."""
+    return 2 * LOG2E * h.scale / h.softcap if h.softcap else h.scale * LOG2E
+
+
 def splits_for(heads: int) -> int:
     """Programs per sequence-head."""
     return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
@@ -262,7 +293,8 @@ def splits_for(heads: int) -> int:
 
 def refuse(call: AttendCall | PromptCall) -> str | None:
     """Why Triton's kernels of attention do not take a call, or None."""
-    return usual(call) or (None if call.D <= 256 else f"takes heads of up to 256, not D={call.D}")
+    most = 512 if call.kv == PLAIN else 256
+    return None if call.D <= most else f"takes heads of up to {most} over a cache in {call.kv} bits, not D={call.D}"
 
 
 @register(
@@ -295,6 +327,7 @@ def attend(
         whole, qkv = qkv, torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
         place(whole, k_cache, v_cache, cos, sin, h, qkv, pos=pos, table=table)
     part, sums, count = _scratch(qkv.device, B * h.HKV, splits * G * max(h.D, 2))
+    BLOCK_D = padded(h.D)
     _attend_kernel[(B * h.HKV, splits)](
         qkv,
         numbers(k_cache),
@@ -313,10 +346,12 @@ def attend(
         raw(k_cache),
         raw(v_cache),
         S,
-        h.scale * LOG2E,
+        score_factor(h),
         h.eps,
         h.window or slots + 1,
         part_of(h.D) ** -0.5,
+        h.softcap * LOG2E,
+        h.chunk,
         HKV=h.HKV,
         G=G,
         D=h.D,
@@ -324,13 +359,17 @@ def attend(
         SPLITS=splits,
         PARTS_G=triton.next_power_of_2(G),
         BLOCK_G=max(16, triton.next_power_of_2(G)),
-        BLOCK_D=padded(h.D),
-        BLOCK_N=BLOCK_N,
+        BLOCK_D=BLOCK_D,
+        BLOCK_N=BLOCK_N if BLOCK_D <= 256 else WIDE_N,
         PAGE=page,
         LEAST=LEAST if page and B * h.HKV >= PROGRAMS else 0,
         NORM=h.q_norm is not None,
         SINKS=h.sinks is not None,
-        num_warps=NUM_WARPS,
+        CAPPED=h.softcap != 0.0,
+        CHUNKED=h.chunk != 0,
+        WRITES=h.writes,
+        MERGED=min(BLOCK_D, MERGED),
+        num_warps=NUM_WARPS if BLOCK_D <= 256 else 2 * NUM_WARPS,
         num_stages=1,
         **facts(k_cache),
         **pdl(qkv),

@@ -1,6 +1,6 @@
-"""add_norm and gated: the row-wise work between the matmuls of a layer.
+"""add_norm, activations and gates: the row-wise work between the matmuls of a layer.
 
-Grid    add_norm: one program per row of x; gated: (M, cdiv(I, BLOCK))
+Grid    add_norm: one program per row of x; the others: (M, cdiv(I, BLOCK))
 Launch  with programmatic dependent launch on Hopper: the next kernel may start early, so each kernel waits for the one
         before it (gdc_wait) before it touches anything that is not a weight
 Source  own
@@ -18,7 +18,8 @@ from lowq_kernels.decode import activation
 from lowq_kernels.decode.launch import pdl
 
 GATE_BLOCK = 1024
-ACTS = ("silu", "gelu_tanh", "clamped_swiglu")  # that the kernel knows
+ROW_BLOCK = 2048  # values of a row that are multiplied by a gate's weight at once
+ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")  # that the kernels know
 
 
 @triton.jit
@@ -63,7 +64,28 @@ def add_norm(
 
 
 @triton.jit
-def _gated_kernel(gate_up_ptr, y_ptr, width, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr):
+def _activated(x, ACT: tl.constexpr):
+    """act(x) of x in fp32."""
+    if ACT == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == "relu":
+        y = tl.where(x < 0.0, 0.0, x)
+    elif ACT == "relu2":
+        y = tl.where(x < 0.0, 0.0, x)
+        y = y * y
+    elif ACT == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # gelu, tanh form: tanh(t) = 1 - 2 / (exp(2 t) + 1)
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        y = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    return y
+
+
+@triton.jit
+def _gated_kernel(
+    gate_up_ptr, y_ptr, width, gate_scale,
+    ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
@@ -71,26 +93,90 @@ def _gated_kernel(gate_up_ptr, y_ptr, width, ACT: tl.constexpr, BLOCK: tl.conste
         gdc_launch_dependents()
     if PDL:
         gdc_wait()
-    gate = tl.load(gate_up_ptr + row * 2 * width + offs, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * width + width + offs, mask=mask, other=0.0).to(tl.float32)
-    if ACT == "silu":
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    elif ACT == "clamped_swiglu":
+    gate = tl.load(gate_up_ptr + row * (2 if GATED else 1) * width + offs, mask=mask, other=0.0).to(tl.float32) * gate_scale
+    if GATED:
+        up = tl.load(gate_up_ptr + row * 2 * width + width + offs, mask=mask, other=0.0).to(tl.float32)
+    if ACT == "clamped_swiglu":
         gate = tl.where(gate > 7.0, 7.0, gate)
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         y = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
-    else:  # gelu, tanh form: tanh(t) = 1 - 2 / (exp(2 t) + 1)
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        y = 0.5 * gate * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)) * up
+    elif GATED:
+        y = _activated(gate, ACT) * up
+    else:
+        y = _activated(gate, ACT)
     tl.store(y_ptr + row * width + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def gated(gate_up: torch.Tensor, act: str, gate_scale: float = 1.0) -> torch.Tensor:
     """As `activation.gated`; gate_up (M, 2 I) contiguous."""
-    if act not in ACTS or gate_scale != 1.0:
+    if act not in ACTS:
         return activation.gated(gate_up, act, gate_scale)
     M, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty(M, width, dtype=gate_up.dtype, device=gate_up.device)
     grid = (M, triton.cdiv(width, GATE_BLOCK))
-    _gated_kernel[grid](gate_up, y, width, ACT=act, BLOCK=GATE_BLOCK, num_warps=4, **pdl(gate_up))
+    _gated_kernel[grid](gate_up, y, width, gate_scale, ACT=act, GATED=True, BLOCK=GATE_BLOCK, num_warps=4, **pdl(gate_up))
     return y
+
+
+def activated(x: torch.Tensor, act: str) -> torch.Tensor:
+    """As `activation.activated`; x (M, I)."""
+    if act not in ACTS or act == activation.CLAMPED or not x.is_contiguous():
+        return activation.activated(x, act)
+    M, width = x.shape
+    y = torch.empty_like(x)
+    grid = (M, triton.cdiv(width, GATE_BLOCK))
+    _gated_kernel[grid](x, y, width, 1.0, ACT=act, GATED=False, BLOCK=GATE_BLOCK, num_warps=4, **pdl(x))
+    return y
+
+
+@triton.jit
+def _opened_kernel(
+    y_ptr, gate_ptr, weight_ptr, out_ptr, width, H,
+    EACH: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """EACH: every value has a gate; else a row has one, which with OWN is the product of gate_ptr's row of H and the weight."""
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < width
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    y = tl.load(y_ptr + row * width + offs, mask=mask, other=0.0).to(tl.float32)
+    if EACH:
+        gate = tl.load(gate_ptr + row * width + offs, mask=mask, other=0.0).to(tl.float32)
+    elif OWN:
+        acc = tl.zeros((BLOCK_H,), tl.float32)
+        for start in range(0, H, BLOCK_H):
+            here = start + tl.arange(0, BLOCK_H)
+            x = tl.load(gate_ptr + row * H + here, mask=here < H, other=0.0).to(tl.float32)
+            acc += x * tl.load(weight_ptr + here, mask=here < H, other=0.0).to(tl.float32)
+        gate = tl.sum(acc, 0).to(out_ptr.dtype.element_ty).to(tl.float32)
+    else:
+        gate = tl.load(gate_ptr + row).to(tl.float32)
+    tl.store(out_ptr + row * width + offs, (y / (1.0 + tl.exp(-gate))).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _open(y: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    M, width = y.shape
+    out, H = torch.empty_like(y), gate.shape[1]
+    each = weight is None and H > 1
+    _opened_kernel[(M, triton.cdiv(width, GATE_BLOCK))](
+        y, gate, weight, out, width, H, EACH=each, OWN=weight is not None, BLOCK=GATE_BLOCK,
+        BLOCK_H=min(ROW_BLOCK, triton.next_power_of_2(H)), num_warps=4, **pdl(y),
+    )  # fmt: skip
+    return out
+
+
+def opened(y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `activation.opened`."""
+    if not (y.is_contiguous() and gate.is_contiguous()):
+        return activation.opened(y, gate)
+    return _open(y, gate, None)
+
+
+def opened_by(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As `activation.opened_by`."""
+    if not (y.is_contiguous() and x.is_contiguous() and weight.is_contiguous()):
+        return activation.opened_by(y, x, weight)
+    return _open(y, x, weight)

@@ -44,7 +44,7 @@ def signs(of_rows, of_columns, D: tl.constexpr, PART: tl.constexpr):
     both = of_rows[:, None] & of_columns[None, :] & (PART - 1)
     both = both ^ (both >> 4)
     both = both ^ (both >> 2)
-    both = (both ^ (both >> 1) ^ (both >> 8 if PART == 256 else 0)) & 1
+    both = (both ^ (both >> 1) ^ (both >> 8 if PART >= 256 else 0)) & 1
     alike = (of_rows[:, None] // PART == of_columns[None, :] // PART) & (of_rows < D)[:, None] & (of_columns < D)[None, :]
     return tl.where(alike, 1.0 - 2.0 * both.to(tl.float32), 0.0)
 
@@ -238,17 +238,18 @@ def place(
     rows: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> None:
-    """Write keys and values of qkv (M, (HQ + 2 HKV) * D) into the cache, and queries to q (M, HQ * D), turned.
+    """Write keys and values of qkv (M, (HQ + 2 HKV) * D) into the cache, and queries to q (M, HQ * D), turned; those alone of
+    layers without keys of their own.
 
     Token m stands at slot start + m % each of sequence m // each; with `pos` (M,) at pos[m], with a table in the blocks of its
     row m, or rows[m].
     """
-    heads, known = h.HQ + 2 * h.HKV, facts(k_cache)
+    HKV, known = h.HKV if h.writes else 0, facts(k_cache)
     known.pop("NATIVE")
-    _place_kernel[(qkv.shape[0], triton.cdiv(heads, HEADS_AT_ONCE))](
-        qkv, k_cache.codes, v_cache.codes, raw(k_cache), raw(v_cache), rows, pos, table, cos, sin, h.q_norm, h.k_norm, q,
+    _place_kernel[(qkv.shape[0], triton.cdiv(h.HQ + 2 * HKV, HEADS_AT_ONCE))](
+        qkv, k_cache.codes, v_cache.codes, raw(k_cache), raw(v_cache), rows, pos, table, cos, sin, h.q_norm, h.q_norm if h.k_norm is None else h.k_norm, q,
         each, start, k_cache.shape[2], 0 if table is None else table.shape[1], h.eps, kv.part_of(h.D) ** -0.5,
-        HQ=h.HQ, HKV=h.HKV, D=h.D, R=cos.shape[1], BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D),
+        HQ=h.HQ, HKV=HKV, D=h.D, R=cos.shape[1], BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D),
         PAGED=0 if table is None else 1 if rows is None else 2, EACH=pos is not None, NORM=h.q_norm is not None, **known,
         num_warps=4,
     )  # fmt: skip

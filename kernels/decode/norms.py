@@ -62,3 +62,17 @@ def add(
     added = delta.float() if post is None else in_fp32(delta, *post)
     y = torch.add(x.float(), added, alpha=scale)
     x.copy_(y if after is None else y * after.float())
+
+
+def update_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm: Norm,
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`add`, where there is a delta, then the norm of x (M, H)."""
+    if delta is not None:
+        add(x, delta, post, scale, after)
+    return normed(x, *norm)

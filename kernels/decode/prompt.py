@@ -5,7 +5,7 @@ Grid    place   (B * T, heads in blocks): q goes where y will be, k and v into t
         attend  (T in blocks of BLOCK_M, B * HQ): tokens with the longest past first; queries of one key head run side by
                 side, so that its keys come from the second-level cache
 Packed  tokens of several sequences one after another, caches in blocks of PAGE slots: a tile says which tokens a program has
-Limits  fp16 and bf16, D <= 256; any T, start and window. Sizes are arguments, none is compiled in: a prompt of another length
+Limits  fp16 and bf16, D <= 512 (256 over a cache in few bits); any T, start and window. Sizes are arguments, none is compiled in: a prompt of another length
         costs no compilation (torch's cuDNN attention takes 40 ms to plan each new length, 0.6 s for the first)
 Source  own; FlashAttention-2's loop (Dao 2023, arXiv:2307.08691)
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.decode import kv, reference
-from lowq_kernels.decode.attend_triton import LOG2E, _heads, refuse
+from lowq_kernels.decode.attend_triton import LOG2E, _heads, capped, refuse, score_factor
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, held, numbers, padded, place, raw, scales
 from lowq_kernels.decode.kv_triton import facts as facts_of
@@ -29,11 +29,12 @@ from lowq_kernels.dispatch.registry import Choice, Config, capability, find, nam
 CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3}
 # for heads past 128 dims, whose tiles are twice as large
 WIDE = {"BLOCK_M": reference.TILE // 2, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
+WIDEST = {"BLOCK_M": reference.TILE // 2, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}  # past 256
 HEADS_AT_ONCE = 8
-SIZES = ["T", "start", "S", "WIDTH", "window"]
+SIZES = ["T", "start", "S", "WIDTH", "window", "chunk"]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES[:4])
 def _place_kernel(
     qkv_ptr, k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, q_ptr,
     T, start, S, WIDTH, eps,
@@ -75,8 +76,8 @@ def _place_kernel(
 @triton.jit
 def _block(
     q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page, k_scales, v_scales,
-    of_head, q_sum, rest, BLOCK_N: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr, KV: tl.constexpr,
-    NATIVE: tl.constexpr,
+    of_head, q_sum, rest, cap, chunk, BLOCK_N: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr, PAGE: tl.constexpr,
+    KV: tl.constexpr, NATIVE: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """One block of keys. EDGE: some rows do not see all of it. rest: what is added to every column of acc, in 4 bits."""
     slots = n0 + offs_n
@@ -110,8 +111,13 @@ def _block(
     score = tl.dot(q, tl.trans(k))
     if KV:
         score = score * k_step[None, :] + q_sum[:, None] * k_low[None, :]
+    if CAPPED:  # in powers of two from here on
+        score = capped(score * scale, cap)
+        scale = 1.0
     if EDGE:
         seen = (slots[None, :] <= rows[:, None]) & (slots[None, :] > rows[:, None] - window)
+        if CHUNKED:
+            seen = seen & (slots[None, :] >= (rows // chunk * chunk)[:, None])
         score = tl.where(seen, score, -1.0e30)  # finite: a row that sees none of this block must not become NaN
     higher = tl.maximum(top, tl.max(score, 1) * scale)
     p = tl.exp2(score * scale - higher[:, None])
@@ -127,9 +133,10 @@ def _block(
 @triton.jit(do_not_specialize=SIZES)
 def _attend_prompt_kernel(
     k_ptr, v_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, sinks_ptr, y_ptr, k_scales, v_scales,
-    T, start, S, WIDTH, window, scale, factor,
+    T, start, S, WIDTH, window, scale, factor, cap, chunk,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr, SINKS: tl.constexpr, KV: tl.constexpr, PART: tl.constexpr, NATIVE: tl.constexpr,
+    PAGE: tl.constexpr, SINKS: tl.constexpr, KV: tl.constexpr, PART: tl.constexpr, NATIVE: tl.constexpr, CAPPED: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):  # fmt: skip
     first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M
     b, h = tl.program_id(0) // HQ, tl.program_id(0) % HQ
@@ -151,9 +158,14 @@ def _attend_prompt_kernel(
     k_head, v_head = (k_ptr, v_ptr) if KV else (k_ptr + of_head * D, v_ptr + of_head * D)
     q_sum, rest = tl.sum(q.to(tl.float32), 1), tl.zeros((BLOCK_M,), tl.float32)
     rows = start + offs_m
-    begin = tl.maximum(start + first + 1 - window, 0) // BLOCK_N * BLOCK_N
+    low = tl.maximum(start + first + 1 - window, 0)  # the first slot that the first row sees
+    left = tl.maximum(start + tl.minimum(first + BLOCK_M, T) - window, 0)  # the first that the last row sees
+    if CHUNKED:
+        low = tl.maximum(low, (start + first) // chunk * chunk)
+        left = tl.maximum(left, (start + tl.minimum(first + BLOCK_M, T) - 1) // chunk * chunk)
+    begin = low // BLOCK_N * BLOCK_N
     own = (start + first + 1) // BLOCK_N * BLOCK_N  # up to here every row sees every slot that its window has not left
-    whole = tl.cdiv(tl.maximum(start + tl.minimum(first + BLOCK_M, T) - window, 0), BLOCK_N) * BLOCK_N  # none has been left
+    whole = tl.cdiv(left, BLOCK_N) * BLOCK_N  # none has been left
     whole = tl.minimum(tl.maximum(whole, begin), own)
     end = tl.minimum(start + first + BLOCK_M, start + T)
     top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
@@ -173,7 +185,8 @@ def _attend_prompt_kernel(
         for n0 in range(low, high, BLOCK_N):
             acc, top, total, page, rest = _block(
                 q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page,
-                k_scales, v_scales, of_head, q_sum, rest, BLOCK_N, D, EDGE=part != 1, PAGE=PAGE, KV=KV, NATIVE=NATIVE,
+                k_scales, v_scales, of_head, q_sum, rest, cap, chunk, BLOCK_N, D, EDGE=part != 1, PAGE=PAGE, KV=KV, NATIVE=NATIVE,
+                CAPPED=CAPPED, CHUNKED=CHUNKED,
             )  # fmt: skip
     y = acc / total[:, None]
     if KV:
@@ -234,9 +247,11 @@ def _launch(
         place(qkv, k_cache, v_cache, cos, sin, h, y, start, T, *of_place)
     else:
         of_tokens = (None, None, None) if p is None else (p.rows, p.pos, p.table)
-        tensors = (qkv, k_cache, v_cache, *of_tokens, cos, sin, h.q_norm, h.k_norm, y)
-        shape = {"HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "NORM": h.q_norm is not None, "PAGE": page}
-        grid = (M, triton.cdiv(h.HQ + 2 * h.HKV, HEADS_AT_ONCE))
+        HKV = h.HKV if h.writes else 0
+        norms = (h.q_norm, h.q_norm if h.k_norm is None else h.k_norm)
+        tensors = (qkv, k_cache, v_cache, *of_tokens, cos, sin, *norms, y)
+        shape = {"HQ": h.HQ, "HKV": HKV, "D": h.D, "R": cos.shape[1], "NORM": h.q_norm is not None, "PAGE": page}
+        grid = (M, triton.cdiv(h.HQ + 2 * HKV, HEADS_AT_ONCE))
         _place_kernel[grid](*tensors, *sizes, h.eps, **shape, BLOCK_H=HEADS_AT_ONCE, BLOCK_D=padded(h.D), num_warps=4)
     chosen = _chosen(qkv, M, k_cache, page, h)
     assert chosen
@@ -252,13 +267,14 @@ def attend(
     T, start, S, width = sizes
     facts = {"HQ": h.HQ, "D": h.D, "BLOCK_D": padded(h.D), "PAGE": 0 if p is None else S}
     of_tokens = (None, None, None, None) if p is None else (p.rows, p.pos, p.table, p.tiles)
-    tuned = CONFIG if h.D <= 128 else WIDE
+    tuned = CONFIG if h.D <= 128 else WIDE if h.D <= 256 else WIDEST
     grid = (y.shape[0] // T * h.HQ, triton.cdiv(T, tuned["BLOCK_M"])) if p is None else (h.HQ, p.tiles.shape[0])
     longest = start + T if p is None else S * width
     if p is not None:  # a block of keys lies in one block of the cache; S: its slots, of all key heads
         tuned, S = {**tuned, "BLOCK_N": min(tuned["BLOCK_N"], S)}, S * h.HKV
     pointers = (numbers(k_cache), numbers(v_cache), *of_tokens, h.sinks, y, raw(k_cache), raw(v_cache))
-    of_layer = (h.window or longest, h.scale * LOG2E, kv.part_of(h.D) ** -0.5)
+    of_layer = (h.window or longest, score_factor(h), kv.part_of(h.D) ** -0.5, h.softcap * LOG2E, h.chunk)
     facts |= {"G": h.HQ // h.HKV, "SINKS": h.sinks is not None, **facts_of(k_cache)}
+    facts |= {"CAPPED": h.softcap != 0.0, "CHUNKED": h.chunk != 0}
     _attend_prompt_kernel[grid](*pointers, T, start, S, width, *of_layer, **facts, **tuned)
     return y

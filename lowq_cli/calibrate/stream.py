@@ -16,7 +16,7 @@ class Turn:
     """What happens to one parameter, in this order; its last two axes are rows and columns unless it is `transposed`.
 
     becomes: it is a norm's weight, and is this number afterwards. norm: its columns are multiplied by that norm's factors.
-    columns, rows: which side is the residual stream. values: (rows at its end, head size): they are values, turned head by head.
+    columns, rows: which side is the residual stream. values: (rows at its end, head size): turned head by head.
     mixed: size of the heads whose values its columns take.
     """
 
@@ -50,7 +50,7 @@ def why_not(model: Model) -> str:
         "it has norms behind attention and MLP, whose weights do not commute with a rotation": any(
             part.post for part in (*updates, *(b for _, b in branches))
         ),
-        "it has norms of normed values, whose weights do not commute with a rotation": any(u.norm and b.norm for u, b in branches),
+        "it norms normed values, whose weights do not commute with a rotation": any(u.norm and b.norm for u, b in branches),
         "its embedding is normed, whose weights do not commute with a rotation": model.embed_norm is not None,
         "its router norms or scales what it reads": any(e.router.norm or e.router.scale for e in experts),
         "biases of its experts would have to be rotated, too": any(e.bias for e in experts),

@@ -37,10 +37,9 @@ def tune(
 
     from lowq_cli import state
     from lowq_cli.devices import pick_device
-    from lowq_cli.engine.ready import threads
+    from lowq_cli.engine.ready import build_kernels, threads
     from lowq_cli.tuning import tuner, tuning_plan
     from lowq_kernels.dispatch import measure, tuning_file
-    from lowq_kernels.products.cpu import native
     from lowq_packers.errors import UsageError
 
     batches = tuner.parse_batches(batch)
@@ -54,9 +53,8 @@ def tune(
     if not shapes:
         raise UsageError(f"{opened.folder} holds no quantized weight; quantize with --bits 4")
     tuner.check_folder(opened.folder)
-    if where.type == "cpu" and native.is_to_be_built():
-        with console.status("compiling lowq's CPU kernels, once on this machine: about 15 s"):
-            native.library()  # before the clock: no budget would measure anything
+    if where.type == "cpu":
+        build_kernels()  # before the clock: no budget would measure anything
     here, clock = tuning_file.Machine.here(where), measure.Budget(budget)
     per_shape = len(batches)
     console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")

@@ -1,8 +1,8 @@
 """The rows of one pass of a model: which sequence each belongs to, where it stands there, and where its state is held.
 
-The first `steps` rows are one token of each of as many sequences; the rest are tokens of prompts (or drafts), those of a sequence
-side by side. A static cache has a place for each sequence (decoder); a paged one has blocks that a table names (server, and layers
-that only look back over a window).
+The first `steps` rows are one token of each of as many sequences; the rest are tokens of prompts (or drafts), those of a
+sequence side by side. A static cache has a place for each sequence (decoder); a paged one has blocks that a table names
+(server, and layers that only look back over a window).
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,17 +83,17 @@ class Rectangle:
 class Batch:
     """Rows of a pass.
 
-    ids (M,): their tokens. steps: rows that are one token of a sequence each. pos (R,) int32: the position of the next token of each
-    row of state; a step writes there. angles: cos, sin of each kind of rotation; of None, tables that turn nothing. slots (R,) int64: where the recurrent state of a row
-    is. order (R,) int32: rows with the longest texts first, or None. rectangle or packed: the rows after the steps.
-    runs: those by sequence, for recurrent layers.
+    ids (M,): their tokens. steps: rows that are one token of a sequence each. pos (R,) int32: the position of the next token of
+    each row of state; a step writes there. angles: cos, sin of each kind of rotation; of a head dim, tables that turn nothing.
+    slots (R,) int64: where the recurrent state of a row is. order (R,) int32: rows with the longest texts first, or None.
+    rectangle or packed: the rows after the steps. runs: those by sequence, for recurrent layers.
     """
 
     ops: Ops
     ids: torch.Tensor
     steps: int
     pos: torch.Tensor
-    angles: Mapping[Rope | None, Tables]
+    angles: Mapping[Rope | int, Tables]
     slots: torch.Tensor | None = None
     order: torch.Tensor | None = None
     rectangle: Rectangle | None = None

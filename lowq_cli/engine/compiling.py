@@ -128,10 +128,8 @@ class Compiler:
         if own is not None and s.is_plain(own) and simple and alike:
             self._emit(s.AddNorm(own, post.weight if post else None, first=last is None))
             return
-        if last is not None:
-            after = self.weights.vector(last.after) if last.after else None
-            self._emit(s.Add(post, last.scale, after))
-        self._emit(s.Normed(own, "x"))
+        after = self.weights.vector(last.after) if last and last.after else None
+        self._emit(s.UpdateNorm(own, post, last.scale if last else 1.0, after, first=last is None))
 
     @singledispatchmethod
     def _mixer(self, part: Any) -> None:
@@ -160,10 +158,10 @@ class Compiler:
             writes=part.shares is None,
         )  # fmt: skip
         if _direct(part) and part.rope is not None:
-            norms = {"q_norm": q.weight, "k_norm": k.weight, "eps": q.eps} if q and k else {}
-            self._emit(s.Attend(index, replace(heads, **norms), part.rope))
+            heads = replace(heads, q_norm=q.weight, k_norm=k.weight, eps=q.eps) if q and k else heads
+            self._emit(s.Attend(index, heads, part.rope))
         else:
-            scale = part.position_scale and PositionScale(*astuple(part.position_scale))
+            scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
             facts = Prepared(
                 part.heads, part.kv_heads, part.dim, part.order, part.gated, part.v_is_k, part.shares is None, q, k, v,
                 part.norm_over, part.norm_last, part.rope.pairing if part.rope else "halves", part.key_scale, scale,
@@ -183,7 +181,7 @@ class Compiler:
         self._emit(s.Keep("q"), s.Take("before", last=True))
         self._product(part.kv_down, "kv_down")
         up = self.weights.matrix(part.kv_up).unflatten(0, (part.heads, -1))
-        scale = part.position_scale and PositionScale(*astuple(part.position_scale))
+        scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
         facts = Latent(
             part.heads, part.nope, part.rotated, part.v_dim, part.rank, part.scale, up[:, : part.nope].contiguous(),
             up[:, part.nope :].contiguous(), self.norm(part.kv_norm), part.rope.pairing, scale,

@@ -110,7 +110,9 @@ def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.St
         gate = rest[0] if rest and isinstance(rest[0], s.Gate) and _folds_gate(rest[0], ops.fold) else None
         if entering:
             assert isinstance(step, s.Product)
-            with_gate = gate is not None and not ops.fold.why_not(step.layer, M, dtype, ops.fold.NORMED | ops.fold.ACTS[gate.act])
+            with_gate = gate is not None and not ops.fold.why_not(
+                step.layer, M, dtype, ops.fold.NORMED | ops.fold.ACTS[gate.act]
+            )
             made.append(NormProduct(step.layer, step.role, gate.act if gate and with_gate else ""))
             i += 2 if with_gate else 1
             entering = False

@@ -27,7 +27,7 @@ from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import Ops
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.products.cpu.repeated import Repeated
-from lowq_packers.arch.parts import Rope
+from lowq_packers.arch.parts import Pages, Rope
 
 KEPT_GRAPHS = 8
 
@@ -116,7 +116,9 @@ class NativeDecoder:
         self.held = []
         self._restore(0)
         hidden = [
-            self._piece(slice(0, B), ids[:, t : t + self.chunk], t, [T] * B, self._tables(T)).reshape(B, -1, self.plan.model.hidden)
+            self._piece(slice(0, B), ids[:, t : t + self.chunk], t, [T] * B, self._tables(T)).reshape(
+                B, -1, self.plan.model.hidden
+            )
             for t in range(0, T, self.chunk)
         ]
         return self.head(torch.cat(hidden, 1).flatten(0, 1)).reshape(B, T, -1)
@@ -146,8 +148,10 @@ class NativeDecoder:
         known = min(shared(h, p) for h, p in zip(self.held, prompts, strict=True))
         if self.snapshot and any(len(h) != known for h in self.held):
             return 0  # a recurrent state is that of a whole prompt
-        rings = ((one.table, spec.window) for one, spec in zip(self.state, self.plan.states, strict=True) if isinstance(one, KeyValues))
-        lost = max((self.written - ring(w) * BLOCK + w for table, w in rings if table is not None), default=0)
+        lost = 0
+        for one, spec in zip(self.state, self.plan.states, strict=True):
+            if isinstance(one, KeyValues) and isinstance(spec, Pages) and one.table is not None:
+                lost = max(lost, self.written - ring(spec.window) * BLOCK + spec.window)
         return known if known >= lost else 0
 
     def _restore(self, known: int) -> None:
@@ -155,7 +159,7 @@ class NativeDecoder:
         for i, t in enumerate(tensors_of(self.state)):
             t.copy_(self.snapshot[i]) if known else t.zero_()
 
-    def _tables(self, length: int) -> Mapping[Rope, Tables]:
+    def _tables(self, length: int) -> Mapping[Rope | int, Tables]:
         """The angles of a prompt of so many tokens."""
         if length <= self.steady:
             return self.angles
@@ -188,7 +192,7 @@ class NativeDecoder:
         ids: torch.Tensor,
         lengths: list[int],
         known: int,
-        angles: Mapping[Rope, Tables],
+        angles: Mapping[Rope | int, Tables],
         between: Callable[[], None],
     ) -> torch.Tensor:
         """`_read` of some rows of the cache, by one table.
@@ -211,7 +215,7 @@ class NativeDecoder:
         return last
 
     def _piece(
-        self, some: slice, ids: torch.Tensor, start: int, lengths: Sequence[int], angles: Mapping[Rope, Tables]
+        self, some: slice, ids: torch.Tensor, start: int, lengths: Sequence[int], angles: Mapping[Rope | int, Tables]
     ) -> torch.Tensor:
         """Tokens ids (b, t), from `start` on, of the sequences `some`; their normed hidden states (b * t, H)."""
         flat, there = ids.reshape(-1), Rectangle(some, start, ids.shape[1], lengths, self.batch)

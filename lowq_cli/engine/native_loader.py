@@ -1,9 +1,10 @@
 """A checkpoint as a model that decodes, straight from config.json and the tensors: no transformers is imported.
 
-Taken are safetensors folders of a described family whose tensors are those that config.json asks for; a vision tower and heads that
-are not run may lie beside them, and are not read. Anything else (another family, another tool's format, tensors that are missing,
-extra or damaged) goes by way of transformers, which also says what is wrong with it: `NotPlain` gives the reason. A product's
-weight is read from its places in the files into one tensor, and moved into its device's layout once, several at a time.
+Taken are safetensors folders of a described family whose tensors are those that config.json asks for; a vision tower and heads
+that are not run may lie beside them, and are not read. Anything else (another family, another tool's format, tensors that are
+missing, extra or damaged) goes by way of transformers, which also says what is wrong with it: `NotPlain` gives the reason. A
+product's weight is read from its places in the files into one tensor, and moved into its device's layout once, several at a
+time.
 """
 
 import json
@@ -18,10 +19,10 @@ from torch import nn
 
 from lowq_cli.devices import say_widened
 from lowq_cli.engine import rope
+from lowq_cli.engine.owned import owned
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.reading import Reader
 from lowq_cli.files import fp8_tensors
-from lowq_packers.arch.config import Config, NotPlain, read_config
 from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.fp8_tensors import InBlocks, in_blocks
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO, Tensors, tensors
@@ -34,6 +35,7 @@ from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide, dense, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
+from lowq_packers.arch.config import Config, NotPlain, read_config
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 from lowq_packers.errors import DamagedError, DoesNotFitError, LowqError, SchemeError, UnsupportedError
 from lowq_packers.fp8 import Fp8Matrix
@@ -70,7 +72,7 @@ class NativeModel(nn.Module):
         self.generation_config = SimpleNamespace(eos_token_id=stops)
         self.embed, self.vectors = weights.embed, nn.ParameterList(weights.vectors.values())
         self.plan = Plan(contents.model, contents.config.get_text_config(), weights, device, contents.dtype)
-        self.linears = self.plan.linears
+        owned(self).plan, self.linears = self.plan, self.plan.linears
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""
@@ -145,7 +147,11 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     experts = {part: {name: stored(row) for name, row in named.experts(part).items()} for part in routed}
     (table,) = stored([Matrix(named.place[0] + model.embed, model.vocab, model.hidden)])
     head = None if model.tied else stored([Matrix(named.place[1], model.vocab, model.hidden, model.head_bias)])[0]
-    rows = [*linears.values(), *(row for stacks in experts.values() for row in stacks.values()), [table, *([head] if head else [])]]
+    rows = [
+        *linears.values(),
+        *(row for stacks in experts.values() for row in stacks.values()),
+        [table, *([head] if head else [])],
+    ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
     act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from lowq_cli import console, ranks
+from lowq_cli.engine.owned import tuned_by
 from lowq_cli.engine.tokenizer import FastTokenizer, LoadedTokenizer, WrappedTokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
-from lowq_packers.arch.config import NotPlain
 from lowq_cli.files.source import Source
 from lowq_cli.models import CausalModel
+from lowq_packers.arch.config import NotPlain
 
+STEPS = 100  # of a progress bar
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -28,15 +30,13 @@ def ready(
     from lowq_cli.files.source import open_source
     from lowq_cli.interop.importer import runnable
     from lowq_kernels.dispatch import tuning
-    from lowq_kernels.products.cpu import native
 
     chosen = pick_device(device)
     if chosen.type == "cpu":
         torch.set_num_threads(threads())
         # 2 MB pages for weights, from torch's first allocation on: a token of a 1B model by 4 bits 36 ms instead of 39
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        if native.is_to_be_built():
-            console.say("compiling lowq's CPU kernels, once on this machine: about 15 s")
+        build_kernels(notice)
     with open_source(runnable(folder)) as source:
         if source.folder is not None:
             tuning.use(source.folder, chosen, notice)  # before loading: it also says which layout each shape is best held in
@@ -48,7 +48,22 @@ def ready(
             from lowq_cli.hf.load import load_model
 
             model = load_model(source, chosen)
+        if source.folder is not None:
+            tuned_by(model, str(source.folder))
         return model, tokenizer(source)
+
+
+def build_kernels(notice: Callable[[str], None] = console.warn) -> None:
+    """Have the CPU kernels compiled where they have to be, with progress; say why where they are not in use."""
+    from lowq_kernels.products.cpu import native
+
+    if why := native.why_built():
+        damaged = "" if why == native.NONE else f" ({why})"
+        console.say(f"compiling lowq's CPU kernels, once on this machine{damaged}")
+        with console.progress("compile", STEPS) as advance:
+            native.built(lambda share: advance(round(STEPS * share), ""))
+    if (refusal := native.why_not()) and refusal != native.SWITCHED_OFF:
+        notice(f"lowq's own CPU kernels are not in use, so that decoding is several times slower: {refusal}")
 
 
 def tokenizer(source: Source) -> LoadedTokenizer:

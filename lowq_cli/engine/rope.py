@@ -62,7 +62,10 @@ class Rotation:
     @property
     def steady(self) -> float:
         """Tokens up to which a text is turned alike however long it is."""
-        known = {"dynamic": self.limit, "longrope": self.rope.get("original_max_position_embeddings")}
+        known = {
+            "dynamic": None if self.rope.get("alpha") else self.limit,
+            "longrope": self.rope.get("original_max_position_embeddings"),
+        }
         return known.get(self.rope["rope_type"]) or math.inf
 
     @property
@@ -96,6 +99,8 @@ class Rotation:
         """
         rope = self.rope
         kind, base, R = rope["rope_type"], rope["rope_theta"], self.dims
+        if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's: stretched once and for all
+            kind, base = "default", base * rope["alpha"] ** (R / (R - 2))
         pairs = torch.arange(0, R, 2, dtype=torch.float) / (self.of or R)
         powers = base**pairs
         inverse = 1.0 / powers
@@ -109,8 +114,9 @@ class Rotation:
             return _yarn(powers, R, base, rope)
         elif kind == "dynamic":
             factor = rope["factor"]
-            grown = ((factor * lengths / self.limit) - (factor - 1)) ** (R / (R - 2))
-            inverse = torch.where(lengths > self.limit, 1.0 / ((base * grown) ** pairs), inverse)
+            limit = self.limit or 0
+            grown = ((factor * lengths / limit) - (factor - 1)) ** (R / (R - 2))
+            inverse = torch.where(lengths > limit, 1.0 / ((base * grown) ** pairs), inverse)
         elif kind == "longrope":
             short, long = (1.0 / (torch.tensor(rope[f"{n}_factor"], dtype=torch.float32) * powers) for n in ("short", "long"))
             return torch.where(lengths > self.steady, long, short), self._longrope_factor()

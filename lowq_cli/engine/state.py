@@ -1,4 +1,5 @@
-"""What a model remembers of its texts, by what each layer says it needs (`arch.parts`): keys and values, a window of them, states."""
+"""What a model remembers of its texts, by what each layer says it needs (`arch.parts`): keys and values, a window of them,
+states."""
 
 from collections.abc import Sequence
 
@@ -16,8 +17,8 @@ PIECE = 1024  # prompt tokens of a text between two of which the keys behind a w
 def static_state(plan: Plan, batch: int, slots: int, kind: str) -> list[KeyValues | States]:
     """The state of `batch` texts of up to `slots` tokens, keys and values held as `kind` says (`decode.kv.KINDS`).
 
-    Each text has a place of its own. A layer with a window has a ring of blocks where that is smaller: block j of a text lies where
-    block j - n lay. Recurrent states lie from slot 1 on.
+    Each text has a place of its own. A layer with a window has a ring of blocks where that is smaller: block j of a text lies
+    where block j - n lay. Recurrent states lie from slot 1 on.
     """
     tables: dict[int, torch.Tensor] = {}
     return [state_of_layer(plan, i, batch, slots, kind, tables) for i in range(len(plan.states))]

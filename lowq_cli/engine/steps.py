@@ -80,16 +80,27 @@ class AddNorm(Step):
 
 
 @dataclass(frozen=True, eq=False)
-class Add(Step):
-    """x <- (x + scale * post(y)) * after."""
+class UpdateNorm(Step):
+    """x <- (x + scale * post(y)) * after, y = norm(x); with `first`, there is nothing to add yet, without a norm y is x."""
 
+    norm: Norm | None
     post: Norm | None = None
     scale: float = 1.0
     after: torch.Tensor | None = None
-    what = "add"
+    first: bool = False
+    what = "norm"
+
+    def compiled_for(self) -> tuple[object, ...]:
+        facts = ((n.kind, n.weight is None or n.weight.dtype, n.bias is None, n.groups) for n in (self.norm, self.post) if n)
+        return (*facts, self.norm is None, self.post is None, self.after is None, self.first)
 
     def run(self, f: Frame) -> None:
-        f.ops.add(f.x, f.y, self.post, self.scale, self.after)
+        if self.norm is not None:
+            f.y = f.ops.update_norm(f.x, None if self.first else f.y, self.norm, self.post, self.scale, self.after)
+            return
+        if not self.first:
+            f.ops.add(f.x, f.y, self.post, self.scale, self.after)
+        f.y = f.x
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +170,7 @@ class Gate(Step):
         return before // 2 if self.gated else before
 
     def compiled_for(self) -> tuple[object, ...]:
-        return self.act, self.gated
+        return self.act, self.gated, self.gate_scale == 1.0
 
     def run(self, f: Frame) -> None:
         if not self.gated:
@@ -180,6 +191,11 @@ class Prepare(Step):
 
     def width(self, before: int) -> int:
         return (self.facts.HQ + 2 * self.facts.HKV * self.facts.writes) * self.facts.D
+
+    def compiled_for(self) -> tuple[object, ...]:
+        p, turned = self.facts, (self.rope and self.rope.dims, self.facts.pairing, self.facts.position_scale is None)
+        norms = tuple(n and (n.kind, n.weight is None, n.bias is None, n.groups) for n in (p.q_norm, p.k_norm, p.v_norm))
+        return p.HQ, p.HKV, p.D, p.order, p.gated, p.v_is_k, p.writes, p.over, p.norm_last, *turned, *norms
 
     def run(self, f: Frame) -> None:
         tables = (None, None) if self.rope is None else f.batch.angles[self.rope]
@@ -208,7 +224,7 @@ class OpenBy(Step):
     what = "activation"
 
     def run(self, f: Frame) -> None:
-        f.y = f.ops.opened(f.y, nn.functional.linear(f.kept[self.name], self.weight))
+        f.y = f.ops.opened_by(f.y, f.kept[self.name], self.weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +272,8 @@ class Attend(Step):
     def run(self, f: Frame) -> None:
         held = f.state[self.index]
         assert isinstance(held, KeyValues)
-        f.y = f.batch.attend(f.y, held, f.batch.angles[self.rope], self.heads)
+        turned = f.batch.angles[self.rope or self.heads.D]
+        f.y = f.batch.attend(f.y, held, turned, self.heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,7 +322,8 @@ class Recur(Step):
 
 @dataclass(frozen=True, eq=False)
 class Route(Step):
-    """Which experts a token visits, and their weights, kept for `Experts`. source: y, or x where the router norms for itself."""
+    """Which experts a token visits, and their weights, kept for `Experts`. source: y, or x where the router norms for
+    itself."""
 
     facts: RouterFacts
     source: str = "y"

@@ -1,7 +1,7 @@
 """The tensors of a transformers model by the names of its description, layers that are one product joined in place.
 
-Its modules become views into the joined weights, so nothing is held twice and the model keeps working. `native_loader` reads the
-same tensors straight from files.
+Its modules become views into the joined weights, so nothing is held twice and the model keeps working. `native_loader` reads
+the same tensors straight from files.
 """
 
 from typing import Any

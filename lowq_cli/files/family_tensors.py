@@ -1,4 +1,5 @@
-"""The tensors that a checkpoint of a described family has, from its config: names, shapes and what each is. No torch is imported.
+"""The tensors that a checkpoint of a described family has, from its config: names, shapes and what each is. No torch is
+imported.
 
 The plan of `quantize` takes them for what the files hold, and the decoder without transformers for what it reads. A checkpoint
 that holds anything else is asked of transformers (hf/structure.py), which also says what is wrong with it.
@@ -9,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowq_packers.arch.config import NotPlain, read_config
 from lowq_cli.files.fp8_tensors import InBlocks
 from lowq_cli.files.quant_config import Stored
 from lowq_cli.files.roles import Part, Role
@@ -17,6 +17,7 @@ from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Cut
 from lowq_packers.arch import families
 from lowq_packers.arch.common import GATED, STACKS, NotDescribed
+from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.names import Form, Tensor, renamed, tensors
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 
@@ -60,7 +61,9 @@ class Named:
     def experts(self, part: Experts) -> dict[str, list[Matrix]]:
         """By the parameter that holds them: gate and up of each expert, one after the other; down of each."""
         path, leaves = self.full(part.files), part.leaves
-        rows = [Matrix(f"{path}.{e}.{leaf}", part.inner, part.hidden) for e in range(part.router.experts) for leaf in leaves[:-1]]
+        rows = [
+            Matrix(f"{path}.{e}.{leaf}", part.inner, part.hidden) for e in range(part.router.experts) for leaf in leaves[:-1]
+        ]
         down = [Matrix(f"{path}.{e}.{leaves[-1]}", part.hidden, part.inner) for e in range(part.router.experts)]
         return {"gate_up_proj" if part.gated else "up_proj": rows, "down_proj": down}
 
@@ -118,7 +121,8 @@ def _extra_role(name: str, header: TensorHeader, kind: str) -> Role:
 
 
 def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> dict[str, Role] | None:
-    """What every tensor is, as `hf.structure.roles` would say; None unless they are a described family's, no more and no fewer."""
+    """What every tensor is, as `hf.structure.roles` would say; None unless they are a described family's, no more and no
+    fewer."""
     try:
         _, model, _ = read_config(raw, len(headers))
     except NotPlain:
@@ -137,7 +141,8 @@ def known_roles(raw: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> 
 
 
 def linear_weights(raw: Mapping[str, Any], tensors: int) -> set[str]:
-    """Names of the weights of linear layers, experts left out, of a described family's config.json. Raises NotPlain for another.
+    """Names of the weights of linear layers, experts left out, of a described family's config.json. Raises NotPlain for
+    another.
 
     tensors: how many there are in the files, as `read_config` takes it.
     """

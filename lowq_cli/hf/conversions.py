@@ -42,7 +42,7 @@ class Stack(MergeModulelist):
 class Cut(SplitModulelist):
     """The inverse of `Stack`."""
 
-    def convert(
+    def convert(  # type: ignore[override]  # the base is decorated, and its own types disagree
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         """Pattern -> stack as pattern with a number in place of its star -> tensor."""

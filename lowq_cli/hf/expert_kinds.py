@@ -58,6 +58,12 @@ class Kind:
         """Rows along dim 1, gate before up."""
         return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1) if self.interleaved and name == self.first else rows
 
+    def as_held(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """The inverse of `rows`."""
+        if self.interleaved and name == self.first:
+            rows = torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+        return rows.mT if self.transposed else rows
+
     def as_gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Values (..., 2I), gate before up, in the order that the module's own gate takes."""
         return torch.stack(gate_up.chunk(2, -1), -1).flatten(-2) if self.interleaved else gate_up

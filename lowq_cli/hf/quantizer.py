@@ -91,6 +91,12 @@ class LowqQuantizer(Frozen):
         self._model, self._dtypes = None, {}
         return set_activations(finish(model), getattr(self.quantization_config, "activations", "none"))
 
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """`model.dequantize()`."""
+        from lowq_cli.hf.dequantize import dequantize
+
+        return dequantize(model, model.dtype if dtype is None else dtype)
+
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """No state dict of our own; but the config to be saved must use the names that saving will give the tensors."""
         from lowq_cli.hf.swap import saved_config

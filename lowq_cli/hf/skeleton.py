@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from lowq_cli.files.source import Cut
+from lowq_cli.files.view import known_type
 from lowq_cli.hf.expert_kinds import LISTED, Kind, converters, kind_of
 from lowq_cli.hf.experts import QuantExperts
 from lowq_packers.errors import DamagedError, UnsupportedError, one_line
@@ -59,7 +60,7 @@ def model_class(config: dict[str, Any]) -> type[PreTrainedModel]:
 
 def _model_type(config: dict[str, Any]) -> Any:
     """As transformers' AutoConfig reads it: Mistral with layer_types is Ministral, whose window holds in some layers only."""
-    found = config.get("model_type")
+    found = known_type(config)
     return "ministral" if found == "mistral" and "layer_types" in config else found
 
 
@@ -178,6 +179,12 @@ class Skeleton:
     def module(self, param: str) -> nn.Module:
         """The module that owns a parameter."""
         return self.model.get_submodule(param.rpartition(".")[0])
+
+    def in_other_head(self, name: str) -> bool:
+        """Whether a parameter or tensor belongs to a head, and config.json names a class with another head than the model's."""
+        named = self.model.config.architectures or []
+        other = bool(named) and type(self.model).__name__ not in named
+        return other and not name.startswith(f"{self.model.base_model_prefix}.")
 
     @cached_property
     def tied(self) -> dict[str, str]:

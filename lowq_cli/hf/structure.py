@@ -86,15 +86,21 @@ def check_affordable(config: dict[str, Any], nbytes: int) -> None:
 
 
 def check_complete(skeleton: Skeleton, filled: set[str]) -> None:
-    """Raise DamagedError if parameters that no checkpoint tensor fills are neither tied to a filled one nor optional."""
+    """Raise DamagedError if parameters that no checkpoint tensor fills are neither tied to a filled one nor optional.
+
+    Those of a head that the checkpoint was not written with are new, as in any model: transformers draws them and says so.
+    """
     optional = [re.compile(p) for p in getattr(skeleton.model, "_keys_to_ignore_on_load_missing", None) or ()]
     family = {param: {param, source} for param, source in skeleton.tied.items()}
     for param, source in skeleton.tied.items():
         family.setdefault(source, {source}).add(param)
+    has_head = skeleton.model.base_model is not skeleton.model
     missing = [
         name
         for name, _ in skeleton.model.named_parameters()
-        if not family.get(name, {name}) & filled and not any(p.search(name) for p in optional)
+        if not family.get(name, {name}) & filled
+        and not any(p.search(name) for p in optional)
+        and not (has_head and skeleton.in_other_head(name))
     ]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

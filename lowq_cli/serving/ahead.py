@@ -20,13 +20,13 @@ from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.reading import Blank
 from lowq_cli.engine.sampling import Sampling
-from lowq_packers.arch.config import read_config
 from lowq_cli.files.source import Source
 from lowq_cli.plan.plan import Item, Plan, output_config
 from lowq_cli.run.prepare import Prepared
 from lowq_cli.serving import cache_allocator
 from lowq_cli.serving.continuous import MOST
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_packers.arch.config import read_config
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 ROOM = 12 << 30  # free bytes of a GPU below which nothing is tried: logits of 4,096 rows take 1 GB a thread
@@ -53,12 +53,15 @@ def launches(model: Any) -> list[Callable[[], object]]:
     """One launch of each kernel that texts one by one and a server take; those of the first text first."""
     decoder, met = NativeDecoder(model), set[object]()
     work = [one for way in WAYS for one in warm.launches(model, decoder, 1, 1, way, met)]
-    trial = cache_allocator.trial_runner(decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False)
+    trial = cache_allocator.trial_runner(
+        decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False
+    )
     return work + cache_allocator.launches(trial)
 
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:
-    """What `native_loader.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each kind.
+    """What `native_loader.read` asks of an open checkpoint (config, headers), of the plan's in `folder` with one layer of each
+    kind.
 
     Raises NotPlain where the family is not a known one.
     """

@@ -1,7 +1,7 @@
 """The cache of an engine: as much of it as there is room for beside the largest pass, which is run to see what it takes.
 
-Layers that remember alike are a group: all tokens, the last tokens of a window, or a state of fixed size. Each group has blocks of
-its own number; a window's are as many as its texts can hold, however long they are.
+Layers that remember alike are a group: all tokens, the last tokens of a window, or a state of fixed size. Each group has blocks
+of its own number; a window's are as many as its texts can hold, however long they are.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,8 @@ PIECE = TOTALS[-1]  # tokens of one text that a pass computes at most
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model's layers keep: their groups, bytes of a block of each group with pages, bytes of a text's recurrent state."""
+    """What a model's layers keep: their groups, bytes of a block of each group with pages, bytes of a text's recurrent
+    state."""
 
     groups: tuple[Group, ...]
     block_bytes: tuple[int, ...]
@@ -126,9 +127,7 @@ def make_cache(
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e
 
 
-def _runner(
-    plan: Plan, kind: str, most: int, longest: int, blocks: Sequence[int], slots: int, fixed: bool
-) -> ModelRunner:
+def _runner(plan: Plan, kind: str, most: int, longest: int, blocks: Sequence[int], slots: int, fixed: bool) -> ModelRunner:
     width = -(-longest // BLOCK) + 1  # one column that stays empty: a step past a text's end writes to the null block
     windows = sorted({spec.window for spec in plan.states if isinstance(spec, Pages)})
     rows, state = BatchState(most + READERS, [width] * len(windows), plan.device), list[KeyValues | States]()
@@ -145,10 +144,9 @@ def _runner(
 
 def _pages(plan: Plan, kind: str, blocks: int, heads: int, D: int) -> kv.Cache:
     make = partial(kv.empty, kind, dtype=plan.dtype, device=plan.device)
-    if plan.device.type == "cuda":
-        cache = make((blocks, heads, BLOCK, D))
-    else:  # blocks side by side in memory where they are so in number: attention then reads them as they are
-        cache = make((heads, blocks, BLOCK, D)).transpose(0, 1)
+    # on a CPU blocks lie side by side in memory where they are so in number: attention then reads them as they are
+    by_head = plan.device.type != "cuda"
+    cache = make((heads, blocks, BLOCK, D)).transpose(0, 1) if by_head else make((blocks, heads, BLOCK, D))
     kv.part(cache, slice(0, 1)).zero_()
     return cache
 

@@ -237,7 +237,6 @@ class CacheManager:
         if self.states is not None and seq.slot:
             for _, snapshot in [*seq.pending, *seq.drafts]:
                 self.states.drop(snapshot)
-            self.zero = [slot for slot in self.zero if slot != seq.slot]
             self.copies = [copy for copy in self.copies if copy[1] != seq.slot]
             self.states.give_back(seq.slot)
         seq.tables, seq.slot, seq.computed, seq.named = [], 0, 0, 0

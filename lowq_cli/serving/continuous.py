@@ -124,8 +124,8 @@ class ContinuousEngine:
         cache = make_cache(model, plan, check_kind(kv), most, cache_tokens, deterministic, reads)
         self.passes, rows = cache.passes, cache.passes.rows
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
-        how = {"slots": cache.slots, "snapshots": cache.snapshots, "shared": not deterministic}
-        manager = CacheManager(list(cache.groups), cache.blocks, BLOCK, PIECE, **how)
+        held = (BLOCK, PIECE, cache.slots, cache.snapshots)
+        manager = CacheManager(list(cache.groups), cache.blocks, *held, shared=not deterministic)
         self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
         self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
         self._changed = threading.Condition()
@@ -228,7 +228,7 @@ class ContinuousEngine:
                 self._changed.wait(left)
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
-        self.scheduler.waiting.extend(incoming)
+        self.scheduler.add(incoming)
         self._prompt_tokens += sum(t.prompt for t in incoming)
         events = []
         for number in sorted(cancelled):

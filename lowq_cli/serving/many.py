@@ -8,10 +8,10 @@ from typing import Any
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.prompts import context_limit, stop_ids, stream
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.state import BLOCK
 from lowq_cli.engine.stopping import Stopper, check
 from lowq_cli.serving import continuous
 from lowq_cli.serving.continuous import MOST, MOST_RUNNING, ContinuousEngine
-from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.request import Draw, Event, Request
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import LowqError

@@ -39,8 +39,8 @@ RIDING = 8  # rows at least that step in such a pass; twice, four times as many
 class Piece:
     """Tokens of a prompt.
 
-    row: of its block tables. first: the position of the first. target: the row that draws after them, or -1. slot: of its recurrent
-    state.
+    row: of its block tables. first: the position of the first. target: the row that draws after them, or -1. slot: of its
+    recurrent state.
     """
 
     row: int
@@ -76,8 +76,8 @@ class ModelRunner:
         self.recurrent = [one for one in state if isinstance(one, States)]
         self.sizes = [most] if fixed else list(buckets(most))
         self.totals = (512,) if fixed else TOTALS
-        # where no kernel groups a mixture's experts, the host does, if tokens are many, and it goes through recurrent layers text
-        # by text: that cannot be recorded
+        # the host groups a mixture's experts where no kernel does and tokens are many, and it goes through recurrent layers
+        # text by text: that cannot be recorded
         self.most_recorded = 0 if self.recurrent else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         self.captured: dict[tuple[int, int], tuple[Captured, torch.Tensor | None]] = {}
         self.pool: Any = None  # memory that all recordings share
@@ -122,9 +122,7 @@ class ModelRunner:
         ends = np.cumsum([0, *(len(p.tokens) for p in pieces)]).tolist() if self.recurrent else ()
         return [Run(first, end, p.slot) for first, end, p in zip(ends, ends[1:], pieces, strict=False)]
 
-    def _go(
-        self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()
-    ) -> torch.Tensor | None:
+    def _go(self, b: int, M: int, chunk: np.ndarray | None, tiles: int = 0, runs: Sequence[Run] = ()) -> torch.Tensor | None:
         if self.met is not None and (b, M) not in self.captured:
             if (b, M) in self.met and (b, M) in self.recorded():
                 self._record(b, M)
@@ -160,9 +158,7 @@ class ModelRunner:
         of_tiles, of_logits = np.array(tiles, np.int32).reshape(-1), np.array([*take, *target], np.int32)
         return np.concatenate([ids, pos, rows, of_tiles, of_logits]), len(tiles)
 
-    def forward(
-        self, b: int, M: int, chunk: torch.Tensor | None, n: int, runs: Sequence[Run] = ()
-    ) -> torch.Tensor | None:
+    def forward(self, b: int, M: int, chunk: torch.Tensor | None, n: int, runs: Sequence[Run] = ()) -> torch.Tensor | None:
         """The work itself: from and into tensors at fixed addresses, `chunk` and its n tiles as `_describe` lays them out."""
         r, C = self.rows, M - b
         packed, tokens, take, target = None, r.token[:b], None, r.target[:b]
@@ -257,7 +253,7 @@ class ModelRunner:
         for _ in range(2):
             self._wait()
             began = time.perf_counter()
-            self._go(b, M, chunk, n, [Run(0, M - b, 0)] if self.recurrent and M > b else ())
+            self._go(b, M, chunk, n, [Run(0, M - b, 0)] if self.recurrent and b < M else ())
             self._wait()
         seconds = time.perf_counter() - began
         for steps, rows in {(b, M), *self.captured}:

@@ -1,7 +1,7 @@
 """A config.json of a described family as the attributes that transformers' config class would have, without transformers.
 
-Only what is spelled out is taken: a field of another type, or one that is missing and has no default in `lowq_packers.arch`, is a
-reason to let transformers read it.
+Only what is spelled out is taken: a field of another type, or one that is missing and has no default in `lowq_packers.arch`, is
+a reason to let transformers read it.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if text is None:
         raise NotPlain(f"a text_config of model_type {inside.get('model_type')!r}")
     config = _text({"model_type": text.model_type, **inside}, text, tensors)
-    tied = raw.get("tie_word_embeddings", config.tie_word_embeddings)
+    tied = raw.get("tie_word_embeddings", getattr(config, "tie_word_embeddings", False))
     outer = {k: v for k, v in raw.items() if k != "quantization_config"}
     return Config(**{**outer, "text_config": config, "tie_word_embeddings": tied, "is_encoder_decoder": False})
 

@@ -102,7 +102,8 @@ class Format:
     them as they are. stack: for an expert's matrix (name, family), the stack that holds it with those
     of the other experts, and its place there; None where it stands alone. config: what config.json needs for these schemes
     (kept: dense matrices). export: None where lowq only reads it. claims: whether a checkpoint is in this format; None: where
-    its config.json names it as quant_method.
+    its config.json names it as quant_method. check_values: raises SchemeError for scales, zeros or a table of a matrix (its
+    words are not looked at) that the format does not hold, or not without `rounding`; None where it holds all.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Format:
     write_words: WriteWords | None = None
     tables: tuple[str, ...] = ()
     claims: Callable[[Config, Headers], bool] | None = None
+    check_values: Callable[[PackedWeight, str, bool], None] | None = None
 
 
 FORMATS: dict[str, Format] = {}

@@ -359,5 +359,5 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 register(Format(
     NAME, NAME, _matrices, _engines, _why_not, c.from_codes(_write), _config, _notes,
-    write_words=_write, export=Export(1), tables=("e2m1",), claims=_claims,
+    write_words=_write, export=Export(1), tables=("e2m1",), claims=_claims, check_values=floats.check_values,
 ))  # fmt: skip

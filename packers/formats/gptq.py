@@ -102,16 +102,17 @@ def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch:
     if not 2 <= bits <= 8 or bits in (5, 6, 7):
         raise UnsupportedError(f"{p}: GPTQ with {bits} bits is not one that lowq reads; it reads 2, 3, 4 and 8")
     rows, N = c.matrix(headers, f"{p}.qweight", ("I32",))
-    K = rows * 32 // bits
-    if rows * 32 % bits or N * bits % 32:
-        raise DamagedError(f"{p}.qweight is {rows} x {N}, which {bits}-bit codes cannot fill")
+    index = headers.get(f"{p}.g_idx")
+    K = index.shape[0] if index and index.shape else rows * 32 // bits  # the last words may hold fewer codes
+    if bitstream.words_per_row(K, bits) != rows or not K:
+        raise DamagedError(f"{p}.qweight has {rows} words a column, which {K} codes of {bits} bits do not fill")
     g, G = _groups(K, c.number(q, "group_size", "q_group_size"), p)
-    c.need(headers, f"{p}.qzeros", (G, N * bits // 32), ("I32",))
+    c.need(headers, f"{p}.qzeros", (G, bitstream.words_per_row(N, bits)), ("I32",))
     dtype = c.need(headers, f"{p}.scales", (G, N)).dtype
     sym = c.flag(q, "sym", False)
     parts = [f"{p}.qweight", f"{p}.qzeros", f"{p}.scales"]
     permuted = c.flag(q, "desc_act", False)
-    if f"{p}.g_idx" in headers:
+    if index:
         c.need(headers, f"{p}.g_idx", (K,), ("I32", "I64"))
         parts.append(f"{p}.g_idx")
         if fetch is not None:

@@ -21,7 +21,7 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 SLABS = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
-NAMES = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
+NAMES: dict[float, str] = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 PACKINGS = {name: bits for bits, name in NAMES.items()}
 FIELDS = (
     *("W_q", "nbits", "group_size", "shape", "scale", "zero", "axis", "packing", "unpack_view_dtype", "view_as_float"),
@@ -100,7 +100,7 @@ def _check_config(q: Mapping[str, Any], p: str, headers: Headers, fetch: Fetch) 
     params = own.get("weight_quant_params") if isinstance(own, Mapping) else None
     for field, said in params.items() if isinstance(params, Mapping) else ():
         if field in ("nbits", "group_size", "axis") and said is not None and f"{p}.{field}" in headers:
-            stored = _setting(p, field, headers, fetch)
+            stored = _number(f"{p}.{field}", fetch)
             if said != stored:
                 raise DamagedError(f"quantization_config says {field}={said!r} of {p}; its tensors say {stored}")
 
@@ -111,10 +111,18 @@ def _setting(p: str, leaf: str, headers: Headers, fetch: Fetch, default: int | N
         if default is None:
             raise DamagedError(f"{name} is missing; fetch the model again")
         return default
-    value = fetch(name).flatten()
-    if value.numel() != 1 or value.is_floating_point():
+    value = _number(name, fetch)
+    if isinstance(value, float):
         raise DamagedError(f"{name} is no whole number")
-    return int(value)
+    return value
+
+
+def _number(name: str, fetch: Fetch) -> int | float:
+    """A setting that is one number; of fractions two digits, as of the 1.58 bits of three values (in 2-bit words)."""
+    value = fetch(name).flatten()
+    if value.numel() != 1:
+        raise DamagedError(f"{name} is no number")
+    return round(float(value), 2) if value.is_floating_point() else int(value)
 
 
 def _text(name: str, headers: Headers, fetch: Fetch) -> str:
@@ -128,7 +136,7 @@ def _matrix(p: str, headers: Headers, fetch: Fetch | None) -> Matrix:
     if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] > 1 << 40:
         raise DamagedError(f"{p}.shape says {shape}; a linear weight has two dimensions")
     N, K = shape
-    nbits = _setting(p, "nbits", headers, fetch)
+    nbits = _number(f"{p}.nbits", fetch) if f"{p}.nbits" in headers else _setting(p, "nbits", headers, fetch)
     packing = _text(f"{p}.packing", headers, fetch) or NAMES.get(nbits, "")
     if packing not in PACKINGS or not 1 <= nbits <= 8:
         raise UnsupportedError(f"{p}: HQQ packing {packing!r} with {nbits} bits is not one that lowq reads")

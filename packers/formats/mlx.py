@@ -20,6 +20,7 @@ from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._older_config import spelled_out
+from lowq_packers.layouts import PackedWeight
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -115,11 +116,20 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     return {"quantization": q, "quantization_config": q}
 
 
-def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+def _biases(q: QuantizedTensor | PackedWeight, name: str, rounding: bool) -> torch.Tensor:
+    """In the dtype of the scales; raises SchemeError where they need more digits, unless `rounding`."""
     dtype = q.scales.dtype if q.scales.dtype != torch.float32 else c.narrowest(q, name)  # fp32: for an import's zeros
-    biases = c.zeros_to_offset(q, name, dtype, bool(config.get("round")))
+    return c.zeros_to_offset(q, name, dtype, rounding)
+
+
+def _check_values(p: PackedWeight, name: str, rounding: bool) -> None:
+    _biases(p, name, rounding)
+
+
+def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
+    biases = _biases(q, name, bool(config.get("round")))
     words = bitstream.pack(q.W_q, q.bits).view(torch.uint32)
-    return {f"{name}.weight": words, f"{name}.scales": q.scales.to(dtype), f"{name}.biases": biases}
+    return {f"{name}.weight": words, f"{name}.scales": q.scales.to(biases.dtype), f"{name}.biases": biases}
 
 
 def _notes(config: Config, headers: Headers) -> list[str]:
@@ -140,4 +150,7 @@ def _notes(config: Config, headers: Headers) -> list[str]:
 
 EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out, extra=False)
 ENGINES = served_by("lowq", "MLX (mlx-lm)")
-register(Format("mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims))
+register(Format(
+    "mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims,
+    check_values=_check_values,
+))  # fmt: skip

@@ -1,6 +1,7 @@
 """The quantizer inside transformers: registered lazily, loud without lowq; checkpoints checked; modules move, compile."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,9 @@ def distance(y: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-P", "-c", code, *map(str, args)], capture_output=True, text=True, timeout=120)
+    line = [sys.executable, "-P", "-c", code, *map(str, args)]
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed lowq would register itself
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, env=env, check=False)
 
 
 # --- registration ----------------------------------------------------------------------------------------------------

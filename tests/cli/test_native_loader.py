@@ -18,7 +18,6 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.ready import ready, tokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
-from lowq_packers.arch.config import NotPlain, read_config
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_cli.interop import importer
@@ -26,15 +25,20 @@ from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run import pipeline
 from lowq_kernels.modules.fp8_linear import Fp8Linear
 from lowq_kernels.modules.joined import SideBySide
-from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.arch import families
+from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Rope, walk
+from lowq_packers.errors import DamagedError, LowqError
 from lowq_packers.scheme import Scheme
 
 from .conftest import FAMILIES, MIXTURES, write_dense, write_packed
 
 CPU = torch.device("cpu")
-PLAIN = [name for name, (kind, _) in FAMILIES.items() if kind in families() and families()[kind].defaults is not None and name not in MIXTURES]
+PLAIN = [
+    name
+    for name, (kind, _) in FAMILIES.items()
+    if kind in families() and families()[kind].defaults is not None and name not in MIXTURES
+]
 SAME = {"attention": Scheme(4, 32, "float"), "mlp": Scheme(4, 16, "int"), "head": Scheme(8, 64, "none")}
 PROMPTS = [list(range(3, 20)), list(range(40, 45))]
 DEMO = Path(native_loader.__file__).parents[1] / "demo"
@@ -223,7 +227,11 @@ def test_what_is_not_whole_goes_by_way_of_transformers(tmp_path, change, why):
 @pytest.mark.parametrize(
     ("family", "more", "why"),
     [
-        ("mistral", {"sliding_window": 4, "layer_types": ["full_attention"] * 2}, "None"),  # it is a Ministral, which is described
+        (
+            "mistral",
+            {"sliding_window": 4, "layer_types": ["full_attention"] * 2},
+            "None",
+        ),  # it is a Ministral, which is described
         ("llama", {"is_causal": False}, "not causal"),
     ],
     ids=["layer_types", "is_causal"],

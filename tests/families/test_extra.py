@@ -82,7 +82,9 @@ def test_they_go_through_quantize_inspect_generate_export_and_back(made, tmp_pat
     names = {n.partition(".weight")[0] for n in load_file(tmp_path / "exported" / "model.safetensors") if n.startswith(prefix)}
     assert names == {n.removesuffix(".weight") for n in extra} | {n for n in names if "bias" in n}
     with open_source(str(runnable(tmp_path / "exported"))) as source:
-        assert {n.partition(".weight")[0] for n in source.headers if n.startswith(prefix)} == {t.name.removesuffix(".weight") for t in held.values()}
+        assert {n.partition(".weight")[0] for n in source.headers if n.startswith(prefix)} == {
+            t.name.removesuffix(".weight") for t in held.values()
+        }
         assert tokens(load_model(source, "cpu", torch.bfloat16)) == wanted
     with open_source(str(out)) as source:
         theirs = load_model(source, "cpu", torch.bfloat16)

@@ -70,7 +70,9 @@ def test_a_draft_is_rewound_and_the_text_goes_on(name):
 def grown(runner):
     """The runner's state with slots for a text and a snapshot."""
     made = [
-        States({k: torch.zeros(3, *t.shape[1:], dtype=t.dtype) for k, t in one.tensors.items()}) if isinstance(one, States) else one
+        States({k: torch.zeros(3, *t.shape[1:], dtype=t.dtype) for k, t in one.tensors.items()})
+        if isinstance(one, States)
+        else one
         for one in runner.state
     ]
     runner.recurrent = [one for one in made if isinstance(one, States)]

@@ -1,5 +1,6 @@
 """The decode kernels against their torch definitions: interpreted on the CPU, compiled where a GPU is."""
 
+import dataclasses
 import os
 
 import pytest
@@ -10,7 +11,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from emulation import error
-from lowq_kernels.decode import attend_triton, elementwise, prompt, reference, route_triton, sample
+from lowq_kernels.decode import attend_triton, elementwise, kv, kv_triton, prompt, reference, route_triton, sample
 from lowq_kernels.decode.route import Routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,7 +55,7 @@ def test_gated_of_large_gates_stays_finite():
         assert elementwise.gated(gate_up, act).tolist() == [[0.0, 60000.0]]
 
 
-# HQ, HKV, D, R, window, with q/k norm, positions
+# HQ, HKV, D, R, window, with q/k norm, positions, further facts
 ATTENTION = {
     "llama": (8, 2, 64, 64, 0, False, [0, 90]),
     "qwen3": (4, 2, 32, 32, 0, True, [33, 64]),
@@ -64,15 +65,20 @@ ATTENTION = {
     "many": (12, 4, 16, 16, 0, False, [95, 64]),
     "sinks": (6, 2, 32, 32, 0, False, [70, 3]),
     "sinks and a window": (4, 1, 16, 16, 24, True, [95, 10]),
+    "capped": (4, 2, 32, 32, 0, False, [90, 5], {"softcap": 1.3}),
+    "capped, a window, sinks": (4, 1, 32, 16, 40, True, [95, 39], {"softcap": 2.0}),
+    "chunks": (4, 2, 16, 16, 0, True, [95, 39, 40], {"chunk": 40}),
+    "chunks and a window": (4, 2, 16, 0, 24, False, [95, 45], {"chunk": 40}),
+    "wide": (2, 1, 512, 64, 0, True, [70, 3], {"softcap": 1.1}),
 }
 
 
 def attention_case(name, dtype=DTYPE):
-    HQ, HKV, D, R, window, norm, places = ATTENTION[name]
+    HQ, HKV, D, R, window, norm, places, *more = ATTENTION[name]
     B, S = len(places), 100
     q_norm, k_norm = (randn(D, dtype=dtype), randn(D, dtype=dtype)) if norm else (None, None)
     sinks = randn(HQ, dtype=torch.float32) + 2 if "sinks" in name else None
-    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, q_norm, k_norm, sinks)
+    h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, q_norm, k_norm, sinks, **(more[0] if more else {}))
     angles = torch.rand(S, R // 2).repeat(1, 2) * 6
     caches = [randn(B, HKV, S, D, dtype=dtype) for _ in range(2)]
     pos = torch.tensor(places, dtype=torch.int32, device=DEVICE)
@@ -139,7 +145,9 @@ def collected(pool, table):
     return pool[table.long()].transpose(1, 2).flatten(2, 3)
 
 
-@pytest.mark.parametrize(("name", "page"), [("llama", 16), ("phi3", 64), ("window", 64), ("window", 16)])
+@pytest.mark.parametrize(
+    ("name", "page"), [("llama", 16), ("phi3", 64), ("window", 64), ("window", 16), ("capped", 16), ("chunks", 16)]
+)
 def test_attend_over_a_paged_cache(name, page, monkeypatch):
     """By the kernel and by the reference, against the reference over caches of their own."""
     if DEVICE == "cpu":
@@ -179,13 +187,18 @@ PASSES = {
     "phi3": [(0, 1), (1, 40)],
     "window": [(0, 100), (100, 150)],
     "sinks": [(0, 40), (40, 50)],
+    "capped, a window, sinks": [(0, 60), (60, 70)],
+    "chunks": [(0, 50), (50, 130)],
+    "chunks and a window": [(0, 90)],
+    "wide": [(0, 20), (20, 37)],
 }
 
 
 @pytest.mark.parametrize("name", PASSES)
 def test_attend_prompt(name, monkeypatch):
     """Passes over prompts of two sequences, each from where the last one ended."""
-    monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2})
+    for config in ("CONFIG", "WIDEST"):
+        monkeypatch.setattr(prompt, config, {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2})
     HQ, HKV, D, R = ATTENTION[name][:4]
     h = attention_case(name)[-1]
     S = PASSES[name][-1][1] + 7
@@ -210,10 +223,15 @@ PIECES = {  # tokens of each sequence that were there before, and those that are
     "phi3": [(31, 2), (5, 1)],
     "window": [(70, 35), (0, 80), (39, 2)],
     "sinks": [(20, 3), (0, 33)],
+    "capped": [(20, 33), (0, 5)],
+    "chunks": [(70, 35), (0, 80), (39, 2)],
 }
 
 
-@pytest.mark.parametrize(("name", "page"), [("llama", 16), ("qwen3", 64), ("phi3", 64), ("window", 16), ("sinks", 16)])
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [("llama", 16), ("qwen3", 64), ("phi3", 64), ("window", 16), ("sinks", 16), ("capped", 16), ("chunks", 64)],
+)
 def test_attend_packed(name, page, monkeypatch):
     """Pieces of several texts in one pass, by the kernel and by the reference, each as that text's own prompt would be."""
     monkeypatch.setattr(prompt, "CONFIG", {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2})
@@ -249,6 +267,34 @@ def test_attend_packed(name, page, monkeypatch):
             for b, (start, new) in enumerate(pieces):
                 assert error(collected(pool, table)[b, :, : start + new], truth[b][i][0, :, : start + new]) < TOLERANCE
                 assert collected(pool, table)[b, :, start + new :].isnan().all()
+
+
+@pytest.mark.parametrize("kind", kv.KINDS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "capped, a window, sinks"])
+def test_queries_of_a_layer_that_attends_to_the_keys_of_another(name, kind, monkeypatch):
+    """They give what the same queries gave in the layer that wrote those keys, and write nothing."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(attend_triton, "splits_for", lambda heads: 4)
+    qkv, caches, pos, tables, h = attention_case(name)
+    caches = [kv.holding(kind, c.nan_to_num()) for c in caches]
+    alone, q = dataclasses.replace(h, writes=False, k_norm=None), qkv[:, : h.HQ * h.D].contiguous()
+    wanted = attend_triton.attend(qkv, *caches, pos, *tables, h)
+    before = [kv_triton.numbers(c).clone() for c in caches]
+    assert error(attend_triton.attend(q, *caches, pos, *tables, alone), wanted) < TOLERANCE
+    assert error(reference.attend(q, *caches, pos, *tables, alone), wanted) < TOLERANCE
+    rows = torch.arange(len(pos), dtype=torch.int32, device=DEVICE)
+    for page in (0, 16):
+        if not page and kind == kv.PLAIN:
+            y = prompt.attend_prompt(q[:1, None].contiguous(), *(c[:1] for c in caches), int(pos[0]), *tables, alone)[:, 0]
+        elif kind == kv.PLAIN:
+            pools, table = paginate(caches, page)
+            tiles = torch.stack((rows, rows + 1), 1)
+            y = prompt.attend_packed(q, *pools, reference.Packed(table, rows, pos, tiles), *tables, alone)
+        else:
+            continue
+        assert error(y, wanted[: len(y)]) < TOLERANCE
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(kv_triton.numbers(cache), old)
 
 
 def test_a_sink_takes_its_share_of_the_softmax():

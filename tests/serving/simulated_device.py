@@ -178,6 +178,10 @@ class Driver:
         device, drew, high = self.device, [], max((t.row + 1 for t in plan.steps), default=0)
         self.count(plan)
         device.before(plan)
+        for seq in self.scheduler.active:
+            for held, table in zip(seq.tables, device.tables, strict=True):
+                n, row = len(held.blocks), table[seq.row]
+                assert seq in plan.finishing or (row[:n] == held.blocks and (seq in self.scheduler.reading or not any(row[n:])))
         self.check_writes(plan)
         for seq, row, first, end in plan.pieces:
             assert first < end <= len(seq.tokens)

@@ -235,3 +235,19 @@ def test_memory_stays_flat():
             sizes.append(sys.getallocatedblocks())
     assert next(numbers) > 10_000
     assert sizes[1] < sizes[0] + 5000
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 100])
+def test_what_is_given_back_behind_a_window_is_not_missed_after_a_rewind(window):
+    for computed in range(1, 200, 3):
+        for back in range(min(REWIND, computed - 1) + 1):
+            cache = CacheManager([Group(window)], [60], SIZE, 300, shared=False)
+            seq = Sequence(1, Request((1,) * computed, 20))
+            cache.admit(seq, cache.match(seq))
+            seq.computed = computed
+            cache.trim(seq)
+            cache.rewind(seq, computed - back)
+            seen = range(max(0, computed - back - window + 1), computed - back)  # by the token that is computed next
+            assert all(seq.tables[0].blocks[token // SIZE] for token in seen)
+    with pytest.raises(ValueError, match="more than a draft"):
+        cache.rewind(seq, 0)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from asking import Client, build
 
+from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import EARLY_S
-from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.model_runner import RIDING
 from lowq_cli.serving.request import Request
 from lowq_cli.serving.scheduler import READERS, Scheduler, buckets

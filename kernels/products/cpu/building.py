@@ -11,12 +11,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
 Units = dict[str, tuple[str, ...]]
+Advance = Callable[[float], object]
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fvisibility=hidden")
@@ -28,7 +29,12 @@ X86 = {
 }
 ARM = {"api.cpp": (), "neon.cpp": ("-march=armv8.2-a+dotprod+fp16",)}
 UNITS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
-BUILD_SECONDS = 300
+BUILD_SECONDS = 900  # after which a compiler is given up: 14 s of processor time may wait for other work
+SMALL = ("api.cpp", "bf16.cpp")  # compiled first, to measure: 0.4 s by g++ 12 on one core at 2.6 GHz
+TIMES_SMALL = 18  # times their seconds takes the whole on two cores: 7.5 of 0.42 s there
+EXPECTED_SECONDS = 15.0  # where nothing small is there to measure
+TELL_SECONDS = 0.2  # between two reports
+LEAST_LEFT = 0.5  # seconds that are still expected where it takes longer than foreseen
 
 
 def units_here() -> Units | None:
@@ -70,39 +76,64 @@ def carry(folder: Path) -> bool:
     if units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
         return False
     try:
-        os.replace(build(cxx, units, folder), folder / name_of(platform.machine()))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            os.replace(build(cxx, units, Path(work)), folder / name_of(platform.machine()))
     except (OSError, subprocess.SubprocessError):
         return False
     return True
 
 
-def _scratch(at: Path) -> AbstractContextManager[str]:
-    return tempfile.TemporaryDirectory(dir=at)
+def build(cxx: str, units: Units, folder: Path, advance: Advance | None = None) -> Path:
+    """Compile and link in `folder`; the library there.
 
-
-def build(
-    cxx: str, units: Units, folder: Path, scratch: Callable[[Path], AbstractContextManager[str | Path]] = _scratch
-) -> Path:
-    """The library, from `folder` if it is there; made in a folder that `scratch` makes there for a while.
-
-    Raises OSError or CalledProcessError where it cannot be built.
+    advance: called with the share that is done: expected seconds come from the time that the small unit takes here.
+    Raises OSError or SubprocessError where it cannot be built.
     """
+    small = [name for name in units if name in SMALL]
+    began = time.monotonic()
+    _wait([_start(cxx, name, units[name], folder) for name in small], lambda: None)
+    expected = (time.monotonic() - began) * TIMES_SMALL if small else EXPECTED_SECONDS
+
+    def tell() -> None:
+        if advance:
+            spent = time.monotonic() - began
+            advance(min(spent / max(expected, spent + LEAST_LEFT), 1.0))
+
+    _wait([_start(cxx, name, flags, folder) for name, flags in units.items() if name not in small], tell)
     path = folder / whole_name(cxx, units)
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with scratch(folder) as work:
-        running = [
-            (subprocess.Popen([*args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), args)
-            for name, flags in units.items()
-            for args in [(cxx, *FLAGS, *flags, "-c", str(HERE / name), "-o", f"{work}/{name}.o")]
-        ]
-        for process, args in running:
-            log, _ = process.communicate(timeout=BUILD_SECONDS)
-            if process.returncode:
-                raise subprocess.CalledProcessError(process.returncode, args, log)
-        objects = [f"{work}/{name}.o" for name in units]
-        link = [cxx, "-shared", *FLAGS, *objects, "-o", f"{work}/done"]
-        subprocess.run(link, check=True, capture_output=True, text=True)
-        os.replace(f"{work}/done", path)  # whole or not at all: two processes may build at once
+    link = [cxx, "-shared", *FLAGS, *(f"{folder}/{name}.o" for name in units), "-o", str(path)]
+    subprocess.run(link, check=True, capture_output=True, text=True)
     return path
+
+
+def _start(cxx: str, name: str, flags: tuple[str, ...], folder: Path) -> subprocess.Popen[str]:
+    line = [cxx, *FLAGS, *flags, "-c", str(HERE / name), "-o", f"{folder}/{name}.o"]
+    with open(f"{folder}/{name}.log", "w", encoding="utf-8") as log:
+        return subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def _wait(running: list[subprocess.Popen[str]], tell: Callable[[], None]) -> None:
+    """Wait for compilers. Raises CalledProcessError with the log of one that failed, TimeoutExpired; none is left running."""
+    try:
+        end = time.monotonic() + BUILD_SECONDS
+        for process in running:
+            while (code := _code_within(process, TELL_SECONDS)) is None:
+                tell()
+                if time.monotonic() > end:
+                    raise subprocess.TimeoutExpired(process.args, BUILD_SECONDS)
+            if code:
+                log = Path(str(process.args[-1])).with_suffix(".log")  # type: ignore[index]
+                raise subprocess.CalledProcessError(code, process.args, log.read_text(errors="replace"))
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _code_within(process: subprocess.Popen[str], seconds: float) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None

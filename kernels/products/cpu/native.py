@@ -1,31 +1,41 @@
 """The C++ of this folder as a shared library (`building`): a wheel's, else built at the first use and kept in the cache.
 
-Which instruction set runs is asked of the CPU. Where there is neither a wheel's library nor a compiler that builds one,
-`library` is None, `why_not` says so, and torch's own products stay. LOWQ_CPU_ISA=avx2 forces an instruction set,
-LOWQ_CPU_ISA=off none. The library's OpenMP is the one that torch has loaded already: the same threads.
+One in the cache that is damaged, or that another user could have written, is built anew. Which instruction set runs is asked of
+the CPU. Where there is neither a wheel's library nor a compiler that builds one, `library` is None, `why_not` says so, and
+torch's own products stay. LOWQ_CPU_ISA=avx2 forces an instruction set, LOWQ_CPU_ISA=off none. The library's OpenMP is the one
+that torch has loaded already: the same threads.
 """
 
 import ctypes
+import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import threading
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch.profiler import record_function
 
-from lowq_kernels.products.cpu.building import build, carried, compiler, units_here, whole_name
+from lowq_kernels.products.cpu.building import Advance, Units, build, carried, compiler, units_here, whole_name
 from lowq_kernels.products.cpu.team import threads
-from lowq_packers.atomic import scratch
-from lowq_packers.errors import NotFoundError
-from lowq_packers.home import cache_dir
+from lowq_packers.atomic import alone, replacing, scratch
+from lowq_packers.errors import DamagedError, LowqError
+from lowq_packers.home import cache_dir, check_own
+from lowq_packers.regular import open_bounded, read_regular, read_text
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # as args.h numbers them
 SCALES = {"e4m3": 3, "e8m0": 4}
 NAMES = ("add_norm", "gated", "attend", "product")  # args.h's calls, as a profile shows them
 PRODUCT = 3  # decode/cpu.py has the others
+MOST_BYTES = 1 << 26  # of a library; it takes 0.7 MB
+NONE = "none is there"
+SWITCHED_OFF = "LOWQ_CPU_ISA=off"
+DIGEST = ".sha256"  # suffix of the file beside a library that holds its hash
+_watch: Advance | None = None  # what is told how far a build is
 noting = threading.local()  # .calls: a list of what this thread calls, for `repeated`
 
 
@@ -50,14 +60,56 @@ class Args(ctypes.Structure):
 
 
 def is_to_be_built() -> bool:
-    """Whether the first product will wait for the compiler: some 15 s of a core."""
+    """Whether the first product will wait for the compiler: 14 s of processor time on a quiet machine."""
+    return why_built() != ""
+
+
+def why_built() -> str:
+    """Why a library has to be built first: there is none, or what is there is damaged or another's; "" where none has to."""
     units, cxx = units_here(), compiler()
     if _found.cache_info().currsize or carried() or units is None or cxx is None or os.environ.get("LOWQ_CPU_ISA") == "off":
-        return False
+        return ""
     try:
-        return not (cache_dir() / "cpu" / whole_name(cxx, units)).exists()
-    except (OSError, NotFoundError, subprocess.SubprocessError):
-        return False
+        _check(cache_dir() / "cpu" / whole_name(cxx, units))
+    except DamagedError as e:
+        return str(e)
+    except (LowqError, OSError, subprocess.SubprocessError):
+        return NONE
+    return ""
+
+
+def _check(path: Path) -> None:
+    """Raise LowqError unless the library at `path` is a file of this user alone and, byte for byte, what was built."""
+    fd = open_bounded(path, MOST_BYTES)
+    try:
+        check_own(path, fd)
+        digest = read_text(path.with_suffix(DIGEST), 1024) if path.with_suffix(DIGEST).exists() else ""
+        if hashlib.sha256(os.pread(fd, MOST_BYTES, 0)).hexdigest() != digest:
+            raise DamagedError(f"{path} is not what was built")
+    finally:
+        os.close(fd)
+
+
+def _built(cxx: str, units: Units) -> Path:
+    """The library in the cache; built where none is, or no sound one, by one process at a time."""
+    folder = cache_dir() / "cpu"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / whole_name(cxx, units)
+    with alone(folder):
+        try:
+            _check(path)
+            return path
+        except LowqError:
+            if path.is_dir():
+                shutil.rmtree(path)
+        with scratch(folder, "building") as work:
+            made = read_regular(build(cxx, units, work, _watch), MOST_BYTES)
+        digest = hashlib.sha256(made).hexdigest().encode()
+        for to, content in ((path.with_suffix(DIGEST), digest), (path, made)):
+            with replacing(to, sync=True) as whole:
+                whole.write_bytes(content)
+                whole.chmod(0o700)
+        return path
 
 
 @cache
@@ -65,17 +117,24 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
     """(library, number of the instruction set, its name), or (None, 0, why not)."""
     wanted, units, cxx, ready = os.environ.get("LOWQ_CPU_ISA", ""), units_here(), compiler(), carried()
     if wanted == "off":
-        return None, 0, "LOWQ_CPU_ISA=off"
+        return None, 0, SWITCHED_OFF
     if units is None:
         return None, 0, f"none are written for {platform.machine()}"
     if cxx is None and ready is None:
         return None, 0, "no C++ compiler is here; install g++ or clang"
     try:
-        lib = ctypes.CDLL(str(ready or build(str(cxx), units, cache_dir() / "cpu", partial(scratch, name="building"))))
-    except (OSError, NotFoundError, subprocess.SubprocessError) as e:
+        path = ready or _built(str(cxx), units)
+    except (OSError, LowqError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
-        whose = f"{cxx} does not build them" if ready is None else "the wheel's library does not load"
-        return None, 0, f"{whose}: {log.splitlines()[0]}"
+        whose = f"{cxx} does not build them" if isinstance(e, subprocess.SubprocessError) else "they cannot be kept"
+        return None, 0, f"{whose}: {(log or repr(e)).splitlines()[0]}"
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError as e:
+        whose, way_out = f"{path} does not load", "; name another cache folder: XDG_CACHE_HOME=DIR"
+        if ready:
+            whose, way_out = "the wheel's library does not load", ""
+        return None, 0, f"{whose}: {str(e).splitlines()[0]}{way_out}"
     found = _sets(lib)
     for i, (name, here) in enumerate(found):
         if here and wanted in ("", name):
@@ -99,8 +158,18 @@ def sets() -> list[tuple[str, bool]]:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, built on the first call (about 15 s of CPU time), or None."""
+    """The library, built on the first call (14 s of processor time), or None."""
     return _found()[0]
+
+
+def built(advance: Advance) -> None:
+    """Have the library built now, where it has to be; `advance` is called with the share that is done."""
+    global _watch
+    _watch = advance
+    try:
+        _found()
+    finally:
+        _watch = None
 
 
 def isa() -> tuple[int, str]:

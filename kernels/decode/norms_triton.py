@@ -1,0 +1,140 @@
+"""Any family's norm, and the update of the residual stream with the norm behind it, in one kernel.
+
+Maths   x <- (x + scale * post(delta)) * after, rounded; y = norm(x). Each part may be missing
+Grid    (rows); a row is (groups, values of a group), of which there is one group but in Mamba2's norms
+Limits  rows of up to 65,536 values; factors and biases of one row, for all rows
+Source  own
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode import norms as definition
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.norms import Kind, Norm
+
+MOST = 65536
+
+
+@triton.jit
+def _normed(
+    x, weight_ptr, bias_ptr, offs, mask, n, eps, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The norm of x (groups, n) fp32, not rounded."""
+    if LAYER:
+        x = tl.where(mask, x - (tl.sum(x, 1) / n)[:, None], 0.0)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / n + eps)[:, None]
+    if WEIGHT:
+        x = x * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        x = x + tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _update_norm_kernel(
+    x_ptr, delta_ptr, after_ptr, y_ptr, weight_ptr, bias_ptr, post_weight_ptr, post_bias_ptr, n, eps, post_eps, scale,
+    GROUPS: tl.constexpr, UPDATE: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, POST: tl.constexpr, POST_LAYER: tl.constexpr, POST_WEIGHT: tl.constexpr,
+    POST_BIAS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    group, value = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK)[None, :]
+    offs, mask = group * n + value, (group < GROUPS) & (value < n)
+    row = tl.program_id(0).to(tl.int64) * GROUPS * n
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    x = tl.load(x_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
+    if UPDATE:
+        delta = tl.load(delta_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
+        if POST:
+            delta = _normed(delta, post_weight_ptr, post_bias_ptr, offs, mask, n, post_eps, POST_LAYER, POST_WEIGHT, POST_BIAS)
+        x = x + scale * delta
+        if AFTER:
+            x = x * tl.load(after_ptr).to(tl.float32)
+        rounded = x.to(x_ptr.dtype.element_ty)
+        tl.store(x_ptr + row + offs, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    if NORM:
+        y = _normed(x, weight_ptr, bias_ptr, offs, mask, n, eps, LAYER, WEIGHT, BIAS)
+        tl.store(y_ptr + row + offs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def refuse(x: torch.Tensor, *norms: Norm | None) -> str | None:
+    """Why the kernel does not take rows x (..., K) and those norms, or None."""
+    K, there = x.shape[-1], [norm for norm in norms if norm is not None]
+    if not x.is_contiguous() or K > MOST:
+        return f"rows that do not lie side by side, or of more than {MOST} values"
+    if any(t is not None and t.numel() != K for norm in there for t in (norm.weight, norm.bias)):
+        return "factors that differ from row to row"
+    return "norms of different groups" if len({norm.groups for norm in there}) > 1 else None
+
+
+def _launch(
+    x: torch.Tensor, delta: torch.Tensor | None, y: torch.Tensor | None, norm: Norm | None, post: Norm | None, scale: float,
+    after: torch.Tensor | None,
+) -> None:  # fmt: skip
+    one, two = norm or Norm(None, 0.0), post or Norm(None, 0.0)
+    K, groups = x.shape[-1], (norm or two).groups
+    n = K // groups
+    BLOCK, BLOCK_G = triton.next_power_of_2(n), triton.next_power_of_2(groups)
+    _update_norm_kernel[(x.numel() // K,)](
+        x, delta, after, y, one.weight, one.bias, two.weight, two.bias, n, one.eps, two.eps, scale, GROUPS=groups,
+        UPDATE=delta is not None, AFTER=after is not None, NORM=norm is not None, LAYER=one.kind == "layer",
+        WEIGHT=one.weight is not None, BIAS=one.bias is not None, POST=post is not None, POST_LAYER=two.kind == "layer",
+        POST_WEIGHT=two.weight is not None, POST_BIAS=two.bias is not None, BLOCK_G=BLOCK_G, BLOCK=BLOCK,
+        num_warps=min(16, max(1, BLOCK * BLOCK_G // 256)), **pdl(x),
+    )  # fmt: skip
+
+
+def normed(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    kind: Kind = "rms",
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+) -> torch.Tensor:
+    """As `norms.normed`."""
+    norm = Norm(weight, eps, kind, bias, groups)
+    if refuse(x, norm):
+        return definition.normed(x, *norm)
+    y = torch.empty_like(x)
+    _launch(x, None, y, norm, None, 1.0, None)
+    return y
+
+
+def add(
+    x: torch.Tensor,
+    delta: torch.Tensor,
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+) -> None:
+    """As `norms.add`."""
+    if refuse(x, post) or not delta.is_contiguous():
+        definition.add(x, delta, post, scale, after)
+    else:
+        _launch(x, delta, None, None, post, scale, after)
+
+
+def update_norm(
+    x: torch.Tensor,
+    delta: torch.Tensor | None,
+    norm: Norm,
+    post: Norm | None = None,
+    scale: float = 1.0,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `norms.update_norm`."""
+    if refuse(x, norm, post) or not (delta is None or delta.is_contiguous()):
+        return definition.update_norm(x, delta, norm, post, scale, after)
+    y = torch.empty_like(x)
+    _launch(x, delta, y, norm, post, scale, after)
+    return y

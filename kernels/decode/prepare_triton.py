@@ -1,0 +1,194 @@
+"""prepare in one kernel: gates split off, heads in order, norms, rotation and factors of q, k and v.
+
+Grid    (M, HQ + 2 HKV): a program makes one head of the output, and of a gated query its gate
+Norms   over all heads at once: each program sums the squares of all heads of its part again, which come from the L2 cache
+Turn    the partner of each turned dim is read beside it: x * cos -+ partner * sin
+Limits  norms over all heads: before the rotation, up to 16,384 values
+Source  own
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode import prepare as definition
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.prepare import Prepared
+
+MOST = 16384  # values of a norm over all heads: one block of a program
+NONE, EACH, ALL = 0, 1, 2  # what a norm is over: nothing, a head, all heads at once
+
+
+@triton.jit
+def _statistics(x, there, n, eps, LAYER: tl.constexpr):
+    """Mean (0 of an RMS norm) and the inverse of the root of the mean square of the values `there` of x."""
+    mean = 0.0
+    if LAYER:
+        mean = tl.sum(x, 0) / n
+    off = tl.where(there, x - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(off * off, 0) / n + eps)
+
+
+@triton.jit
+def _normed(x, mean, inverse, weight_ptr, bias_ptr, at, mask, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    x = (x - mean) * inverse
+    if WEIGHT:
+        x = x * tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        x = x + tl.load(bias_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _head(
+    from_ptr, all_ptr, to_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, pos, head, eps, by, after,
+    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ALL: tl.constexpr, OVER: tl.constexpr,
+    LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, HEADWISE: tl.constexpr, LAST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
+    """One head at from_ptr, times `by`, normed and turned, times `after`, to to_ptr; all_ptr: the first of its HEADS."""
+    offs = tl.arange(0, BLOCK_D)
+    mask, half = offs < D, R // 2
+    if NEIGHBOURS:
+        partner, first, angle = offs ^ 1, offs % 2 == 0, offs // 2
+    else:
+        partner, first, angle = tl.where(offs < half, offs + half, offs - half), offs < half, offs
+        angle = tl.where(first, offs, offs - half)
+    turns = offs < R
+    partner = tl.where(turns, partner, offs)
+    x = tl.load(from_ptr + offs, mask=mask, other=0.0).to(tl.float32) * by
+    other = tl.load(from_ptr + partner, mask=mask, other=0.0).to(tl.float32) * by
+    at = head * D if HEADWISE else 0  # of the norm's factors
+    if OVER > 0 and not LAST:
+        if OVER == 1:
+            mean, inverse = _statistics(x, mask, D, eps, LAYER)
+        else:
+            offs_all = tl.arange(0, BLOCK_ALL)
+            there = offs_all < HEADS * D
+            whole = tl.load(all_ptr + offs_all, mask=there, other=0.0).to(tl.float32) * by
+            mean, inverse = _statistics(whole, there, HEADS * D, eps, LAYER)
+        x = _normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
+        other = _normed(other, mean, inverse, weight_ptr, bias_ptr, at + partner, mask, WEIGHT, BIAS)
+    if R:
+        row = pos.to(tl.int64) * R + angle
+        cos = tl.load(cos_ptr + row, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + row, mask=turns, other=0.0).to(tl.float32)
+        x = tl.where(turns, x * cos + other * tl.where(first, -sin, sin), x)
+    if OVER > 0 and LAST:
+        mean, inverse = _statistics(x, mask, D, eps, LAYER)
+        x = _normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
+    tl.store(to_ptr + offs, (x * after).to(to_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["wide"])
+def _prepare_kernel(
+    qkv_ptr, y_ptr, gate_ptr, pos_ptr, cos_ptr, sin_ptr, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias,
+    wide, q_eps, k_eps, v_eps, key_scale, beta, period, offset,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ALL: tl.constexpr,
+    BY_HEAD: tl.constexpr, GATED: tl.constexpr, V_IS_K: tl.constexpr, LAST: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    SCALED: tl.constexpr, Q_OVER: tl.constexpr, Q_LAYER: tl.constexpr, Q_WEIGHT: tl.constexpr, Q_BIAS: tl.constexpr,
+    Q_HEADWISE: tl.constexpr, K_OVER: tl.constexpr, K_LAYER: tl.constexpr, K_WEIGHT: tl.constexpr, K_BIAS: tl.constexpr,
+    K_HEADWISE: tl.constexpr, V_OVER: tl.constexpr, V_LAYER: tl.constexpr, V_WEIGHT: tl.constexpr, V_BIAS: tl.constexpr,
+    V_HEADWISE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """HKV 0: there are neither k nor v."""
+    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    pos = tl.load(pos_ptr + row)
+    token, out = qkv_ptr + row * wide, y_ptr + (row * (HQ + 2 * HKV) + h) * D
+    EACH: tl.constexpr = 2 if GATED else 1
+    keys = token + HQ * EACH * D
+    if h < HQ:
+        mine = token + h * (3 if BY_HEAD else EACH) * D
+        after = 1.0
+        if SCALED:
+            after = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
+        _head(
+            mine, token, out, q_weight, q_bias, cos_ptr, sin_ptr, pos, h, q_eps, 1.0, after, HQ, D, R, BLOCK_D, BLOCK_ALL,
+            Q_OVER, Q_LAYER, Q_WEIGHT, Q_BIAS, Q_HEADWISE, LAST, NEIGHBOURS,
+        )  # fmt: skip
+        if GATED:
+            offs = tl.arange(0, BLOCK_D)
+            gate = tl.load(mine + D + offs, mask=offs < D)
+            tl.store(gate_ptr + (row * HQ + h) * D + offs, gate, mask=offs < D)
+    elif h < HQ + HKV:
+        own = h - HQ
+        mine = token + (own * 3 + 1) * D if BY_HEAD else keys + own * D
+        _head(
+            mine, keys, out, k_weight, k_bias, cos_ptr, sin_ptr, pos, own, k_eps, key_scale, 1.0, HKV, D, R, BLOCK_D,
+            BLOCK_ALL, K_OVER, K_LAYER, K_WEIGHT, K_BIAS, K_HEADWISE, LAST, NEIGHBOURS,
+        )  # fmt: skip
+    else:
+        own = h - HQ - HKV
+        mine = token + (own * 3 + 2) * D if BY_HEAD else keys + (own if V_IS_K else own + HKV) * D
+        _head(
+            mine, keys, out, v_weight, v_bias, cos_ptr, sin_ptr, pos, own, v_eps, 1.0, 1.0, HKV, D, 0, BLOCK_D,
+            BLOCK_ALL, V_OVER, V_LAYER, V_WEIGHT, V_BIAS, V_HEADWISE, False, NEIGHBOURS,
+        )  # fmt: skip
+
+
+def refuse(p: Prepared) -> str | None:
+    """Why the kernel does not do this, or None."""
+    for norm, heads in ((p.q_norm, p.HQ), (p.k_norm, p.HKV)):
+        if norm is None:
+            continue
+        if p.over == "all" and norm.groups not in (1, heads):
+            return f"norms over {norm.groups} groups of {heads} heads"
+        if p.over == "all" and norm.groups == 1 and (p.norm_last or p.order == "heads" or p.gated):
+            return "norms over all heads that do not lie side by side, or after the rotation"
+        if p.over == "all" and heads * p.D > MOST:
+            return f"norms over more than {MOST} values"
+        if p.over == "head" and norm.groups != 1:
+            return "norms over parts of a head"
+    return "norms of values over parts of a head" if p.v_norm is not None and p.v_norm.groups != 1 else None
+
+
+def _facts(name: str, norm: Norm | None, p: Prepared, heads: int) -> tuple[tuple[torch.Tensor | None, ...], dict[str, object]]:
+    """A norm's pointers, and its constants, whose names begin with `name`."""
+    if norm is None:
+        return (None, None), {f"{name}_{fact}": 0 for fact in ("OVER", "LAYER", "WEIGHT", "BIAS", "HEADWISE")}
+    whole = name != "V" and p.over == "all" and norm.groups == 1
+    given = next((t for t in (norm.weight, norm.bias) if t is not None), None)
+    facts = {"OVER": ALL if whole else EACH, "LAYER": norm.kind == "layer", "WEIGHT": norm.weight is not None}
+    facts |= {"BIAS": norm.bias is not None, "HEADWISE": given is not None and heads > 1 and given.numel() == heads * p.D}
+    return (norm.weight, norm.bias), {f"{name}_{fact}": value for fact, value in facts.items()}
+
+
+def prepare(
+    qkv: torch.Tensor, p: Prepared, pos: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `prepare.prepare`."""
+    if refuse(p):
+        return definition.prepare(qkv, p, pos, cos, sin)
+    qkv, HKV = qkv.contiguous(), p.HKV if p.writes else 0
+    M, wide = qkv.shape
+    y = qkv.new_empty(M, (p.HQ + 2 * HKV) * p.D)
+    gate = qkv.new_empty(M, p.HQ * p.D) if p.gated else None
+    norms = ((p.q_norm, "Q", p.HQ), (p.k_norm, "K", p.HKV), (p.v_norm, "V", p.HKV))
+    pointers: list[torch.Tensor | None] = []
+    facts: dict[str, object] = {}
+    for norm, name, heads in norms:
+        own, more = _facts(name, norm, p, heads)
+        pointers += own
+        facts |= more
+    over_all = ALL in (facts["Q_OVER"], facts["K_OVER"])
+    eps = [0.0 if norm is None else norm.eps for norm, _, _ in norms]
+    scale = p.position_scale
+    by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
+    turns = cos is not None and sin is not None
+    _prepare_kernel[(M, p.HQ + 2 * HKV)](
+        qkv, y, gate, pos, cos, sin, *pointers, wide, *eps, p.key_scale, *by,
+        HQ=p.HQ, HKV=HKV, D=p.D, R=cos.shape[1] if turns and cos is not None else 0, BLOCK_D=triton.next_power_of_2(p.D),
+        BLOCK_ALL=triton.next_power_of_2(max(p.HQ, p.HKV) * p.D) if over_all else 1, BY_HEAD=p.order == "heads",
+        GATED=p.gated, V_IS_K=p.v_is_k, LAST=p.norm_last, NEIGHBOURS=p.pairing == "neighbours", SCALED=scale is not None,
+        **facts, num_warps=4 if over_all else 1, **pdl(qkv),
+    )  # fmt: skip
+    return y, gate

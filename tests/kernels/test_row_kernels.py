@@ -1,0 +1,150 @@
+"""Kernels of the work between products, of families beyond Llama's, against their torch definitions: interpreted on the CPU,
+compiled where a GPU is."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before the first triton import
+pytest.importorskip("triton")
+
+from emulation import error
+from lowq_kernels.decode import activation, elementwise, norms, norms_triton, prepare, prepare_triton
+from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.prepare import PositionScale, Prepared
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-6}
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(23)
+
+
+def randn(*shape, dtype=torch.float16):
+    return torch.randn(*shape).to(DEVICE, dtype)
+
+
+def norm(n, kind="rms", bias=False, groups=1, weight=True):
+    own = randn(n, dtype=torch.float32) if weight else None
+    return Norm(own, EPS, kind, randn(n) if bias else None, groups)
+
+
+# HQ, HKV, D, R, facts
+PREPARED = {
+    "nothing but a turn": (4, 2, 16, 16, {}),
+    "neighbours": (3, 1, 24, 8, {"pairing": "neighbours"}),
+    "no turn": (4, 2, 20, 0, {"position_scale": PositionScale(0.3, 5, 1)}),
+    "gated, norms of heads": (4, 2, 16, 12, {"gated": True, "q_norm": norm(16), "k_norm": norm(16)}),
+    "by heads": (3, 3, 10, 4, {"order": "heads"}),
+    "over all": (5, 3, 12, 12, {"over": "all", "q_norm": norm(60), "k_norm": norm(36), "key_scale": 0.37}),
+    "layer norms of heads, each its own": (
+        4, 2, 12, 12, {"over": "all", "q_norm": norm(48, "layer", groups=4), "k_norm": norm(24, "layer", groups=2)},
+    ),
+    "layer norms with a bias": (4, 2, 16, 6, {"q_norm": norm(16, "layer", True), "k_norm": norm(16, "layer", True)}),
+    "after the turn": (4, 2, 16, 16, {"norm_last": True, "q_norm": norm(16), "k_norm": norm(16, weight=False)}),
+    "values are keys": (4, 2, 16, 16, {"v_is_k": True, "k_norm": norm(16), "v_norm": norm(16, weight=False), "key_scale": 2.5}),
+    "queries alone": (4, 2, 16, 16, {"writes": False, "q_norm": norm(16), "k_norm": norm(16)}),
+    "all at once": (
+        4, 4, 16, 8,
+        {"gated": True, "norm_last": True, "q_norm": norm(16), "k_norm": norm(16), "v_norm": norm(16), "pairing": "neighbours"}
+        | {"position_scale": PositionScale(0.1, 3), "key_scale": -0.5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", PREPARED)
+def test_prepare(name, dtype):
+    HQ, HKV, D, R, facts = PREPARED[name]
+    p = Prepared(HQ, HKV, D, **facts)
+    assert prepare_triton.refuse(p) is None
+    parts = HQ * (2 if p.gated else 1) + (HKV * (1 if p.v_is_k else 2) if p.writes else 0)
+    pos = torch.tensor([0, 17, 39, 8, 17], dtype=torch.int32, device=DEVICE)
+    turn = torch.rand(40, R // 2).repeat(1, 2) * 6
+    turn[[1, 2, 9, 38]] = float("nan")  # of positions where no token stands
+    tables = (turn.cos().to(DEVICE, dtype), turn.sin().to(DEVICE, dtype)) if R else (None, None)
+    qkv = randn(5, parts * D, dtype=torch.float32).mul(torch.rand(5, 1).mul(6).exp().to(DEVICE)).to(dtype)
+    y, gate = prepare_triton.prepare(qkv, p, pos, *tables)
+    wanted, wanted_gate = prepare.prepare(qkv, p, pos, *tables)
+    assert y.dtype == dtype
+    for row in range(5):
+        assert error(y[row], wanted[row]) < TOLERANCE[dtype]
+    assert (gate is None) == (wanted_gate is None)
+    assert gate is None or torch.equal(gate, wanted_gate)
+
+
+def test_what_prepare_does_not_take_goes_by_the_definition():
+    p = Prepared(4, 2, 16, over="all", norm_last=True, q_norm=norm(64), k_norm=norm(32))
+    assert "after the rotation" in prepare_triton.refuse(p)
+    qkv, pos = randn(3, 8 * 16), torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(prepare_triton.prepare(qkv, p, pos)[0], prepare.prepare(qkv, p, pos)[0])
+
+
+# K, of the norm, of what is added: its norm, its factor, whether there is a factor after
+UPDATES = {
+    "a norm": (80, {}, None),
+    "layer norm": (100, {"kind": "layer"}, None),
+    "with a bias": (1000, {"kind": "layer", "bias": True}, (None, 1.0, False)),
+    "by groups": (60, {"groups": 3}, (None, 1.0, False)),
+    "without factors": (48, {"weight": False}, (None, 0.22, False)),
+    "an update alone": (64, None, ({}, 0.5, True)),
+    "sandwich": (72, {}, ({"weight": False}, 1.0, True)),
+    "sandwich of layer norms": (72, {"kind": "layer"}, ({"kind": "layer", "bias": True}, -2.0, False)),
+    "groups alike": (72, {"groups": 2}, ({"groups": 2}, 1.0, False)),
+    "groups that differ": (72, {"groups": 2}, ({"groups": 4}, 1.0, False)),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", UPDATES)
+def test_update_norm(name, dtype):
+    K, own, update = UPDATES[name]
+    x, delta = (randn(3, K, dtype=dtype) * s for s in (3, 0.7))
+    own = None if own is None else norm(K, **own)
+    post, scale, after = update or (None, 1.0, False)
+    post = None if post is None else norm(K, **post)
+    given = (post, scale, torch.tensor([0.3], device=DEVICE, dtype=dtype) if after else None)
+    ours, theirs = x.clone(), x.clone()
+    if own is None:
+        assert norms_triton.add(ours, delta, *given) is None
+        norms.add(theirs, delta, *given)
+    else:
+        y = norms_triton.update_norm(ours, None if update is None else delta, own, *given)
+        assert error(y, norms.update_norm(theirs, None if update is None else delta, own, *given)) < TOLERANCE[dtype]
+    assert error(ours, theirs) < TOLERANCE[dtype]
+    assert torch.equal(ours, x) == (update is None)
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (2, 3, 40)])
+def test_normed(shape):
+    x = randn(*shape)
+    for own in (norm(40), norm(40, "layer", True), norm(40, groups=5)):
+        assert error(norms_triton.normed(x, *own), norms.normed(x, *own)) < TOLERANCE[x.dtype]
+    wide = Norm(randn(shape[-2], 40, dtype=torch.float32), EPS)  # factors of each row: not what the kernel takes
+    assert norms_triton.refuse(x, wide)
+    assert torch.equal(norms_triton.normed(x, *wide), norms.normed(x, *wide))
+    turned = x.transpose(-1, -2)
+    assert torch.equal(norms_triton.normed(turned, None, EPS), norms.normed(turned, None, EPS))
+
+
+@pytest.mark.parametrize("act", sorted(activation.ACTIVATIONS))
+@pytest.mark.parametrize("width", [8, 1500])
+def test_activations(act, width):
+    x = randn(3, 2 * width) * 3
+    assert error(elementwise.activated(x, act), activation.activated(x, act)) < TOLERANCE[x.dtype]
+    assert error(elementwise.gated(x, act), activation.gated(x, act)) < TOLERANCE[x.dtype]
+    assert error(elementwise.gated(x, act, 0.3), activation.gated(x, act, 0.3)) < TOLERANCE[x.dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_opened(dtype):
+    y, x, weight = randn(3, 1200, dtype=dtype), randn(3, 70, dtype=dtype), randn(1, 70, dtype=dtype)
+    for gate in (randn(3, 1200, dtype=dtype) * 4, randn(3, 1, dtype=dtype)):
+        assert error(elementwise.opened(y, gate), activation.opened(y, gate)) < TOLERANCE[dtype]
+    assert error(elementwise.opened_by(y, x, weight), activation.opened_by(y, x, weight)) < TOLERANCE[dtype]
+    assert error(elementwise.opened(y[:, ::2], y[:, ::2]), activation.opened(y[:, ::2], y[:, ::2])) < TOLERANCE[dtype]
