@@ -20,7 +20,7 @@ from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
-from lowq_cli.interop.export_checks import WRITTEN, check_all, described, first_that_holds, way_out
+from lowq_cli.interop.export_checks import WRITTEN, as_held, check_all, described, first_that_holds, way_out
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable

@@ -3,7 +3,7 @@
 from lowq_packers.arch import families
 
 ARCHITECTURES = {name: family.gguf for name, family in families().items() if family.gguf}  # written
-CLASSES = {f.gguf: f.gguf_class for f in families().values() if f.gguf_class}  # read: architecture -> what transformers has of it
+CLASSES = {f.gguf: f.gguf_class for f in families().values() if f.gguf_class}  # read: architecture -> class
 PERMUTED = ("llama",)  # architectures whose q and k rows llama.cpp wants in pairs
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 LAYER = {

@@ -1,4 +1,4 @@
-"""Heads that predict further tokens: quantized like the layers, kept by exports, ignored by every reader, never lost silently."""
+"""Heads that predict further tokens: quantized like the layers, kept by exports, ignored by every reader."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A rotation of every described family: the same logits where its description says that they are, else a reason that names the fact."""
+"""A rotation of every described family: the same logits where its description says so, else a reason."""
 
 import json
 import sys
