@@ -22,6 +22,7 @@ from lowq_packers.arch.names import Form, Tensor, renamed, tensors
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 
 FORMS: tuple[Form, ...] = ("split", "files")
+_JUNK = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")  # buffers that older transformers wrote
 _LAYER = re.compile(r".*?layers\.\d+\.")
 
 
@@ -60,7 +61,8 @@ class Named:
 
     def experts(self, part: Experts) -> dict[str, list[Matrix]]:
         """By the parameter that holds them: gate and up of each expert, one after the other; down of each."""
-        path, leaves = self.full(part.files), part.leaves
+        leaves = GATED[0 if part.gated else 1 :] if part.stacked else part.leaves  # lowq writes stacks one by one
+        path = self.full(part.module if part.stacked else part.files)
         rows = [
             Matrix(f"{path}.{e}.{leaf}", part.inner, part.hidden) for e in range(part.router.experts) for leaf in leaves[:-1]
         ]
@@ -74,8 +76,8 @@ class Named:
         return tuple(self.place[0] + e.removeprefix(ours) if e.startswith(ours) else e for e in self.model.extra)
 
     def beside(self, name: str) -> bool:
-        """Whether a tensor of the files belongs to a part that text does not need: a tower, or a head of `extra`."""
-        return name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra))
+        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head of `extra`, or is not used."""
+        return bool(_JUNK.search(name)) or name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra))
 
 
 def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:

@@ -51,6 +51,8 @@ def read_config(raw: Mapping[str, Any], tensors: int = MOST) -> tuple[Config, Mo
 
 def _wrapper(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     inside = raw.get("text_config")
+    if inside is None:  # older configs are flat
+        inside = {k: v for k, v in raw.items() if k not in ("model_type", "vision_config")}
     if not isinstance(inside, Mapping):
         raise NotPlain("config.json has no text_config")
     text = families().get(str(inside.get("model_type", family.text)))
