@@ -158,6 +158,8 @@ def contents_of(source: Source, device: torch.device) -> Contents:
     ]
     matrices = {m.stem for row in rows for m in row}
     vectors = {n: t.shape for n, t in named.tensors.items() if n.rpartition(".")[0] not in matrices}
+    if head is None and table.how and model.head_bias:
+        raise NotPlain("a head with a bias that is the packed embedding")
     act = "none" if quantization is None or in_fp8 else quantization.get("activations", "none")
     contents = Contents(config, model, named, dtype, act, linears, experts, vectors, table, head)
     _check(contents, source.headers)
@@ -268,7 +270,7 @@ def _read(source: Source, contents: Contents, reader: Reader) -> NativeModel:
         mixtures = {part: pool.submit(_experts, part, rows, contents, reader) for part, rows in contents.experts.items()}
         vectors = {n: nn.Parameter(reader.read(n, dtype), requires_grad=False) for n in contents.vectors}
         table = embed.result()
-        top = head.result() if head else _tied(table, contents)
+        top = head.result() if head else _tied(table, contents, vectors.get(contents.named.place[1] + BIAS))
         linears = {key: f.result() for key, f in futures.items()}
         routed = {part: f.result() for part, f in mixtures.items()}
         reader.check()
@@ -378,14 +380,14 @@ def _embedding(contents: Contents, reader: Reader) -> nn.Embedding | QuantEmbedd
     return found
 
 
-def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents) -> nn.Module:
+def _tied(table: nn.Embedding | QuantEmbedding, contents: Contents, bias: torch.Tensor | None) -> nn.Module:
     """The head that shares the embedding's weight."""
     m = contents.embed
     if isinstance(table, QuantEmbedding):
         tied = TiedHead(m.N, m.K, table.scheme, False, contents.dtype, "meta")
         tied.share(table)
         return tied.prepare(contents.dtype)
-    return dense(table.weight.detach(), None)
+    return dense(table.weight.detach(), bias)
 
 
 def _stops(source: Source, config: Config) -> Any:

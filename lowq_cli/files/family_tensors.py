@@ -46,9 +46,10 @@ class Named:
 
     @classmethod
     def of_files(cls, model: Model, headers: Mapping[str, Any]) -> "Named":
-        """By the place whose embedding the files have."""
+        """By the place whose embedding, and head where it is not tied, the files have."""
         places = ((model.prefix, model.head), *model.files)
-        return cls(model, next((p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)), places[0]))
+        held = [p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)]
+        return cls(model, next((p for p in held if f"{p[1]}.weight" in headers), (held or places)[0]))
 
     def full(self, name: str) -> str:
         """A name of the description as that of files."""

@@ -17,6 +17,7 @@ ROPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proporti
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # one field by the names that versions gave it
 STRETCHED = ("llama3", "yarn", "longrope")  # those that know the limit before
 BY_TYPE = (FULL, SLIDING)
+KINDS = (*BY_TYPE, "conv")
 MOST = 4096  # layers, and experts of a layer, where the files' number of tensors does not bound them: four times the largest
 
 
@@ -37,8 +38,8 @@ def read_config(raw: Mapping[str, Any], tensors: int = MOST) -> tuple[Config, Mo
     family = families().get(str(raw.get("model_type")))
     if family is None:
         raise NotPlain(f"model_type {raw.get('model_type')!r} is not a family that is described")
-    config = _wrapper(raw, family, tensors) if family.text else _text(raw, family, tensors)
     try:
+        config = _wrapper(raw, family, tensors) if family.text else _text(raw, family, tensors)
         model = family.describe(config)
     except NotDescribed as e:
         raise NotPlain(str(e)) from None
@@ -69,6 +70,9 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         raise NotPlain(f"configs of {family.model_type} are read by transformers")
     given = {k: v for k, v in raw.items() if k != "quantization_config"}
     experts = next((given[name] for name in EXPERTS if name in given), None)
+    given = {k: _number(v) for k, v in given.items()}
+    if isinstance(given.get("layers_block_type"), list):
+        given.setdefault("num_hidden_layers", len(given["layers_block_type"]))
     fields = {**family.defaults, **({} if experts is None else dict.fromkeys(EXPERTS, experts)), **given}
     for name in SIZES:
         if type(fields.get(name)) is not int or fields[name] < 1:
@@ -87,17 +91,29 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         raise NotPlain("config.json has heads of an unusual kind")
     if not fields.get("use_sliding_window", True):
         fields["sliding_window"] = None
+    layers = fields.get("per_layer_config")
+    if isinstance(layers, Mapping) and all(isinstance(v, Mapping) for v in layers.values()):  # what differs, by number as text
+        n = fields["num_hidden_layers"]
+        fields["per_layer_config"] = {i: SimpleNamespace(**{**fields, **layers.get(str(i), {})}) for i in range(n)}
     window = fields.get("sliding_window")
     if window is not None and (type(window) is not int or window < 0):
         raise NotPlain(f"config.json has sliding_window = {window}")
     if family.layer_types and fields.get("layer_types") is None:
         fields["layer_types"] = family.layer_types(fields)
     kinds = fields.get("layer_types") or []
-    known = {*BY_TYPE, *family.layer_types(fields)} if family.layer_types else set()
-    if known and (len(kinds) != fields["num_hidden_layers"] or not set(kinds) <= known):
+    odd = set(kinds) - set(KINDS)  # those of one family alone
+    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or (odd and not odd <= set(family.layer_types(fields)))):
         raise NotPlain("config.json has layers of an unusual kind")
     rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
     return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})
+
+
+def _number(value: Any) -> Any:
+    """A value of config.json, infinities as numbers: transformers writes them as tables, which JSON has."""
+    if isinstance(value, list):
+        return [_number(v) for v in value]
+    given = value.get("__float__") if isinstance(value, Mapping) else None
+    return float(given) if given in ("Infinity", "-Infinity", "NaN") else value
 
 
 def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:

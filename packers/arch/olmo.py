@@ -73,7 +73,7 @@ def by_pattern(config: Mapping[str, Any]) -> list[str]:
     """The kind of each layer, for a config.json that names none."""
     every = config.get("sliding_window_pattern", 4)
     unless(not isinstance(every, int), f"sliding_window_pattern {every!r}")
-    return [SLIDING if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
+    return [SLIDING if every and (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
 
 
 DEFAULTS = {
