@@ -33,10 +33,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowq_cli.engine import Generation, explain, search, stream, warm
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.hf.expert_kinds import DOWN
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import launch
@@ -188,7 +188,7 @@ def decoder_for(variant: str, shape: str, dtype: torch.dtype, device: str, layer
         fill(model, device)
         if variant == "16":
             return model, NativeDecoder(model)
-        return model, UnfusedDecoder(model) if variant.endswith("static") else PlainDecoder(model)
+        return model, HfGraphDecoder(model) if variant.endswith("static") else HfEagerDecoder(model)
     quantized_model(model, variant, dtype, device, shape in EXPERTS_ONLY)
     return model, NativeDecoder(model)
 

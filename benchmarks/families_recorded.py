@@ -2,7 +2,7 @@
 
     python benchmarks/families_recorded.py [FAMILY ...]
 
-A tiny model of each, with random weights, in 8 bits: fused, unfused (transformers' own forward, recorded as a graph that was
+A tiny model of each, with random weights, in 8 bits: native, hf_graph (transformers' own forward, recorded as a graph that was
 checked against its steps), or plain, and then why.
 """
 

@@ -2,7 +2,12 @@
 
 import sys
 from collections import Counter
+from typing import Any
 
+from lowq_cli.calibrate.stream import why_not
+from lowq_packers import arch
+from lowq_packers.arch.config import NotPlain, read_config
+from lowq_packers.arch.parts import mixers
 from pages import ROOT, part, read, table
 
 
@@ -29,6 +34,37 @@ def folders() -> str:
     return told + table(("folder", "architecture", "vocabulary", "tokenizer class", "template", *steps), cells)
 
 
+def decoder_of(row: dict[str, Any]) -> str:
+    """Of a tiny model of transformers' defaults on a CPU: what is described decodes natively."""
+    earlier = {"fused": "native", "unfused": "hf_graph", "plain": "hf_eager"}  # names at the time of the file
+    described = row["family"] in arch.families()
+    return "native" if described else earlier.get(row["decoder"], row["decoder"])
+
+
+@part
+def described() -> str:
+    """Every described family: what its layers are made of, and what follows from that, at a published size."""
+    sys.path.insert(0, str(ROOT / "tests" / "families"))
+    from published import CONFIGS
+
+    cells = []
+    for name, family in sorted(arch.families().items()):
+        config = next((c for n, c in CONFIGS.items() if n.partition("/")[0] == name), None)
+        if config is None:  # the text part of a wrapper that has a row
+            continue
+        try:
+            model = read_config({"model_type": name, **config})[1]
+        except NotPlain:
+            cells.append((f"`{name}`", "", "by transformers", "", ""))
+            continue
+        kinds = {type(mixer).__name__ for _, mixer in mixers(model)}
+        rotates = "its tower reads and writes the stream" if model.beside else why_not(model) or "exact"
+        formats = " ".join(f for f, held in (("GGUF", family.gguf), ("MLX", family.mlx)) if held)
+        cells.append((f"`{name}`", ", ".join(sorted(kinds)), "yes" if model.extra else "", rotates, formats))
+    head = f"{len(arch.families())} model types are described; {len(cells)} with a published size:\n\n"
+    return head + table(("family", "layers", "further heads", "`--rotate`", "further formats"), cells)
+
+
 @part
 def families() -> str:
     """How many come through, and the rows of all."""
@@ -38,12 +74,12 @@ def families() -> str:
     found = read("accuracy/families.json")
     rows = found["rows"]
     told = f"{len(rows)} model types of transformers {found['transformers']} (torch {found['torch']}, {found['date']}): "
-    decoders = Counter(r["decoder"] for r in rows if r["family"] not in EXCEPTIONS)
-    fused = f"{decoders['fused']} of them in the fused decoder"
-    told += f"{len(rows) - len(EXCEPTIONS)} come through, {fused}; {len(EXCEPTIONS)} do not.\n\n"
+    decoders = Counter(decoder_of(r) for r in rows if r["family"] not in EXCEPTIONS)
+    told += f"{len(rows) - len(EXCEPTIONS)} come through, {decoders['native']} of them in the native decoder; "
+    told += f"{len(EXCEPTIONS)} do not.\n\n"
     kept = table(("does not", "why"), [(f"`{family}`", why) for family, why in sorted(EXCEPTIONS.items())])
     cells = [
-        (f"`{r['family']}`", f"{r['coverage']:.0%}", f"{r['off']:.1%}", f"{r['exact']:.0e}", r["decoder"])
+        (f"`{r['family']}`", f"{r['coverage']:.0%}", f"{r['off']:.1%}", f"{r['exact']:.0e}", decoder_of(r))
         for r in rows
         if r["family"] not in EXCEPTIONS
     ]

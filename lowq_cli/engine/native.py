@@ -18,7 +18,7 @@ from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, Rectangle, States
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
-from lowq_cli.engine.plain import CHUNK
+from lowq_cli.engine.hf_eager import CHUNK
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.rope import Tables
 from lowq_cli.engine.sampling import Sampler, Sampling

@@ -12,7 +12,7 @@ from lowq_cli import main
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.evaluate import perplexity
 from lowq_cli.files.source import DEMO
 from lowq_kernels.decode import kv
@@ -26,8 +26,8 @@ LIVELY = {"repetition_penalty": 1.5}  # random models repeat themselves, which w
 @pytest.mark.parametrize("name", ["llama", "qwen2 windows", "phi3"])
 def test_fused_and_plain_decoders_give_the_same_tokens(name, kind):
     model = build(name)
-    plain = tokens(model, PlainDecoder(model, kv=kind), **LIVELY)
-    assert plain != tokens(model, PlainDecoder(model), **LIVELY)
+    plain = tokens(model, HfEagerDecoder(model, kv=kind), **LIVELY)
+    assert plain != tokens(model, HfEagerDecoder(model), **LIVELY)
     decoder = NativeDecoder(model, kv=kind)
     assert tokens(model, decoder, **LIVELY) == plain
     assert tokens(model, decoder, **LIVELY) == plain  # what it still holds of the text is what it was
@@ -37,7 +37,7 @@ def test_fused_and_plain_decoders_give_the_same_tokens(name, kind):
 @pytest.mark.parametrize("kind", CODED)
 def test_logits_of_whole_texts_are_those_of_the_steps(kind):
     model, ids = build("llama"), torch.tensor([prompts()[0]])
-    fused, plain = NativeDecoder(model, kv=kind).logits(ids), PlainDecoder(model, kv=kind).logits(ids)
+    fused, plain = NativeDecoder(model, kv=kind).logits(ids), HfEagerDecoder(model, kv=kind).logits(ids)
     assert torch.allclose(fused, plain, atol=1e-3)
     exact = model(input_ids=ids, use_cache=False).logits
     assert not torch.allclose(fused, exact, atol=1e-2)
@@ -55,7 +55,7 @@ def test_the_choice_is_remembered_by_kind_and_refused_where_there_is_no_cache():
         stream(model, TOKENIZER, [1, 2], kv="8")
     model.forward = lambda input_ids: SimpleNamespace(logits=torch.zeros(*input_ids.shape, 9))
     with pytest.raises(UnsupportedError, match="has no cache of keys and values; leave --kv 4 out"):
-        PlainDecoder(model, kv="4")
+        HfEagerDecoder(model, kv="4")
 
 
 def test_commands_take_it_and_say_it(monkeypatch, capsys):

@@ -10,7 +10,7 @@ from lowq_cli import memory
 from lowq_cli.commands import generate
 from lowq_cli.engine import explain, graph, stream, warm
 from lowq_cli.engine.native import NativeDecoder, passes
-from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels import workspaces
 from lowq_kernels.dispatch import precompile
@@ -29,7 +29,7 @@ def model(**facts):
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **small | heads | facts)).float().eval()
 
 
-@pytest.mark.parametrize("kind", [NativeDecoder, PlainDecoder])
+@pytest.mark.parametrize("kind", [NativeDecoder, HfEagerDecoder])
 @pytest.mark.parametrize("most", [24, 11, 5], ids=["two prompts a pass", "one prompt", "parts of a prompt"])
 def test_a_pass_over_many_prompts_holds_a_bounded_number_of_tokens(kind, most, monkeypatch):
     net = model()

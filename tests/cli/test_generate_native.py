@@ -10,8 +10,8 @@ import torch
 from lowq_cli.engine import explain, folding, plan, stream
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.plain import PlainDecoder
-from lowq_cli.engine.unfused import UnfusedDecoder
+from lowq_cli.engine.hf_eager import HfEagerDecoder
+from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_kernels.decode import reference
@@ -243,8 +243,8 @@ def test_sampling_with_a_seed_repeats_and_the_cache_is_kept():
 
 def test_repetition_penalty_is_that_of_the_plain_decoder():
     model = build("llama")
-    plain = tokens(model, PlainDecoder(model), repetition_penalty=1.5)
-    assert plain != tokens(model, PlainDecoder(model))
+    plain = tokens(model, HfEagerDecoder(model), repetition_penalty=1.5)
+    assert plain != tokens(model, HfEagerDecoder(model))
     assert tokens(model, NativeDecoder(model), repetition_penalty=1.5) == plain
 
 
@@ -266,7 +266,7 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
     assert decoder_of(model) is decoder_of(model)
     gpt2 = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=64, n_embd=32, n_layer=1, n_head=2))
     decoder = decoder_of(gpt2)
-    assert isinstance(decoder, PlainDecoder)
+    assert isinstance(decoder, HfEagerDecoder)
     assert "gpt2" in decoder.reason
     other = build("llama")
     other.config.rope_parameters = {"rope_type": "axial"}
@@ -275,16 +275,16 @@ def test_choose_keeps_the_decoder_and_says_why_not_fused():
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen2"])
 @pytest.mark.parametrize("chunk", [2048, 16], ids=["whole prompts", "in pieces"])
-def test_the_unfused_decoder_gives_the_same_tokens(family, chunk, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.plain.CHUNK", chunk)
+def test_the_hf_graph_decoder_gives_the_same_tokens(family, chunk, monkeypatch):
+    monkeypatch.setattr("lowq_cli.engine.hf_eager.CHUNK", chunk)
     model = build(family)
-    decoder = UnfusedDecoder(model)
+    decoder = HfGraphDecoder(model)
     g = stream(model, TOKENIZER, [prompts()[0]], max_new_tokens=14, decoder=decoder)
     list(g)
-    assert decoder.name == "unfused"
+    assert decoder.name == "hf_graph"
     assert g.tokens == transformers_tokens(model)[:1]
     assert tokens(model, decoder) == transformers_tokens(model)  # different lengths: by the plain decoder
-    assert (decoder.name, decoder.reason) == ("plain", "prompts of different lengths")
+    assert (decoder.name, decoder.reason) == ("hf_eager", "prompts of different lengths")
 
 
 def test_a_text_that_goes_on_is_not_read_again():

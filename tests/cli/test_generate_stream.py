@@ -10,7 +10,7 @@ from lowq_cli import demo, main
 from lowq_cli.engine import explain, stream
 from lowq_cli.engine.bandwidth import last_level_cache, measured
 from lowq_cli.engine.detokenize import Detokenizer
-from lowq_cli.engine.plain import PlainDecoder
+from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.ready import threads
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.tokenizer import FastTokenizer
@@ -39,7 +39,7 @@ def greedy(story):
 
 def plain(story, prompt, **kw):
     model, tokenizer = story
-    return stream(model, tokenizer, prompt, decoder=PlainDecoder(model), **kw)
+    return stream(model, tokenizer, prompt, decoder=HfEagerDecoder(model), **kw)
 
 
 def test_greedy_tokens_are_those_of_transformers(story, greedy):
@@ -61,7 +61,7 @@ def test_prompts_of_different_lengths_do_not_disturb_each_other(story, greedy):
 
 
 def test_long_prompt_in_chunks_gives_the_same_tokens(story, greedy, monkeypatch):
-    monkeypatch.setattr("lowq_cli.engine.plain.CHUNK", 3)
+    monkeypatch.setattr("lowq_cli.engine.hf_eager.CHUNK", 3)
     g = plain(story, ["Hello", PROMPT], max_new_tokens=NEW)
     list(g.pieces())
     assert g.tokens[1] == greedy
@@ -204,7 +204,7 @@ def test_families(family, story):
     ids = torch.randint(2, 512, (1, 9), generator=torch.Generator().manual_seed(3))
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False, pad_token_id=0)
     tokenizer = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
-    g = stream(model, tokenizer, ids[0].tolist(), max_new_tokens=8, decoder=PlainDecoder(model))
+    g = stream(model, tokenizer, ids[0].tolist(), max_new_tokens=8, decoder=HfEagerDecoder(model))
     list(g)
     assert g.tokens[0] == wanted[0, 9:].tolist()
 
@@ -298,7 +298,7 @@ def test_families_with_a_state_read_their_prompts_whole(monkeypatch):
     config = AutoConfig.for_model("falcon_mamba", vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=8)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     whole = model(input_ids=torch.arange(5, 42)[None]).logits[0, -1]
-    monkeypatch.setattr("lowq_cli.engine.plain.CHUNK", 8)
-    decoder = PlainDecoder(model)
+    monkeypatch.setattr("lowq_cli.engine.hf_eager.CHUNK", 8)
+    decoder = HfEagerDecoder(model)
     decoder.start([list(range(5, 42))], Sampling(), 2)
     torch.testing.assert_close(decoder.sampler.logits[0], whole)

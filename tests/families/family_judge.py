@@ -73,7 +73,7 @@ def linear_weights(model: PreTrainedModel) -> dict[str, int]:
     for name, p in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        router = "router" in type(module).__name__.lower() or ROUTERS.search(path.rpartition(".")[2])
+        router = "router" in type(module).__name__.lower() or ROUTERS.search(".".join(path.split(".")[-2:]))
         if module is not head and not router and is_matrix(module, leaf, p):
             found[name] = p.numel()
     return found

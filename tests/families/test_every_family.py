@@ -81,7 +81,7 @@ def test_gpt_oss_decodes_in_the_fused_decoder_as_dequantized(tmp_path, kept):
 
 
 def test_a_verdict_sees_each_fault():
-    good = {"linear": 10, "coverage": 1.0, "off": 0.01, "exact": 0.0, "saved": True, "decoder": "plain"}
+    good = {"linear": 10, "coverage": 1.0, "off": 0.01, "exact": 0.0, "saved": True, "decoder": "hf_eager"}
     assert Verdict("x", **good).unmet == []
     for worse in ({"coverage": 0.94}, {"off": 0.06}, {"off": None}, {"exact": 2e-4}, {"saved": False}, {"fault": "load: no"}):
         assert len(Verdict("x", **(good | worse)).unmet) == 1, worse

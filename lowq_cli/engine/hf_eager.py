@@ -33,7 +33,7 @@ def piece(model: CausalModel, batch: int) -> int:
     return max(1, (most if model.device.type == "cuda" else most // 4) // batch)
 
 
-class PlainDecoder:
+class HfEagerDecoder:
     """transformers' forward per token. `start` reads the prompts, `step` gives the next token of each sequence.
 
     Args:
@@ -42,7 +42,7 @@ class PlainDecoder:
         kv: what keys and values are held in (`decode.kv.KINDS`). Raises UnsupportedError for a model that holds none.
     """
 
-    name = "plain"
+    name = "hf_eager"
 
     def __init__(self, model: CausalModel, reason: str = "", kv: str = PLAIN) -> None:
         self.model, self.reason, self.kv = model, reason, kv

@@ -2,7 +2,7 @@
 
 Recording is checked before it is trusted: two recorded steps must give what two steps give that are not (a model that
 takes its position from the host would repeat itself). A model that fails, and prompts of different lengths, go to the
-plain decoder, with the reason.
+eager decoder, with the reason.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
-from lowq_cli.engine.plain import PlainDecoder, piece
+from lowq_cli.engine.hf_eager import HfEagerDecoder, piece
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.stream import nothing
 from lowq_cli.models import CausalModel
@@ -22,7 +22,7 @@ CHECKED_STEPS = 2
 AGREE = 2e-2  # relative difference of 16-bit logits between a recorded and a plain step; a stuck position gives about 1
 
 
-class UnfusedDecoder:
+class HfGraphDecoder:
     """transformers' forward with a static cache, one CUDA graph per text.
 
     Args:
@@ -31,7 +31,7 @@ class UnfusedDecoder:
         graphs: record the step; without, every step is launched from Python.
     """
 
-    name = "unfused"
+    name = "hf_graph"
     kv = PLAIN
 
     def __init__(self, model: CausalModel, reason: str = "", graphs: bool = True) -> None:
@@ -40,7 +40,7 @@ class UnfusedDecoder:
         self.graphs = graphs and self.ahead
         self.ops = ops(self.device.type)
         self.accepts = set(inspect.signature(model.forward).parameters)
-        self.plain: PlainDecoder | None = None
+        self.eager: HfEagerDecoder | None = None
         self.failed = ""
 
     @torch.inference_mode()
@@ -57,10 +57,10 @@ class UnfusedDecoder:
                     raise
                 fallback = f"its step cannot be recorded: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
                 self.failed = fallback
-        self.plain = PlainDecoder(self.model, f"{self.why}; {fallback}" if self.why else fallback)
-        self.name, self.reason = self.plain.name, self.plain.reason
-        first = self.plain.start(prompts, sampling, room, between)
-        self.sampler = self.plain.sampler
+        self.eager = HfEagerDecoder(self.model, f"{self.why}; {fallback}" if self.why else fallback)
+        self.name, self.reason = self.eager.name, self.eager.reason
+        first = self.eager.start(prompts, sampling, room, between)
+        self.sampler = self.eager.sampler
         return first
 
     def _cannot(self, prompts: list[list[int]]) -> str:
@@ -75,7 +75,7 @@ class UnfusedDecoder:
 
         ids = torch.tensor(prompts)
         B, T = ids.shape
-        self.plain, self.name, self.reason = None, "unfused", self.why
+        self.eager, self.name, self.reason = None, "hf_graph", self.why
         self.cache = static_cache(self.model, bucket(T + room))
         step, there, position = piece(self.model, B), ids.to(self.device), torch.arange(T, device=self.device).expand(B, T)
         for i in range(0, T, step):
@@ -92,8 +92,8 @@ class UnfusedDecoder:
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
         """The next token of each sequence, (B,) int64 on the device."""
-        if self.plain is not None:
-            return self.plain.step()
+        if self.eager is not None:
+            return self.eager.step()
         if self.run is None:
             self._step()
         else:
