@@ -53,9 +53,9 @@ def described() -> str:
         if config is None:  # the text part of a wrapper that has a row
             continue
         try:
-            model = read_config({"model_type": name, **config})[1]
+            model = read_config({"model_type": name, "max_position_embeddings": 4096, **config})[1]
         except NotPlain:
-            cells.append((f"`{name}`", "", "by transformers", "", ""))
+            cells.append((f"`{name}`", "(this config is read by transformers)", "", "", ""))
             continue
         kinds = {type(mixer).__name__ for _, mixer in mixers(model)}
         rotates = "its tower reads and writes the stream" if model.beside else why_not(model) or "exact"

@@ -84,10 +84,11 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if fields.get("is_causal") is False or fields.get("use_bidirectional_attention") is True:
         raise NotPlain("attention that is not causal")
     heads = fields["num_attention_heads"]
+    divides = bool(fields.get("head_dim")) or fields["hidden_size"] % heads == 0
     fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
     fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // heads
     whole = [fields[n] for n in ("num_key_value_heads", "head_dim")]
-    if any(type(v) is not int or v < 1 for v in whole) or fields["hidden_size"] % heads or heads % whole[0]:
+    if any(type(v) is not int or v < 1 for v in whole) or not divides or heads % whole[0]:
         raise NotPlain("config.json has heads of an unusual kind")
     if not fields.get("use_sliding_window", True):
         fields["sliding_window"] = None
@@ -102,7 +103,9 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
         fields["layer_types"] = family.layer_types(fields)
     kinds = fields.get("layer_types") or []
     odd = set(kinds) - set(KINDS)  # those of one family alone
-    if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or (odd and not odd <= set(family.layer_types(fields)))):
+    if family.layer_types and (
+        len(kinds) != fields["num_hidden_layers"] or (odd and not odd <= set(family.layer_types(fields)))
+    ):
         raise NotPlain("config.json has layers of an unusual kind")
     rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
     return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})
@@ -123,6 +126,8 @@ def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if fields.get("partial_rotary_factor") is not None:
         rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
     rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] == "mrope":  # of three positions a token, which in text are one
+        rope["rope_type"] = "default"
     if "long_factor" in rope:  # Phi-3 called it su, and yarn
         rope["rope_type"] = "longrope"
     if rope["rope_type"] in STRETCHED:
