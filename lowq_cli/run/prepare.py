@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lowq_cli.run.bound import Bound
     from lowq_cli.run.own_text import Make, Outlook
 
-UNDECIDED = "calibrated on the model's own text if it is foreseen to be quickly written, else on the bundled one"
+UNDECIDED = "calibrated on the model's own text unless that is more to compute than quantizing, else on the bundled one"
 
 
 @dataclass(frozen=True)
