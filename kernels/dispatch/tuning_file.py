@@ -121,12 +121,14 @@ def entries_of(machine: dict[str, Any]) -> list[Entry]:
 
 
 def write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
-    """Put this machine's entries into a tuning file, over its older ones; other machines' stay. Written whole or not at all."""
+    """Put this machine's entries into a tuning file, over its older ones, of which none stays where there are no entries;
+    other machines' stay. Written whole or not at all.
+    """
     with alone(path.parent):
-        _write_file(path, here, entries)
+        _write_file(path, here, list(entries))
 
 
-def _write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
+def _write_file(path: Path, here: Machine, entries: list[Entry]) -> None:
     try:
         machines = read_file(path) if path.exists() else []
     except DamagedError:
@@ -135,7 +137,7 @@ def _write_file(path: Path, here: Machine, entries: Iterable[Entry]) -> None:
     others = []
     for m in machines:
         if Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"]) == here:
-            mine.update({(*e.place, e.M): e for e in entries_of(m)})
+            mine.update({(*e.place, e.M): e for e in entries_of(m)} if entries else {})
         else:
             others.append(m)
     mine.update({(*e.place, e.M): e for e in entries})
