@@ -35,7 +35,7 @@ from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UsageError
 from lowq_packers.qtensor import QuantizedTensor
 
-# Times what one large product takes, since those of a calibration are smaller and read and write between them: the demo at 3 bits
+# Times what one large product takes: those of a calibration are smaller and read and write between them. The demo at 3 bits
 # by gptq took 86 s of a core, 36 by the rate of the product.
 OVERHEAD = 2.2
 TIMINGS = 5  # of a product, for the rate: the least of them, as other work delays some

@@ -22,8 +22,9 @@ from lowq_kernels.dispatch.tuning_file import Entry, Machine
 from lowq_packers.atomic import scratch
 
 ROUNDS, STEPS = 6, 8  # of each model, by turns; steps in a round
+DOUBT = 4  # times as many rounds where the table seems to lose: beside other work the least of few is not the least
 SECONDS = 20.0  # after which no further round begins
-SLOWER = 1.05  # times a step without the table: from here on the table is not worth having
+SLOWER = 1.1  # times a step without the table: from here on the table is not worth having
 MODELS = 2.5  # times the files' bytes that two models take in memory
 
 
@@ -82,7 +83,9 @@ def _trial(decoders: Sequence[tuple[Any, Path]], device: torch.device, M: int) -
     from lowq_cli.engine.sampling import Sampling
 
     least, end = [float("inf")] * len(decoders), time.monotonic() + SECONDS
-    for _ in range(ROUNDS):
+    for n in range(DOUBT * ROUNDS):
+        if n >= ROUNDS and not Trial(M, *least).lost:
+            break
         for i, (decoder, view) in enumerate(decoders):
             tuning.forget()
             tuning.use(view, device)
