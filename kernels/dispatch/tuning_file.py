@@ -101,12 +101,18 @@ def read_file(path: Path) -> list[dict[str, Any]]:
         if data["format"] != FORMAT or not isinstance(machines, list):
             raise ValueError(f"it has format {data['format']}, of another lowq")
         for m in machines:
-            entries_of(m), Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"])
+            entries_of(m), _check_machine(Machine(m["gpu"], tuple(m["capability"]), m["torch"], m["triton"]))
     except LowqError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as e:
         raise DamagedError(f"{path} is not a tuning file of format {FORMAT} ({e}); run lowq tune again") from None
     return machines
+
+
+def _check_machine(m: Machine) -> None:
+    """Raise TypeError for fields of other types than a machine's."""
+    if not all(isinstance(n, str) for n in (m.gpu, m.torch, m.triton)) or [*map(type, m.capability)] != [int, int]:
+        raise TypeError(f"a machine is {m}"[:200])
 
 
 def entries_of(machine: dict[str, Any]) -> list[Entry]:

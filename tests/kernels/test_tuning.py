@@ -164,6 +164,17 @@ def test_entries_of_other_types_are_a_damaged_file(tmp_path, fault):
     assert "is not a tuning file" in said[0]
 
 
+@pytest.mark.parametrize("name", ["gpu", "capability", "torch", "triton"])
+@pytest.mark.parametrize("value", [[1], {}, None, 1, 1.5, True, [1, "0"], [[0], 0]], ids=str)
+def test_machines_of_other_types_are_a_damaged_file(tmp_path, name, value):
+    tuning_file.write_file(tmp_path / tuning_file.FILE, HERE, [entry(1)])
+    content = json.loads((tmp_path / tuning_file.FILE).read_text())
+    content["machines"][0][name] = value
+    (tmp_path / tuning_file.FILE).write_text(json.dumps(content))
+    with pytest.raises(DamagedError, match="is not a tuning file"):
+        tuning_file.read_file(tmp_path / tuning_file.FILE)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 9, "machines": []}', '{"format": 2, "machines": [{"gpu": 3}]}'])
 def test_a_damaged_file_is_ignored_with_a_notice_and_refused_by_the_reader(tmp_path, text):
     (tmp_path / tuning_file.FILE).write_text(text)
