@@ -112,9 +112,10 @@ def _block(
     score = tl.dot(q, tl.trans(k))
     if KV:
         score = score * k_step[None, :] + q_sum[:, None] * k_low[None, :]
-    if CAPPED:  # in powers of two from here on
-        score = capped(score * scale, cap)
-        scale = 1.0
+    if CAPPED:
+        score, scale = capped(score * scale, cap), 1.0
+    elif EDGE:  # before the mask: the fused -1e30 * scale - higher of a row that sees none of this block can be 1e22, not 0
+        score, scale = score * scale, 1.0
     if EDGE:
         seen = (slots[None, :] <= rows[:, None]) & (slots[None, :] > rows[:, None] - window)
         if CHUNKED:
