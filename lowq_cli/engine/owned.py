@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from lowq_cli.engine.plan import Plan
     from lowq_cli.engine.stream import Decoder
@@ -34,5 +33,3 @@ def tuned_by(model: Any, folder: str) -> None:
     own.tuned = folder
     if own.plan is not None:
         own.plan.tuned = folder
-
-

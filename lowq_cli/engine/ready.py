@@ -10,9 +10,9 @@ from lowq_cli import console, ranks
 from lowq_cli.engine.owned import tuned_by
 from lowq_cli.engine.tokenizer import FastTokenizer, LoadedTokenizer, WrappedTokenizer
 from lowq_cli.engine.tokenizer_file import read_tokenizer
-from lowq_cli.files.family_config import NotPlain
 from lowq_cli.files.source import Source
 from lowq_cli.models import CausalModel
+from lowq_packers.arch.config import NotPlain
 
 STEPS = 100  # of a progress bar
 CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lowq_cli.files.family_config import ROPES
+from lowq_packers.arch.config import ROPES
 from lowq_packers.errors import DamagedError, one_line
 from lowq_packers.lazy import torch
 
@@ -62,7 +62,10 @@ class Rotation:
     @property
     def steady(self) -> float:
         """Tokens up to which a text is turned alike however long it is."""
-        known = {"dynamic": None if self.rope.get("alpha") else self.limit, "longrope": self.rope.get("original_max_position_embeddings")}
+        known = {
+            "dynamic": None if self.rope.get("alpha") else self.limit,
+            "longrope": self.rope.get("original_max_position_embeddings"),
+        }
         return known.get(self.rope["rope_type"]) or math.inf
 
     @property

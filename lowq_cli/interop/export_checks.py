@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
+from lowq_cli.files.family_tensors import extra_prefixes
 from lowq_cli.plan import targets
 from lowq_cli.state import source_of
 from lowq_packers import formats
@@ -21,6 +22,12 @@ from lowq_packers.formats import EXPORTED, Format
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N): no other tool packs them
+
+
+def as_held(found: Checkpoint, fmt: Format) -> Checkpoint:
+    """The checkpoint without the heads that predict further tokens, where the format's readers have no place for them."""
+    prefixes = () if WRITTEN[fmt.name].extra else extra_prefixes(found.config, found.source.headers)
+    return replace(found, tensors=tuple(t for t in found.tensors if not t.name.startswith(prefixes))) if prefixes else found
 
 
 def check(found: Checkpoint, fmt: Format) -> None:
@@ -88,6 +95,7 @@ def described(found: Checkpoint, fmt: Format) -> tuple[Modules, dict[str, Any]]:
 
 def check_all(found: Checkpoint, fmt: Format, rounding: bool = False, values: bool = True) -> None:
     """Raise what `export` refuses with, before anything is written; `values` of scales and zeros are read where they decide."""
+    found = as_held(found, fmt)
     check(found, fmt)
     described(found, fmt)
     if WRITTEN[fmt.name].one_file:

@@ -20,7 +20,7 @@ from lowq_cli.files.folder import check_apart, new_folder, sweep
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
-from lowq_cli.interop.export_checks import WRITTEN, check_all, described, first_that_holds, way_out
+from lowq_cli.interop.export_checks import WRITTEN, as_held, check_all, described, first_that_holds, way_out
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
 from lowq_cli.interop.foreign import foreign_matrices, open_foreign
 from lowq_cli.interop.importer import runnable
@@ -70,27 +70,30 @@ def export(
             _check_tp(found, check_tp)
         with way_out(found, to):
             to = to or first_that_holds(found)
-            fmt = formats.get(to)
+            fmt, whole = formats.get(to), found
+            found = as_held(whole, fmt)
             check_all(found, fmt, rounding)
             name = Path(checkpoint).resolve().name
             if WRITTEN[to].one_file:
                 from lowq_cli.interop.gguf_export import export_gguf
 
-                return export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
+                written = export_gguf(found, Path(out or f"{name}.{to}"), rounding, progress)
+                return replace(written, notes=(*written.notes, *_left_out(whole, found, fmt)))
             target, run = Path(out or f"{name}-{to}"), run_name(found, to, rounding)
             check_apart(target, found.folder)
             if done := was_exported(target, run):
                 sweep(target)
-                config, written = _as_read(target)
+                config, read = _as_read(target)
             else:
                 with new_folder(target, run) as folder:
                     _write(found, fmt, folder, rounding, progress)
-                    config, written = _as_read(folder)
+                    config, read = _as_read(folder)
                     remember_export(target, run, folder)  # before it has its name: a kill between is no other export
-        engines, notes = fmt.engines(config, written), fmt.notes(config, {})
+        engines, notes = fmt.engines(config, read), fmt.notes(config, {})
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(found.schemes) or _factor_problems(found)):
             engines = [e for e in engines if not e.startswith("vLLM")]
             notes.append(f"vLLM would refuse it, or run other weights: {fused[0]}")
+        notes += _left_out(whole, found, fmt)
         size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
         return Exported(str(target), to, size, len(found.schemes), tuple(engines), tuple(notes), done)
 
@@ -103,6 +106,15 @@ def _factor_problems(found: Checkpoint) -> list[str]:
             factors.setdefault(fused, {})[t.name] = float(found.source.read(f"{t.name}.weight_table")[0])
     odd = [fused for fused, of in factors.items() if len(set(of.values())) > 1]
     return [f"{fused} is made of weights with different factors, which must be one" for fused in odd]
+
+
+def _left_out(whole: Checkpoint, held: Checkpoint, fmt: Format) -> list[str]:
+    count = len(whole.tensors) - len(held.tensors)
+    return (
+        [f"{count} tensors of heads that predict further tokens are left out: {fmt.title} has no place for them"]
+        if count
+        else []
+    )
 
 
 def _check_tp(found: Checkpoint, ranks: int) -> None:

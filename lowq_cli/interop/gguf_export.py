@@ -17,7 +17,7 @@ from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.folder import sweep
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name
 from lowq_cli.interop.gguf_file import GgufTensor, Value, f32, head, text, u32
-from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, MIXTURES, PERMUTED, ROUTERS, TOP
+from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
 from lowq_cli.interop.gguf_writer import new_gguf
 from lowq_cli.state import was_exported
@@ -39,11 +39,10 @@ Entries = list[tuple[GgufTensor, list[CheckpointTensor]]]  # a row of the tensor
 
 def prepared(found: Checkpoint, name: str) -> tuple[str, list[tuple[str, Value]], Entries]:
     """The architecture, metadata and tensors of a file. Raises UnsupportedError, NotFoundError where there can be none."""
-    known = ARCHITECTURES | MIXTURES
-    arch = known.get(str(found.config.get("model_type")))
+    arch = ARCHITECTURES.get(str(found.config.get("model_type")))
     if arch is None:
         raise UnsupportedError(
-            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(known)})"
+            f"model_type {found.config.get('model_type')!r} is not one that lowq writes as GGUF ({', '.join(ARCHITECTURES)})"
         )
     _check_computed_alike(found.config)
     facts = _model_metadata(found, arch, name)
@@ -198,7 +197,7 @@ def _model_metadata(found: Checkpoint, arch: str, name: str) -> list[tuple[str, 
 def _mixture_metadata(found: Checkpoint) -> dict[str, Value]:
     """How experts are chosen. Raises UnsupportedError for a choice that llama.cpp's graph of the family does not make."""
     config = found.config
-    if config.get("model_type") not in MIXTURES:
+    if not any(t.name.rpartition(".experts.")[0] for t in found.tensors):
         return {}
     if not config.get("norm_topk_prob", False) and config["model_type"] == "qwen3_moe":
         raise UnsupportedError("its router does not normalise (norm_topk_prob), llama.cpp's graph of this family does")

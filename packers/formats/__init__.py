@@ -76,7 +76,8 @@ class Export:
     rank: its place where formats are listed. embeddings: whether a packed embedding may be among them. experts: whether
     experts may, under their own names; those of a `stack` always may. library: whose the files are, in their metadata.
     whole: the fields of config.json as its readers know them, from ours and whether the head is the embedding. beside: other
-    JSON files, by name, from what `config` says. one_file: it is one file, which `interop` writes.
+    JSON files, by name, from what `config` says. one_file: it is one file, which `interop` writes. extra: whether its readers
+    take heads that predict further tokens.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Export:
     whole: Callable[[Config, bool], dict[str, Any]] = lambda config, tied: dict(config)
     beside: Callable[[Config], dict[str, Any]] = lambda section: {}
     one_file: bool = False
+    extra: bool = True
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def _claims(config: Config, headers: Headers) -> bool:
 
 
 ENGINES, TABLES = served_by("lowq", "llama.cpp", "Ollama", "LM Studio"), ("iq4_nl", "e2m1")
-EXPORT = Export(7, embeddings=True, one_file=True)
+EXPORT = Export(7, embeddings=True, one_file=True, extra=False)
 register(
     Format("gguf", "GGUF", _matrices, ENGINES, why_not, export=EXPORT, tables=TABLES, claims=_claims, check_values=check_values)
 )

@@ -13,8 +13,10 @@ from functools import partial
 from typing import Any
 
 from lowq_packers import bitstream
+from lowq_packers.arch import families
+from lowq_packers.arch.config import NotPlain, read_config
+from lowq_packers.arch.parts import Attention, Experts, Mlp, walk
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.families import families
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._older_config import spelled_out
@@ -26,11 +28,7 @@ from lowq_packers.scheme import Scheme
 FIELDS = ("bits", "group_size", "mode")
 WIDTHS = (8, 4, 3, 2)  # of lowq's; MLX also has 5 and 6
 GROUPS = (32, 64, 128)
-_OURS = [f for f in families().values() if f.mlx]
-_OTHERS = ("olmoe", "qwen2_moe")  # whose layers are computed by transformers alone
-FAMILIES = (*(f.model_type for f in _OURS if f.mixture), *_OTHERS)  # whose experts mlx-lm stacks as below, and no more
-SILU = (*(f.model_type for f in _OURS), *_OTHERS)  # mlx-lm 0.32 computes them with silu, whatever config.json says
-UNWINDOWED = (*(f.model_type for f in _OURS if f.windows != "no"), *_OTHERS)  # and without their sliding window
+FAMILIES = [f.model_type for f in families().values() if f.mlx]  # whose experts mlx-lm stacks as below, and no more
 LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's name of an expert's matrix -> the stack's
 
 
@@ -135,17 +133,22 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
 
 
 def _notes(config: Config, headers: Headers) -> list[str]:
-    family, window = config.get("model_type"), c.sliding_window(config)
-    on = config.get("use_sliding_window", not str(family).startswith("qwen"))
-    found = []
-    if family in UNWINDOWED and window and on:
+    """What mlx-lm 0.32 computes otherwise: it passes over windows, and over every activation but silu."""
+    family, found = config.get("model_type"), []
+    if family not in FAMILIES:
+        return []
+    try:
+        parts = [*walk(read_config(config)[1].layers)]
+    except NotPlain:
+        return []
+    if window := max((part.window for part in parts if isinstance(part, Attention)), default=0):
         found.append(f"mlx-lm computes {family} without its sliding window: other numbers from token {window} on")
-    if family in SILU and not c.has_silu(config):
+    if any(isinstance(part, Mlp | Experts) and part.act != "silu" for part in parts):
         found.append(f"mlx-lm computes {family} with silu, not with this model's {config['hidden_act']}: wrong numbers")
     return found
 
 
-EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out)
+EXPORT = Export(5, embeddings=True, experts=False, library="mlx", whole=spelled_out, extra=False)
 ENGINES = served_by("lowq", "MLX (mlx-lm)")
 register(Format(
     "mlx", "MLX affine", _matrices, ENGINES, _why_not, _write, _config, _notes, _stack, EXPORT, claims=_claims,
