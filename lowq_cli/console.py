@@ -24,6 +24,7 @@ PLAIN_STEPS = 10  # progress lines in a log file
 _errors: TextIO | None = None  # where errors go once everything else is silenced
 json_is_out = False  # whether this run has printed its one JSON object
 quiet = False  # whether only results and errors are printed: --quiet
+WIDE = 100  # columns from which a bar may be long
 NARROWEST = 8  # columns in which a text of a table may still be broken over lines
 
 
@@ -230,11 +231,25 @@ def progress(label: str, total: int) -> Iterator[Callable[[int, str], None]]:
     if not stderr().is_terminal:
         yield _plain_progress(label, total)
         return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
 
-    what, note = TextColumn("[bold]{task.description}"), TextColumn("{task.fields[note]}", markup=False)
-    times = TaskProgressColumn(), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn()
-    with Progress(what, BarColumn(bar_width=28), *times, note, console=stderr(), transient=True) as bar:
+    def whole(kind: Callable[..., ProgressColumn], *args: str, **how: int) -> ProgressColumn:
+        return kind(*args, **how, table_column=Column(no_wrap=True, min_width=how.get("bar_width", 3)))
+
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # what a terminal has no room for is cut from the note
+    columns = [whole(TextColumn, "[bold]{task.description}"), whole(BarColumn, bar_width=28 if stderr().width > WIDE else 10)]
+    columns += [whole(TaskProgressColumn), whole(TimeElapsedColumn), whole(TextColumn, "eta"), whole(TimeRemainingColumn)]
+    columns += [TextColumn("{task.fields[note]}", markup=False, table_column=rest)]
+    with Progress(*columns, console=stderr(), transient=True, expand=True) as bar:
         task = bar.add_task(label, total=total, note="")
         yield lambda done, note: bar.update(task, completed=done, note=visible(note))
 

@@ -282,7 +282,7 @@ def _scratch(device: torch.device, heads: int, width: int) -> tuple[torch.Tensor
 
 
 def score_factor(h: Heads) -> float:
-    """What q . k is multiplied by in the kernels: scores are in powers of two, those under a soft cap as `capped` takes them."""
+    """What q . k is multiplied by: scores are exponents of 2, those under a soft cap as `capped` takes them."""
     return 2 * LOG2E * h.scale / h.softcap if h.softcap else h.scale * LOG2E
 
 
@@ -294,7 +294,7 @@ def splits_for(heads: int) -> int:
 def refuse(call: AttendCall | PromptCall) -> str | None:
     """Why Triton's kernels of attention do not take a call, or None."""
     most = 512 if call.kv == PLAIN else 256
-    return None if call.D <= most else f"takes heads of up to {most} over a cache in {call.kv} bits, not D={call.D}"
+    return None if call.D in range(most + 1) else f"takes heads of up to {most} over {call.kv}, not D={call.D} over {call.kv}"
 
 
 @register(

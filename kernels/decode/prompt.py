@@ -5,8 +5,9 @@ Grid    place   (B * T, heads in blocks): q goes where y will be, k and v into t
         attend  (T in blocks of BLOCK_M, B * HQ): tokens with the longest past first; queries of one key head run side by
                 side, so that its keys come from the second-level cache
 Packed  tokens of several sequences one after another, caches in blocks of PAGE slots: a tile says which tokens a program has
-Limits  fp16 and bf16, D <= 512 (256 over a cache in few bits); any T, start and window. Sizes are arguments, none is compiled in: a prompt of another length
-        costs no compilation (torch's cuDNN attention takes 40 ms to plan each new length, 0.6 s for the first)
+Limits  fp16 and bf16, D <= 512 (256 over a cache in few bits); any T, start and window. Sizes are arguments, none is compiled
+        in: a prompt of another length costs no compilation (torch's cuDNN attention takes 40 ms to plan each new
+        length, 0.6 s for the first)
 Source  own; FlashAttention-2's loop (Dao 2023, arXiv:2307.08691)
 """
 
@@ -111,9 +112,10 @@ def _block(
     score = tl.dot(q, tl.trans(k))
     if KV:
         score = score * k_step[None, :] + q_sum[:, None] * k_low[None, :]
-    if CAPPED:  # in powers of two from here on
-        score = capped(score * scale, cap)
-        scale = 1.0
+    if CAPPED:
+        score, scale = capped(score * scale, cap), 1.0
+    elif EDGE:  # before the mask: the fused -1e30 * scale - higher of a row that sees none of this block can be 1e22, not 0
+        score, scale = score * scale, 1.0
     if EDGE:
         seen = (slots[None, :] <= rows[:, None]) & (slots[None, :] > rows[:, None] - window)
         if CHUNKED:
@@ -185,8 +187,8 @@ def _attend_prompt_kernel(
         for n0 in range(low, high, BLOCK_N):
             acc, top, total, page, rest = _block(
                 q, k_head, v_head, table, S, n0, offs_n, offs_d, rows, end, window, scale, acc, top, total, page,
-                k_scales, v_scales, of_head, q_sum, rest, cap, chunk, BLOCK_N, D, EDGE=part != 1, PAGE=PAGE, KV=KV, NATIVE=NATIVE,
-                CAPPED=CAPPED, CHUNKED=CHUNKED,
+                k_scales, v_scales, of_head, q_sum, rest, cap, chunk, BLOCK_N, D, EDGE=part != 1, PAGE=PAGE, KV=KV,
+                NATIVE=NATIVE, CAPPED=CAPPED, CHUNKED=CHUNKED,
             )  # fmt: skip
     y = acc / total[:, None]
     if KV:

@@ -1,7 +1,9 @@
-"""triton/route: the experts of each token and their weights, as transformers' top-k routers compute them, in one kernel.
+"""triton/route: the experts of each token and their weights, by any family's router, in one kernel.
 
 Maths   softmax over all experts of round(router . x), its top k, divided by their sum where the model does so
 Grid    (cdiv(E, BLOCK_E), M): a program multiplies a few rows of the router; the last of a token to finish picks
+Facts   those beyond a softmax (`RouterFacts`) are compiled in where a router has them; its logits are then not rounded, and
+        its norm, an RMSNorm, is a factor of the sums: sum(w x) / rms(x)
 Ties    the lowest expert id
 Launch  the router's weights are read before the previous kernel has ended (gdc_wait); counters start and end at zero
 Source  own
@@ -18,7 +20,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.route import Routing, softmax_alone
+from lowq_kernels.decode.route import Routing, by_definition
+from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import Config, register
 
 FEW = 64  # tokens; for more a matrix product is the faster way
@@ -26,10 +29,85 @@ BLOCK_H = 2048
 
 
 @triton.jit
+def _by_softmax(logits_ptr, E, places, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ALL_E: tl.constexpr):
+    """Ids and probabilities of the TOP_K largest of E logits."""
+    offs = tl.arange(0, ALL_E)
+    logit = tl.load(logits_ptr + offs, mask=offs < E, other=float("-inf"), cache_modifier=".cg")
+    p = tl.exp(logit - tl.max(logit, 0))
+    p = p / tl.sum(p, 0)
+    # probability and id as one number: positive floats are ordered as their bits are; a lower id wins a tie
+    key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (ALL_E - 1 - offs).to(tl.int64)
+    key = tl.where(offs < E, key, -1)
+    chosen, ids = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int64)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key, 0)
+        ids = tl.where(places == k, ALL_E - 1 - (best & 0xFFFFFFFF), ids)
+        chosen = tl.where(places == k, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), chosen)
+        key = tl.where(key == best, -1, key)
+    return ids, chosen
+
+
+@triton.jit
+def _ordered(x, after, LAST: tl.constexpr):
+    """fp32 numbers of any sign as int64 of their order; of equal ones that of the lower `after`, up to LAST, is larger."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (LAST - after).to(tl.int64)
+
+
+@triton.jit
+def _by_facts(
+    logits_ptr, choice_ptr, E, places, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, SIGMOID: tl.constexpr, CHOICE: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """Ids and scores of the TOP_K experts that are best by score + choice bias, those of the KEPT best groups alone."""
+    LEAST: tl.constexpr = -(1 << 63)
+    LAST: tl.constexpr = BLOCK_GROUPS * BLOCK_MEMBERS
+    group, member = tl.arange(0, BLOCK_GROUPS), tl.arange(0, BLOCK_MEMBERS)
+    each = E // GROUPS
+    expert = group[:, None] * each + member[None, :]
+    there = (group < GROUPS)[:, None] & (member < each)[None, :]
+    logit = tl.load(logits_ptr + expert, mask=there, other=float("-inf"), cache_modifier=".cg")
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        score = tl.exp(logit - tl.max(tl.max(logit, 1), 0))
+        score = score / tl.sum(tl.sum(score, 1), 0)
+    key = score
+    if CHOICE:
+        key = score + tl.load(choice_ptr + expert, mask=there, other=0.0).to(tl.float32)
+    order = tl.where(there, _ordered(key, expert, LAST), LEAST)
+    if KEPT < GROUPS:
+        first = tl.max(order, 1)
+        best = tl.max(tl.where(order == first[:, None], key, float("-inf")), 1)
+        if TOP2:
+            rest = tl.where(there & (order != first[:, None]), key, float("-inf"))
+            best = best + tl.max(rest, 1)
+        of_group = tl.where(group < GROUPS, _ordered(best, group, LAST), LEAST)
+        kept = group < 0
+        for _ in tl.static_range(KEPT):
+            top = tl.max(of_group, 0)
+            kept = kept | (of_group == top)
+            of_group = tl.where(of_group == top, LEAST, of_group)
+        order = tl.where(kept[:, None], order, LEAST)
+    chosen, ids = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int64)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(tl.max(order, 1), 0)
+        taken = order == best
+        ids = tl.where(places == k, LAST - (best & 0xFFFFFFFF), ids)
+        chosen = tl.where(places == k, tl.sum(tl.sum(tl.where(taken, score, 0.0), 1), 0), chosen)
+        order = tl.where(taken, LEAST, order)
+    return ids, chosen
+
+
+@triton.jit
 def _route_kernel(
-    x_ptr, router_ptr, bias_ptr, logits_ptr, count_ptr, ids_ptr, weights_ptr, H, E,
+    x_ptr, router_ptr, bias_ptr, logits_ptr, count_ptr, ids_ptr, weights_ptr, choice_ptr, each_ptr, norm_ptr, scale_ptr, H, E,
+    eps, root, sum_eps, factor,
     TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROUND: tl.constexpr, BIAS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, ALL_E: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, ALL_E: tl.constexpr, BEYOND: tl.constexpr, SIGMOID: tl.constexpr,
+    CHOICE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TOP2: tl.constexpr, EACH: tl.constexpr,
+    NORM: tl.constexpr, NORM_WEIGHT: tl.constexpr, SCALE: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK_MEMBERS: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     experts, offs_h = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_H)
@@ -41,37 +119,49 @@ def _route_kernel(
     if PDL:
         gdc_wait()
     acc = tl.zeros((BLOCK_E, BLOCK_H), tl.float32)
+    squares = tl.zeros((BLOCK_H,), tl.float32)
     for start in range(0, H, BLOCK_H):
         here = start + offs_h
         x = tl.load(x_ptr + row * H + here, mask=here < H, other=0.0)
-        acc += w.to(tl.float32) * x.to(tl.float32)[None, :]
+        x = x.to(tl.float32)
+        if NORM:
+            squares += x * x
+        if NORM_WEIGHT:
+            x = x * tl.load(norm_ptr + here, mask=here < H, other=0.0).to(tl.float32)
+        if SCALE:
+            x = x * tl.load(scale_ptr + here, mask=here < H, other=0.0).to(tl.float32)
+        acc += w.to(tl.float32) * x[None, :]
         ahead = here + BLOCK_H
         w = tl.load(rows + ahead[None, :], mask=(experts < E)[:, None] & (ahead < H)[None, :], other=0.0)
     logits = tl.sum(acc, 1)
+    if NORM:
+        logits = logits * tl.rsqrt(tl.sum(squares, 0) / H + eps)
+    if SCALE:
+        logits = logits * root
     if BIAS:
         logits += tl.load(bias_ptr + experts, mask=experts < E, other=0.0).to(tl.float32)
-    logits = logits.to(dtype).to(tl.float32)
+    if not BEYOND:
+        logits = logits.to(dtype).to(tl.float32)
     tl.store(logits_ptr + row * ALL_E + experts, logits, mask=experts < E)
     tl.debug_barrier()  # every thread's logits are written before one of them says so
     if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
         return
     tl.store(count_ptr + row, 0)
-    offs = tl.arange(0, ALL_E)
-    logit = tl.load(logits_ptr + row * ALL_E + offs, mask=offs < E, other=float("-inf"), cache_modifier=".cg")
-    p = tl.exp(logit - tl.max(logit, 0))
-    p = p / tl.sum(p, 0)
-    # probability and id as one number: positive floats are ordered as their bits are; a lower id wins a tie
-    key = (p.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (ALL_E - 1 - offs).to(tl.int64)
-    key = tl.where(offs < E, key, -1)
     places = tl.arange(0, BLOCK_K)
-    chosen, ids = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int64)
-    for k in tl.static_range(TOP_K):
-        best = tl.max(key, 0)
-        ids = tl.where(places == k, ALL_E - 1 - (best & 0xFFFFFFFF), ids)
-        chosen = tl.where(places == k, (best >> 32).to(tl.int32).to(tl.float32, bitcast=True), chosen)
-        key = tl.where(key == best, -1, key)
-    if NORMALISE:
-        chosen = chosen / tl.sum(chosen, 0)
+    if BEYOND:
+        ids, chosen = _by_facts(
+            logits_ptr + row * ALL_E, choice_ptr, E, places, TOP_K, BLOCK_K, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, BLOCK_GROUPS,
+            BLOCK_MEMBERS,
+        )  # fmt: skip
+        if NORMALISE:
+            chosen = chosen / (tl.sum(chosen, 0) + sum_eps)
+        chosen = chosen * factor
+        if EACH:
+            chosen = chosen * tl.load(each_ptr + ids, mask=places < TOP_K, other=0.0).to(tl.float32)
+    else:
+        ids, chosen = _by_softmax(logits_ptr + row * ALL_E, E, places, TOP_K, BLOCK_K, ALL_E)
+        if NORMALISE:
+            chosen = chosen / tl.sum(chosen, 0)
     if ROUND:
         chosen = chosen.to(dtype).to(tl.float32)
     tl.store(ids_ptr + row * TOP_K + places, ids, mask=places < TOP_K)
@@ -84,17 +174,25 @@ def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor,
     return torch.empty(rows * width, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
 
 
-@register("triton/route", op="route", m_range=(1, FEW), rank=40, refuse=softmax_alone)
+@register("triton/route", op="route", m_range=(1, FEW), rank=40)
 def route(r: Routing, config: Config) -> torch.Tensor:
     """As `RouteCall` says."""
     M, E, H, top_k = r.sizes
-    ALL_E = triton.next_power_of_2(E)
+    ALL_E, f = triton.next_power_of_2(E), r.facts or RouterFacts(r.router, top_k)
+    if f.norm is not None and (f.norm.kind != "rms" or f.norm.bias is not None or f.norm.groups != 1):
+        return by_definition(r, config)
     logits, count = _scratch(r.x.device, M, ALL_E)
     BLOCK_E = 2 if E >= 64 else 1
+    groups, kept = f.groups if f.groups[0] != f.groups[1] else (1, 1)
+    norm_weight = None if f.norm is None else f.norm.weight
     _route_kernel[(triton.cdiv(E, BLOCK_E), M)](
-        r.x, r.router, r.bias, logits, count, r.ids, r.weights, H, E, TOP_K=top_k, NORMALISE=r.normalise, ROUND=r.rounded,
-        BIAS=r.bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
-        BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E,
+        r.x, r.router, r.bias, logits, count, r.ids, r.weights, f.choice_bias, f.each, norm_weight, f.scale, H, E,
+        0.0 if f.norm is None else f.norm.eps, H**-0.5, f.sum_eps, f.factor, TOP_K=top_k, NORMALISE=r.normalise,
+        ROUND=r.rounded, BIAS=r.bias is not None, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_E=BLOCK_E,
+        BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), ALL_E=ALL_E, BEYOND=r.facts is not None,
+        SIGMOID=f.score == "sigmoid", CHOICE=f.choice_bias is not None, GROUPS=groups, KEPT=kept, TOP2=f.group_score == "top2",
+        EACH=f.each is not None, NORM=f.norm is not None, NORM_WEIGHT=norm_weight is not None, SCALE=f.scale is not None,
+        BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_MEMBERS=triton.next_power_of_2(E // groups),
         num_warps=4, **pdl(r.x),
     )  # fmt: skip
     return r.ids

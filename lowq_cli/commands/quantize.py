@@ -65,7 +65,7 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "calib": (
         str,
         option(
-            "Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, if that is quick]",
+            "Text for calibrated methods: self, .txt, .jsonl or bundled.  [default: self, unless that is more work]",
             None,
             "self|FILE|DIR",
         ),

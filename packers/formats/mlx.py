@@ -34,7 +34,7 @@ LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}  # Mixtral's na
 
 def _claims(config: Config, headers: Headers) -> bool:
     q = config.get("quantization")
-    return isinstance(q, Mapping) and "group_size" in q and any(n.endswith(".biases") for n in headers)
+    return isinstance(q, Mapping) and "group_size" in q and ("mode" in q or any(n.endswith(".biases") for n in headers))
 
 
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:

@@ -25,22 +25,17 @@ def no_tables_left():
 
 @pytest.fixture
 def twins(tmp_path):
-    """Two folders with the same model, whose tables name other kernels for the products of one row."""
+    """Two folders with the same model; the table of the first names a kernel that no rule takes for the products of one row."""
     quantize("demo", tmp_path / "a", method="rtn", device="cpu")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    for name, kernel in (("a", "reference"), ("b", "dequant")):
-        first, _ = ready(tmp_path / name, "cpu")
-        layers = [m for m in first.linears.modules() if hasattr(m, "scheme") and hasattr(m, "layout")]
-        places = {(m.scheme, m.layout, m.out_features, m.in_features) for m in layers}
-        write_file(
-            tmp_path / name / FILE,
-            Machine.here(CPU),
-            [
-                Entry(s.bits, s.group_size, s.kind, "bfloat16", layout, N, K, 1, kernel, {}, 1.0, source_hash(kernel))
-                for s, layout, N, K in places
-            ],
-        )
-    tuning.forget()
+    first, _ = ready(tmp_path / "b", "cpu")
+    layers = [m for m in first.linears.modules() if hasattr(m, "scheme") and hasattr(m, "layout")]
+    places = {(m.scheme, m.layout, m.out_features, m.in_features) for m in layers}
+    named = ("bfloat16", 1, "reference", {}, 1.0, source_hash("reference"))
+    entries = [
+        Entry(s.bits, s.group_size, s.kind, named[0], layout, N, K, *named[1:]) for s, layout, N, K in places
+    ]
+    write_file(tmp_path / "a" / FILE, Machine.here(CPU), entries)
     return tmp_path / "a", tmp_path / "b"
 
 
@@ -66,7 +61,7 @@ def test_each_takes_its_own_tables_kernels(twins, monkeypatch):
     a, b = (ready(folder, "cpu")[0] for folder in twins)
     for _ in range(2):
         assert taken(a, monkeypatch) == {"reference"}
-        assert taken(b, monkeypatch) == {"dequant"}
+        assert "reference" not in taken(b, monkeypatch)
 
 
 def test_what_is_kept_with_a_model_is_its_own(twins):

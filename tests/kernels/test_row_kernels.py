@@ -11,9 +11,11 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from emulation import error
-from lowq_kernels.decode import activation, elementwise, norms, norms_triton, prepare, prepare_triton
+from lowq_kernels.decode import activation, elementwise, norms, norms_triton, prepare, prepare_triton, route_triton, router
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import PositionScale, Prepared
+from lowq_kernels.decode.route import Routing
+from lowq_kernels.decode.router import RouterFacts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-6}
@@ -148,3 +150,48 @@ def test_opened(dtype):
         assert error(elementwise.opened(y, gate), activation.opened(y, gate)) < TOLERANCE[dtype]
     assert error(elementwise.opened_by(y, x, weight), activation.opened_by(y, x, weight)) < TOLERANCE[dtype]
     assert error(elementwise.opened(y[:, ::2], y[:, ::2]), activation.opened(y[:, ::2], y[:, ::2])) < TOLERANCE[dtype]
+
+
+# E, H, top_k, facts; numbers of a norm or of factors stand for tensors of that many values
+ROUTERS = {
+    "sigmoid, a bias for the choice": (24, 64, 4, {"score": "sigmoid", "choice_bias": 24, "sum_eps": 1e-20, "factor": 2.5}),
+    "groups by their best two": (40, 70, 6, {"score": "sigmoid", "choice_bias": 40, "groups": (5, 2), "factor": 0.7}),
+    "groups by their best": (60, 48, 3, {"groups": (6, 2), "group_score": "max", "normalise": False, "factor": 16.0}),
+    "all groups": (16, 48, 3, {"groups": (4, 4), "each": 16, "rounded": True}),
+    "one expert": (8, 48, 1, {"score": "sigmoid", "normalise": False, "logits_bias": 8}),
+    "normed for itself": (128, 2100, 8, {"norm": 0, "scale": 2100, "each": 128}),
+    "normed with factors": (20, 100, 2, {"norm": 100, "normalise": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_route_by_facts(name, dtype):
+    E, H, top_k, facts = ROUTERS[name]
+    tensors = {key: randn(n, dtype=torch.float32) for key, n in facts.items() if key in ("choice_bias", "each", "scale")}
+    if "norm" in facts:
+        tensors["norm"] = norm(facts["norm"] or H, weight=facts["norm"] > 0)
+    if "logits_bias" in facts:
+        tensors["logits_bias"] = randn(facts["logits_bias"], dtype=dtype)
+    f = RouterFacts((randn(E, H, dtype=torch.float32) / H**0.5).to(dtype), top_k, **(facts | tensors))
+    x = randn(5, H, dtype=dtype)
+    for _ in range(2):  # twice: the counters that the first launch used must be left at zero
+        r = Routing.of(x, f.weight, f.top_k, f.normalise, f.rounded, f.logits_bias, f)
+        ids = route_triton.route(r, {})
+    wanted_ids, wanted = router.route_by(x, f)
+    assert torch.equal(ids, wanted_ids)
+    assert error(r.weights, wanted) < (TOLERANCE[dtype] if f.rounded else 1e-5)
+
+
+def test_a_router_of_nan_still_names_experts():
+    f = RouterFacts(randn(12, 64), 3, "sigmoid", choice_bias=randn(12), groups=(4, 2))
+    x = randn(2, 64) * float("nan")
+    ids = route_triton.route(Routing.of(x, f.weight, 3, True, False, None, f), {})
+    assert 0 <= int(ids.min()) <= int(ids.max()) < 12
+
+
+def test_a_router_with_a_layer_norm_goes_by_the_definition():
+    f = RouterFacts(randn(12, 64), 3, norm=norm(64, "layer"))
+    x = randn(2, 64)
+    ids = route_triton.route(Routing.of(x, f.weight, 3, True, False, None, f), {})
+    assert torch.equal(ids, router.route_by(x, f)[0])

@@ -197,12 +197,14 @@ def test_a_client_that_closes_its_half_is_told(sent):
     asyncio.run(run())
 
 
-def test_bodies_that_never_end_are_bounded_together_and_the_oldest_goes_first():
+def test_bodies_that_never_end_are_bounded_together_and_the_largest_goes_first():
     size = 1 << 20
 
     async def run():
         async with Here(body_bytes=size, bodies_bytes=5 * size) as here:
             hostile = []
+            slow_reader, slow = await here.open()  # older than all, and in nobody's way
+            slow.write(POST % len(BODY) + BODY[:9])
             for _ in range(12):
                 reader, writer = await here.open()
                 writer.write(POST % size + b" " * (size - 100))
@@ -217,6 +219,8 @@ def test_bodies_that_never_end_are_bounded_together_and_the_oldest_goes_first():
             async with httpx.AsyncClient(timeout=10) as client:
                 whole = await client.post(f"http://127.0.0.1:{here.port}/v1/completions", content=large)
             assert whole.status_code == 200
+            slow.write(BODY[9:])
+            assert (await slow_reader.readline()).startswith(b"HTTP/1.1 200")
             for _, writer in hostile:
                 writer.close()
 

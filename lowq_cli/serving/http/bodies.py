@@ -16,14 +16,14 @@ class Bodies:
 
     Args:
         longest: bytes of one. seconds: that reading one may take. together: bytes of all, from the first byte of each until its
-            request is queued. Where they are more, the one that has been read for longest is refused: an honest client sends
-            megabytes in a moment.
+            request is queued. Where they are more, the largest that is not whole yet is refused, the oldest of equals:
+            an honest client sends megabytes in a moment, and a slow one's few bytes are in nobody's way.
     """
 
     def __init__(self, longest: int, seconds: float, together: int) -> None:
         self.longest, self.seconds, self.together = longest, seconds, together
         self.held = 0
-        self.reading: dict[asyncio.Timeout, None] = {}  # the oldest first
+        self.reading: dict[asyncio.Timeout, int] = {}  # bytes so far, the oldest first
         self.crowded_out: set[asyncio.Timeout] = set()
 
     @asynccontextmanager
@@ -37,7 +37,7 @@ class Bodies:
 
     async def _read(self, request: Request, found: bytearray) -> bytes:
         limit, length = asyncio.timeout(self.seconds), 0
-        self.reading[limit] = None
+        self.reading[limit] = 0
         try:
             async with limit:
                 async for piece in request.stream():
@@ -45,6 +45,8 @@ class Bodies:
                     if length <= self.longest:
                         found += piece
                         self.held += len(piece)
+                        if limit in self.reading:
+                            self.reading[limit] = length
                         if self.held > self.together:
                             self._make_room(limit)
                     elif length > LISTENS * self.longest:
@@ -61,13 +63,13 @@ class Bodies:
         return bytes(found)
 
     def _make_room(self, own: asyncio.Timeout) -> None:
-        """End the oldest; raise Refusal where that is the one which asks."""
-        oldest = next(iter(self.reading))
-        if oldest is own:
+        """End the largest; raise Refusal where that is the one which asks."""
+        largest = max(self.reading, key=self.reading.__getitem__, default=own)
+        if largest is own:
             raise _crowded()
-        del self.reading[oldest]
-        self.crowded_out.add(oldest)
-        oldest.reschedule(asyncio.get_running_loop().time())
+        del self.reading[largest]
+        self.crowded_out.add(largest)
+        largest.reschedule(asyncio.get_running_loop().time())
 
 
 def _crowded() -> Refusal:

@@ -1,0 +1,300 @@
+"""One token of each of many sequences through gated delta, Mamba2 and short convolutions, states in place.
+
+    conv   (B, channels in blocks): the convolution over a channel's last inputs, which move on by one. Gated delta and Mamba2
+           read what it writes, in fp32; of a short convolution it is all
+    delta  (B, v_heads): a head's state, read and written once; norm and gate included
+    mamba2 (B, heads, dims in blocks): rows of a head's state. Where there is a norm over heads, a third kernel computes it
+
+Early   with dependent launch, states are read before the previous kernel has ended: they were written in an earlier step,
+        and every step begins with a kernel that waits for all before it
+Source  own
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.recurrent import States
+from lowq_kernels.decode.recurrent.delta import EPS, Delta, DeltaCall
+from lowq_kernels.decode.recurrent.mamba2 import Mamba2, Mamba2Call
+from lowq_kernels.decode.recurrent.short_conv import ShortConv, ShortConvCall
+from lowq_kernels.dispatch.registry import FLOATS, Config, register
+
+CHANNELS = 256  # of a program of the convolution
+LARGEST = 1 << 15  # values of a tile of state in registers: 128 KiB
+MOST_NORMED = 65536  # values of Mamba2's norm: one block of a program
+LENGTHS: tl.constexpr = tl.constexpr(EPS)
+PLAIN, GROUPED, SHORT = 0, 1, 2  # where a channel's input stands in a row of x, and what comes of it
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.where(x > 20.0, 0.0, x))))
+
+
+@triton.jit
+def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
+    end_x, end_b, by_x, by_b, by_c,
+    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """Channel c of MODE 0 stands at first + c of a row of x; SCALED: its weight times a constant of its part."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = c < C
+    if TRIGGER:
+        gdc_launch_dependents()
+    state = state_ptr + tl.load(slots_ptr + row) * C * (W - 1) + c * (W - 1)
+    by = 1.0
+    if SCALED:
+        by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
+    acc = tl.zeros((BLOCK,), tl.float32)
+    if W > 1:
+        w = tl.arange(0, BLOCK_W)
+        state, mask_w = state[:, None] + w[None, :], mask[:, None] & (w < W - 1)[None, :]
+        held = tl.load(state, mask=mask_w, other=0.0)
+        moved = tl.load(state + 1, mask=mask[:, None] & (w < W - 2)[None, :], other=0.0)
+        taps = tl.load(weight_ptr + (c * W)[:, None] + w[None, :], mask=mask_w, other=0.0).to(tl.float32)
+        acc += tl.sum(held.to(tl.float32) * taps, 1) * by
+    if PDL:
+        gdc_wait()
+    token = x_ptr + row * wide
+    if MODE == 1:
+        keys = k_heads * k_dim
+        of = c % keys
+        key = (of // k_dim) * (2 * k_dim + 2 * each * v_dim) + of % k_dim + tl.where(c < keys, 0, k_dim)
+        value = c - 2 * keys
+        head = value // v_dim
+        at = (head // each) * (2 * k_dim + 2 * each * v_dim) + 2 * k_dim + (head % each) * v_dim + value % v_dim
+        at = tl.where(c < 2 * keys, key, at)
+        new = tl.load(token + at, mask=mask, other=0.0)
+    elif MODE == 2:
+        u = tl.load(token + 2 * C + c, mask=mask, other=0.0).to(tl.float32)
+        new = tl.load(token + c, mask=mask, other=0.0).to(tl.float32) * u
+    else:
+        new = tl.load(token + first + c, mask=mask, other=0.0)
+    new = new.to(state_ptr.dtype.element_ty)
+    acc += new.to(tl.float32) * (tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32) * by)
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    if W > 1:
+        moved = tl.where((w == W - 2)[None, :], new[:, None], moved)
+        tl.debug_barrier()  # every thread has read before one of them writes
+        tl.store(state, moved, mask=mask_w)
+    acc = acc * tl.load(token + C + c, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else _silu(acc)
+    tl.store(y_ptr + row * C + c, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _delta_kernel(
+    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, y_ptr, wide, scale, eps,
+    KH: tl.constexpr, VH: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, GROUPED: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    TRIGGER: tl.constexpr,
+):  # fmt: skip
+    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    EACH: tl.constexpr = VH // KH
+    C: tl.constexpr = 2 * KH * KD + VH * VD
+    offs_k, offs_v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    mask_k, mask_v = offs_k < KD, offs_v < VD
+    mask = mask_k[:, None] & mask_v[None, :]
+    if TRIGGER:
+        gdc_launch_dependents()
+    held = state_ptr + (tl.load(slots_ptr + row) * VH + h) * KD * VD + offs_k[:, None] * VD + offs_v[None, :]
+    S = tl.load(held, mask=mask, other=0.0).to(tl.float32)
+    a_log, dt = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    token, mixed = x_ptr + row * wide, mixed_ptr + row * C
+    k_head = h // EACH
+    if GROUPED:
+        z_at = k_head * (2 * KD + 2 * EACH * VD) + 2 * KD + EACH * VD + h % EACH * VD
+        b_at = 2 * KH * KD + 2 * VH * VD + k_head * 2 * EACH + h % EACH
+        a_at = b_at + EACH
+    else:
+        z_at, b_at = C + h * VD, C + VH * VD + h
+        a_at = b_at + VH
+    beta = 1.0 / (1.0 + tl.exp(-tl.load(token + b_at).to(tl.float32)))
+    decay = tl.exp(-tl.exp(a_log) * _softplus(tl.load(token + a_at).to(tl.float32) + dt))
+    q = tl.load(mixed + k_head * KD + offs_k, mask=mask_k, other=0.0)
+    k = tl.load(mixed + (KH + k_head) * KD + offs_k, mask=mask_k, other=0.0)
+    v = tl.load(mixed + 2 * KH * KD + h * VD + offs_v, mask=mask_v, other=0.0)
+    z = tl.load(token + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
+    S = S * decay
+    written = (v - tl.sum(S * k[:, None], 0)) * beta
+    S = S + k[:, None] * written[None, :]
+    tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
+    y = tl.sum(S * q[:, None], 0)
+    if LAYER:
+        y = tl.where(mask_v, y - tl.sum(y, 0) / VD, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / VD + eps)
+    if WEIGHT:
+        y = y * tl.load(weight_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    if BIAS:
+        y = y + tl.load(bias_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    tl.store(y_ptr + (row * VH + h) * VD + offs_v, (y * _silu(z)).to(y_ptr.dtype.element_ty), mask=mask_v)
+
+
+@triton.jit
+def _mamba2_kernel(
+    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, d_ptr, state_ptr, slots_ptr, y_ptr, wide, by_z, by_dt, least, largest,
+    HEADS: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, GATE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    C: tl.constexpr = HEADS * D + 2 * GROUPS * N
+    offs_d, offs_n = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    mask_d, mask_n = offs_d < D, offs_n < N
+    mask = mask_d[:, None] & mask_n[None, :]
+    if TRIGGER:
+        gdc_launch_dependents()
+    held = state_ptr + (tl.load(slots_ptr + row) * HEADS + h) * D * N + offs_d[:, None] * N + offs_n[None, :]
+    S = tl.load(held, mask=mask, other=0.0).to(tl.float32)
+    a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
+    skip = tl.load(d_ptr + h).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    token, mixed, group = x_ptr + row * wide, mixed_ptr + row * C, h // (HEADS // GROUPS)
+    dt = _softplus(tl.load(token + HEADS * D + C + h).to(tl.float32) * by_dt + dt_bias)
+    dt = tl.minimum(tl.maximum(dt, least), largest)
+    u = tl.load(mixed + h * D + offs_d, mask=mask_d, other=0.0)
+    into = tl.load(mixed + HEADS * D + group * N + offs_n, mask=mask_n, other=0.0)
+    out = tl.load(mixed + HEADS * D + (GROUPS + group) * N + offs_n, mask=mask_n, other=0.0)
+    S = S * tl.exp(dt * -tl.exp(a_log)) + (dt * u)[:, None] * into[None, :]
+    tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
+    y = tl.sum(S * out[None, :], 1) + skip * u
+    if GATE:
+        y = y * _silu(tl.load(token + h * D + offs_d, mask=mask_d, other=0.0).to(tl.float32) * by_z)
+    tl.store(y_ptr + (row * HEADS + h) * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=mask_d)
+
+
+@triton.jit
+def _normed_kernel(
+    y_ptr, x_ptr, weight_ptr, bias_ptr, out_ptr, wide, n, eps, by_z,
+    GROUPS: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, groups): the norm of a group of y, fp32, times silu(z) with GATE."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    offs, mask = group * n + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < n
+    if TRIGGER:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    y = tl.load(y_ptr + row * GROUPS * n + offs, mask=mask, other=0.0)
+    if LAYER:
+        y = tl.where(mask, y - tl.sum(y, 0) / n, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / n + eps)
+    if WEIGHT:
+        y = y * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        y = y + tl.load(bias_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if GATE:
+        y = y * _silu(tl.load(x_ptr + row * wide + offs, mask=mask, other=0.0).to(tl.float32) * by_z)
+    tl.store(out_ptr + row * GROUPS * n + offs, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def refuse(call: DeltaCall | Mamba2Call | ShortConvCall) -> str | None:
+    """Why the kernels do not take a call, or None."""
+    if call.run:
+        return "takes one token of each sequence, not a run"
+    if isinstance(call, DeltaCall):
+        tile = triton.next_power_of_2(call.k_dim) * triton.next_power_of_2(call.v_dim)
+        return None if tile <= LARGEST else f"takes states of up to {LARGEST} values a head, not {call.k_dim} x {call.v_dim}"
+    if isinstance(call, Mamba2Call) and call.norm and call.heads * call.dim > MOST_NORMED:
+        return f"takes norms over up to {MOST_NORMED} values, not {call.heads * call.dim}"
+    return None
+
+
+@dataclass(frozen=True)
+class _Conv:
+    """What tells the convolutions of mixers apart, as `_conv_kernel` takes it."""
+
+    mode: int = PLAIN
+    first: int = 0
+    grouped: tuple[int, int, int, int] = (1, 1, 1, 1)  # k_heads, k_dim, v_dim, v heads of a key head
+    ends: tuple[int, int] = (0, 0)
+    by: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
+def _convolved(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, states: States, slots: torch.Tensor, y: torch.Tensor,
+    how: _Conv,
+) -> None:  # fmt: skip
+    C, W = weight.shape
+    BLOCK = min(CHANNELS, triton.next_power_of_2(C))
+    _conv_kernel[(x.shape[0], triton.cdiv(C, BLOCK))](
+        x, weight, bias, states["conv"], slots, y, x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by, MODE=how.mode,
+        W=W, BIAS=bias is not None, SCALED=how.by != (1.0, 1.0, 1.0), BLOCK=BLOCK,
+        BLOCK_W=triton.next_power_of_2(max(W - 1, 1)), num_warps=4, **pdl(x),
+    )  # fmt: skip
+
+
+@register("triton/delta", op="delta", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
+def delta(x: torch.Tensor, f: Delta, states: States, slots: torch.Tensor, config: Config) -> torch.Tensor:
+    """As `delta.step`."""
+    x, B, norm = x.contiguous(), x.shape[0], f.norm
+    mixed = torch.empty(B, f.weight.shape[0], dtype=torch.float32, device=x.device)
+    grouped = (f.k_heads, f.k_dim, f.v_dim, f.v_heads // f.k_heads)
+    _convolved(x, f.weight, f.bias, states, slots, mixed, _Conv(GROUPED if f.grouped else PLAIN, 0, grouped))
+    y = x.new_empty(B, f.v_heads * f.v_dim)
+    BLOCK_K, BLOCK_V = triton.next_power_of_2(f.k_dim), triton.next_power_of_2(f.v_dim)
+    _delta_kernel[(B, f.v_heads)](
+        x, mixed, f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, y, x.shape[1], f.k_dim**-0.5, norm.eps,
+        KH=f.k_heads, VH=f.v_heads, KD=f.k_dim, VD=f.v_dim, GROUPED=f.grouped, LAYER=norm.kind == "layer",
+        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V,
+        num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
+    )  # fmt: skip
+    return y
+
+
+@register("triton/mamba2", op="mamba2", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
+def mamba2(x: torch.Tensor, f: Mamba2, states: States, slots: torch.Tensor, config: Config) -> torch.Tensor:
+    """As `mamba2.step`."""
+    x, B, inner = x.contiguous(), x.shape[0], f.heads * f.dim
+    mixed = torch.empty(B, f.weight.shape[0], dtype=torch.float32, device=x.device)
+    ends = (inner, inner + f.groups * f.N)
+    _convolved(x, f.weight, f.bias, states, slots, mixed, _Conv(PLAIN, inner, ends=ends, by=f.scales[1:4]))
+    out = x.new_empty(B, inner)
+    y = out if f.norm is None else torch.empty(B, inner, dtype=torch.float32, device=x.device)
+    BLOCK_N = triton.next_power_of_2(f.N)
+    BLOCK_D = min(triton.next_power_of_2(f.dim), max(1, 4096 // BLOCK_N))
+    _mamba2_kernel[(B, f.heads, triton.cdiv(f.dim, BLOCK_D))](
+        x, mixed, f.a_log, f.dt_bias, f.d, states["S"], slots, y, x.shape[1], f.scales[0], f.scales[4], *map(float, f.dt),
+        HEADS=f.heads, D=f.dim, GROUPS=f.groups, N=f.N, GATE=f.norm is None or not f.gate_last, BLOCK_D=BLOCK_D,
+        BLOCK_N=BLOCK_N, num_warps=4, **pdl(x),
+    )  # fmt: skip
+    if f.norm is None:
+        return out
+    n, norm = inner // f.norm.groups, f.norm
+    BLOCK = triton.next_power_of_2(n)
+    _normed_kernel[(B, norm.groups)](
+        y, x, norm.weight, norm.bias, out, x.shape[1], n, norm.eps, f.scales[0], GROUPS=norm.groups,
+        LAYER=norm.kind == "layer", WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, GATE=f.gate_last, BLOCK=BLOCK,
+        num_warps=min(16, max(1, BLOCK // 256)), **pdl(x),
+    )  # fmt: skip
+    return out
+
+
+@register("triton/short_conv", op="short_conv", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
+def short_conv(x: torch.Tensor, f: ShortConv, states: States, slots: torch.Tensor, config: Config) -> torch.Tensor:
+    """As `short_conv.step`."""
+    x = x.contiguous()
+    y = x.new_empty(x.shape[0], f.weight.shape[0])
+    _convolved(x, f.weight, f.bias, states, slots, y, _Conv(SHORT))
+    return y
