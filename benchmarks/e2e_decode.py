@@ -32,11 +32,11 @@ from pages.decode import widths
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowq_cli.engine import Generation, explain, search, stream, warm
-from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.hf_eager import HfEagerDecoder
+from lowq_cli.engine.hf_graph import HfGraphDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.profiling import WHOLE, profile_steps
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.hf.expert_kinds import DOWN
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.decode import launch

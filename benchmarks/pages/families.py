@@ -45,7 +45,7 @@ def decoder_of(row: dict[str, Any]) -> str:
 def described() -> str:
     """Every described family: what its layers are made of, and what follows from that, at a published size."""
     sys.path.insert(0, str(ROOT / "tests" / "families"))
-    from published import CONFIGS
+    from sizes import CONFIGS
 
     cells = []
     for name, family in sorted(arch.families().items()):

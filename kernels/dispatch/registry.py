@@ -12,8 +12,8 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal, Protocol
 

@@ -1,21 +1,20 @@
 """What lowq keeps with a model, its own or transformers': its plan, its decoder, whose tuning table it is computed by."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lowq_cli.engine.plan import Plan
-    from lowq_cli.engine.stream import Decoder
+from typing import Any
 
 ATTRIBUTE = "_lowq"
 
 
 @dataclass
 class Owned:
-    """tuned: the folder whose lowq_tune.json chooses among kernels while this model computes; "" for that of no folder."""
+    """plan: an `engine.plan.Plan`. decoder: an `engine.stream.Decoder`. Both know this module, so it does not know them.
 
-    plan: "Plan | None" = None
-    decoder: "Decoder | None" = None
+    tuned: the folder whose lowq_tune.json chooses among kernels while this model computes; "" for that of no folder.
+    """
+
+    plan: Any = None
+    decoder: Any = None
     tuned: str = ""
 
 

@@ -77,8 +77,10 @@ class Named:
         return tuple(self.place[0] + e.removeprefix(ours) if e.startswith(ours) else e for e in self.model.extra)
 
     def beside(self, name: str) -> bool:
-        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head of `extra`, or is not used."""
-        return bool(_JUNK.search(name)) or name.startswith((*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra))
+        """Whether a tensor of the files belongs to a part that text does not need: a tower, a head of `extra`, a buffer."""
+        return bool(_JUNK.search(name)) or name.startswith(
+            (*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra)
+        )
 
 
 def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:

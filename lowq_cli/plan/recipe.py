@@ -64,7 +64,7 @@ class Recipe:
             None = its own where writing it takes no longer than quantizing, else the bundled one.
         calib_tokens: how many tokens of it, at most; None = 65,536, or for distill on a GPU up to 524,288, by size.
         calib_seed: of a text that the model writes.
-        rotate: turn the residual stream and the heads first, folded into the weights; exact, for the families of `rotation`.
+        rotate: turn the residual stream and the heads first, folded into the weights; exact, for most described families.
         act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
         bpw, size: a budget instead of `bits`: bits per weight of all weights that may be quantized and that no exception
             names, head and embedding among them; or bytes of the weight files. See `mixed`.

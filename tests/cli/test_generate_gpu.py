@@ -9,9 +9,9 @@ import torch
 
 from lowq_cli import demo
 from lowq_cli.engine import stream
+from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.engine.hf_graph import HfGraphDecoder
 from lowq_cli.hf.expert_kinds import Kind
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn

@@ -11,8 +11,8 @@ from test_generate_native import TOKENIZER, build, prompts, tokens
 from lowq_cli import main
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.hf_eager import HfEagerDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.evaluate import perplexity
 from lowq_cli.files.source import DEMO
 from lowq_kernels.decode import kv

@@ -9,8 +9,8 @@ import torch
 from lowq_cli import memory
 from lowq_cli.commands import generate
 from lowq_cli.engine import explain, graph, stream, warm
-from lowq_cli.engine.native import NativeDecoder, passes
 from lowq_cli.engine.hf_eager import HfEagerDecoder
+from lowq_cli.engine.native import NativeDecoder, passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels import workspaces
 from lowq_kernels.dispatch import precompile

@@ -9,9 +9,9 @@ import torch
 
 from lowq_cli.engine import explain, folding, plan, stream
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.hf_graph import HfGraphDecoder
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.quantizers import rtn
 from lowq_kernels.decode import reference

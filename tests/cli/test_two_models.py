@@ -32,9 +32,7 @@ def twins(tmp_path):
     layers = [m for m in first.linears.modules() if hasattr(m, "scheme") and hasattr(m, "layout")]
     places = {(m.scheme, m.layout, m.out_features, m.in_features) for m in layers}
     named = ("bfloat16", 1, "reference", {}, 1.0, source_hash("reference"))
-    entries = [
-        Entry(s.bits, s.group_size, s.kind, named[0], layout, N, K, *named[1:]) for s, layout, N, K in places
-    ]
+    entries = [Entry(s.bits, s.group_size, s.kind, named[0], layout, N, K, *named[1:]) for s, layout, N, K in places]
     write_file(tmp_path / "a" / FILE, Machine.here(CPU), entries)
     return tmp_path / "a", tmp_path / "b"
 

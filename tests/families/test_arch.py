@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 sys.path.insert(0, str(Path(__file__).parent))
 from described import NAMES, auto, config, model
-from published import BILLIONS, CONFIGS
+from sizes import BILLIONS, CONFIGS
 
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.structure import roles

@@ -246,6 +246,6 @@ BILLIONS = {
     "kimi_k2": 1026, "kimi_k25": 1026, "mistral4": 119, "glm4": 9.4, "glm4_moe": 106.9, "glm4_moe_lite": 29.9,
     "llama4_text": 107.8, "llama4": 107.8, "granite": 8.17, "granitemoe": 3.3, "granitemoehybrid": 6.94, "nemotron": 4.19,
     "nemotron_h": 31.6, "falcon_h1": 7.59, "lfm2": 1.17, "olmo2": 7.3, "olmo3": 7.3, "olmoe": 6.92, "cohere": 35.0,
-    "cohere2": 8.03, "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361, "ernie4_5_moe": 21.8,
-    "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "gpt_neox": 6.86, "mamba2": 7.29,
+    "cohere2": 8.03, "smollm3": 3.08, "starcoder2": 7.17, "exaone4": 32.0, "seed_oss": 36.2, "ernie4_5": 0.361,
+    "ernie4_5_moe": 21.8, "hunyuan_v1_dense": 7.5, "hunyuan_v1_moe": 80.4, "gpt_neox": 6.86, "mamba2": 7.29,
 }  # fmt: skip
