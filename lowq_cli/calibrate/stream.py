@@ -48,7 +48,7 @@ def why_not(model: Model) -> str:
         "its norms take the mean over parts of the stream": any(n.groups > 1 for n in norms),
         "its norms have biases": any(n.bias for n in norms),
         "it has norms behind attention and MLP, whose weights do not commute with a rotation": any(
-            part.post for part in (*updates, *(b for _, b in branches))
+            [*(u.post for u in updates), *(b.post for _, b in branches)]
         ),
         "it norms normed values, whose weights do not commute with a rotation": any(u.norm and b.norm for u, b in branches),
         "its embedding is normed, whose weights do not commute with a rotation": model.embed_norm is not None,

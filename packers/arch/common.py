@@ -111,7 +111,7 @@ def attention(
     )  # fmt: skip
 
 
-def head_norms(c: Any, p: str, names: tuple[str, str] = ("q_norm", "k_norm"), **more: Any) -> dict[str, Norm]:
+def head_norms(c: Any, p: str, names: tuple[str, str] = ("q_norm", "k_norm"), **more: Any) -> dict[str, Any]:
     """Attention's norms of each head of q and of k."""
     q, k = (rms(c, f"{p}.self_attn.{n}", head_dim(c), **more) for n in names)
     return {"q_norm": q, "k_norm": k}

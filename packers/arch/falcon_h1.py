@@ -27,7 +27,7 @@ def falcon_h1(c: Any) -> Model:
         m = mlp(c, f"{p}.feed_forward", bias=c.mlp_bias, gate_scale=float(gate))
         return Update(both, rms(c, f"{p}.input_layernorm")), Update((m,), rms(c, f"{p}.pre_ff_layernorm"), scale=float(down))
 
-    scales = {"embed_scale": float(c.embedding_multiplier), "logit_scale": float(c.lm_head_multiplier)}
+    scales: dict[str, Any] = {"embed_scale": float(c.embedding_multiplier), "logit_scale": float(c.lm_head_multiplier)}
     return model(c, layer, rms(c, "final_layernorm"), **scales)
 
 

@@ -14,7 +14,7 @@ def attend(c: Any, p: str, **more: Any) -> Attention:
     return attention(c, p, bias=c.attention_bias, o_bias=c.attention_bias, scale=float(c.attention_multiplier), **more)
 
 
-def scaled(c: Any) -> dict[str, float]:
+def scaled(c: Any) -> dict[str, Any]:
     """What the embeddings and the logits are multiplied by."""
     return {"embed_scale": float(c.embedding_multiplier), "logit_scale": 1.0 / c.logits_scaling}
 

@@ -56,7 +56,7 @@ def nemotron_h(c: Any) -> Model:
     def layer(i: int, p: str) -> tuple[Update, ...]:
         return (Update((mixer(c, kinds[i], f"{p}.mixer"),), norm(f"{p}.norm")),)
 
-    more = {"embed": "embeddings", "files": (("backbone.", "lm_head"),), "extra": ("mtp.",)}
+    more: dict[str, Any] = {"embed": "embeddings", "files": (("backbone.", "lm_head"),), "extra": ("mtp.",)}
     return replace(model(c, layer, norm("norm_f"), **more), tied=False)  # whose class ties nothing
 
 

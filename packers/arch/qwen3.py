@@ -46,7 +46,7 @@ VL_MOE = {
     "mlp_only_layers": None,
 }  # fmt: skip
 OWN = {"head_dim": 128, "attention_bias": False}
-OF_QWEN3 = {"gguf": "qwen3", "gguf_class": "Qwen3ForCausalLM", "mlx": True}
+OF_QWEN3: dict[str, Any] = {"gguf": "qwen3", "gguf_class": "Qwen3ForCausalLM", "mlx": True}
 FAMILIES = (
     Family("qwen3", qwen3, DEFAULTS | WINDOW | OWN, layer_types=layer_types, **OF_QWEN3),
     Family("qwen3_moe", qwen3_moe, DEFAULTS | MOE, gguf="qwen3moe", mlx=True),

@@ -45,7 +45,7 @@ def decoder(c: Any, second: Callable[[int, str], Mixer], grouped: bool = False, 
     """second: the MLP or the experts of layer i at a path."""
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own = {"gated": True, **head_norms(c, p, add_one=True)}
+        own: dict[str, Any] = {"gated": True, **head_norms(c, p, add_one=True)}
         a: Mixer = (
             delta(c, f"{p}.linear_attn", grouped)
             if c.layer_types[i] == LINEAR
