@@ -161,12 +161,12 @@ def mamba2(c: Any, p: str, heads: int, dim: int, groups: int, N: int, width: int
     least, most = more.pop("limit", None) or (0.0, float("inf"))
     inner, channels = heads * dim, heads * dim + 2 * groups * N
     norm = Norm(f"{p}.norm", inner, float(eps), groups=groups) if more.pop("normed", True) else None
-    vectors = (f"{p}.{n}" for n in ("A_log", "dt_bias", "D"))
+    a_log, dt_bias, d = (f"{p}.{n}" for n in ("A_log", "dt_bias", "D"))
     return Mamba2(
         linear(c, f"{p}.in_proj", inner + channels + heads, bias=bool(in_bias)),
         Conv(f"{p}.conv1d", channels, width, bool(conv_bias)),
         linear(c, f"{p}.out_proj", c.hidden_size, inner, bias=bool(out_bias)),
-        *vectors, heads, dim, groups, N, norm, dt=(float(least), float(most)), **more,
+        a_log, dt_bias, d, heads, dim, groups, N, norm, dt=(float(least), float(most)), **more,
     )  # fmt: skip
 
 

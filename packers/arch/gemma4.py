@@ -46,7 +46,14 @@ def attend(c: Any, i: int, p: str) -> Attention:
     dims = int(D * (r.get("partial_rotary_factor") or 1.0)) if r["rope_type"] == "proportional" else D
     own = {} if of is not None else {"k_norm": rms(c, f"{s}.k_norm", D), "v_norm": rms(c, "", D)}
     names = ("q_proj",) if of is not None else ("q_proj", "k_proj") if alike else ("q_proj", "k_proj", "v_proj")
-    more: dict[str, Any] = {"dim": D, "kv_heads": kv, "scale": 1.0, "window": window(c, i), "q_norm": rms(c, f"{s}.q_norm", D), **own}
+    more: dict[str, Any] = {
+        "dim": D,
+        "kv_heads": kv,
+        "scale": 1.0,
+        "window": window(c, i),
+        "q_norm": rms(c, f"{s}.q_norm", D),
+        **own,
+    }
     turned = Rope(dims, kind, of=D if dims < D else 0)
     bias = bool(c.attention_bias)
     return attention(c, p, bias, bias, names, turned=turned, v_is_k=bool(alike and of is None), shares=of, **more)

@@ -12,7 +12,8 @@ def phi(c: Any) -> Model:
         return Norm(name, size or c.hidden_size, float(c.layer_norm_eps), "layer", bias=True)
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own = {f"{n}_norm": norm(f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk"} if c.qk_layernorm else {}
+        named = {n: norm(f"{p}.self_attn.{n}_layernorm", head_dim(c)) for n in "qk" if c.qk_layernorm}
+        own: dict[str, Any] = {f"{n}_norm": own for n, own in named.items()}
         a = attention(c, p, bias=True, o_bias=True, o="dense", turned=rope(c, share=0.5), **own)
         m = mlp(c, f"{p}.mlp", names=("fc1",), down="fc2", gated=False, bias=True)
         return (Update((a, m), norm(f"{p}.input_layernorm")),)
