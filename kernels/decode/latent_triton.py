@@ -73,13 +73,13 @@ def _absorb_kernel(
         tl.store(out + dims[None, :], y.to(dtype), mask=there[:, None] & (dims < RANK)[None, :])
         if block == 0:
             mask = there[:, None] & mask_p[None, :]
-            q = tl.load(own + NOPE + offs_p[None, :], mask=mask, other=0.0).to(tl.float32)
+            turned = tl.load(own + NOPE + offs_p[None, :], mask=mask, other=0.0).to(tl.float32)
             other = tl.load(own + NOPE + partner[None, :], mask=mask, other=0.0).to(tl.float32)
             at = pos.to(tl.int64)[:, None] * R + angle[None, :]
             cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(tl.float32)
             sin = tl.load(sin_ptr + at, mask=mask, other=0.0).to(tl.float32)
-            q = q * cos + other * tl.where(first[None, :], -sin, sin)
-            tl.store(out + RANK + offs_p[None, :], (q * by[:, None]).to(dtype), mask=mask)
+            turned = turned * cos + other * tl.where(first[None, :], -sin, sin)
+            tl.store(out + RANK + offs_p[None, :], (turned * by[:, None]).to(dtype), mask=mask)
     elif (block == 0) & (tl.program_id(2) == 0):
         if PDL:
             gdc_wait()
